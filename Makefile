@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test proof lint bench bench-full clean
+
+demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
+	$(BIN)/pipeline run-batch examples/requests.jsonl
+
+test: $(VENV)/.installed-test lint  ## linters, types, then the test suite (under 10 minutes on two cores)
+	$(BIN)/pytest -q
+
+proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids (under 30 minutes on two cores)
+	$(BIN)/pytest -q -m proof
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed  ## the engine alone, and run-batch as a whole process, on random weights of a real shape
+	$(BIN)/python -m benchmarks.all
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 13) else f"Python {v[0]}.{v[1]} found; this needs 3.11 or 3.12. Say which: make $(MAKECMDGOALS) PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -e '.[worker]'
+	touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(PIP) install -q -e '.[worker,test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
