@@ -1,0 +1,69 @@
+"""Random-weight models of real shapes with a byte-level BPE tokenizer, written once and kept.
+
+The text they produce is noise; the work per token is that of the real model.
+"""
+
+import os
+import sysconfig
+from pathlib import Path
+
+VOCABULARY_SIZE = 32_000
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+SHAPES = {
+    "gpt2-124m": {
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+    },
+    "llama-135m": {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    },
+}
+
+
+def model_folder(name: str) -> Path:
+    """The folder of one of SHAPES in bf16, written under the cache on first use."""
+    folder = Path(os.environ.get("BENCHMARK_CACHE", Path.home() / ".cache" / "pipeline-benchmarks")) / name
+    if not (folder / "tokenizer.json").exists():
+        _write(name, folder)
+    return folder
+
+
+def _write(name: str, folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(vocab_size=VOCABULARY_SIZE, bos_token_id=0, eos_token_id=0, **SHAPES[name])
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def _tokenizer():  # type: ignore[no-untyped-def]
+    """A BPE over Python's own standard library: text that every machine has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    files = sorted(str(path) for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train(files, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
