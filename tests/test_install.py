@@ -1,0 +1,40 @@
+"""An install without the worker extra: the queue, the control plane, the API and the command line run without torch."""
+
+import shutil
+import subprocess
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PROGRAM = """
+import importlib.util, jobs.queue, jobs.rq_worker, jobs.ticker, api.app, pipeline.main
+for absent in ("torch", "transformers", "triton"):
+    assert importlib.util.find_spec(absent) is None, absent
+"""
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(600)
+def test_api_and_jobs_install_and_start_without_torch(tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    source = shutil.copytree(REPOSITORY, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "*.parts"))
+    _run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", source)
+    _run(python, "-c", PROGRAM)
+    _run(python, "-m", "jobs.rq_worker", "--help")
+    _run(python, "-m", "jobs.ticker", "--help")
+    _run(tmp_path / "venv" / "bin" / "pipeline", "api", "--help")
+
+
+def test_the_worker_extra_holds_torch_and_the_rest_does_not() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert not any(requirement.startswith(("torch", "transformers", "triton")) for requirement in project["dependencies"])
+    assert "torch>=2.11,<2.14" in project["optional-dependencies"]["worker"]
+
+
+def _run(*command: object) -> None:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
