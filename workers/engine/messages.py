@@ -1,27 +1,142 @@
-"""Messages between the front process and the engine core. Imports no torch."""
+"""What the front process and the engine core say to each other, as msgspec structs. Imports no torch.
 
-from __future__ import annotations
+The front's first frame is an `EngineConfig`; then come `ToCore` messages. The core answers with one `Ready` or `Failed`, then with one
+`StepOutput` per step; a `Failed` after `Ready` says why the core is about to end.
+"""
+
+import math
+from enum import IntEnum
 
 import msgspec
 
+MAX_SEED = 2**64 - 1
+
+
+class Finish(IntEnum):
+    """Why a request ended; RUNNING means that it has not."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
 
 class SamplingParams(msgspec.Struct, frozen=True):
+    """How one request's tokens are drawn and when it ends. Raises ValueError for a value out of range.
+
+    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `choice` tells the choices of one request apart in the noise.
+    """
+
     max_tokens: int
-    temperature: float = 1.0  # 0 = greedy
+    temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0 = all
-    seed: int = 0  # 64 bit unsigned, always set
-    choice: int = 0  # part of the noise hash
+    top_k: int = 0
+    seed: int = 0
+    choice: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens must not be negative, got {self.max_tokens}")
+        if not (self.temperature >= 0.0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be an unsigned 64-bit number, got {self.seed}")
+        if self.choice < 0:
+            raise ValueError(f"choice must not be negative, got {self.choice}")
+
 
 class EngineRequest(msgspec.Struct):
-    """A request as the front hands it to the core."""
+    """One sequence to generate.
 
-    request_id: int  # chosen by the front, unique per core life
+    `request_id` is chosen by the front and unique in the core's life. `output_token_ids` is what an earlier worker generated already:
+    it counts towards `max_tokens` and is never sent again. `priority`: lower is more urgent among live, or among batch, requests.
+    """
+
+    request_id: int
     prompt_token_ids: list[int]
-    output_token_ids: list[int]  # forced prefix from a checkpoint; counts as output already generated (max_tokens includes it)
     sampling: SamplingParams
+    output_token_ids: list[int] = []
     live: bool = False
-    priority: int = 0  # lower is more urgent among equals
+    priority: int = 0
+
+
+class AddRequests(msgspec.Struct, tag="add", array_like=True):
+    requests: list[EngineRequest]
+
+
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
+    request_ids: list[int]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
+    pass
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
+    """The core has its model and serves. `num_blocks` includes the null block; `max_model_len` is what the KV cache can hold at most."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int
+    threads: int
+    weights_seconds: float
+    start_seconds: float
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """The core cannot start, or cannot go on: one sentence that says why."""
+
+    message: str
+
+
+class Stats(msgspec.Struct, array_like=True):
+    """Counters of the core. `running`, `waiting` and `free_blocks` are the present; the rest only grow.
+
+    `tokens` counts generated tokens, `computed_tokens` tokens run through the model, `prefix_hit_tokens` tokens that the cache gave instead.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    steps: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+class StepOutput(msgspec.Struct, tag="step", array_like=True):
+    """What one step produced, one entry per request that got a token or ended.
+
+    `counts[i]` tokens of request `request_ids[i]` follow each other in the flat `token_ids`. `finish[i]` is a `Finish` value;
+    `stop_token[i]` the id that ended the request, which is the last of its tokens, or -1. `cached_tokens[i]`, the prompt tokens taken
+    from the prefix cache, means something only when the request has ended. `errors` gives a sentence for each request ended by ERROR.
+    """
+
+    step: int
+    request_ids: list[int]
+    counts: list[int]
+    token_ids: list[int]
+    finish: list[int]
+    stop_token: list[int]
+    cached_tokens: list[int]
+    stats: Stats
+    errors: dict[int, str] = {}
+
+
+ToCore = AddRequests | AbortRequests | Shutdown
+FromCore = Ready | Failed | StepOutput

@@ -1,0 +1,88 @@
+"""The engine's configuration: one frozen value that the front process sends to the core as its first frame. Imports no torch."""
+
+import importlib
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+_CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What one model replica runs with. `None` and "auto" mean: decided once, by `resolve()` or, where only the model can tell, at load.
+
+    `max_model_len` and `max_num_batched_tokens` count tokens, `kv_cache_memory_bytes` bytes, `gpu_memory_utilization` is a fraction of
+    the device's memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1. `debug` turns on the
+    integrity check each time the core becomes idle. Raises ValueError for a value out of range.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
+    enable_prefix_caching: bool = True
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    seed: int = 0
+    depth: int | None = None
+    threads: int | None = None
+    attention_backend: str = "auto"
+    load_format: str = "safetensors"
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.depth not in (None, 0, 1):
+            raise ValueError(f"depth must be 0 or 1, got {self.depth}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
+        if self.load_format != "safetensors":
+            raise ValueError(f"load_format must be 'safetensors', got {self.load_format!r}: no other format is read")
+
+    def resolve(self) -> "EngineConfig":
+        """The same configuration with device, batch limits, block size, depth and threads settled for this machine.
+
+        Imports torch when the device is "auto", so it is called in the core and never in the front process.
+        """
+        device = self.device if self.device != "auto" else _default_device()
+        cuda = device.startswith("cuda")
+        return replace(
+            self,
+            device=device,
+            max_num_seqs=self.max_num_seqs or (1024 if cuda else 64),
+            max_num_batched_tokens=self.max_num_batched_tokens or (16384 if cuda else 2048),
+            block_size=self.block_size or 16,
+            depth=self.depth if self.depth is not None else int(cuda),
+            threads=self.compute_threads(),
+        )
+
+    def compute_threads(self) -> int:
+        """Threads for the core's arithmetic: `threads`, else OMP_NUM_THREADS, else the CPUs that this process may use."""
+        if self.threads is not None:
+            return self.threads
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        return int(asked) if asked.isdigit() and int(asked) > 0 else available_cpus()
+
+
+def available_cpus() -> int:
+    """CPUs by affinity and by the container's quota, whichever is fewer; at least 1."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = _CGROUP_CPU_MAX.read_text().split()
+    except (OSError, ValueError):
+        return cpus
+    return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))
+
+
+def _default_device() -> str:
+    # By name, not by statement: this file is imported by the front process, which the import rules keep free of torch.
+    torch = importlib.import_module("torch")
+    return "cuda" if torch.cuda.is_available() else "cpu"
