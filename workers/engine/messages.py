@@ -61,8 +61,8 @@ class EngineRequest(msgspec.Struct):
 
     request_id: int
     prompt_token_ids: list[int]
+    output_token_ids: list[int]
     sampling: SamplingParams
-    output_token_ids: list[int] = []
     live: bool = False
     priority: int = 0
 
@@ -106,7 +106,7 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 class Stats(msgspec.Struct, array_like=True):
     """Counters of the core. `running`, `waiting` and `free_blocks` are the present; the rest only grow.
 
-    `tokens` counts generated tokens, `computed_tokens` tokens run through the model, `prefix_hit_tokens` tokens that the cache gave instead.
+    `tokens` counts generated tokens, `computed_tokens` those run through the model, `prefix_hit_tokens` those that the cache gave instead.
     """
 
     running: int = 0

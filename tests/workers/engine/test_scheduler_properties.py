@@ -1,0 +1,263 @@
+"""Thousands of random schedules against a device that keeps token ids where a real one keeps keys and values.
+
+The device does exactly what a plan says, so a wrong block, slot or count shows as a wrong context, and a wrong context as wrong tokens.
+"""
+
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from workers.engine.kv_cache import KVCache, hash_block
+from workers.engine.messages import EngineRequest, Finish, SamplingParams, Stats, StepOutput
+from workers.engine.scheduler import Scheduler
+from workers.engine.step import StepPlan
+
+VOCAB = 11
+EOS = 7
+
+
+def next_token(context: list[int]) -> int:
+    return zlib.crc32(bytes(context)) % VOCAB
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, the step at which it comes, how much of its answer it brings, and the step at which it is aborted, if ever."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    arrives: int
+    live: bool
+    priority: int
+    forced: int
+    ignore_eos: bool
+    stop_token_ids: tuple[int, ...]
+    aborted: int | None
+
+    def answer(self, max_model_len: int) -> tuple[list[int], Finish]:
+        tokens = list(self.prompt)
+        limit = min(len(tokens) + self.max_tokens, max_model_len)
+        while len(tokens) < limit:
+            token = next_token(tokens)
+            tokens.append(token)
+            if token in self.stop_token_ids or (token == EOS and not self.ignore_eos):
+                return tokens[len(self.prompt) :], Finish.STOP
+        return tokens[len(self.prompt) :], Finish.LENGTH
+
+
+@dataclass(frozen=True)
+class Setup:
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    budget: int
+    max_model_len: int
+    depth: int
+    prefix_caching: bool
+
+
+class TokenDevice:
+    """Token table and block table by slot, and per block the token ids that a real cache would hold the keys and values of."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.size = setup.block_size
+        self.cache = np.full((setup.num_blocks, setup.block_size), -1)
+        self.tokens: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
+        self.tables: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
+        self.unretired: deque[list[tuple[int, tuple[int, ...]]]] = deque()
+
+    def launch(self, plan: StepPlan) -> NDArray[np.int32]:
+        self._take_in(plan)
+        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True))
+        assert len({slot for slot, *_ in rows}) == len(rows), "a slot has two rows in one step"
+        self._check_writers(rows)
+        for slot, start, count, _ in rows:
+            for position in range(start, start + count):
+                self.cache[self.tables[slot][position // self.size], position % self.size] = self.tokens[slot][position]
+        self.unretired.append([(slot, tuple(self.tables[slot])) for slot, *_ in rows])
+        return np.array([self._sample(slot, start + count) for slot, start, count, samples in rows if samples], dtype=np.int32)
+
+    def retire(self) -> None:
+        self.unretired.popleft()
+
+    def _take_in(self, plan: StepPlan) -> None:
+        busy = {slot for step in self.unretired for slot, _ in step}
+        for added in plan.added:
+            assert added.slot not in busy, "a slot was filled again before the step that used it was retired"
+            self.tokens[added.slot], self.tables[added.slot] = list(added.token_ids), []
+        for new in plan.new_blocks:
+            table = self.tables[new.slot]
+            assert new.first == len(table)
+            assert 0 not in new.block_ids, "the null block was handed out"
+            table += new.block_ids
+
+    def _check_writers(self, rows: list[tuple[int, int, int, bool]]) -> None:
+        written: dict[int, int] = {}
+        for slot, start, count, _ in rows:
+            for position in range(start, start + count):
+                block = self.tables[slot][position // self.size]
+                assert written.setdefault(block, slot) == slot, "two rows write one block in one step"
+        for step in self.unretired:
+            for slot, table in step:
+                for block in table:
+                    assert written.get(block, slot) == slot, "a block was handed on before the step that used it was retired"
+
+    def _sample(self, slot: int, end: int) -> int:
+        table = self.tables[slot]
+        context = [int(self.cache[table[position // self.size], position % self.size]) for position in range(end)]
+        assert context == self.tokens[slot][:end], "the slot's blocks hold other tokens than its own"
+        assert len(self.tokens[slot]) == end, "a row sampled before its last known token"
+        token = next_token(context)
+        self.tokens[slot].append(token)
+        return token
+
+
+@dataclass
+class Run:
+    setup: Setup
+    cases: list[Case]
+    got: dict[int, list[int]] = field(default_factory=dict)
+    finish: dict[int, Finish] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        setup = self.setup
+        self.kv_cache = KVCache(setup.num_blocks, setup.block_size, setup.prefix_caching)
+        self.scheduler = Scheduler(
+            setup.max_num_seqs, setup.budget, setup.max_model_len, self.kv_cache, setup.depth, vocab_size=VOCAB, eos_token_ids=[EOS]
+        )
+        self.device = TokenDevice(setup)
+        self.stats = Stats()
+        self.answers = [case.answer(self.scheduler.max_model_len) for case in self.cases]
+        self.content = self._expected_content()
+
+    def to_the_end(self) -> None:
+        launched: deque[tuple[StepPlan, NDArray[np.int32]]] = deque()
+        last = max((max(case.arrives, case.aborted or 0) for case in self.cases), default=0)
+        patience = 40 + 20 * sum(len(case.prompt) + case.max_tokens for case in self.cases)
+        turn = 0
+        while turn <= last or self.scheduler.unfinished or launched:
+            assert turn < last + patience, "somebody starves"
+            self._arrivals(turn)
+            turn += 1
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                assert 0 < plan.counts.sum() <= self.setup.budget
+                launched.append((plan, self.device.launch(plan)))
+                self._check_cached_content()
+            assert plan is not None or launched or not self.scheduler.unfinished, "requests are left and nothing moves"
+            if launched and (plan is None or len(launched) > self.setup.depth):
+                self.device.retire()
+                self._take(self.scheduler.update(*launched.popleft()))
+            self._take(self.scheduler.ended())
+            self.kv_cache.pool.check()
+        self.scheduler.check_idle()
+
+    def _arrivals(self, turn: int) -> None:
+        for number, case in enumerate(self.cases):
+            if case.arrives == turn:
+                sampling = SamplingParams(case.max_tokens, ignore_eos=case.ignore_eos, stop_token_ids=case.stop_token_ids)
+                forced = self.answers[number][0][: case.forced]
+                self.got[number] = list(forced)
+                self.scheduler.add(EngineRequest(number, list(case.prompt), list(forced), sampling, case.live, case.priority))
+        self.scheduler.abort([number for number, case in enumerate(self.cases) if case.aborted == turn])
+
+    def _take(self, output: StepOutput | None) -> None:
+        if output is None:
+            return
+        at, self.stats = 0, output.stats
+        for row, number in enumerate(output.request_ids):
+            assert number not in self.finish, "something came after the end"
+            count = output.counts[row]
+            self.got[number] += output.token_ids[at : at + count]
+            at += count
+            if output.finish[row]:
+                self.finish[number] = Finish(output.finish[row])
+                assert 0 <= output.cached_tokens[row] <= len(self.cases[number].prompt)
+                if output.finish[row] == Finish.STOP:
+                    assert output.stop_token[row] == self.got[number][-1]
+        assert at == len(output.token_ids)
+
+    def _expected_content(self) -> dict[bytes, list[int]]:
+        content, size = {}, self.setup.block_size
+        for case, (answer, _) in zip(self.cases, self.answers, strict=True):
+            tokens, name = [*case.prompt, *answer], b""
+            for end in range(size, len(tokens) + 1, size):
+                name = hash_block(name, tokens[end - size : end])
+                content[name] = tokens[end - size : end]
+        return content
+
+    def _check_cached_content(self) -> None:
+        for name, block in self.kv_cache.pool.names().items():
+            assert self.device.cache[block].tolist() == self.content[name], "a cached block holds other tokens than its hash says"
+
+
+SETUPS = st.builds(
+    Setup,
+    block_size=st.integers(1, 4),
+    num_blocks=st.integers(3, 24),
+    max_num_seqs=st.integers(1, 5),
+    budget=st.integers(1, 14),
+    max_model_len=st.integers(4, 40),
+    depth=st.integers(0, 1),
+    prefix_caching=st.booleans(),
+)
+PROMPTS = st.builds(
+    lambda shared, own: (*shared, *own),
+    st.sampled_from([(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 8, 9, 10), (0,) * 12]),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8).map(tuple),
+)
+CASES = st.builds(
+    Case,
+    prompt=PROMPTS,
+    max_tokens=st.integers(0, 16),
+    arrives=st.integers(0, 12),
+    live=st.sampled_from([False, False, True]),
+    priority=st.sampled_from([0, 0, 0, 1]),
+    forced=st.sampled_from([0, 0, 0, 1, 3, 16]),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.sampled_from([(), (), (2,), (3, 5)]),
+    aborted=st.one_of(st.none(), st.none(), st.integers(0, 30)),
+)
+
+
+def check(setup: Setup, cases: list[Case]) -> Run:
+    run = Run(setup, cases)
+    run.to_the_end()
+    for number, case in enumerate(cases):
+        answer, finish = run.answers[number]
+        if len(case.prompt) >= run.scheduler.max_model_len:
+            assert run.finish[number] is Finish.ERROR
+        elif run.finish[number] is Finish.ABORT:
+            assert case.aborted is not None
+            assert run.got[number] == answer[: len(run.got[number])]
+        else:
+            assert (run.got[number], run.finish[number]) == (answer, finish)
+    return run
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(setup=SETUPS, cases=st.lists(CASES, max_size=9))
+def test_any_schedule_gives_every_request_its_own_answer(setup: Setup, cases: list[Case]) -> None:
+    check(setup, cases)
+
+
+@pytest.mark.proof
+@settings(max_examples=30_000, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(setup=SETUPS, cases=st.lists(CASES, max_size=14))
+def test_any_schedule_gives_every_request_its_own_answer_at_length(setup: Setup, cases: list[Case]) -> None:
+    check(setup, cases)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_schedules_exercise_what_they_should(depth: int) -> None:
+    """Preemption, prefix hits and slot shortage do occur in schedules like the ones above."""
+    cases = [Case((1, 2, 3, 4, 5, number), 14, number, number % 3 == 2, 0, 0, True, (), None) for number in range(8)]
+    run = check(Setup(2, 16, 4, 6, 40, depth, True), cases)
+    assert run.stats.preemptions > 0
+    assert run.stats.prefix_hit_tokens > 0

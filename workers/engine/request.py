@@ -1,0 +1,70 @@
+"""The scheduler's view of one request. Imports no torch."""
+
+from collections.abc import Set
+
+from workers.engine.messages import EngineRequest, Finish
+
+
+class Request:
+    """A request's tokens, its slot and its blocks.
+
+    Three counts of tokens chase each other: `computed` (their keys and values are in the cache, or will be once the launched steps have
+    run) <= `known` (the device knows them: the host's tokens and those that launched steps are about to sample) and `len(tokens)`, what
+    the host has seen. `known - len(tokens)` steps that sample for this request have been launched and not yet retired.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "blocks",
+        "cached_tokens",
+        "capacity",
+        "computed",
+        "finish",
+        "hash_at",
+        "id",
+        "known",
+        "last_step",
+        "limit",
+        "live",
+        "prompt_length",
+        "sampling",
+        "slot",
+        "stop_token_ids",
+        "tokens",
+        "urgency",
+    )
+
+    def __init__(self, request: EngineRequest, arrival: int, max_model_len: int, eos_token_ids: Set[int]) -> None:
+        """`arrival` orders equals; `max_model_len` caps prompt and output together."""
+        sampling = request.sampling
+        self.id = request.request_id
+        self.tokens = request.prompt_token_ids + request.output_token_ids
+        self.prompt_length = len(request.prompt_token_ids)
+        self.sampling = sampling
+        self.live = request.live
+        self.urgency = (not request.live, request.priority, arrival)
+        self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
+        stops = frozenset(sampling.stop_token_ids)
+        self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
+        self.finish = Finish.RUNNING
+        self.cached_tokens = -1
+        self.block_hashes: list[bytes] = []
+        self.known = len(self.tokens)
+        self.leave()
+
+    def leave(self) -> None:
+        """Forget slot and blocks; the tokens stay. What a launched step is about to sample still comes in through `known`."""
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.capacity = 0
+        self.computed = 0
+        self.hash_at = 0
+        self.last_step = -1
+
+    def ended_by(self) -> tuple[Finish, int]:
+        """How the last token ends the request, and that token if it is a stop token, else -1."""
+        if len(self.tokens) > self.prompt_length and self.tokens[-1] in self.stop_token_ids:
+            return Finish.STOP, self.tokens[-1]
+        if len(self.tokens) >= self.limit:
+            return Finish.LENGTH, -1
+        return Finish.RUNNING, -1

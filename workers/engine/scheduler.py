@@ -1,0 +1,383 @@
+"""Decides, step by step, which requests get how many tokens. Knows no prefill or decode phase. Imports no torch."""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Collection, Iterable
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from workers.engine.kv_cache import KVCache
+from workers.engine.messages import EngineRequest, Finish, Stats, StepOutput
+from workers.engine.request import Request
+from workers.engine.step import AddedRequest, NewBlocks, StepPlan
+
+_URGENCY = attrgetter("urgency")
+
+
+class Scheduler:
+    """Gives every step one budget of tokens: live requests first, and among live or batch ones those that run before those that wait.
+
+    A request has tokens known and tokens computed, and a step computes some of the difference; when it reaches the last known token it
+    samples the next. When blocks run out, the least urgent running request (batch before live, newest first) is preempted: it keeps its
+    tokens and waits for its turn by arrival, so the most urgent request always goes on and nobody starves.
+
+    With `depth` 1, `schedule` may be called once more before `update` has brought the tokens of the step before. Then slots and blocks
+    given up by a request that a launched step still uses stay taken until that step has been retired, and a token sampled for a request
+    that had already ended is dropped.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        kv_cache: KVCache,
+        depth: int,
+        *,
+        vocab_size: int,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        """`max_model_len` is lowered to what the cache can hold for a request that has it to itself."""
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = min(max_model_len, kv_cache.max_tokens)
+        self.depth = depth
+        self._kv_cache = kv_cache
+        self._pool = kv_cache.pool
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._requests: dict[int, Request] = {}
+        self._live = _Lane()
+        self._batch = _Lane()
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._launched: deque[_Launched] = deque()
+        self._returning: list[_Returning] = []
+        self._returning_blocks = 0
+        self._retired_step = 0
+        self._arrivals = 0
+        self._step = 0
+        self._stats = Stats()
+        self._output = _Output()
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._requests)
+
+    def add(self, request: EngineRequest) -> None:
+        """Takes a request in; one that cannot run, or has nothing left to generate, ends at once and shows in the next output."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id} is in use")
+        self._arrivals += 1
+        added = Request(request, self._arrivals, self.max_model_len, self._eos_token_ids)
+        refusal = self._refusal(added)
+        finish, stop_token = (Finish.ERROR, -1) if refusal else added.ended_by()
+        if finish:
+            added.finish = finish
+            self._output.end(added, stop_token, refusal)
+        else:
+            self._requests[added.id] = added
+            self._lane(added).wait(added)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Ends requests at once, whatever they are doing; unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._end(request, Finish.ABORT)
+                self._output.end(request, -1)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed before a launched step has been retired, or at all."""
+        if len(self._launched) > self.depth:
+            raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
+        step = _Step(self._step + 1, self.max_num_batched_tokens)
+        for lane in (self._live, self._batch):
+            self._run_on(lane, step)
+            self._admit(lane, step)
+        if not step.slots:
+            return None
+        self._step = step.number
+        self._launched.append(_Launched(step.number, step.sampling))
+        self._stats.steps += 1
+        self._stats.computed_tokens += self.max_num_batched_tokens - step.budget
+        return step.plan()
+
+    def update(self, plan: StepPlan, sampled: NDArray[np.int32]) -> StepOutput:
+        """Takes in the tokens [number of True in `plan.samples`] of the oldest launched step; returns all that happened since the last
+        output."""
+        launched = self._launched.popleft()
+        if launched.step != plan.step or len(launched.sampling) != len(sampled):
+            raise RuntimeError(f"step {plan.step} with {len(sampled)} tokens was retired in place of step {launched.step}")
+        self._retired_step = plan.step
+        self._take_back()
+        output = self._output
+        for request, token in zip(launched.sampling, sampled.tolist(), strict=True):
+            if request.finish:
+                continue
+            request.tokens.append(token)
+            if token in request.stop_token_ids or len(request.tokens) >= request.limit:
+                finish, stop_token = request.ended_by()
+                self._end(request, finish)
+                output.end(request, stop_token, token=token)
+            else:
+                output.token(request.id, token)
+        self._stats.tokens += len(output.token_ids)
+        return self._flush()
+
+    def ended(self) -> StepOutput | None:
+        """The requests that ended without a step since the last output, if any."""
+        return self._flush() if self._output.request_ids else None
+
+    def check_idle(self) -> None:
+        """Raises RuntimeError when a slot or a block is still taken although no request is left and no step is launched."""
+        if self._requests or self._launched:
+            raise RuntimeError(f"not idle: {len(self._requests)} requests, {len(self._launched)} launched steps")
+        self._pool.check()
+        if self._pool.free != self._pool.num_blocks - 1 or self._returning or self._returning_blocks:
+            raise RuntimeError(f"idle with {self._pool.num_blocks - 1 - self._pool.free} KV blocks taken")
+        if self._live.running or self._batch.running or self._live.waiting or self._batch.waiting:
+            raise RuntimeError("idle with requests in a queue")
+
+    def _refusal(self, request: Request) -> str:
+        if not request.prompt_length:
+            return "the prompt has no tokens"
+        if request.prompt_length >= self.max_model_len:
+            return f"the prompt has {request.prompt_length} tokens; with one more for the answer the context holds {self.max_model_len}"
+        low, high = min(request.tokens), max(request.tokens)
+        if low < 0 or high >= self._vocab_size:
+            return f"token id {low if low < 0 else high} is outside the vocabulary of {self._vocab_size}"
+        return ""
+
+    def _run_on(self, lane: "_Lane", step: "_Step") -> None:
+        running, size = lane.running, self._kv_cache.block_size
+        index = 0
+        while index < len(running) and step.budget:
+            request = running[index]
+            index += 1
+            start, known = request.computed, request.known
+            if known >= request.limit:
+                continue  # its last token is in a launched step
+            count = min(known - start, step.budget)
+            end = start + count
+            if end > request.capacity:
+                if not self._make_room(-(-(end - request.capacity) // size), request):
+                    step.short = True
+                    continue
+                first = len(request.blocks)
+                step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
+            self._add_row(step, request, start, count)
+
+    def _admit(self, lane: "_Lane", step: "_Step") -> None:
+        """Lets waiting requests in, in order of urgency, as long as their known tokens fit beside what the running ones may soon need."""
+        while lane.waiting and step.budget and not step.short:
+            request = lane.waiting[0]
+            if request.known > len(request.tokens) or not self._slot_for(request, step):
+                return
+            prefix = self._kv_cache.find_prefix(request)
+            blocks = self._kv_cache.blocks_for(request.known) - len(prefix)
+            need = blocks + self._pool.idle(prefix) + step.outstanding + len(self._live.running)
+            if not request.live:
+                need += len(self._batch.running)
+            if need <= self._pool.free:
+                del lane.waiting[0]
+                self._enter(lane, request, prefix, step)
+            elif not (request.live and self._make_room(need, request)):
+                step.short = request.live and bool(self._returning)
+                return
+
+    def _enter(self, lane: "_Lane", request: Request, prefix: list[int], step: "_Step") -> None:
+        cache = self._kv_cache
+        cache.admit(request, prefix)
+        hit = request.computed
+        count = min(request.known - hit, step.budget)
+        cache.grow(request, hit + count)
+        request.slot = self._free_slots.pop()
+        if request.cached_tokens < 0:
+            request.cached_tokens = min(hit, request.prompt_length)
+        self._stats.prefix_hit_tokens += hit
+        insort(lane.running, request, key=_URGENCY)
+        step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
+        step.new_blocks.append(NewBlocks(request.slot, 0, request.blocks.copy()))
+        self._add_row(step, request, hit, count)
+
+    def _add_row(self, step: "_Step", request: Request, start: int, count: int) -> None:
+        end = start + count
+        samples = end == request.known
+        step.budget -= count
+        step.slots.append(request.slot)
+        step.starts.append(start)
+        step.counts.append(count)
+        step.samples.append(samples)
+        request.computed = end
+        request.last_step = step.number
+        if end >= request.hash_at:
+            self._kv_cache.remember(request)
+        if samples:
+            request.known = end + 1
+            step.sampling.append(request)
+        else:
+            step.outstanding += self._kv_cache.blocks_for(request.known - request.capacity)
+
+    def _slot_for(self, request: Request, step: "_Step") -> bool:
+        """Whether a slot is free. For live requests batch ones are preempted, as many at once as the step's budget can let in."""
+        if request.live and not self._free_slots:
+            wanted = sum(before < step.budget for before in accumulate((other.known for other in self._live.waiting), initial=0))
+            missing = min(wanted, len(self._live.waiting)) - len(self._returning)
+            for _ in range(min(missing, len(self._batch.running))):
+                self._preempt(self._batch.running[-1])
+        return bool(self._free_slots)
+
+    def _make_room(self, need: int, request: Request) -> bool:
+        """Preempts the least urgent until `need` blocks are free: a running request anyone behind it and at last itself, a waiting live
+        one only batch requests. False when the blocks are not free now; they may be once a launched step has been retired."""
+        waits = request.slot < 0
+        if waits and self._pool.free + self._returning_blocks + sum(len(batch.blocks) for batch in self._batch.running) < need:
+            return False
+        while self._pool.free < need:
+            if self._pool.free + self._returning_blocks >= need:
+                return False
+            lane = self._batch if self._batch.running or waits else self._live
+            if not lane.running:
+                return False
+            victim = lane.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        lane = self._lane(victim)
+        lane.running.pop()
+        self._give_up(victim)
+        lane.wait(victim)
+        self._stats.preemptions += 1
+
+    def _end(self, request: Request, finish: Finish) -> None:
+        request.finish = finish
+        del self._requests[request.id]
+        lane = self._lane(request)
+        queue = lane.running if request.slot >= 0 else lane.waiting
+        del queue[bisect_left(queue, request.urgency, key=_URGENCY)]
+        if request.slot >= 0:
+            self._give_up(request)
+
+    def _give_up(self, request: Request) -> None:
+        if request.computed >= request.hash_at:
+            self._kv_cache.remember(request)
+        self._returning.append(_Returning(request.last_step, request.slot, request.blocks))
+        self._returning_blocks += len(request.blocks)
+        request.leave()
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Frees the slots and blocks that no launched step uses any more."""
+        due = [returning for returning in self._returning if returning.after <= self._retired_step]
+        if not due:
+            return
+        self._returning = [returning for returning in self._returning if returning.after > self._retired_step]
+        for returning in due:
+            self._returning_blocks -= len(returning.blocks)
+            self._pool.give_back(returning.blocks)
+            self._free_slots.append(returning.slot)
+
+    def _lane(self, request: Request) -> "_Lane":
+        return self._live if request.live else self._batch
+
+    def _flush(self) -> StepOutput:
+        stats = copy(self._stats)
+        stats.running = len(self._live.running) + len(self._batch.running)
+        stats.waiting = len(self._requests) - stats.running
+        stats.free_blocks = self._pool.free
+        output, self._output = self._output, _Output()
+        return output.message(self._retired_step, stats)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The live or the batch requests, each list with the most urgent first."""
+
+    running: list[Request] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
+
+    def wait(self, request: Request) -> None:
+        insort(self.waiting, request, key=_URGENCY)
+
+
+@dataclass(slots=True)
+class _Launched:
+    step: int
+    sampling: list[Request]
+
+
+@dataclass(slots=True)
+class _Returning:
+    """A slot and blocks that are free once step `after` has been retired."""
+
+    after: int
+    slot: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step in the making. `outstanding`: blocks that its unfinished prefills still lack; `short`: a running request got no block."""
+
+    number: int
+    budget: int
+    outstanding: int = 0
+    short: bool = False
+    added: list[AddedRequest] = field(default_factory=list)
+    new_blocks: list[NewBlocks] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    sampling: list[Request] = field(default_factory=list)
+
+    def plan(self) -> StepPlan:
+        return StepPlan(
+            step=self.number,
+            added=self.added,
+            new_blocks=self.new_blocks,
+            slots=np.array(self.slots, dtype=np.int32),
+            starts=np.array(self.starts, dtype=np.int32),
+            counts=np.array(self.counts, dtype=np.int32),
+            samples=np.array(self.samples, dtype=np.bool_),
+        )
+
+
+@dataclass(slots=True)
+class _Output:
+    """A `StepOutput` in the making; requests that run on have one token each."""
+
+    request_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    ended: list[tuple[int, Request, int, int]] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def token(self, request_id: int, token: int) -> None:
+        self.request_ids.append(request_id)
+        self.token_ids.append(token)
+
+    def end(self, request: Request, stop_token: int, error: str = "", token: int | None = None) -> None:
+        self.ended.append((len(self.request_ids), request, stop_token, int(token is not None)))
+        self.request_ids.append(request.id)
+        if token is not None:
+            self.token_ids.append(token)
+        if error:
+            self.errors[request.id] = error
+
+    def message(self, step: int, stats: Stats) -> StepOutput:
+        rows = len(self.request_ids)
+        counts, finish, stop_token, cached_tokens = [1] * rows, [0] * rows, [-1] * rows, [0] * rows
+        for index, request, stop, count in self.ended:
+            counts[index] = count
+            finish[index] = int(request.finish)
+            stop_token[index] = stop
+            cached_tokens[index] = max(0, request.cached_tokens)
+        return StepOutput(step, self.request_ids, counts, self.token_ids, finish, stop_token, cached_tokens, stats, self.errors)
