@@ -1,0 +1,131 @@
+"""A template means here what it means in transformers, and a failing one fails the request and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.small_tokenizers import byte_level, write_folder
+from workers.text.chat_template import ChatTemplate, read_chat_template
+from workers.text.errors import TemplateError, TokenizerError
+from workers.text.tokenizer import TextTokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_LIKE = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = 'You help.' %}
+{%- endif %}
+{{- '<|start|>system\\n' + system + ' ' + ({'a': '<é&>', 'b': [1, 2]} | tojson) + eos_token }}
+{%- set ns = namespace(turns=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif %}
+    {%- if (message['role'] == 'user') != (ns.turns % 2 == 0) %}
+        {{- raise_exception('roles must alternate user/assistant') }}
+    {%- endif %}
+    {%- set ns.turns = ns.turns + 1 %}
+    {{- message['role'] + ':' + message['content'] + (message.name if message.name is defined else '') }}
+    {%- if ns.turns >= 4 %}{% break %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '\\nassistant:' }}{% endif %}
+"""
+REASONING = (
+    "{% for m in messages %}{{ m.role }}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}: {{ m.content }}\n{% endfor %}"
+    "{% if tools %}tools{% endif %}{{ unk_token | default('none') }}"
+)
+CHATS = [
+    [{"role": "user", "content": "Hello"}],
+    [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "12 + 30?"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": None}, {"role": "user", "content": "<&é🙂>"}],
+    [
+        {"role": "user", "content": "a", "name": "n"},
+        {"role": "skip", "content": "x"},
+        {"role": "assistant", "content": "b", "thinking": "t"},
+    ],
+]
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, REASONING])
+def test_renders_as_transformers_does(tmp_path: Path, template: str) -> None:
+    folder = write_folder(tmp_path, byte_level(), template=template)
+    ours = TextTokenizer.load(str(folder))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for chat in CHATS:
+        rendered = ours.render(chat)
+        assert rendered == theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert ours.encode([rendered], special_tokens=False) == [
+            theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        ]
+
+
+def test_the_date_is_todays() -> None:
+    template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {})
+    assert template.render([]) in {datetime.now().strftime("%Y-%m-%d")}
+
+
+def test_text_parts_become_one_text() -> None:
+    template = ChatTemplate(CHATML, {})
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert template.render([{"role": "user", "content": parts}]) == template.render([{"role": "user", "content": "one\ntwo"}])
+    with pytest.raises(TemplateError, match="image_url"):
+        template.render([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[9].content + 'x' }}", "has no element 9|undefined"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe|access"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range too big"),
+        ("{{ messages.append(1) }}", "unsafe|access"),
+    ],
+)
+def test_a_failing_template_fails_the_request(source: str, reason: str) -> None:
+    with pytest.raises(TemplateError, match=reason) as caught:
+        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_is_not_jinja_is_refused_at_the_start() -> None:
+    with pytest.raises(TokenizerError, match="not valid Jinja"):
+        ChatTemplate("{% for %}", {})
+
+
+def test_a_model_without_a_template_joins_plainly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_folder(tmp_path, byte_level())
+    with caplog.at_level(logging.WARNING):
+        tokenizer = TextTokenizer.load(str(folder))
+    assert "no chat template" in caplog.text
+    assert tokenizer.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]) == "Be brief.\nHi\n"
+
+
+def test_the_given_template_wins(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", byte_level(), template=CHATML)
+    path = tmp_path / "other.jinja"
+    path.write_text("file {{ messages[0].content }}")
+    chat = [{"role": "user", "content": "x"}]
+    assert TextTokenizer.load(str(folder), str(path)).render(chat) == "file x"
+    assert TextTokenizer.load(str(folder), "inline {{ messages[0].content }}").render(chat) == "inline x"
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        read_chat_template(str(tmp_path / "nowhere.jinja"))
+
+
+def test_the_configurations_template_and_its_list_form(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "x"}]
+    one = write_folder(tmp_path / "one", byte_level(), config={"chat_template": "one"})
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    two = write_folder(tmp_path / "two", byte_level(), config={"chat_template": several})
+    assert TextTokenizer.load(str(one)).render(chat) == "one"
+    assert TextTokenizer.load(str(two)).render(chat) == "plain"

@@ -1,0 +1,102 @@
+"""Pieces of text put together are the text of the whole, and no piece ends in half a character."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tests.support import small_tokenizers
+from workers.text.detokenizer import DetokenizerFactory
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": small_tokenizers.byte_level,
+    "byte_fallback": small_tokenizers.byte_fallback,
+    "metaspace": small_tokenizers.metaspace,
+    "word_piece": small_tokenizers.word_piece,
+}
+TOKENIZERS = {name: make() for name, make in KINDS.items()}
+TEXT = "The fox 🙂 says: Naïve café, 東京, 👩‍👩‍👧 and 你好 — 12 + 30 = 42."
+
+
+def pieces(tokenizer: Tokenizer, token_ids: list[int], cuts: list[int], prompt: list[int] | None = None) -> list[str]:
+    detokenizer = DetokenizerFactory(tokenizer).start(prompt or [])
+    bounds = [0, *sorted(cut % (len(token_ids) + 1) for cut in cuts), len(token_ids)]
+    return [*(detokenizer.feed(token_ids[start:end]) for start, end in itertools.pairwise(bounds)), detokenizer.finish()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_pieces_make_the_whole(kind: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40))
+    cuts = data.draw(st.lists(st.integers(0, 40), max_size=8))
+    text = "".join(pieces(tokenizer, token_ids, cuts))
+    one_by_one = "".join(pieces(tokenizer, token_ids, list(range(len(token_ids)))))
+    whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert text == one_by_one
+    if kind == "byte_fallback":
+        # A broken sequence spoils its neighbours in the library's decoder only, so what is not broken must agree.
+        if "\ufffd" not in whole:
+            assert text == whole
+    else:
+        assert text == whole or text + "\ufffd" == whole
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_characters_split_over_tokens_come_out_whole(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    token_ids = tokenizer.encode(TEXT, add_special_tokens=False).ids
+    got = pieces(tokenizer, token_ids, list(range(len(token_ids))))
+    assert "".join(got) == TEXT
+    assert all("\ufffd" not in piece for piece in got)
+    assert "" in got  # some tokens end in the middle of a character
+
+
+def test_half_a_character_at_the_end_is_dropped() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    token_ids = tokenizer.encode("ok 🦊", add_special_tokens=False).ids
+    assert "".join(pieces(tokenizer, token_ids[:-1], [])) == "ok "
+
+
+def test_special_and_unknown_tokens_stand_for_nothing() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    fox = tokenizer.encode("fox", add_special_tokens=False).ids
+    end = tokenizer.token_to_id("<|end|>")
+    added = tokenizer.token_to_id("→added←")
+    assert "".join(pieces(tokenizer, [end, *fox, end, added, 10**6], [1, 2])) == "fox→added←"
+
+
+@pytest.mark.parametrize("kind", ["byte_fallback", "metaspace"])
+def test_the_first_space_stays_after_a_prompt_and_goes_at_the_very_start(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    token_ids = tokenizer.encode("the fox", add_special_tokens=False).ids
+    special = next(iter(sorted(tokenizer.get_added_tokens_decoder())))
+    assert "".join(pieces(tokenizer, token_ids, [1, 2], prompt=[special])) == "the fox"
+    assert "".join(pieces(tokenizer, token_ids, [1, 2], prompt=[special, *token_ids])) == " the fox"
+
+
+def test_words_are_joined_with_what_the_prompt_ended_in() -> None:
+    tokenizer = TOKENIZERS["word_piece"]
+    token_ids = tokenizer.encode("the lazy dog", add_special_tokens=False).ids
+    assert "".join(pieces(tokenizer, token_ids[1:], [1], prompt=token_ids[:1])) == " lazy dog"
+
+
+def test_a_token_costs_little() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    seed = 7
+    print("seed", seed)
+    token_ids = random.Random(seed).choices(range(tokenizer.get_vocab_size()), k=20_000)
+    detokenizer = DetokenizerFactory(tokenizer).start([])
+    detokenizer.feed(token_ids)
+    started = time.process_time()
+    for token_id in token_ids:
+        detokenizer.feed((token_id,))
+    assert (time.process_time() - started) / len(token_ids) < 20e-6

@@ -1,0 +1,92 @@
+"""Loading: what transformers reads from the same files, what is missing said in one sentence, and no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from tests.support.small_tokenizers import byte_fallback, byte_level, write_folder
+from workers.text.errors import TokenizerError
+from workers.text.tokenizer import TextTokenizer
+
+NAMED = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+TEXTS = ["The quick brown fox", "", "Naïve 🙂", "<|user|>hello<|end|>"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        NAMED,
+        {**NAMED, "add_bos_token": True},
+        {**NAMED, "add_bos_token": True, "add_eos_token": True},
+        {**NAMED, "add_bos_token": False},
+        {"bos_token": {"__type": "AddedToken", "content": "<|begin|>", "special": True}, "add_bos_token": True},
+        {**NAMED, "added_tokens_decoder": {"401": {"content": "<extra>", "special": True}}},
+    ],
+)
+@pytest.mark.parametrize("processor", [True, False])
+def test_encodes_as_transformers_does(tmp_path: Path, config: dict[str, Any], processor: bool) -> None:
+    tokenizer = byte_level()
+    if processor:
+        begin = tokenizer.token_to_id("<|begin|>")
+        tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+    tokenizer.enable_truncation(3)
+    folder = write_folder(tmp_path, tokenizer, config)
+    ours = TextTokenizer.load(str(folder))
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    for special in (True, False):
+        assert ours.encode([*TEXTS, "a <extra> b"], special) == theirs([*TEXTS, "a <extra> b"], add_special_tokens=special)["input_ids"]
+
+
+def test_decodes_as_transformers_does(tmp_path: Path) -> None:
+    for name, tokenizer in (("level", byte_level()), ("fallback", byte_fallback())):
+        config = NAMED if name == "level" else {"bos_token": "<s>", "eos_token": "</s>"}
+        folder = write_folder(tmp_path / name, tokenizer, config)
+        ours, theirs = TextTokenizer.load(str(folder)), PreTrainedTokenizerFast.from_pretrained(folder)
+        token_ids = ours.encode(["the fox 🙂 東京"], special_tokens=False)[0]
+        assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True) == "the fox 🙂 東京"
+
+
+def test_an_older_vocabulary_is_converted(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.model.save(str(tmp_path))  # vocab.json and merges.txt
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    ours = TextTokenizer.load(str(tmp_path))
+    assert ours.encode(["The quick brown fox"], special_tokens=False) == [tokenizer.encode("The quick brown fox").ids]
+    assert ours.decode(ours.encode(["café 🙂"], special_tokens=False)[0]) == "café 🙂"
+
+
+def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    broken = write_folder(tmp_path / "broken", byte_level())
+    (broken / "tokenizer.json").write_text("{")
+    configured = write_folder(tmp_path / "configured", byte_level())
+    (configured / "tokenizer_config.json").write_text("{")
+    for folder, words in (
+        (tmp_path / "nowhere", "does not exist"),
+        (empty, "--tokenizer"),
+        (broken, "cannot be read as a tokenizer"),
+        (configured, "not valid JSON"),
+    ):
+        with pytest.raises(TokenizerError, match=words) as caught:
+            TextTokenizer.load(str(folder))
+        assert "\n" not in str(caught.value)
+
+
+def test_loading_and_rendering_import_no_torch(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, byte_level(), template="{{ messages[0].content | tojson }}")
+    script = (
+        "import sys; from workers.text.tokenizer import TextTokenizer; t = TextTokenizer.load(sys.argv[1]);"
+        "ids = t.encode([t.render([{'role': 'user', 'content': 'x'}])], False)[0];"
+        "assert t.decode(ids) == '\"x\"'; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,1 @@
+"""Text on its way to the engine and back: chat templates, tokenising, incremental detokenising, stop strings. Imports no torch."""

@@ -1,0 +1,97 @@
+"""Chat messages to one prompt, in transformers' own sandboxed Jinja environment.
+
+The environment is that of `transformers.utils.chat_template_utils`, so a template means here what it means in `apply_chat_template`
+(raise_exception, strftime_now, tojson, loop controls, the special tokens as variables). Importing it loads no torch but takes half a
+second, so it happens when a template is compiled and not before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from workers.text.errors import TemplateError, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplate:
+    """A model's chat template, compiled. Without one the messages' contents are joined by line breaks."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str], origin: str = "the model") -> None:
+        """`source` is Jinja text. Raises TokenizerError when it does not compile."""
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        self._render = None if source is None else _compile(source, origin)
+        if source is None:
+            logger.warning("%s has no chat template: messages are joined plainly; --chat-template gives one", origin)
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The prompt's text, which ends where the assistant begins to speak.
+
+        A content made of parts becomes one text, its parts joined by line breaks. Raises TemplateError for messages that the template
+        refuses, that are not text, or that make it fail.
+        """
+        plain = [_plain_message(message) for message in messages]
+        if self._render is None:
+            return "".join(f"{message.get('content', '')}\n" for message in plain)
+        try:
+            return self._render([plain], add_generation_prompt=True, **{**self._special_tokens, **variables})
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise TemplateError(f"The model's chat template cannot render these messages: {reason[:500]}") from error
+
+
+def read_chat_template(given: str) -> str:
+    """What `--chat-template` names: a file, or the template itself. Raises TokenizerError when it is neither."""
+    if "{" in given or "\n" in given:
+        return given
+    path = Path(given).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = _reason(error)
+        raise TokenizerError(f"The chat template {given!r} cannot be read ({reason}): give a file, or the Jinja text itself.") from None
+
+
+def _compile(source: str, origin: str) -> Callable[..., str]:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils import chat_template_utils
+
+    try:
+        chat_template_utils._compile_jinja_template(source)  # the very cache that render_jinja_template reads
+    except TemplateSyntaxError as error:
+        raise TokenizerError(f"The chat template of {origin} is not valid Jinja: {error.message}, line {error.lineno}.") from None
+
+    def render(conversations: list[list[dict[str, Any]]], **variables: Any) -> str:
+        result: Any = chat_template_utils.render_jinja_template(conversations, chat_template=source, **variables)
+        return str(result[0][0])  # the annotation upstream says str; it is (rendered chats, generation indices)
+
+    return render
+
+
+def _plain_message(message: Message) -> dict[str, Any]:
+    """The message without absent fields, its content as one text."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = "\n".join(map(_part_text, content))
+    return plain
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        return text
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise TemplateError(f"Only text can be part of a message's content here, not {kind!r}.")
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8"

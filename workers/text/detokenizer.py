@@ -1,0 +1,176 @@
+"""Token ids to text, a few at a time, never half a character.
+
+Byte-level BPE and SentencePiece-like vocabularies are decoded by a table from token to bytes and an incremental UTF-8 decoder, which costs
+well under a microsecond per token. Anything else goes through the tokenizer's own decoder over a window of the last tokens.
+
+Pieces put together are what the tokenizer decodes from all ids at once, special tokens skipped, with two differences: an incomplete
+character at the very end is dropped, and a broken byte sequence of a byte-fallback vocabulary does not take its sound neighbours with it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+_WINDOW = 8  # tokens of the prompt that give the first output tokens their context
+_UNFINISHED = "\ufffd"
+_Utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    """One request's output on its way to text."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The whole characters that these tokens complete."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back and is whole, once no more tokens come."""
+        ...
+
+
+class DetokenizerFactory:
+    """Makes a detokenizer per request; knows what kind the vocabulary needs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._table, self._leading_space_goes = _make_table(tokenizer, self._special)
+
+    def start(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """A detokenizer for what follows this prompt."""
+        context = [token_id for token_id in prompt_token_ids[-_WINDOW:] if token_id not in self._special]
+        if self._table is None:
+            return _WindowDetokenizer(self._tokenizer, context)
+        at_start = self._leading_space_goes and not context and all(token_id in self._special for token_id in prompt_token_ids)
+        return _TableDetokenizer(self._table, at_start)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """From token id to the bytes it stands for, filled as tokens are met; special and unknown ids stand for nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._special = special
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+        value = b"" if token is None else self.to_bytes(token)
+        self[token_id] = value
+        return value
+
+    def to_bytes(self, token: str) -> bytes:
+        raise NotImplementedError
+
+
+class _ByteLevelBytes(_TokenBytes):
+    def to_bytes(self, token: str) -> bytes:
+        try:
+            return bytes(_BYTE_OF_CHARACTER[character] for character in token)
+        except KeyError:  # an added token that was never written in the byte alphabet
+            return token.encode()
+
+
+class _PieceBytes(_TokenBytes):
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int], replacement: str, byte_fallback: bool) -> None:
+        super().__init__(tokenizer, special)
+        self._replacement = replacement
+        self._byte_fallback = byte_fallback
+
+    def to_bytes(self, token: str) -> bytes:
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        return token.replace(self._replacement, " ").encode()
+
+
+class _TableDetokenizer:
+    __slots__ = ("_at_start", "_decoder", "_table")
+
+    def __init__(self, table: _TokenBytes, at_start: bool) -> None:
+        self._table = table
+        self._decoder = _Utf8("replace")
+        self._at_start = at_start
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        text = self._decoder.decode(b"".join(map(self._table.__getitem__, token_ids)))
+        if self._at_start and text:
+            self._at_start = False
+            return text.removeprefix(" ")
+        return text
+
+    def finish(self) -> str:
+        return ""
+
+
+class _WindowDetokenizer:
+    """Decodes the last tokens with and without the new one; the difference is the new text (as text-generation-inference does it)."""
+
+    __slots__ = ("_known", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(context)
+        self._known = len(self._window)  # tokens of the window whose text is out
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self._feed_one, token_ids))
+
+    def finish(self) -> str:
+        return self._decode(self._window).rstrip(_UNFINISHED)[len(self._decode(self._window[: self._known])) :]
+
+    def _feed_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        before = self._decode(self._window[: self._known])
+        text = self._decode(self._window)
+        if len(text) <= len(before) or text.endswith(_UNFINISHED):
+            return ""
+        self._window = self._window[self._known :]
+        self._known = len(self._window)
+        return text[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+def _make_table(tokenizer: Tokenizer, special: frozenset[int]) -> tuple[_TokenBytes | None, bool]:
+    """The table for this vocabulary, if it has one, and whether decoding drops a space at the very start."""
+    steps = list(_decoder_steps(tokenizer))
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _ByteLevelBytes(tokenizer, special), False
+    if kinds == ["Metaspace"]:
+        return _PieceBytes(tokenizer, special, steps[0]["replacement"], byte_fallback=False), steps[0].get("prepend_scheme") != "never"
+    if kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+        replaced, strip = steps[0], steps[3] if len(steps) == 4 else {"content": " ", "start": 0, "stop": 0}
+        plain = replaced["content"] == " " and "String" in replaced["pattern"]
+        if plain and strip["content"] == " " and strip["start"] in (0, 1) and strip["stop"] == 0:
+            return _PieceBytes(tokenizer, special, replaced["pattern"]["String"], byte_fallback=True), strip["start"] == 1
+    return None, False
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> Iterable[dict[str, Any]]:
+    if tokenizer.decoder is None:
+        return []
+    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
+    return state["decoders"] if state["type"] == "Sequence" else [state]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The inverse of GPT-2's map from bytes to printable characters (Radford et al. 2019, `encoder.py`)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+_BYTE_OF_CHARACTER = _byte_alphabet()

@@ -1,0 +1,187 @@
+"""A model's tokenizer: text to token ids, many at once, and what is needed for the way back.
+
+Reads `tokenizer.json` with the tokenizers library, which takes milliseconds and no torch. A model that has only an older vocabulary
+file is converted by transformers in a process of its own, which does load torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from workers.text.chat_template import ChatTemplate, Message, read_chat_template
+from workers.text.detokenizer import Detokenizer, DetokenizerFactory
+from workers.text.errors import TokenizerError
+
+logger = logging.getLogger(__name__)
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONVERSION_SECONDS = 120
+
+
+class TextTokenizer:
+    """One model's text in both directions. Thread-safe; encoding leaves the interpreter lock to others."""
+
+    def __init__(self, tokenizer: Tokenizer, config: Mapping[str, Any], chat_template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizers = DetokenizerFactory(tokenizer)
+        self.special_tokens = _special_tokens(config)
+        self.chat_template = chat_template
+
+    @classmethod
+    def load(cls, source: str, chat_template: str | None = None) -> TextTokenizer:
+        """From a local folder or a hub repository; `chat_template` (a file or Jinja text) replaces the model's own.
+
+        Raises TokenizerError, one sentence, when there is nothing that can be used.
+        """
+        files = _Files(_locate(source))
+        config = {**files.json("special_tokens_map.json"), **files.json("tokenizer_config.json")}
+        tokenizer = _read_tokenizer(source, files)
+        _complete(tokenizer, config)
+        template = read_chat_template(chat_template) if chat_template is not None else _own_template(files, config)
+        return cls(tokenizer, config, ChatTemplate(template, _special_tokens(config), source))
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+        """The prompt's text for chat messages. Raises TemplateError."""
+        return self.chat_template.render(messages, **variables)
+
+    def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; `special_tokens` puts those in front that the model expects (not for rendered chats, which have them)."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """For what follows this prompt."""
+        return self._detokenizers.start(prompt_token_ids)
+
+    def decode(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
+        """The text of a whole output."""
+        detokenizer = self.detokenizer(prompt_token_ids)
+        return detokenizer.feed(token_ids) + detokenizer.finish()
+
+
+class _Files:
+    """The tokenizer's files in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def json(self, name: str) -> dict[str, Any]:
+        text = self.text(name)
+        try:
+            value = {} if text is None else json.loads(text)
+        except ValueError as error:
+            raise TokenizerError(f"{self.folder / name} is not valid JSON: {error}.") from None
+        return value if isinstance(value, dict) else {}
+
+    def text(self, name: str) -> str | None:
+        path = self.folder / name
+        if not path.is_file():
+            return None
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{path} cannot be read: {error}.") from None
+
+
+def _locate(source: str) -> Path:
+    """The folder that `source` names: its own, or the hub's files of that name in the local cache."""
+    if os.path.isdir(source):
+        return Path(source)
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise TokenizerError(f"The model folder {source!r} does not exist.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
+    except LocalEntryNotFoundError:
+        raise TokenizerError(
+            f"{source!r} is neither a folder here nor in the local cache, and the model hub is out of reach: give a folder."
+        ) from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).split("\n", 1)[0].rstrip(".")
+        raise TokenizerError(f"The tokenizer of {source!r} cannot be had from the model hub: {reason}.") from None
+
+
+_HUB_FILES = ["tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "*.model", "config.json"]
+
+
+def _read_tokenizer(source: str, files: _Files) -> Tokenizer:
+    path = files.folder / "tokenizer.json"
+    if not path.is_file():
+        return _convert(source, files.folder)
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise TokenizerError(f"{path} cannot be read as a tokenizer: {error}.") from None
+
+
+def _convert(source: str, model_folder: Path) -> Tokenizer:
+    logger.warning("%s has no tokenizer.json: transformers converts its vocabulary, which takes some seconds at every start", source)
+    with tempfile.TemporaryDirectory() as folder:
+        target = os.path.join(folder, "tokenizer.json")
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "workers.text.convert", str(model_folder), target],
+                capture_output=True,
+                text=True,
+                timeout=_CONVERSION_SECONDS,
+                check=False,
+            )
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1] if done.returncode else None
+        except subprocess.TimeoutExpired:
+            reason = f"it took longer than {_CONVERSION_SECONDS} s"
+        if reason is None:
+            return Tokenizer.from_file(target)
+    raise TokenizerError(
+        f"{source!r} has no tokenizer.json, and transformers cannot make one from its files ({reason}): "
+        "name another tokenizer with --tokenizer (a folder or a hub name), or put a tokenizer.json beside the weights."
+    )
+
+
+def _complete(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """What transformers would change on the tokenizer after reading it: no cutting or padding, and no token missing."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    declared = config.get("added_tokens_decoder")
+    if isinstance(declared, dict):
+        for _, fields in sorted(declared.items(), key=lambda item: int(item[0])):
+            if tokenizer.token_to_id(fields["content"]) is None:
+                tokenizer.add_tokens([AddedToken(**{name: fields[name] for name in _ADDED_TOKEN_FIELDS if name in fields})])
+
+
+_ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens, as templates see them."""
+    named: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            named[name] = value
+    return named
+
+
+def _own_template(files: _Files, config: Mapping[str, Any]) -> str | None:
+    """The model's own template: `chat_template.jinja` before the configuration's, and of several the one named default."""
+    own = files.text("chat_template.jinja") or config.get("chat_template")
+    if isinstance(own, list):
+        own = {entry["name"]: entry["template"] for entry in own}.get("default")
+    return own if isinstance(own, str) else None
