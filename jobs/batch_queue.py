@@ -1,0 +1,124 @@
+"""The control plane's half of the queue: records of batches, their lines and results."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jobs import keys
+from jobs.base import QueueBase, flat, text
+from jobs.requests import Request, pack, unpack_result
+from jobs.results import Result
+from jobs.scripts import MAX_ITEMS
+
+MAX_PART_LINES = 4000
+"""Lines that one part may hold, since one script registers it and removes its results."""
+
+FORGOTTEN = "forgotten"
+"""State of a batch whose keys are being removed."""
+
+
+class BatchQueue(QueueBase):
+    """Batches in Redis. A record is a hash of text fields; `state` moves only by `transition`, counts only by commits."""
+
+    def create_batch(
+        self, batch: str, total: int, *, tenant: str = "", state: str = "validating", fields: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Makes the record of a batch that has none. False when it has one. `fields` may hold counts and cursor of a rebuilt batch."""
+        start = {"tenant": tenant, "total": total, "generation": 0, "completed": 0, "failed": 0, "cursor": 0}
+        return self.transition(batch, [""], state, {**start, **(fields or {})})
+
+    def transition(
+        self, batch: str, from_states: Sequence[str], to_state: str, fields: Mapping[str, Any] | None = None, generation: int | None = None
+    ) -> bool:
+        """Moves the state, if it is one of `from_states` ("" for no record) and the generation is the given one, and sets `fields`.
+
+        Also notes the time as `heartbeat` (ms of Redis TIME), so moving a state to itself is a sign of life. False changes nothing.
+        """
+        expected = "" if generation is None else str(generation)
+        values = flat((name, value) for name, value in (fields or {}).items())
+        arguments = [batch, uuid.uuid4().hex, expected, to_state, len(from_states), *from_states, *values]
+        return bool(self._scripts.call("transition", arguments))
+
+    def batch_fields(self, batch: str) -> dict[str, str]:
+        """The record as text; empty when there is none."""
+        return {text(name): text(value) for name, value in self._command("HGETALL", keys.batch(batch)).items()}
+
+    def batches(self) -> list[str]:
+        """Ids of all batches that have a record."""
+        return sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES))
+
+    def ingest(self, batch: str, requests: Sequence[tuple[int, Request]], start: int, cursor: int) -> bool:
+        """Adds lines to the ready list (at most 500) and moves the batch's cursor from `start` to `cursor`.
+
+        True when the cursor now stands at `cursor`, by this call or an earlier one; False when it stands elsewhere or the batch is
+        not in progress. Lines that are done or present already are skipped.
+        """
+        if len(requests) > MAX_ITEMS:
+            raise ValueError(f"{len(requests)} lines in one call, at most {MAX_ITEMS}")
+        rows = ((line, request.model, pack(request)) for line, request in requests)
+        return bool(self._scripts.call("ingest", [batch, start, cursor, *flat(rows)]))
+
+    def ready_length(self, batch: str) -> int:
+        """Lines that wait for a worker."""
+        models = [text(model) for model in self._command("SMEMBERS", keys.batch_models(batch))]
+        return sum(int(self._command("LLEN", keys.ready(batch, model))) for model in models)
+
+    def window_bytes(self, batch: str) -> int:
+        """Bytes of the request bodies in Redis, waiting or running."""
+        return int(self._command("HGET", keys.batch(batch), "body_bytes") or 0)
+
+    def undrained_bytes(self, batch: str) -> int:
+        """Bytes of the results in Redis."""
+        return int(self._command("HGET", keys.batch(batch), "result_bytes") or 0)
+
+    def results(self, batch: str, limit: int = MAX_PART_LINES) -> list[tuple[int, Result]]:
+        """Finished lines that no part holds yet, lowest line first. They stay."""
+        lines = sorted(int(line) for line in self._command("HKEYS", keys.results(batch)))[:limit]
+        found: list[tuple[int, Result]] = []
+        for first in range(0, len(lines), MAX_ITEMS):
+            group = lines[first : first + MAX_ITEMS]
+            values = self._command("HMGET", keys.results(batch), *group)
+            found += [(line, unpack_result(value)) for line, value in zip(group, values, strict=True) if value is not None]
+        return found
+
+    def drained(self, batch: str, part: str, lines: Sequence[int]) -> bool:
+        """Registers a part that lasts on disk and removes its lines' results, at once.
+
+        True when the part is registered, by this call or an earlier one. False, changing nothing, when one of the lines has no result
+        any more: another part holds it, and this one must not count.
+        """
+        if len(lines) > MAX_PART_LINES:
+            raise ValueError(f"{len(lines)} lines in one part, at most {MAX_PART_LINES}")
+        return bool(self._scripts.call("drained", [batch, part, self.settings.undrained_bytes, *lines]))
+
+    def parts(self, batch: str) -> dict[str, int]:
+        """Registered parts and the number of their lines."""
+        return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
+
+    def set_parts(self, batch: str, parts: Mapping[str, int]) -> None:
+        """Registers the parts of a batch that is rebuilt, before it goes in progress."""
+        if parts:
+            self._command("HSET", keys.parts(batch), *flat(parts.items()))
+
+    def done(self, batch: str) -> bytes:
+        """The bitmap of lines that have their result: bit 7 of the first byte is line 0, as Redis counts."""
+        return bytes(self._command("GET", keys.done(batch)) or b"")
+
+    def set_done(self, batch: str, bitmap: bytes) -> None:
+        """Sets the bitmap of a batch that is rebuilt, before it goes in progress."""
+        self._command("SET", keys.done(batch), bitmap)
+
+    def cancel_batch(self, batch: str) -> None:
+        """Removes every waiting and running line; workers are told. Move the state first, so that nothing is claimed or added meanwhile."""
+        while int(self._scripts.call("cancel", ["batch", MAX_ITEMS, batch])) > 0:
+            pass
+
+    def forget(self, batch: str) -> None:
+        """Removes every key of a batch."""
+        state = self.batch_fields(batch).get("state")
+        if state is not None:
+            self.transition(batch, [state], FORGOTTEN)
+        self.cancel_batch(batch)
+        names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies, keys.watch)
+        self._command("UNLINK", *(name(batch) for name in names))
+        self._command("SREM", keys.BATCHES, batch)

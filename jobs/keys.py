@@ -1,0 +1,125 @@
+"""The name of every key in Redis. All keys of the request path share the hash tag {q}, so that scripts may touch any of them."""
+
+SCHEMA_VERSION = "1"
+
+SCHEMA = "{q}:schema"
+FENCE = "{q}:fence"  # counter; each claim of a request takes the next number
+LEASES = "{q}:leases"  # zset: request key -> deadline, ms of Redis TIME
+LEASE = "{q}:lease"  # hash: request key -> "<fence> <attempt> <worker>"
+TRIES = "{q}:tries"  # hash: request key -> "<attempts> <deaths> <suspicions>", only once it was released unfinished
+TICK = "{q}:tick"  # hash: time, run_id, reap_after
+CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work last had its share
+BATCHES = "{q}:batches"  # set of batch ids that have a record
+WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
+ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME
+MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
+
+JOBS_CONTROL = "jobs"
+"""The name under which the control plane reads its own control stream."""
+
+PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS})
+"""What stays in an idle queue."""
+
+
+def batch(batch_id: str) -> str:
+    """Hash: state, generation, tenant, total, completed, failed, cursor, body_bytes, result_bytes, models and the caller's fields."""
+    return f"{{q}}:batch:{batch_id}"
+
+
+def ready(batch_id: str, model: str) -> str:
+    """List of line numbers that wait for a worker."""
+    return f"{{q}}:ready:{batch_id}:{model}"
+
+
+def bodies(batch_id: str) -> str:
+    """Hash: line -> Request, from ingest to commit; also for a live call (line 0)."""
+    return f"{{q}}:body:{batch_id}"
+
+
+def results(batch_id: str) -> str:
+    """Hash: line -> Result, from commit until its part is registered."""
+    return f"{{q}}:results:{batch_id}"
+
+
+def done(batch_id: str) -> str:
+    """Bitmap over lines."""
+    return f"{{q}}:done:{batch_id}"
+
+
+def parts(batch_id: str) -> str:
+    """Hash: name of a registered part -> number of its lines."""
+    return f"{{q}}:parts:{batch_id}"
+
+
+def live(model: str) -> str:
+    """List of request keys of live calls that wait for a worker."""
+    return f"{{q}}:live:{model}"
+
+
+def tokens(key: str) -> str:
+    """Stream of the deltas of one request; the id of an entry is `<output tokens so far>-<0 tokens | 1 accepted | 2 finished>`."""
+    return f"{{q}}:tok:{key}"
+
+
+def watch(target: str) -> str:
+    """Present while somebody watches the request key or batch id."""
+    return f"{{q}}:watch:{target}"
+
+
+def api(api_id: str) -> str:
+    """Stream of everything meant for one API process."""
+    return f"{{q}}:api:{api_id}"
+
+
+def control(worker: str) -> str:
+    """Stream of orders to one worker, or to the control plane (`JOBS_CONTROL`)."""
+    return f"{{q}}:ctl:{worker}"
+
+
+def claim(worker: str) -> str:
+    """Hash: number of the worker's last claim, and what it was given."""
+    return f"{{q}}:claim:{worker}"
+
+
+def held(worker: str) -> str:
+    """Set of request keys that a worker holds leases on."""
+    return f"{{q}}:held:{worker}"
+
+
+def tenants(model: str) -> str:
+    """Zset: tenant -> service received; the least served comes next."""
+    return f"{{q}}:tenants:{model}"
+
+
+def ring(model: str, tenant: str) -> str:
+    """Zset: batch with waiting lines -> service received."""
+    return f"{{q}}:ring:{model}:{tenant}"
+
+
+def waiting(model: str) -> str:
+    """Set of workers whose last claim left them room."""
+    return f"{{q}}:waiting:{model}"
+
+
+def serving(model: str) -> str:
+    """Set of workers registered for the model."""
+    return f"{{q}}:serving:{model}"
+
+
+def batch_models(batch_id: str) -> str:
+    """Set of the models that the batch's lines name."""
+    return f"{{q}}:batch_models:{batch_id}"
+
+
+def lua_table(names: set[str]) -> str:
+    """Lua source of a table `key` with the given names of this module: strings for constants, functions for the rest."""
+    lines = ["local key = {}"]
+    for name in sorted(names):
+        value = globals()[name]
+        if isinstance(value, str):
+            lines.append(f"key.{name} = '{value}'")
+            continue
+        arguments = ["a", "b"][: value.__code__.co_argcount]
+        text = value(*(f"' .. {argument} .. '" for argument in arguments))
+        lines.append(f"key.{name} = function({', '.join(arguments)}) return '{text}' end".replace(" .. ''", ""))
+    return "\n".join(lines)

@@ -1,0 +1,42 @@
+#!lua flags=allow-oom
+-- Ends requests without a result, waiting or running; workers that run them are told.
+-- ARGV: 'requests', 0, names...   or   'batch', limit, batch
+-- Returns how many lines of the batch may be left (0: none); for requests always 0.
+
+local function drop(name)
+  local batch, line = split(name)
+  local _, _, holder, model = lease_of(name)
+  if holder then
+    release(name, holder)
+    tell(holder, 'cancel', name)
+  elseif is_live(batch) then
+    local request = redis.call('HGET', key.bodies(batch), line)
+    if request then
+      redis.call('LREM', key.live(cmsgpack.unpack(request).model), 1, name)
+    end
+  end
+  redis.call('HDEL', key.TRIES, name)
+  forget_body(batch, line)
+  redis.call('UNLINK', key.tokens(name), key.watch(name))
+end
+
+if ARGV[1] == 'requests' then
+  for i = 3, #ARGV do
+    drop(ARGV[i])
+  end
+  return 0
+end
+
+local limit, batch = tonumber(ARGV[2]), ARGV[3]
+local tenant = redis.call('HGET', key.batch(batch), 'tenant')
+for _, model in ipairs(redis.call('SMEMBERS', key.batch_models(batch))) do
+  redis.call('UNLINK', key.ready(batch, model))
+  if tenant then
+    leave(batch, model, tenant)
+  end
+end
+local lines = redis.call('HRANDFIELD', key.bodies(batch), limit)
+for _, line in ipairs(lines) do
+  drop(batch .. '/' .. line)
+end
+return #lines == limit and 1 or 0

@@ -1,0 +1,169 @@
+#!lua
+-- Gives a worker requests: live calls first, then batches in fair turns; a tenth of what live calls take is kept for batches.
+-- ARGV: worker, number of this claim, limit, limit for live calls, lease in ms, most undrained result bytes of a batch, models...
+-- Returns a list of {name, fence, attempt, request, watched, suspicions, {{tokens, text, offset}...}}.
+-- The same number again gives the same requests, as far as the worker still holds them; a smaller number gives nothing.
+
+local worker, seq = ARGV[1], tonumber(ARGV[2])
+local limit, live_limit = tonumber(ARGV[3]), tonumber(ARGV[4])
+local lease, most_undrained = tonumber(ARGV[5]), tonumber(ARGV[6])
+local QUANTUM = 16 -- lines taken of one batch in a row: neighbours in the plan share prefixes
+local LIVE_PER_BATCH = 9
+
+local function describe(name, fence, attempt, suspicions, tried)
+  local batch, line = split(name)
+  local published = {}
+  if tried then
+    for i, entry in ipairs(redis.call('XRANGE', key.tokens(name), '-', '+')) do
+      local fields = entry[2]
+      published[i] = {fields[4], fields[6], fields[8]}
+    end
+  end
+  local watched = is_watched(name, batch) and 1 or 0
+  return {name, tonumber(fence), attempt, redis.call('HGET', key.bodies(batch), line), watched, suspicions, published}
+end
+
+local function again(set)
+  local rows = {}
+  for _, item in ipairs(cmsgpack.unpack(set)) do
+    local name, fence = item[1], item[2]
+    local held, attempt = holds(worker, name, fence)
+    if held then
+      local tries = redis.call('HGET', key.TRIES, name)
+      local _, _, suspicions = tries_of(tries)
+      rows[#rows + 1] = describe(name, fence, attempt, suspicions or 0, tries)
+    end
+  end
+  return rows
+end
+
+local last = redis.call('HMGET', key.claim(worker), 'seq', 'set')
+if last[1] and seq <= tonumber(last[1]) then
+  return seq == tonumber(last[1]) and again(last[2]) or {}
+end
+
+local rows, set = {}, {}
+local deadline = now_ms() + lease
+
+-- A server that came back empty starts above every number it ever gave: a million claims a second are never made.
+local function next_fence()
+  local fence = redis.call('INCR', key.FENCE)
+  if fence == 1 then
+    fence = redis.call('INCRBY', key.FENCE, redis.call('TIME')[1] .. '000000')
+  end
+  return digits(fence)
+end
+
+local function take(name, model)
+  local tries = redis.call('HGET', key.TRIES, name)
+  local attempts, _, suspicions = tries_of(tries)
+  local attempt = (attempts or 0) + 1
+  local fence = next_fence()
+  redis.call('HSET', key.LEASE, name, fence .. ' ' .. attempt .. ' ' .. worker .. ' ' .. model)
+  redis.call('ZADD', key.LEASES, deadline, name)
+  redis.call('SADD', key.held(worker), name)
+  rows[#rows + 1] = describe(name, fence, attempt, suspicions or 0, tries)
+  set[#set + 1] = {name, fence}
+end
+
+-- The least served tenant's least served batch that may run, or nil. What may not is taken out; `drained` brings it back.
+local function next_batch(model)
+  while true do
+    local tenant = redis.call('ZRANGE', key.tenants(model), 0, 0)[1]
+    if not tenant then
+      return nil
+    end
+    local batch = redis.call('ZRANGE', key.ring(model, tenant), 0, 0)[1]
+    if batch then
+      local record = redis.call('HMGET', key.batch(batch), 'state', 'result_bytes', 'low_water')
+      if record[1] == 'in_progress' and tonumber(record[2] or 0) <= most_undrained and redis.call('EXISTS', key.ready(batch, model)) == 1 then
+        return batch, tenant, tonumber(record[3] or 0)
+      end
+    end
+    leave(batch or '', model, tenant)
+  end
+end
+
+local function take_lines(model, most)
+  local batch, tenant, low_water = next_batch(model)
+  if not batch then
+    return 0
+  end
+  local ready = key.ready(batch, model)
+  local lines = redis.call('LPOP', ready, math.min(most, QUANTUM))
+  for _, line in ipairs(lines) do
+    take(batch .. '/' .. line, model)
+  end
+  redis.call('ZINCRBY', key.ring(model, tenant), #lines, batch)
+  redis.call('ZINCRBY', key.tenants(model), #lines, tenant)
+  local left = redis.call('LLEN', ready)
+  if left == 0 then
+    leave(batch, model, tenant)
+  end
+  if left <= low_water and left + #lines > low_water then
+    tell(key.JOBS_CONTROL, 'batch', batch)
+  end
+  return #lines
+end
+
+local function take_batches(models, most)
+  local taken = 0
+  local open, turn = {}, seq % #models
+  for i = 1, #models do
+    open[i] = models[(turn + i) % #models + 1]
+  end
+  while taken < most and #open > 0 do
+    for i = #open, 1, -1 do
+      local got = taken < most and take_lines(open[i], most - taken) or 0
+      taken = taken + got
+      if got == 0 then
+        table.remove(open, i)
+      end
+    end
+  end
+  return taken
+end
+
+local function take_live(models, most)
+  local taken = 0
+  for i = 1, #models do
+    local model = models[(seq + i) % #models + 1]
+    local names = taken < most and redis.call('LPOP', key.live(model), most - taken)
+    for _, name in ipairs(names or {}) do
+      take(name, model)
+      taken = taken + 1
+    end
+  end
+  return taken
+end
+
+local models, waiting_live, waiting_batches = {}, 0, 0
+for i = 7, #ARGV do
+  models[#models + 1] = ARGV[i]
+  waiting_live = waiting_live + redis.call('LLEN', key.live(ARGV[i]))
+  waiting_batches = waiting_batches + redis.call('ZCARD', key.tenants(ARGV[i]))
+end
+
+-- How many live calls were taken while batches waited and had no turn; kept under the worker's first model.
+local owed = waiting_batches > 0 and tonumber(redis.call('HGET', key.CREDIT, models[1]) or 0) or 0
+local wanted = math.min(waiting_live, live_limit)
+local kept = waiting_batches > 0 and math.min(math.floor((owed + wanted) / (LIVE_PER_BATCH + 1)), limit) or 0
+local live = take_live(models, math.min(wanted, live_limit - kept))
+local from_batches = take_batches(models, math.max(kept, limit - live))
+live = live + take_live(models, live_limit - live - from_batches)
+
+owed = math.max(0, owed + live - from_batches * LIVE_PER_BATCH)
+if waiting_batches == 0 or owed == 0 then
+  redis.call('HDEL', key.CREDIT, models[1])
+else
+  redis.call('HSET', key.CREDIT, models[1], math.min(owed, 1000))
+end
+
+if redis.call('HEXISTS', key.WORKERS, worker) == 1 then
+  for _, model in ipairs(models) do
+    redis.call(#rows < limit and 'SADD' or 'SREM', key.waiting(model), worker)
+  end
+end
+redis.call('HSET', key.claim(worker), 'seq', seq, 'set', cmsgpack.pack(set))
+redis.call('PEXPIRE', key.claim(worker), 4 * lease)
+return rows

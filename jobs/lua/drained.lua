@@ -1,0 +1,32 @@
+#!lua flags=allow-oom
+-- Registers a part that lasts on disk and removes its lines' results.
+-- ARGV: batch, name of the part, most undrained result bytes of a batch, lines...
+-- Returns 1 when the part is registered (now or before), 0 when one of its lines has no result here any more: another part holds it.
+
+local batch, part, most_undrained = ARGV[1], ARGV[2], tonumber(ARGV[3])
+local results = key.results(batch)
+if redis.call('HEXISTS', key.parts(batch), part) == 1 then
+  return 1
+end
+local bytes = 0
+for i = 4, #ARGV do
+  local size = redis.call('HSTRLEN', results, ARGV[i])
+  if size == 0 then
+    return 0
+  end
+  bytes = bytes + size
+end
+redis.call('HSET', key.parts(batch), part, #ARGV - 3)
+for i = 4, #ARGV do
+  redis.call('HDEL', results, ARGV[i])
+end
+if redis.call('HINCRBY', key.batch(batch), 'result_bytes', -bytes) <= most_undrained then
+  for _, model in ipairs(redis.call('SMEMBERS', key.batch_models(batch))) do
+    local ready = redis.call('LLEN', key.ready(batch, model))
+    if ready > 0 then
+      enlist(batch, model)
+      ring_bell(model, ready, false)
+    end
+  end
+end
+return 1

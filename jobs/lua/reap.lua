@@ -1,0 +1,85 @@
+#!lua flags=allow-oom
+-- Takes requests away from a dead worker, or from every worker whose leases ran out; each goes back to the front of the queue, or ends
+-- with an error when too many workers died with it.
+-- ARGV: worker or '', lease in ms, most deaths, the error as a result (msgpack), seconds to keep a watched stream, limit
+-- Returns how many requests it took.
+-- Without a worker it also notes time and server; when the notes are missing, older than 5 s or another server's, nothing is taken for
+-- one lease, since the leases ran out while their workers could not renew them.
+
+local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local lost_result, keep, limit = ARGV[4], ARGV[5], tonumber(ARGV[6])
+local LONGEST_GAP = 5000
+local BIGGEST_SEQ = '9007199254740991'
+
+local function lose(name)
+  local _, attempt, holder, model = lease_of(name)
+  if not holder then
+    redis.call('ZREM', key.LEASES, name)
+    return
+  end
+  local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
+  release(name, holder)
+  if (deaths or 0) + 1 < most_deaths then
+    requeue(name, model, attempt, (deaths or 0) + 1, suspicions or 0)
+    return
+  end
+  local batch, line = split(name)
+  local reply_to = ''
+  if is_live(batch) then
+    local request = redis.call('HGET', key.bodies(batch), line)
+    reply_to = request and cmsgpack.unpack(request).reply_to or ''
+  end
+  finish(name, false, lost_result, reply_to, keep, {'', '', '', '', ''})
+end
+
+local function strike_off(dead)
+  local record = redis.call('HGET', key.WORKERS, dead)
+  for _, model in ipairs(record and cmsgpack.unpack(record).models or {}) do
+    redis.call('SREM', key.serving(model), dead)
+    redis.call('SREM', key.waiting(model), dead)
+  end
+  redis.call('HDEL', key.WORKERS, dead)
+  redis.call('ZREM', key.ALIVE, dead)
+  redis.call('UNLINK', key.control(dead))
+end
+
+if worker ~= '' then
+  -- A claim that the dead worker sent with its last breath, and that arrives late, is refused as an old number.
+  redis.call('HSET', key.claim(worker), 'seq', BIGGEST_SEQ, 'set', cmsgpack.pack({}))
+  redis.call('PEXPIRE', key.claim(worker), lease)
+  strike_off(worker)
+  local names = redis.call('SRANDMEMBER', key.held(worker), limit)
+  for _, name in ipairs(names) do
+    lose(name)
+  end
+  return #names
+end
+
+local now = now_ms()
+local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+local tick = redis.call('HMGET', key.TICK, 'time', 'run_id', 'reap_after')
+local last = tonumber(tick[1])
+local reap_after = tonumber(tick[3] or 0)
+if not last or now - last > LONGEST_GAP or tick[2] ~= run_id then
+  reap_after = now + lease
+elseif now < last then
+  -- The clock went back: every deadline and pause moves with it.
+  for _, ring in ipairs({key.LEASES, key.ALIVE}) do
+    for _, member in ipairs(redis.call('ZRANGE', ring, 0, -1)) do
+      redis.call('ZINCRBY', ring, now - last, member)
+    end
+  end
+  reap_after = reap_after + now - last
+end
+redis.call('HSET', key.TICK, 'time', now, 'run_id', run_id, 'reap_after', reap_after)
+if now < reap_after then
+  return 0
+end
+for _, dead in ipairs(redis.call('ZRANGEBYSCORE', key.ALIVE, '-inf', now, 'LIMIT', 0, limit)) do
+  strike_off(dead)
+end
+local names = redis.call('ZRANGEBYSCORE', key.LEASES, '-inf', now, 'LIMIT', 0, limit)
+for _, name in ipairs(names) do
+  lose(name)
+end
+return #names

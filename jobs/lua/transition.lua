@@ -1,0 +1,24 @@
+#!lua flags=allow-oom
+-- Moves the state of a batch by compare-and-set.
+-- ARGV: batch, token of this call, generation or '', new state, number of old states, old states... ('' for no record), then (field, value) each
+-- Returns 1 when the state was moved by this call (a repeat with the same token too), else 0.
+
+local batch, token, generation, to, count = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
+local record = redis.call('HMGET', key.batch(batch), 'state', 'token', 'generation')
+local state = record[1] or ''
+if record[2] == token then
+  return 1
+end
+local allowed = false
+for i = 6, 5 + count do
+  allowed = allowed or ARGV[i] == state
+end
+if not allowed or (generation ~= '' and record[3] ~= generation) then
+  return 0
+end
+redis.call('HSET', key.batch(batch), 'state', to, 'token', token, 'heartbeat', now_ms())
+for i = 6 + count, #ARGV, 2 do
+  redis.call('HSET', key.batch(batch), ARGV[i], ARGV[i + 1])
+end
+redis.call('SADD', key.BATCHES, batch)
+return 1

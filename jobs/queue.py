@@ -1,0 +1,140 @@
+"""The queue: requests go in, workers take them under leases, tokens and results come out.
+
+Synchronous and thread-safe. Every change is one Lua script (`jobs/lua`) that may be repeated blindly; the rules that keep it right stand
+in their headers. Batches are in `batch_queue.py`, streams in `streams.py`, workers and models in `registry.py`.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jobs.base import chunks, flat
+from jobs.batch_queue import BatchQueue
+from jobs.registry import Registry
+from jobs.requests import (
+    Checkpoint,
+    Claim,
+    Delta,
+    Finished,
+    Request,
+    RequestKey,
+    pack,
+    unpack_request,
+    unpack_tokens,
+)
+from jobs.results import ApiError
+from jobs.scripts import MAX_ITEMS, QueueUnavailable
+from jobs.streams import Streams
+
+__all__ = ["Queue", "QueueUnavailable"]
+
+Held = tuple[RequestKey, int]
+"""A request and the fence of the lease on it."""
+
+WORKER_LOST = ApiError(500, "The request was given up: too many workers vanished while running it.", "server_error", code="worker_lost")
+
+
+class Queue(BatchQueue, Streams, Registry):
+    """Everything that travels through Redis, for API, workers and control plane. All methods raise `QueueUnavailable`."""
+
+    def submit(self, live_id: str, request: Request) -> None:
+        """Hands in a live call, whose key is `RequestKey(live_id, 0)`. Repeating it changes nothing."""
+        if not RequestKey(live_id, 0).live:
+            raise ValueError(f"a live id starts with live_: {live_id!r}")
+        self._scripts.call("submit", [live_id, request.model, pack(request)])
+
+    def claim(self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None) -> list[Claim]:
+        """Takes up to `limit` requests for one of `models`, live ones first; `live_limit` (default `limit`) gives live calls more room.
+
+        `seq` rises with every call of a worker; the same number gives the same set again, less what was lost meanwhile. A smaller
+        number gives nothing: it is a late duplicate.
+        """
+        if limit <= 0 and not live_limit:
+            return []
+        room = min(limit, MAX_ITEMS)
+        live_room = room if live_limit is None else min(max(live_limit, room), MAX_ITEMS)
+        settings = [self._lease_ms, self.settings.undrained_bytes]
+        return [_read_claim(row) for row in self._scripts.call("claim", [worker, seq, room, live_room, *settings, *models])]
+
+    def publish(self, worker: str, deltas: list[Delta]) -> list[RequestKey]:
+        """Appends tokens to the requests' streams and to those of the API processes. Returns the requests whose lease is lost."""
+        return self._each("publish", [worker], (_delta_arguments(delta) for delta in deltas))
+
+    def renew(self, worker: str, held: list[Held]) -> list[RequestKey]:
+        """Prolongs the leases and the worker's place in the registry. Returns the requests whose lease is lost."""
+        lost: list[bytes] = []
+        for group in list(chunks([str(key), fence] for key, fence in held)) or [[]]:
+            known, *more = self._scripts.call("renew", [worker, self._lease_ms, *flat(group)])
+            lost += more
+            if not known:
+                self._register_again(worker)
+        return [RequestKey.parse(name) for name in lost]
+
+    def commit(self, worker: str, finished: list[Finished]) -> list[RequestKey]:
+        """Stores results and ends the leases. Returns the requests for which that changed nothing: lost, or committed before."""
+        return self._each("commit", [worker, self.settings.stream_keep_seconds], (_finished_arguments(item) for item in finished))
+
+    def hand_back(self, worker: str, held: list[Held]) -> list[RequestKey]:
+        """Puts requests back to the front of the queue, without counting an attempt. Returns those whose lease was lost."""
+        return self._each("hand_back", [worker], ([str(key), fence] for key, fence in reversed(held)))
+
+    def reap(self, worker: str | None = None) -> int:
+        """Takes requests from a worker known to be dead, or (once a second, by the ticker) from all whose leases ran out.
+
+        Returns how many. Without a worker it also notes the time, and reaps nothing for one lease after the server was away.
+        """
+        lost = pack(WORKER_LOST.result(""))
+        settings = [self._lease_ms, self.settings.worker_deaths, lost, self.settings.stream_keep_seconds, MAX_ITEMS]
+        total = 0
+        while True:
+            count = int(self._scripts.call("reap", [worker or "", *settings]))
+            total += count
+            if count < MAX_ITEMS:
+                return total
+
+    def remove_worker(self, worker: str) -> None:
+        """Takes a worker that ended out of the registry; what it still held counts as lost."""
+        self._records.pop(worker, None)
+        self.reap(worker)
+
+    def cancel(self, requests: list[RequestKey]) -> None:
+        """Ends requests without a result, wherever they are; their workers are told. For live calls (a batch has `cancel_batch`)."""
+        for group in chunks([str(key)] for key in requests):
+            self._scripts.call("cancel", ["requests", 0, *flat(group)])
+
+    def _each(self, script: str, head: list[Any], rows: Iterable[list[Any]]) -> list[RequestKey]:
+        """Calls a script that takes one row per request and returns keys, as often as the size limits ask."""
+        answers = [self._scripts.call(script, [*head, *flat(group)]) for group in chunks(rows)]
+        return [RequestKey.parse(name) for name in flat(answers)]
+
+
+def _delta_arguments(delta: Delta) -> list[Any]:
+    return [str(delta.key), delta.fence, *_token_arguments(delta), delta.reply_to or "", int(delta.accepted)]
+
+
+def _finished_arguments(finished: Finished) -> list[Any]:
+    tokens: list[Any] = ["", "", "", "", ""] if finished.delta is None else _token_arguments(finished.delta)
+    result = finished.result
+    return [str(finished.key), finished.fence, *tokens, finished.reply_to or "", int(result.succeeded), pack(result)]
+
+
+def _token_arguments(delta: Delta) -> list[Any]:
+    return [delta.index, len(delta.token_ids), pack(delta.token_ids), delta.text.encode(errors="replace"), delta.text_offset]
+
+
+def _read_claim(row: list[Any]) -> Claim:
+    name, fence, attempt, body, watched, suspicions, published = row
+    key = RequestKey.parse(name)
+    return Claim(
+        key=key, fence=fence, request=unpack_request(body), checkpoint=_read_checkpoint(published), attempt=attempt, live=key.live,
+        watched=bool(watched), suspicions=suspicions,
+    )  # fmt: skip
+
+
+def _read_checkpoint(published: list[list[bytes]]) -> Checkpoint | None:
+    """From (tokens, text, offset) of every entry of the token stream."""
+    token_ids: list[int] = []
+    length = 0
+    for tokens, text, offset in published:
+        token_ids += unpack_tokens(tokens)
+        length = int(offset) + len(text.decode())
+    return Checkpoint(token_ids, length) if token_ids else None

@@ -1,0 +1,123 @@
+"""What travels through the queue: the name of a request, the request, and what workers say about it."""
+
+import msgspec
+
+from jobs.results import Result
+
+LIVE_PREFIX = "live_"
+
+
+class RequestKey(msgspec.Struct, frozen=True, order=True):
+    """Names a request everywhere: a line of a batch, or a live call (its only line is 0)."""
+
+    batch: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.batch}/{self.line}"
+
+    @property
+    def live(self) -> bool:
+        """Whether a client waits for it."""
+        return self.batch.startswith(LIVE_PREFIX)
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> "RequestKey":
+        """Reads the form that `str` gives. Raises ValueError for anything else."""
+        batch, slash, line = (text.decode() if isinstance(text, bytes) else text).rpartition("/")
+        if not slash or not batch:
+            raise ValueError(f"not a request key: {text!r}")
+        return cls(batch, int(line))
+
+
+class Request(msgspec.Struct):
+    """One call of the API as it stands in Redis."""
+
+    endpoint: str  # "/v1/chat/completions" or "/v1/completions"
+    model: str
+    body: bytes  # JSON as handed in
+    seed: int  # used when the body names none
+    custom_id: str | None = None
+    created: float = 0.0  # unix seconds
+    reply_to: str | None = None  # live: the API process whose stream gets every delta
+
+
+class Checkpoint(msgspec.Struct):
+    """What earlier workers published of a request: the forced prefix for the next one."""
+
+    token_ids: list[int]
+    text_length: int  # characters
+
+
+class Claim(msgspec.Struct):
+    """A request that a worker holds a lease on, until it commits, hands back or loses it."""
+
+    key: RequestKey
+    fence: int
+    request: Request
+    checkpoint: Checkpoint | None
+    attempt: int  # 1 for the first worker
+    live: bool
+    watched: bool = False
+    suspicions: int = 0  # engine cores that died with this request in flight
+
+
+class Delta(msgspec.Struct):
+    """The next tokens of a request, and the text they gave."""
+
+    key: RequestKey
+    fence: int
+    index: int  # output index of the first token
+    token_ids: list[int]
+    text: str
+    text_offset: int  # characters before `text`
+    reply_to: str | None = None
+    accepted: bool = False  # the first message of a live call
+
+
+class Finished(msgspec.Struct):
+    """A request's end, with the tokens that were not published yet."""
+
+    key: RequestKey
+    fence: int
+    result: Result
+    delta: Delta | None = None
+    reply_to: str | None = None
+
+
+class StreamEntry(msgspec.Struct):
+    """One entry of a token stream or of an API process' stream."""
+
+    key: RequestKey
+    entry_id: str
+    index: int
+    token_ids: list[int]
+    text: str
+    text_offset: int
+    accepted: bool = False
+    result: Result | None = None  # the request's end
+
+
+def pack(value: msgspec.Struct | list[int]) -> bytes:
+    """Msgpack, the form of every internal message."""
+    return msgspec.msgpack.encode(value)
+
+
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_result_decoder = msgspec.msgpack.Decoder(Result)
+_tokens_decoder = msgspec.msgpack.Decoder(list[int])
+
+
+def unpack_request(data: bytes) -> Request:
+    """The opposite of `pack` for a request."""
+    return _request_decoder.decode(data)
+
+
+def unpack_result(data: bytes) -> Result:
+    """The opposite of `pack` for a result."""
+    return _result_decoder.decode(data)
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The opposite of `pack` for token ids."""
+    return _tokens_decoder.decode(data)

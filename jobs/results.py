@@ -1,0 +1,171 @@
+"""What a finished request gives: usage, response bodies and stream chunks in OpenAI's shape, and the lines of result files."""
+
+import json
+import uuid
+from typing import Any, Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length"]
+ErrorType = Literal["invalid_request_error", "not_found_error", "server_error", "rate_limit_error"]
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, taken from the prefix cache
+
+    def as_openai(self) -> dict[str, Any]:
+        """The `usage` object of a response."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The finished response of one request. `body` is JSON: a completion, or an error object when `status` is 400 or more."""
+
+    status: int
+    body: bytes
+    usage: Usage
+    request_id: str
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the line counts as completed."""
+        return self.status < 400
+
+
+class ApiError(Exception):
+    """An error in OpenAI's shape; every field but the message may be what a client branches on."""
+
+    def __init__(
+        self, status: int, message: str, type: ErrorType = "invalid_request_error", param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """`{"error": {...}}` with all four keys."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def result(self, request_id: str) -> Result:
+        """The same error as the result of a request."""
+        return Result(self.status, encode_json(self.body()), Usage(), request_id)
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON as UTF-8, with half characters (surrogates) escaped rather than refused."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+def new_request_id() -> str:
+    """An id for the `x-request-id` header and for result lines."""
+    return f"req_{uuid.uuid4().hex}"
+
+
+def new_body_id(endpoint: str) -> str:
+    """The `id` of a response body; a stream carries one through all its chunks."""
+    return ("chatcmpl-" if endpoint == "/v1/chat/completions" else "cmpl-") + uuid.uuid4().hex
+
+
+def completion_body(
+    body_id: str, model: str, text: str, finish_reason: FinishReason, stop_reason: int | str | None, usage: Usage, created: int
+) -> dict[str, Any]:
+    """The body of `/v1/completions`; `stop_reason` is the stop string or token id that ended it, `created` unix seconds."""
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
+    return _envelope(body_id, "text_completion", model, created, [choice]) | {"usage": usage.as_openai()}
+
+
+def chat_body(
+    body_id: str, model: str, text: str, finish_reason: FinishReason, stop_reason: int | str | None, usage: Usage, created: int
+) -> dict[str, Any]:
+    """The body of `/v1/chat/completions`; arguments as for `completion_body`."""
+    message = {"role": "assistant", "content": text, "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
+    return _envelope(body_id, "chat.completion", model, created, [choice]) | {"usage": usage.as_openai()}
+
+
+def response_body(
+    endpoint: str,
+    body_id: str,
+    model: str,
+    text: str,
+    finish_reason: FinishReason,
+    stop_reason: int | str | None,
+    usage: Usage,
+    created: int,
+) -> dict[str, Any]:
+    """The body of either endpoint."""
+    build = chat_body if endpoint == "/v1/chat/completions" else completion_body
+    return build(body_id, model, text, finish_reason, stop_reason, usage, created)
+
+
+def completion_chunk(
+    body_id: str, model: str, text: str, finish_reason: FinishReason | None, created: int, stop_reason: int | str | None = None
+) -> dict[str, Any]:
+    """One server-sent event of a streamed `/v1/completions`."""
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
+    return _envelope(body_id, "text_completion", model, created, [choice])
+
+
+def chat_chunk(
+    body_id: str,
+    model: str,
+    text: str | None,
+    finish_reason: FinishReason | None,
+    created: int,
+    stop_reason: int | str | None = None,
+    first: bool = False,
+) -> dict[str, Any]:
+    """One server-sent event of a streamed `/v1/chat/completions`; the first one carries the role."""
+    delta: dict[str, Any] = {"role": "assistant", "content": text or ""} if first else {} if text is None else {"content": text}
+    choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    if finish_reason is not None:
+        choice["stop_reason"] = stop_reason
+    return _envelope(body_id, "chat.completion.chunk", model, created, [choice])
+
+
+def usage_chunk(endpoint: str, body_id: str, model: str, usage: Usage, created: int) -> dict[str, Any]:
+    """The last event of a stream that asked for `include_usage`."""
+    kind = "chat.completion.chunk" if endpoint == "/v1/chat/completions" else "text_completion"
+    return _envelope(body_id, kind, model, created, []) | {"usage": usage.as_openai()}
+
+
+def batch_request_id(batch: str, line: int) -> str:
+    """The `id` of a result line: the same however often the line is written."""
+    return f"batch_req_{batch.removeprefix('batch_')}_{line}"
+
+
+def output_line(custom_id: str, result: Result, batch_request_id: str) -> bytes:
+    """One line of a result file, without the line feed. A failed one says so in both places that clients look at."""
+    error = b"null" if result.succeeded else _line_error(result.body)
+    return b'{"id":%b,"custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":%b}' % (
+        encode_json(batch_request_id), encode_json(custom_id), result.status, encode_json(result.request_id), result.body, error,
+    )  # fmt: skip
+
+
+def unanswered_line(custom_id: str, code: str, message: str, batch_request_id: str) -> bytes:
+    """One line of an error file for a request that never ran, such as `batch_cancelled` or `batch_expired`."""
+    return encode_json({"id": batch_request_id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}})
+
+
+def _envelope(body_id: str, kind: str, model: str, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"id": body_id, "object": kind, "created": created, "model": model, "choices": choices, "system_fingerprint": None}
+
+
+def _line_error(body: bytes) -> bytes:
+    error = msgspec.json.decode(body).get("error") or {}
+    return encode_json({"code": error.get("code") or error.get("type") or "server_error", "message": error.get("message") or "no message"})

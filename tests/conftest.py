@@ -1,0 +1,39 @@
+"""Fixtures for everyone: `redis_url`, `redis_client` and `queue` stand on a real private server."""
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from jobs.connection import connect
+from jobs.queue import Queue
+from jobs.server import PrivateServer
+from tests.support.redis_server import running_server
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[PrivateServer]:
+    """One private server for the whole test process."""
+    with running_server() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_client(redis_server: PrivateServer) -> Iterator[redis.Redis]:
+    """A client of the emptied server."""
+    client = connect(redis_server.url)
+    client.flushall()
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def redis_url(redis_server: PrivateServer, redis_client: redis.Redis) -> str:
+    """The URL of the emptied server, for processes that a test starts."""
+    return redis_server.url
+
+
+@pytest.fixture
+def queue(redis_client: redis.Redis) -> Queue:
+    """A queue on the emptied server."""
+    return Queue(redis_client)
