@@ -1,0 +1,180 @@
+"""Attention in plain torch: right on every device, and quick enough for a CPU.
+
+The cache is head-major ([2, kv_heads, blocks, block_size, d]), so that blocks gathered for a group of rows are at once the batched matrix
+that the product needs. Decode rows are sorted by context length and attend in groups whose gathered keys fit the processor's cache; rows
+with several tokens attend one by one. There is no loop over tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.engine.attention import AttentionMetadata, CacheShape
+
+_GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """B rows of one token each that attend together, padded to the longest."""
+
+    tokens: Tensor  # int64 [B], the rows' places among the step's tokens
+    blocks: Tensor  # int64 [kv_heads * B * blocks], rows of the flattened cache
+    mask: Tensor  # float32 [B, 1, L], 0 or -inf
+
+
+@dataclass(slots=True)
+class PrefillRow:
+    """One row of several tokens."""
+
+    first: int
+    last: int  # exclusive
+    blocks: Tensor | None  # int64 [kv_heads * blocks]; None where the row's own keys are its whole context
+    context: int  # tokens gathered
+    mask: Tensor | None  # bool [n, L]; None where plain causal is right
+
+
+@dataclass(slots=True)
+class Groups:
+    decode: list[DecodeGroup]
+    prefill: list[PrefillRow]
+
+
+class TorchAttention:
+    def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = shape
+        self._per_kv = num_heads // shape.kv_heads
+        self._dtype = dtype
+        self._device = device
+        self._head_offset = torch.arange(shape.kv_heads)[:, None] * shape.num_blocks
+        self._row_bytes = shape.kv_heads * shape.head_dim * dtype.itemsize
+        self._group_bytes = _GROUP_BYTES.get(device.type, _GROUP_BYTES["cuda"])
+
+    def new_cache(self, num_layers: int) -> list[Tensor]:
+        s = self._shape
+        size = (2, s.kv_heads, s.num_blocks, s.block_size, s.head_dim)
+        return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None
+    ) -> Tensor:
+        keys, values = layer_cache[0], layer_cache[1]
+        self._write(keys, k, metadata)
+        self._write(values, v, metadata)
+        groups = metadata.derived.get(window)
+        if groups is None:
+            groups = metadata.derived[window] = self._groups(metadata, window)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for group in groups.decode:
+            self._decode(q, keys, values, group, scale, out)
+        for row in groups.prefill:
+            self._prefill(q, k, v, keys, values, row, scale, out)
+        return out
+
+    def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:
+        s = self._shape
+        cache.view(s.kv_heads, s.num_blocks * s.block_size, s.head_dim).index_copy_(1, metadata.slot_mapping, x.transpose(0, 1))
+
+    def _gather(self, cache: Tensor, blocks: Tensor, rows: int) -> Tensor:
+        """[kv_heads * rows, L, d]"""
+        s = self._shape
+        flat = cache.view(s.kv_heads * s.num_blocks, s.block_size * s.head_dim)
+        return flat.index_select(0, blocks).view(s.kv_heads * rows, -1, s.head_dim)
+
+    def _decode(self, q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scale: float, out: Tensor) -> None:
+        s, rows = self._shape, group.tokens.shape[0]
+        query = q[group.tokens].view(rows, s.kv_heads, self._per_kv, s.head_dim).transpose(0, 1)
+        scores = torch.bmm(query.reshape(-1, self._per_kv, s.head_dim), self._gather(keys, group.blocks, rows).transpose(1, 2))
+        scores = scores.float().view(s.kv_heads, rows, self._per_kv, -1).mul_(scale).add_(group.mask)
+        weights = scores.softmax(-1).to(q.dtype).view(s.kv_heads * rows, self._per_kv, -1)
+        attended = torch.bmm(weights, self._gather(values, group.blocks, rows)).view(s.kv_heads, rows, self._per_kv, s.head_dim)
+        out[group.tokens] = attended.transpose(0, 1).reshape(rows, -1, s.head_dim)
+
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, out: Tensor) -> None:
+        tokens = slice(row.first, row.last)
+        if row.blocks is None:
+            key, value = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)
+        else:
+            key = self._gather(keys, row.blocks, 1)[:, : row.context]
+            value = self._gather(values, row.blocks, 1)[:, : row.context]
+        out[tokens] = F.scaled_dot_product_attention(
+            q[tokens].transpose(0, 1)[None],
+            key[None],
+            value[None],
+            attn_mask=row.mask,
+            is_causal=row.mask is None,
+            scale=scale,
+            enable_gqa=self._per_kv > 1,
+        )[0].transpose(0, 1)
+
+    def _groups(self, metadata: AttentionMetadata, window: int | None) -> Groups:
+        counts = np.diff(metadata.query_start)
+        rows = np.nonzero(counts == 1)[0]
+        first = self._first_visible(metadata.context_lens[rows] - 1, window)
+        spans = metadata.context_lens[rows] - first
+        order = np.argsort(spans, kind="stable")
+        rows, first, spans = rows[order], first[order], spans[order]
+        decode = [self._decode_group(metadata, rows[a:b], first[a:b], window) for a, b in self._cuts(spans)]
+        return Groups(decode, [self._prefill_row(metadata, int(row), window) for row in np.nonzero(counts > 1)[0]])
+
+    def _first_visible(self, positions: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
+        """The first token of the first block that a query at `positions` sees."""
+        if window is None:
+            return np.zeros_like(positions)
+        visible = np.maximum(positions - (window - 1), 0)
+        return visible // self._shape.block_size * self._shape.block_size
+
+    def _cuts(self, spans: NDArray[np.int32]) -> list[tuple[int, int]]:
+        """Runs of ascending spans whose padded keys stay under the group size."""
+        cuts: list[tuple[int, int]] = []
+        start = 0
+        for end in range(1, len(spans) + 1):
+            if end == len(spans) or (end + 1 - start) * int(spans[end]) * self._row_bytes > self._group_bytes:
+                cuts.append((start, end))
+                start = end
+        return cuts
+
+    def _decode_group(
+        self, metadata: AttentionMetadata, rows: NDArray[np.intp], first: NDArray[np.int32], window: int | None
+    ) -> DecodeGroup:
+        size = self._shape.block_size
+        contexts = metadata.context_lens[rows]
+        num_blocks = int(-(-(contexts - first).max() // size))
+        columns = np.minimum(first[:, None] // size + np.arange(num_blocks), metadata.block_tables.shape[1] - 1)
+        positions = first[:, None] + np.arange(num_blocks * size)
+        visible = positions < contexts[:, None]
+        # Columns past a row's end may name blocks of an earlier request; the null block keeps such reads harmless.
+        blocks = np.where(visible[:, ::size], metadata.block_tables[rows[:, None], columns], 0)
+        if window is not None:
+            visible &= positions >= contexts[:, None] - window
+        mask = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
+        tokens = torch.from_numpy(metadata.query_start[rows].astype(np.int64))
+        return DecodeGroup(tokens.to(self._device), self._flat_blocks(blocks), torch.from_numpy(mask).to(self._device))
+
+    def _prefill_row(self, metadata: AttentionMetadata, row: int, window: int | None) -> PrefillRow:
+        first_token, last_token = int(metadata.query_start[row]), int(metadata.query_start[row + 1])
+        count, context = last_token - first_token, int(metadata.context_lens[row])
+        start = context - count
+        limited = window is not None and context > window
+        if start == 0 and not limited:
+            return PrefillRow(first_token, last_token, None, context, None)
+        first = int(self._first_visible(np.array([start], dtype=np.int32), window)[0])
+        key_positions, query_positions = np.arange(first, context), np.arange(start, context)[:, None]
+        mask = key_positions <= query_positions
+        if window is not None:
+            mask &= key_positions > query_positions - window
+        blocks = None
+        if start > 0:
+            size = self._shape.block_size
+            blocks = self._flat_blocks(metadata.block_tables[row, first // size : -(-context // size)])
+        return PrefillRow(first_token, last_token, blocks, context - first, torch.from_numpy(mask).to(self._device))
+
+    def _flat_blocks(self, blocks: NDArray[np.int32]) -> Tensor:
+        flat = torch.from_numpy(blocks.astype(np.int64).reshape(1, -1)) + self._head_offset
+        return flat.view(-1).to(self._device)

@@ -1,0 +1,124 @@
+"""Where a replica's model lives: loads it, sizes its cache, runs its steps. One process; a process per rank would stand behind the same
+calls."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from workers.engine.attention import CacheShape
+from workers.engine.config import EngineConfig
+from workers.engine.errors import ModelLoadError
+from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype
+from workers.engine.model_runner import LaunchedStep, ModelRunner
+from workers.engine.models.config import ModelConfig
+from workers.engine.step import StepPlan
+
+logger = logging.getLogger(__name__)
+
+_CPU_CACHE_BYTES = 1 << 30
+
+
+class Executor:
+    """Loads `config.model` and allocates its cache; then runs steps in order.
+
+    `config` afterwards is the resolved configuration with `max_model_len` settled, and prefix caching off where the model rules it out.
+    Raises ModelLoadError where the model cannot be loaded or a setting does not suit it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        config = config.resolve()
+        device = torch.device(config.device)
+        if device.type == "cpu" and config.threads is not None:
+            torch.set_num_threads(config.threads)
+        started = time.monotonic()
+        checkpoint = open_checkpoint(config.model)
+        model, dtype = checkpoint.config, resolve_dtype(config.dtype, checkpoint.config, device)
+        # On a CPU the cache is planned first, for the context may come out shorter; on a GPU what the weights leave decides.
+        if device.type == "cpu":
+            config, self.num_blocks = plan_cache(config, model, dtype, _cpu_cache_bytes(config, model, dtype))
+            decoder = load_weights(checkpoint, dtype, device, config.max_model_len)
+        else:
+            decoder = load_weights(checkpoint, dtype, device, config.max_model_len)
+            config, self.num_blocks = plan_cache(config, model, dtype, _device_cache_bytes(config, model, device))
+        self.weights_seconds = time.monotonic() - started
+        self.config = _settle_prefix_caching(config, model)
+        self.model_config, self.dtype = model, dtype
+        self._runner = ModelRunner(self.config, decoder, self.num_blocks)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model_config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.model_config.eos_token_ids
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        return self._runner.launch(plan)
+
+    def retire(self, launched: LaunchedStep) -> NDArray[np.int32]:
+        return self._runner.retire(launched)
+
+
+def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int) -> tuple[EngineConfig, int]:
+    """The configuration with `max_model_len` settled, and how many blocks (the null block among them) `budget` bytes hold.
+
+    A context that was not asked for is shortened to what fits. Raises ModelLoadError for one that was and does not.
+    """
+    assert config.block_size is not None
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ModelLoadError(f"max_model_len is {config.max_model_len}, but the model's context is {model.max_model_len} tokens")
+    length = config.max_model_len or model.max_model_len
+    per_block = block_bytes(model, dtype, config.block_size)
+    num_blocks = budget // per_block
+    fits = (num_blocks - 1) * config.block_size - 1  # one token more may be computed by a step that runs ahead
+    if fits < 1 or (length > fits and config.max_model_len is not None):
+        needed = (length // config.block_size + 2) * per_block
+        raise ModelLoadError(
+            f"a context of {length} tokens needs a KV cache of {needed} bytes, but {budget} are available; "
+            "lower max_model_len or raise kv_cache_memory_bytes"
+        )
+    if length > fits:
+        logger.warning("the context is shortened from %d to %d tokens, which is what the KV cache holds", length, fits)
+        length = fits
+    return replace(config, max_model_len=length), num_blocks
+
+
+def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
+    """Bytes of one block over all layers."""
+    return CacheShape(1, block_size, model.num_kv_heads, model.head_dim).block_bytes(dtype) * model.num_layers
+
+
+def _cpu_cache_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    assert config.block_size is not None
+    assert config.max_num_seqs is not None
+    per_request = (config.max_model_len or model.max_model_len) // config.block_size + 2
+    return min(_CPU_CACHE_BYTES, (config.max_num_seqs * per_request + 1) * block_bytes(model, dtype, config.block_size))
+
+
+def _device_cache_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
+    """What `gpu_memory_utilization` leaves beside the weights and the largest step's activations."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    free, total = torch.cuda.mem_get_info(device)
+    per_token = 4 * (8 * model.hidden_size + 3 * model.intermediate_size)
+    activations = config.max_num_batched_tokens * per_token + 4 * 4 * config.max_num_seqs * model.vocab_size
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - activations)
+
+
+def _settle_prefix_caching(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    assert config.max_model_len is not None
+    if config.enable_prefix_caching and not model.prefix_cacheable(config.max_model_len):
+        logger.warning("prefix caching is off: this model's rotary positions depend on the length of the prompt")
+        return replace(config, enable_prefix_caching=False)
+    return config

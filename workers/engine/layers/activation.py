@@ -1,0 +1,32 @@
+"""Activations by the names that config.json uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workers.engine.errors import ModelLoadError
+
+Activation = Callable[[Tensor], Tensor]
+
+_gelu_tanh: Activation = partial(F.gelu, approximate="tanh")
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": torch.relu,
+}
+
+
+def activation(name: str) -> Activation:
+    """Raises ModelLoadError for a name that is not known."""
+    if name not in _ACTIVATIONS:
+        raise ModelLoadError(f"config.json asks for the activation {name!r}; supported are {', '.join(sorted(_ACTIVATIONS))}")
+    return _ACTIVATIONS[name]

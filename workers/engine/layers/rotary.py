@@ -1,0 +1,137 @@
+"""Rotary position embeddings (Su et al., 2021) and the scalings that the supported families' configs use.
+
+Formulas as in transformers' `modeling_rope_utils`. The tables are computed once and indexed by position. Two kinds ("dynamic" NTK and
+"longrope") rotate by the request's length too: a token's length is that of its prompt or, for a generated token, its own position + 1,
+which is what transformers applies to a request that runs alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from workers.engine.models.config import RopeConfig
+
+
+class Rotary:
+    """`cos_sin(positions [T], lengths [T])` gives the pair of [T, 1, head_dim] that `rotate` applies to every layer's heads."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
+        self._head_dim = head_dim
+        self._dtype = dtype
+        frequencies, self._scale = inverse_frequencies(config, head_dim, length=0)
+        self._table = self._rotations(torch.arange(max_length), frequencies).to(device)
+        self._long_table: Tensor | None = None
+        if config.kind == "longrope" and max_length > config.unscaled_length:
+            frequencies, _ = inverse_frequencies(config, head_dim, length=config.unscaled_length + 1)
+            self._long_table = self._rotations(torch.arange(max_length), frequencies).to(device)
+        self._varies = config.depends_on_length and max_length > config.unscaled_length
+
+    def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """positions, lengths: int64 [T]. Two tensors [T, 1, head_dim] in the model's dtype; the sine of the first half is negated."""
+        rotations = self._table[positions]
+        if self._varies:
+            long = (lengths > self._config.unscaled_length).view(-1, 1, 1)
+            rotations = torch.where(long, self._long_rotations(positions, lengths), rotations)
+        cos, sin = rotations.unsqueeze(1).unbind(2)
+        return cos, sin
+
+    def _long_rotations(self, positions: Tensor, lengths: Tensor) -> Tensor:
+        if self._long_table is not None:
+            return self._long_table[positions]
+        return self._rotations(positions, _dynamic_frequencies(self._config, self._head_dim, lengths))
+
+    def _rotations(self, positions: Tensor, frequencies: Tensor) -> Tensor:
+        """[T, 2, head_dim] from positions [T] and frequencies [head_dim / 2] or [T, head_dim / 2]."""
+        angles = positions[:, None].float() * frequencies.to(positions.device)
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(self._dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim] turned by `Rotary.cos_sin`'s pair; a new tensor."""
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, float]:
+    """Frequencies [head_dim / 2] in float32 for a request of `length` tokens, and what cosine and sine are multiplied by."""
+    if config.kind == "dynamic":
+        return _dynamic_frequencies(config, head_dim, torch.tensor([length]))[0], 1.0
+    plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if config.kind == "linear":
+        return plain / float(config.scaling["factor"]), 1.0
+    if config.kind == "llama3":
+        return _llama3(config, plain), 1.0
+    if config.kind == "yarn":
+        return _yarn(config, plain, head_dim)
+    if config.kind == "longrope":
+        return _longrope(config, head_dim, length)
+    return plain, 1.0
+
+
+def _dynamic_frequencies(config: RopeConfig, head_dim: int, lengths: Tensor) -> Tensor:
+    """NTK-aware scaling whose base grows with each token's length; [T, head_dim / 2]."""
+    factor = float(config.scaling["factor"])
+    lengths = lengths.clamp(min=config.max_position_embeddings).float()
+    growth = (factor * lengths / config.max_position_embeddings) - (factor - 1)
+    base = config.theta * growth ** (head_dim / (head_dim - 2))
+    exponents = torch.arange(0, head_dim, 2, device=lengths.device).float() / head_dim
+    return 1.0 / base[:, None] ** exponents
+
+
+def _llama3(config: RopeConfig, plain: Tensor) -> Tensor:
+    scaling = config.scaling
+    factor, low, high = (float(scaling[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = float(scaling["original_max_position_embeddings"])
+    wavelength = 2 * math.pi / plain
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * plain / factor + smooth * plain
+    scaled = torch.where(wavelength > original / low, plain / factor, blended)
+    return torch.where(wavelength < original / high, plain, scaled)
+
+
+def _yarn(config: RopeConfig, plain: Tensor, head_dim: int) -> tuple[Tensor, float]:
+    """Peng et al., 2023: interpolate the slow dimensions, keep the fast ones, a ramp between."""
+    scaling = config.scaling
+    original = int(scaling["original_max_position_embeddings"])
+    factor = float(scaling.get("factor") or config.max_position_embeddings / original)
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension(float(scaling.get("beta_fast") or 32)), dimension(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return plain / factor * ramp + plain * (1 - ramp), _yarn_scale(config, factor)
+
+
+def _yarn_scale(config: RopeConfig, factor: float) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given, numerator, denominator = (config.scaling.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None:
+        return float(given)
+    if numerator and denominator:
+        return mscale(float(numerator)) / mscale(float(denominator))
+    return mscale(1.0)
+
+
+def _longrope(config: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, float]:
+    """Ding et al., 2024: searched factors per dimension, one set up to the original length and one beyond."""
+    scaling = config.scaling
+    original = int(scaling["original_max_position_embeddings"])
+    factor = float(scaling.get("factor") or config.max_position_embeddings / original)
+    scale = scaling.get("attention_factor")
+    if scale is None:
+        scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = torch.tensor(scaling["long_factor" if length > original else "short_factor"], dtype=torch.float32)
+    return 1.0 / (factors * config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)), float(scale)

@@ -1,0 +1,118 @@
+"""Turns a step into tensors, runs the model on the paged cache, samples, and writes the sampled tokens where the next step reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.engine.attention import Attention, AttentionMetadata, CacheShape, make_attention
+from workers.engine.config import EngineConfig
+from workers.engine.models.base import DecoderModel
+from workers.engine.sampler import Sampler
+from workers.engine.step import AddedRequest, NewBlocks, StepPlan
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on its way: `tokens` int32 [rows that sample], on the device until `retire` reads it."""
+
+    tokens: Tensor
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """T tokens of N rows."""
+
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    lengths: Tensor  # int64 [T], as DecoderModel.forward takes them
+    metadata: AttentionMetadata
+
+
+class StepAttention:
+    """A step's attention as the model's layers call it."""
+
+    def __init__(self, runner: ModelRunner, metadata: AttentionMetadata) -> None:
+        self._forward, self._caches, self._metadata = runner.attention.forward, runner.caches, metadata
+        self._scales, self._windows = runner.model.config.attention_scales, runner.model.config.sliding_windows
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._forward(q, k, v, self._caches[layer], self._metadata, self._scales[layer], self._windows[layer])
+
+
+class ModelRunner:
+    """Runs steps in order. `launch` needs no token of an earlier step on the host; `retire` hands a step's tokens over.
+
+    State is kept by slot: tokens (prompt, output, and what launch sampled) on the device, block tables and sampling parameters on the host.
+    """
+
+    def __init__(self, config: EngineConfig, model: DecoderModel, num_blocks: int) -> None:
+        assert config.max_num_seqs is not None
+        assert config.max_model_len is not None
+        assert config.block_size is not None
+        self.model = model
+        self.device = model.device
+        self._block_size = config.block_size
+        shape = CacheShape(num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
+        self.attention: Attention = make_attention(config.attention_backend, shape, model.config.num_heads, model.dtype, model.device)
+        self.caches = self.attention.new_cache(model.config.num_layers)
+        self.sampler = Sampler(config.max_num_seqs)
+        # One column more than the context: a step that runs ahead samples one token past the last.
+        columns = config.max_model_len + 1
+        self._tokens = torch.zeros((config.max_num_seqs, columns), dtype=torch.int32, device=self.device)
+        self._block_tables = np.zeros((config.max_num_seqs, -(-columns // config.block_size)), np.int32)
+        self._prompt_lengths = np.zeros(config.max_num_seqs, np.int64)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Computes a step's tokens and samples; the sampled tokens are in the token table when the next launch reads it."""
+        for request in plan.added:
+            self._add(request)
+        for new in plan.new_blocks:
+            self._extend(new)
+        inputs = self._inputs(plan)
+        hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, StepAttention(self, inputs.metadata))
+        return self._sample(plan, inputs.metadata, hidden)
+
+    def retire(self, launched: LaunchedStep) -> NDArray[np.int32]:
+        """The step's sampled tokens, int32, one per row that samples, in row order. Waits for the device."""
+        tokens: NDArray[np.int32] = launched.tokens.cpu().numpy()
+        return tokens
+
+    def _add(self, request: AddedRequest) -> None:
+        tokens = torch.tensor(request.token_ids, dtype=torch.int32)
+        self._tokens[request.slot, : len(request.token_ids)] = tokens.to(self.device)
+        self._block_tables[request.slot] = 0
+        self._prompt_lengths[request.slot] = request.prompt_length
+        self.sampler.set(request.slot, request.sampling)
+
+    def _extend(self, new: NewBlocks) -> None:
+        self._block_tables[new.slot, new.first : new.first + len(new.block_ids)] = new.block_ids
+
+    def _inputs(self, plan: StepPlan) -> StepInputs:
+        query_start = np.zeros(len(plan.counts) + 1, np.int32)
+        np.cumsum(plan.counts, out=query_start[1:])
+        rows = np.repeat(np.arange(len(plan.counts)), plan.counts)
+        positions = (np.arange(query_start[-1]) - query_start[rows] + plan.starts[rows]).astype(np.int64)
+        slots = plan.slots[rows]
+        mapping = self._block_tables[slots, positions // self._block_size] * np.int64(self._block_size) + positions % self._block_size
+        lengths = np.maximum(self._prompt_lengths[slots], positions + 1)
+        host = torch.from_numpy(np.stack((slots.astype(np.int64), positions, lengths, mapping)))
+        on_device = host.to(self.device)
+        metadata = AttentionMetadata(on_device[3], query_start, plan.starts + plan.counts, self._block_tables[plan.slots])
+        return StepInputs(self._tokens[on_device[0], on_device[1]].long(), on_device[1], on_device[2], metadata)
+
+    def _sample(self, plan: StepPlan, metadata: AttentionMetadata, hidden: Tensor) -> LaunchedStep:
+        sampling = np.nonzero(plan.samples)[0]
+        if sampling.size == 0:
+            return LaunchedStep(torch.empty(0, dtype=torch.int32))
+        slots, positions = plan.slots[sampling], metadata.context_lens[sampling].astype(np.int64)
+        last = torch.from_numpy(metadata.query_start[sampling + 1].astype(np.int64) - 1).to(self.device)
+        tokens = self.sampler.sample(self.model.logits(hidden[last]), slots, positions - self._prompt_lengths[slots]).int()
+        where = torch.from_numpy(np.stack((slots.astype(np.int64), positions))).to(self.device)
+        self._tokens[where[0], where[1]] = tokens
+        return LaunchedStep(tokens)

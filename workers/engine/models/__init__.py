@@ -1,0 +1,1 @@
+"""One short file per family out of the shared layers; `registry` names them."""

@@ -1,0 +1,136 @@
+"""What a checkpoint's config.json says, in the engine's own terms.
+
+Read here rather than through transformers' configuration classes, whose import alone takes seconds. transformers writes only what differs
+from a family's defaults, so each family's file states those defaults again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from workers.engine.errors import ModelLoadError
+
+Json = Mapping[str, Any]
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions: base, the kind of scaling, and that kind's parameters under the names that config.json uses."""
+
+    theta: float
+    kind: str
+    scaling: Mapping[str, Any]
+    max_position_embeddings: int
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a key's rotation depends on how long its request's prompt is, beyond the position."""
+        return self.kind in ("dynamic", "longrope")
+
+    @property
+    def unscaled_length(self) -> int:
+        """Tokens up to which a length-dependent kind rotates by position alone."""
+        return int(self.scaling["original_max_position_embeddings"]) if self.kind == "longrope" else self.max_position_embeddings
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder's shape. `sliding_windows` has one entry per layer: tokens that a query sees, itself included, or None for all."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    activation: str
+    tie_word_embeddings: bool
+    sliding_windows: tuple[int | None, ...]
+    attention_scales: tuple[float, ...]  # what query-key products are multiplied by, per layer
+    rope: RopeConfig | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str | None = None  # as the checkpoint names it
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context that the model was made for, in tokens."""
+        if self.rope is None:
+            return self.max_position_embeddings
+        if self.rope.kind in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * float(self.rope.scaling["factor"]))
+        if self.rope.kind == "yarn" and self.rope.scaling.get("factor"):
+            original = int(self.rope.scaling["original_max_position_embeddings"])
+            return max(self.max_position_embeddings, int(original * float(self.rope.scaling["factor"])))
+        return self.max_position_embeddings
+
+    def prefix_cacheable(self, max_model_len: int) -> bool:
+        """Whether equal prefixes always have equal keys, so that requests may share cached blocks."""
+        return self.rope is None or not self.rope.depends_on_length or max_model_len <= self.rope.unscaled_length
+
+
+def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
+    """The rotary settings of a config.json, as transformers 5 writes them (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
+    scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
+    if kind not in ROPE_TYPES:
+        raise ModelLoadError(f"config.json asks for RoPE scaling {kind!r}; supported are {', '.join(ROPE_TYPES)}")
+    if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise ModelLoadError("config.json asks for a partial rotary factor, which no supported architecture uses")
+    if kind in _SCALED_FROM_ORIGINAL:
+        if raw.get("original_max_position_embeddings"):
+            scaling["original_max_position_embeddings"] = raw["original_max_position_embeddings"]
+        scaling.setdefault("original_max_position_embeddings", max_position_embeddings)
+    _require_scaling(kind, scaling)
+    return RopeConfig(theta=theta, kind=kind, scaling=scaling, max_position_embeddings=max_position_embeddings)
+
+
+def _require_scaling(kind: str, scaling: Json) -> None:
+    required = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+        "longrope": ("long_factor", "short_factor"),
+    }.get(kind, ())
+    missing = [name for name in required if scaling.get(name) is None]
+    if missing:
+        raise ModelLoadError(f"config.json asks for RoPE scaling {kind!r} but does not set {', '.join(missing)}")
+
+
+def layer_windows(raw: Json, num_layers: int, default_window: int | None) -> tuple[int | None, ...]:
+    """Sliding windows by layer for the families where `use_sliding_window` turns them on (Qwen2, Qwen3)."""
+    window = raw.get("sliding_window", default_window) if raw.get("use_sliding_window", False) else None
+    if window is None:
+        return (None,) * num_layers
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = int(raw.get("max_window_layers", 28))
+        return tuple(int(window) if layer >= first else None for layer in range(num_layers))
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's where it names any, else config.json's."""
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = raw.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def require(raw: Json, name: str, default: int | None = None) -> int:
+    """An integer of config.json. Raises ModelLoadError where it is absent and the family has no default."""
+    value = raw.get(name, default)
+    if not isinstance(value, int) or value < 1:
+        raise ModelLoadError(f"config.json has no usable {name!r} (found {value!r})")
+    return value

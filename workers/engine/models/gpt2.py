@@ -1,0 +1,82 @@
+"""GPT-2: learned positions, layer norms, a plain MLP, projections kept as [in, out]."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.engine.errors import ModelLoadError
+from workers.engine.layers.activation import activation
+from workers.engine.layers.linear import load_transposed
+from workers.engine.layers.norm import LayerNorm
+from workers.engine.models.base import AttentionContext, DecoderModel, load_head
+from workers.engine.models.config import Json, ModelConfig, require
+from workers.engine.weights import Weights
+
+
+def config(raw: Json) -> ModelConfig:
+    if raw.get("add_cross_attention"):
+        raise ModelLoadError("config.json asks for cross attention; only decoders are supported")
+    hidden, heads, layers = require(raw, "n_embd", 768), require(raw, "n_head", 12), require(raw, "n_layer", 12)
+    scale = (hidden // heads) ** -0.5 if raw.get("scale_attn_weights", True) else 1.0
+    by_layer = bool(raw.get("scale_attn_by_inverse_layer_idx", False))
+    return ModelConfig(
+        architecture=str(raw["architectures"][0]),
+        vocab_size=require(raw, "vocab_size", 50257),
+        hidden_size=hidden,
+        intermediate_size=raw.get("n_inner") or 4 * hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=require(raw, "n_positions", 1024),
+        norm_eps=float(raw.get("layer_norm_epsilon", 1e-5)),
+        activation=str(raw.get("activation_function", "gelu_new")),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", True)),
+        sliding_windows=(None,) * layers,
+        attention_scales=tuple(scale / (layer + 1) if by_layer else scale for layer in range(layers)),
+    )
+
+
+def build(raw: Json, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, max_model_len: int) -> GPT2:
+    return GPT2(config, weights, dtype, device)
+
+
+class GPT2(DecoderModel):
+    prefix = "transformer."
+
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(config, dtype, device)
+        self.embedding = weights.take("*.wte.weight", (config.vocab_size, config.hidden_size))
+        self.position_embedding = weights.take("*.wpe.weight", (config.max_position_embeddings, config.hidden_size))
+        self.layers = [GPT2Layer(config, weights, layer) for layer in range(config.num_layers)]
+        self.norm = LayerNorm(weights, "*.ln_f", config.hidden_size, config.norm_eps)
+        self.lm_head = load_head(weights, config, self.embedding)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
+        # A step that runs ahead may compute one token past the context; it is dropped, but must not index past the table.
+        positions = positions.clamp(max=self.position_embedding.shape[0] - 1)
+        hidden = self.embedding[input_ids] + self.position_embedding[positions]
+        for layer in self.layers:
+            hidden = layer(hidden, attend)
+        return self.norm(hidden)
+
+
+class GPT2Layer:
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
+        name, hidden = f"*.h.{layer}", config.hidden_size
+        self.index = layer
+        self.heads, self.head_dim = config.num_heads, config.head_dim
+        self.attention_norm = LayerNorm(weights, f"{name}.ln_1", hidden, config.norm_eps)
+        self.qkv = load_transposed(weights, f"{name}.attn.c_attn", hidden, 3 * hidden)
+        self.output = load_transposed(weights, f"{name}.attn.c_proj", hidden, hidden)
+        self.mlp_norm = LayerNorm(weights, f"{name}.ln_2", hidden, config.norm_eps)
+        self.up = load_transposed(weights, f"{name}.mlp.c_fc", hidden, config.intermediate_size)
+        self.down = load_transposed(weights, f"{name}.mlp.c_proj", config.intermediate_size, hidden)
+        self.activation = activation(config.activation)
+
+    def __call__(self, hidden: Tensor, attend: AttentionContext) -> Tensor:
+        qkv = self.qkv(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_dim)
+        q, k, v = qkv.chunk(3, 1)
+        hidden = hidden + self.output(attend(self.index, q, k, v).reshape(hidden.shape))
+        return hidden + self.down(self.activation(self.up(self.mlp_norm(hidden))))

@@ -1,0 +1,18 @@
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; a sliding window on the upper layers where the config turns it on."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.engine.models.config import Json, ModelConfig, layer_windows, require
+from workers.engine.models.decoder import RotaryDecoder, Variant, decoder_config
+from workers.engine.weights import Weights
+
+
+def config(raw: Json) -> ModelConfig:
+    windows = layer_windows(raw, require(raw, "num_hidden_layers"), default_window=4096)
+    return decoder_config(raw, num_kv_heads=32, max_position_embeddings=32768, windows=windows)
+
+
+def build(raw: Json, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, max_model_len: int) -> RotaryDecoder:
+    return RotaryDecoder(config, Variant(qkv_bias=True), weights, dtype, device, max_model_len)

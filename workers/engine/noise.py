@@ -1,0 +1,81 @@
+"""Sampling noise as a pure function of (seed, choice, output index, token), so that a request's tokens depend on nothing else.
+
+The integer part is exact and the same everywhere, in 64-bit arithmetic that wraps:
+
+    mix(z)  = SplitMix64's finaliser (Steele, Lea, Flood, 2014; constants of Stafford's variant 13)
+    key     = mix(mix(mix(seed + G) + choice * G) + index * G)
+    bits    = mix(key + (token + 1) * G) >> 32
+    v       = min(float32(bits) * 2^-32 + 2^-33, 1 - 2^-24), each step in float32
+    noise   = -log(-log1p(-v))                        (standard Gumbel)
+
+`v` is one minus the uniform of the textbook formula: floats are dense near 0, which is where the winning noise comes from.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+_LARGEST = 1.0 - 2.0**-24
+
+
+def request_keys(seeds: Tensor, choices: Tensor, indices: Tensor) -> Tensor:
+    """The key of each row's next token; int64 [R] throughout, seeds as their two's complement."""
+    golden = _signed(GOLDEN)
+    key = _mix(seeds + golden)
+    key = _mix(key.add_(choices * golden))
+    return _mix(key.add_(indices * golden))
+
+
+def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Noise in float32, of the shape to which int64 `keys` and `tokens` broadcast."""
+    bits = _mix(keys + (tokens + 1) * _signed(GOLDEN))
+    bits = bits.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF)
+    v = bits.to(torch.float32).mul_(2.0**-32).add_(2.0**-33).clamp_(max=_LARGEST)
+    return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def noise_bits(seed: int, choice: int, index: int, token: int) -> int:
+    """The 32 bits behind one token's noise, in plain Python."""
+    key = _mix_int(seed + GOLDEN)
+    key = _mix_int(key + choice * GOLDEN)
+    key = _mix_int(key + index * GOLDEN)
+    return _mix_int(key + (token + 1) * GOLDEN) >> 32
+
+
+def noise(seed: int, choice: int, index: int, token: int) -> float:
+    """One token's noise, in plain Python and double precision."""
+    v = min(noise_bits(seed, choice, index, token) * 2.0**-32 + 2.0**-33, _LARGEST)
+    return -math.log(-math.log1p(-v))
+
+
+def signed_seed(seed: int) -> int:
+    """A 64-bit unsigned seed as the int64 of the same bits."""
+    return _signed(seed & _MASK)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix(z: Tensor) -> Tensor:
+    """In place. int64 shifts keep the sign, so the copies shifted in are masked off."""
+    z ^= (z >> 30).bitwise_and_((1 << 34) - 1)
+    z *= _signed(MIX_1)
+    z ^= (z >> 27).bitwise_and_((1 << 37) - 1)
+    z *= _signed(MIX_2)
+    z ^= (z >> 31).bitwise_and_((1 << 33) - 1)
+    return z
+
+
+def _mix_int(z: int) -> int:
+    z &= _MASK
+    z = ((z ^ (z >> 30)) * MIX_1) & _MASK
+    z = ((z ^ (z >> 27)) * MIX_2) & _MASK
+    return z ^ (z >> 31)
