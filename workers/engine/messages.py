@@ -80,7 +80,10 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
-    """The core has its model and serves. `num_blocks` includes the null block; `max_model_len` is what the KV cache can hold at most."""
+    """The core has its model and serves.
+
+    `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold. `weights_seconds`: how long loading took.
+    """
 
     max_model_len: int
     num_blocks: int
@@ -94,7 +97,6 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     depth: int
     threads: int
     weights_seconds: float
-    start_seconds: float
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

@@ -1,0 +1,329 @@
+"""The engine's handle in the front process: starts the core as a child, sends it requests, hands out its steps. Imports no torch."""
+
+import asyncio
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from workers.engine.config import EngineConfig
+from workers.engine.messages import (
+    AbortRequests,
+    AddRequests,
+    EngineRequest,
+    Failed,
+    Finish,
+    FromCore,
+    Ready,
+    SamplingParams,
+    Shutdown,
+    Stats,
+    StepOutput,
+    ToCore,
+)
+from workers.engine.transport import frame, read_frame
+
+_OWN_IDS = 1 << 62  # ids from here on belong to `generate`
+_STDERR_LINES = 20
+_DEATH_GRACE = 0.3  # seconds between the two signs of a death, the closed socket and the ended process
+_READ_BUFFER = 1 << 20
+
+
+class EngineStartError(Exception):
+    """The core could not be started; the message is one sentence that says why."""
+
+
+class EngineDeadError(Exception):
+    """The core has ended. `returncode` is its exit status, negative for a signal, or None if it had to be killed here."""
+
+    def __init__(self, message: str, returncode: int | None) -> None:
+        super().__init__(message)
+        self.returncode = returncode
+
+
+class EngineRequestError(Exception):
+    """The core refused a request; the message is one sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one step brought for one request; see `StepOutput` for the fields."""
+
+    token_ids: list[int]
+    finish: Finish
+    stop_token: int
+    cached_tokens: int
+
+
+class AsyncEngine:
+    """One engine core and what it says. For one event loop, which must run in a thread that outlives the engine: the core dies with it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.stats = Stats()
+        self._info: Ready | None = None
+        self._core: _CoreProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._death: EngineDeadError | None = None
+        self._stopping = False
+        self._outputs: deque[StepOutput] = deque()
+        self._wake = asyncio.Event()
+        self._ids = itertools.count(_OWN_IDS)
+        self._readers: dict[int, asyncio.Queue[TokenDelta | Exception]] = {}
+
+    @property
+    def info(self) -> Ready:
+        """What the core said when it was ready."""
+        if self._info is None:
+            raise RuntimeError("the engine has not been started")
+        return self._info
+
+    @property
+    def pid(self) -> int:
+        """The core's process id."""
+        if self._core is None:
+            raise RuntimeError("the engine has not been started")
+        return self._core.pid
+
+    async def start(self, timeout: float = 600.0) -> None:
+        """Starts the core and waits until it has loaded the model. Raises EngineStartError, and leaves no process behind, if that fails."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            core = self._core = _CoreProcess(theirs.fileno(), self.config, asyncio.get_running_loop())
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=_READ_BUFFER)
+        self._writer.write(frame(self.config))
+        ready: asyncio.Task[Ready | Failed | StepOutput | None] = asyncio.create_task(_read(reader))
+        ended = asyncio.create_task(core.ended.wait())
+        try:
+            await asyncio.wait({ready, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ready}, timeout=_DEATH_GRACE if core.ended.is_set() else 0)
+            if not ready.done():
+                state = "ended" if core.ended.is_set() else f"was not ready after {timeout:g} s"
+                raise EngineStartError(f"the engine core {state} while loading {self.config.model}{core.last_words()}")
+            message = ready.result()
+            if isinstance(message, Failed):
+                raise EngineStartError(message.message)
+            if not isinstance(message, Ready):
+                await core.wait_ended(_DEATH_GRACE)
+                raise EngineStartError(f"the engine core {core.how_it_ended()} while loading {self.config.model}{core.last_words()}")
+        except BaseException:
+            ready.cancel()
+            core.kill()
+            self._writer.close()
+            raise
+        finally:
+            ended.cancel()
+        self._info = message
+        self._tasks = [asyncio.create_task(self._watch(reader, core), name="engine-watch")]
+
+    def add(self, requests: list[EngineRequest]) -> None:
+        """Hands requests to the core. Raises EngineDeadError if there is none any more."""
+        self._send(AddRequests(requests))
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Ends requests wherever they are; each shows once more in a step, with Finish.ABORT, unless it has ended already."""
+        self._send(AbortRequests(list(request_ids)))
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        """Every step in which a request of `add` got a token or ended. For one consumer.
+
+        Ends after `stop`; raises EngineDeadError when the core has died and everything it said has been handed out.
+        """
+        while True:
+            while self._outputs:
+                yield self._outputs.popleft()
+            if self._death is not None:
+                if self._stopping:
+                    return
+                raise self._death
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, live: bool = False
+    ) -> AsyncIterator[TokenDelta]:
+        """One request's tokens as they come; left early, it is aborted. Raises EngineRequestError or EngineDeadError."""
+        request_id = next(self._ids)
+        arrived: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        self.add([EngineRequest(request_id, list(prompt_token_ids), [], sampling, live)])
+        self._readers[request_id] = arrived
+        try:
+            while True:
+                delta = await arrived.get()
+                if isinstance(delta, Exception):
+                    raise delta
+                yield delta
+                if delta.finish:
+                    return
+        finally:
+            if self._readers.pop(request_id, None) is not None and self._death is None:
+                self.abort([request_id])
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """Lets the core finish its step and leave, and kills it after `timeout` seconds. Requests under way get EngineDeadError."""
+        core = self._core
+        if core is None:
+            return
+        self._stopping = True
+        if self._death is None and self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(Shutdown()))
+        if not await core.wait_ended(timeout):
+            core.kill()
+        await asyncio.gather(*self._tasks)
+
+    def _send(self, message: ToCore) -> None:
+        if self._death is not None:
+            raise self._death
+        if self._writer is None:
+            raise RuntimeError("the engine has not been started")
+        self._writer.write(frame(message))
+
+    async def _watch(self, reader: asyncio.StreamReader, core: "_CoreProcess") -> None:
+        """Hands out what the core says until either sign of its death, then tells everyone who waits."""
+        last: list[str] = []
+        receiving = asyncio.create_task(self._receive(reader, last))
+        ended = asyncio.create_task(core.ended.wait())
+        await asyncio.wait({receiving, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({receiving, ended}, timeout=_DEATH_GRACE)
+        how = core.how_it_ended()
+        returncode = core.returncode
+        core.kill()
+        for task in (receiving, ended):
+            task.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        if self._stopping:
+            how = "was stopped"
+        self._death = EngineDeadError(f"the engine core {how}" + (f": {last[0]}" if last else core.last_words()), returncode)
+        self._wake.set()
+        for arrived in self._readers.values():
+            arrived.put_nowait(self._death)
+
+    async def _receive(self, reader: asyncio.StreamReader, last: list[str]) -> None:
+        while (message := await _read(reader)) is not None:
+            if isinstance(message, StepOutput):
+                self._hand_out(message)
+            elif isinstance(message, Failed):
+                last.append(message.message)
+
+    def _hand_out(self, output: StepOutput) -> None:
+        self.stats = output.stats
+        if not output.request_ids:
+            return
+        if max(output.request_ids) >= _OWN_IDS:
+            self._hand_to_readers(output)
+        if min(output.request_ids) < _OWN_IDS:
+            self._outputs.append(output)
+            self._wake.set()
+
+    def _hand_to_readers(self, output: StepOutput) -> None:
+        end = 0
+        for row, request_id in enumerate(output.request_ids):
+            start, end = end, end + output.counts[row]
+            arrived = self._readers.get(request_id)
+            if arrived is None:
+                continue
+            finish = Finish(output.finish[row])
+            if finish:
+                del self._readers[request_id]
+            if finish is Finish.ERROR:
+                arrived.put_nowait(EngineRequestError(output.errors[request_id]))
+            else:
+                arrived.put_nowait(TokenDelta(output.token_ids[start:end], finish, output.stop_token[row], output.cached_tokens[row]))
+
+
+class _CoreProcess:
+    """The child process: two threads, asleep but for a line of its stderr and its end."""
+
+    def __init__(self, fd: int, config: EngineConfig, loop: asyncio.AbstractEventLoop) -> None:
+        self.ended = asyncio.Event()
+        self._loop = loop
+        self._lines: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "workers.engine.core_process", "--fd", str(fd)],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=_environment(config),
+            text=True,
+            errors="replace",
+        )
+        self._reading = threading.Thread(target=self._read_stderr, name="engine-stderr", daemon=True)
+        self._reading.start()
+        threading.Thread(target=self._wait, name="engine-wait", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait_ended(self, timeout: float) -> bool:
+        """Whether the process has ended after at most `timeout` seconds."""
+        try:
+            await asyncio.wait_for(self.ended.wait(), timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def how_it_ended(self) -> str:
+        code = self.returncode
+        if code is None:
+            return "closed its connection"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+    def last_words(self) -> str:
+        """The end of its stderr, as the end of a sentence."""
+        deadline = time.monotonic() + _DEATH_GRACE
+        while self.ended.is_set() and self._reading.is_alive() and time.monotonic() < deadline:
+            self._reading.join(0.01)
+        words = " | ".join(line.strip() for line in self._lines if line.strip())
+        return f"; the last it wrote: {words}" if words else ""
+
+    def _read_stderr(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._lines.append(line)
+            sys.stderr.write(line)
+
+    def _wait(self) -> None:
+        self._process.wait()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.ended.set)
+
+
+def _environment(config: EngineConfig) -> dict[str, str]:
+    """The core's environment: the packages that this process runs from, and thread counts that count only before torch is imported."""
+    threads = str(config.compute_threads())
+    packages = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([packages, inherited]) if inherited else packages,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+    }
+
+
+_DECODER: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+
+
+async def _read(reader: asyncio.StreamReader) -> FromCore | None:
+    message: FromCore | None = await read_frame(reader, _DECODER)
+    return message

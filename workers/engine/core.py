@@ -1,0 +1,111 @@
+"""The engine core's loop over scheduler and executor. Runs in a process of its own, or synchronously inside a test."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from workers.engine.kv_cache import KVCache
+from workers.engine.messages import AbortRequests, AddRequests, EngineRequest, Ready, Shutdown, StepOutput, ToCore
+from workers.engine.scheduler import Scheduler
+from workers.engine.step import StepPlan
+
+if TYPE_CHECKING:
+    from workers.engine.executor import Executor
+    from workers.engine.model_runner import LaunchedStep
+
+
+class EngineCore:
+    """Takes requests in, schedules, launches, retires the step before and emits its tokens, over and over; blocks when idle."""
+
+    def __init__(self, executor: "Executor") -> None:
+        config = executor.config
+        assert config.max_num_seqs is not None
+        assert config.max_num_batched_tokens is not None
+        assert config.max_model_len is not None
+        assert config.block_size is not None
+        assert config.depth is not None
+        assert config.threads is not None
+        self._executor = executor
+        self._debug = config.debug
+        self._depth = config.depth
+        self._launched: deque[tuple[StepPlan, LaunchedStep]] = deque()
+        self.scheduler = Scheduler(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.max_model_len,
+            KVCache(executor.num_blocks, config.block_size, config.enable_prefix_caching),
+            config.depth,
+            vocab_size=executor.vocab_size,
+            eos_token_ids=executor.eos_token_ids,
+        )
+        self.ready = Ready(
+            max_model_len=self.scheduler.max_model_len,
+            num_blocks=executor.num_blocks,
+            block_size=config.block_size,
+            vocab_size=executor.vocab_size,
+            eos_token_ids=list(executor.eos_token_ids),
+            dtype=str(executor.dtype).removeprefix("torch."),
+            device=config.device,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            depth=config.depth,
+            threads=config.threads,
+            weights_seconds=executor.weights_seconds,
+        )
+
+    def run(self, inbox: SimpleQueue[ToCore], emit: Callable[[StepOutput], None]) -> None:
+        """Serves until a `Shutdown` comes. Raises what the executor raises; then nothing of this core can be used any more."""
+        while self._take_in(inbox):
+            output = self.step()
+            if output is not None:
+                emit(output)
+
+    def add(self, requests: Iterable[EngineRequest]) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        self.scheduler.abort(request_ids)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is unfinished or a launched step not yet retired."""
+        return bool(self.scheduler.unfinished or self._launched)
+
+    def step(self) -> StepOutput | None:
+        """Launches the next step, if one can be, and retires the oldest once more than `depth` are launched; returns what that brought."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self._launched.append((plan, self._executor.launch(plan)))
+        if self._launched and (plan is None or len(self._launched) > self._depth):
+            oldest, launched = self._launched.popleft()
+            return self.scheduler.update(oldest, self._executor.retire(launched))
+        if plan is None and self.scheduler.unfinished:
+            raise RuntimeError(f"{self.scheduler.unfinished} requests are left and none can be scheduled")
+        return self.scheduler.ended()
+
+    def _take_in(self, inbox: SimpleQueue[ToCore]) -> bool:
+        """Handles all messages there are, and waits for one when there is nothing else to do; False once told to shut down."""
+        if not self.busy:
+            if self._debug:
+                self.scheduler.check_idle()
+            if not self._handle(inbox.get()):
+                return False
+        while True:
+            try:
+                message = inbox.get_nowait()
+            except Empty:
+                return True
+            if not self._handle(message):
+                return False
+
+    def _handle(self, message: ToCore) -> bool:
+        match message:
+            case AddRequests(requests):
+                self.add(requests)
+            case AbortRequests(request_ids):
+                self.abort(request_ids)
+            case Shutdown():
+                return False
+        return True

@@ -1,0 +1,127 @@
+"""The engine core's process: `python -m workers.engine.core_process --fd N`. N is its end of a socket pair; the front holds the other.
+
+Reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the front says `Shutdown`, closes its end or dies.
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+
+from workers.engine.config import EngineConfig
+from workers.engine.errors import ModelLoadError
+from workers.engine.messages import Failed, ToCore
+from workers.engine.transport import FrameReader, frame
+
+_PR_SET_PDEATHSIG = 1
+_FLUSH_SECONDS = 5.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    fd = parser.parse_args().fd
+    _detach_from_terminal(fd)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine-core %(levelname)s %(message)s")
+    connection = socket.socket(fileno=fd)
+    reader = FrameReader(connection)
+    config = reader.read(msgspec.msgpack.Decoder(EngineConfig))
+    if config is None:
+        return 0
+    inbox: SimpleQueue[ToCore] = SimpleQueue()
+    threading.Thread(target=_receive, args=(reader, inbox), name="receive", daemon=True).start()
+    sender = _Sender(connection)
+    try:
+        _serve(config, inbox, sender)
+    except Exception as error:
+        if not _explains_itself(error):
+            traceback.print_exc()
+        sender.put(Failed(_sentence(error)))
+        return 1
+    finally:
+        sender.close()
+    return 0
+
+
+def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: "_Sender") -> None:
+    # Imported here, when the front is already being listened to, since importing torch takes seconds.
+    from workers.engine.core import EngineCore
+    from workers.engine.executor import Executor
+
+    core = EngineCore(Executor(config))
+    # What loading left behind lives as long as the process; without this each full collection walks through it, at the cost of a step.
+    gc.collect()
+    gc.freeze()
+    sender.put(core.ready)
+    core.run(inbox, sender.put)
+
+
+def _detach_from_terminal(fd: int) -> None:
+    """Dies with the front, leaves Ctrl-C to it, and keeps its stdout clean."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    os.set_inheritable(fd, False)
+    os.dup2(2, 1)
+
+
+def _receive(reader: FrameReader, inbox: SimpleQueue[ToCore]) -> None:
+    decoder = msgspec.msgpack.Decoder(ToCore)
+    while (message := reader.read(decoder)) is not None:
+        inbox.put(message)
+    # The front is gone, and with it everyone who could use a result.
+    os._exit(0)
+
+
+class _Sender:
+    """Sends from a thread of its own, so that a front that reads slowly does not hold up the steps."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="send", daemon=True)
+        self._thread.start()
+
+    def put(self, message: msgspec.Struct) -> None:
+        self._messages.put(message)
+
+    def close(self) -> None:
+        """Waits until everything has been sent, but not for a front that has stopped reading."""
+        self._messages.put(None)
+        self._thread.join(_FLUSH_SECONDS)
+
+    def _send(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._connection.sendall(frame(message))
+            except OSError:
+                return
+
+
+def _explains_itself(error: Exception) -> bool:
+    return isinstance(error, ModelLoadError | OSError)
+
+
+def _sentence(error: Exception) -> str:
+    """An error as one line."""
+    text = " ".join(str(error).split())
+    return text if text and _explains_itself(error) else f"{type(error).__name__}: {text}"
+
+
+if __name__ == "__main__":
+    # Without the interpreter's teardown, which a thread that is still inside a read can hold up; everything has been flushed.
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,46 @@
+"""Frames between the front process and the engine core: 4 bytes of length, little-endian, then one message as msgpack. Imports no torch."""
+
+import asyncio
+import socket
+import struct
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Any) -> bytes:
+    """A message, ready to be sent. Raises ValueError for one of 4 GiB or more."""
+    body = _encoder.encode(message)
+    if len(body) >= 1 << 32:
+        raise ValueError(f"a message of {len(body)} bytes does not fit into a frame")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """The blocking side, which the core's reader thread uses."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._file = connection.makefile("rb", buffering=1 << 16)
+
+    def read(self, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+        """The next message, or None once the other side has closed."""
+        head = self._file.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        body = self._file.read(length)
+        return decoder.decode(body) if len(body) == length else None
+
+
+async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
+    """The next message, or None once the other side has closed."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        return decoder.decode(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
