@@ -74,7 +74,7 @@ class Streams(QueueBase):
         wait = {"block": max(1, int(min(timeout, MAX_BLOCK_SECONDS) * 1000))} if timeout > 0 else {}
 
         def read() -> Any:
-            return self._blocking.xread({**positions}, count=1000, **wait)
+            return self._blocking.xread({name: position for name, position in positions.items()}, count=1000, **wait)
 
         answer = persistently(read, self.settings.redis_retry_seconds)
         return [(text(name), text(entry_id), fields) for name, entries in answer for entry_id, fields in entries]

@@ -32,6 +32,19 @@ local function lose(name)
   finish(name, false, lost_result, reply_to, keep, {'', '', '', '', ''})
 end
 
+-- Last claimed, first put back: at the front of the queue they stand in the order in which they were claimed.
+local function lose_all(names)
+  local fences = {}
+  for _, name in ipairs(names) do
+    fences[name] = tonumber((lease_of(name)) or 0)
+  end
+  table.sort(names, function(a, b) return fences[a] > fences[b] end)
+  for _, name in ipairs(names) do
+    lose(name)
+  end
+  return #names
+end
+
 local function strike_off(dead)
   local record = redis.call('HGET', key.WORKERS, dead)
   for _, model in ipairs(record and cmsgpack.unpack(record).models or {}) do
@@ -48,11 +61,7 @@ if worker ~= '' then
   redis.call('HSET', key.claim(worker), 'seq', BIGGEST_SEQ, 'set', cmsgpack.pack({}))
   redis.call('PEXPIRE', key.claim(worker), lease)
   strike_off(worker)
-  local names = redis.call('SRANDMEMBER', key.held(worker), limit)
-  for _, name in ipairs(names) do
-    lose(name)
-  end
-  return #names
+  return lose_all(redis.call('SRANDMEMBER', key.held(worker), limit))
 end
 
 local now = now_ms()
@@ -78,8 +87,4 @@ end
 for _, dead in ipairs(redis.call('ZRANGEBYSCORE', key.ALIVE, '-inf', now, 'LIMIT', 0, limit)) do
   strike_off(dead)
 end
-local names = redis.call('ZRANGEBYSCORE', key.LEASES, '-inf', now, 'LIMIT', 0, limit)
-for _, name in ipairs(names) do
-  lose(name)
-end
-return #names
+return lose_all(redis.call('ZRANGEBYSCORE', key.LEASES, '-inf', now, 'LIMIT', 0, limit))
