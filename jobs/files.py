@@ -1,0 +1,149 @@
+"""Input files as lines: JSONL is read where it stands; compressed JSONL and Parquet are first written out as JSONL in the batch's root."""
+
+import contextlib
+import gzip
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from jobs.storage import AtomicWriter, StoreError, open_input
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+SPOOL_NAME = "lines.jsonl"
+
+_COPY_CHUNK = 1 << 20
+_ROWS = 512
+_PARQUET_SUFFIXES = (".parquet", ".pq")
+_BOM = b"\xef\xbb\xbf"
+_LINE_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
+_BODY_COLUMNS = (
+    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "n", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "logit_bias", "response_format", "user",
+)  # fmt: skip
+
+
+class InputError(Exception):
+    """The file as a whole cannot be read; the text is one sentence."""
+
+
+class InputLine(NamedTuple):
+    """One line that is not blank. `number` counts all lines from 1; `raw` is None if the line exceeds `MAX_LINE_BYTES`."""
+
+    number: int
+    offset: int
+    raw: bytes | None
+
+
+def is_parquet(location: str) -> bool:
+    """Whether a file's name says Parquet."""
+    return location.lower().endswith(_PARQUET_SUFFIXES)
+
+
+def needs_spool(location: str) -> bool:
+    """Whether lines of the file cannot be read at an offset."""
+    return location.lower().endswith((*_PARQUET_SUFFIXES, ".gz", ".zst"))
+
+
+def read_lines(file: BinaryIO) -> Iterator[InputLine]:
+    """Every line that is not blank, in order, holding one at a time; a byte order mark at the start is passed over."""
+    number, offset = 0, 0
+    if file.read(len(_BOM)) == _BOM:
+        offset = len(_BOM)
+    file.seek(offset)
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        length = len(raw)
+        if length > MAX_LINE_BYTES:
+            yield InputLine(number, offset, None)
+            while not raw.endswith(b"\n") and (raw := file.readline(MAX_LINE_BYTES)):
+                length += len(raw)
+        elif not raw.isspace():
+            yield InputLine(number, offset, raw)
+        offset += length
+
+
+def write_spool(location: str, spool: str) -> None:
+    """Writes the lines of a Parquet or compressed file as JSONL, in bounded memory. Raises `InputError` and `StoreError`."""
+    with open_input(location) as file, AtomicWriter(spool) as writer:
+        if is_parquet(location):
+            _spool_parquet(location, file, writer)
+        else:
+            _spool_compressed(location, file, writer)
+        writer.commit()
+
+
+def _spool_compressed(location: str, file: BinaryIO, writer: AtomicWriter) -> None:
+    try:
+        if location.lower().endswith(".gz"):
+            reader: Any = gzip.GzipFile(fileobj=file)
+        else:
+            import pyarrow
+
+            reader = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
+        while chunk := reader.read(_COPY_CHUNK):
+            writer.write(chunk)
+    except StoreError:
+        raise
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{location} cannot be decompressed: {error}") from error
+
+
+def _spool_parquet(location: str, file: BinaryIO, writer: AtomicWriter) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(pyarrow.PythonFile(file, mode="r"))
+        names = set(table.schema_arrow.names)
+        if "custom_id" not in names or not names & {"body", "prompt", "messages"}:
+            found = ", ".join(sorted(names))
+            raise InputError(f"{location} needs a column custom_id, and one of body, prompt and messages; it has: {found}")
+        columns = [name for name in (*_LINE_COLUMNS, *_BODY_COLUMNS) if name in names]
+        for rows in table.iter_batches(batch_size=_ROWS, columns=columns):
+            writer.write(b"".join(msgspec.json.encode(_line_of(row)) + b"\n" for row in rows.to_pylist()))
+    except pyarrow.ArrowException as error:
+        raise InputError(f"{location} is not a readable Parquet file: {error}") from error
+
+
+def _line_of(row: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's line for one row; what the row lacks stays absent, so that validation names it."""
+    row = {name: value for name, value in row.items() if value is not None}
+    body = _parsed(row["body"]) if "body" in row else _body_of(row)
+    line: dict[str, Any] = {"method": row.get("method", "POST"), "body": body}
+    if "custom_id" in row:
+        custom_id = row["custom_id"]
+        line["custom_id"] = custom_id.decode(errors="replace") if isinstance(custom_id, bytes) else str(custom_id)
+    if "url" in row:
+        line["url"] = row["url"]
+    elif isinstance(body, dict):
+        line["url"] = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    return line
+
+
+def _body_of(row: dict[str, Any]) -> dict[str, Any]:
+    body = {name: _without_nulls(row[name]) for name in _BODY_COLUMNS if name in row}
+    if "messages" in row:
+        body["messages"] = _without_nulls(_parsed(row["messages"]))
+    elif "prompt" in row:
+        body["prompt"] = row["prompt"]
+    return body
+
+
+def _parsed(value: Any) -> Any:
+    """A cell that holds JSON text or a nested value."""
+    if isinstance(value, str | bytes):
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(value)
+        return value
+    return _without_nulls(value)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A struct column holds null for every field that a row lacks."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

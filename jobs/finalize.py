@@ -1,0 +1,254 @@
+"""Finalise: merges a batch's parts into its result files, in input order. Running it again writes the same bytes."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from jobs.files import is_parquet, read_lines
+from jobs.manifest import Manifest
+from jobs.parts import merge_parts
+from jobs.results import ApiError, Result, Usage, batch_request_id, output_line, unanswered_line
+from jobs.storage import AtomicWriter, join, open_input
+
+_FLUSH_BYTES = 1 << 18
+_ROWS = 2048
+_BEAT_LINES = 2048
+_WHY_UNANSWERED = {
+    "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+}
+RESULT_LOST = ApiError(500, "The result was lost because its part file is damaged; run the line again.", "server_error", code="result_lost")
+
+
+class Outcome(NamedTuple):
+    """What was written; a location is None where no file was made."""
+
+    completed: int
+    failed: int
+    usage: Usage
+    output: str | None
+    error_output: str | None
+
+
+class _Answer(NamedTuple):
+    """A line with its result, or with the (code, message) of why it has none."""
+
+    line: int
+    custom_id: str
+    result: Result | None
+    reason: tuple[str, str]
+
+
+class _CustomId(msgspec.Struct):
+    custom_id: str
+
+
+def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
+    """Writes the output and error files durably, calling `beat` often. Raises `StoreError` or what `beat` raises."""
+    spec = manifest.spec
+    output = spec.output or join(spec.root, "output.parquet" if is_parquet(spec.input) else "output.jsonl")
+    inline = spec.error_file == "inline"
+    error_output = None if inline else spec.error_output or join(spec.root, "errors.jsonl")
+    counts = {True: 0, False: 0}
+    usage = [0, 0, 0]
+    with _writer(manifest, output) as good, _writer(manifest, error_output or output, unused=inline) as bad:
+        for number, answer in enumerate(_answers(manifest)):
+            if number % _BEAT_LINES == 0:
+                beat()
+            succeeded = answer.result is not None and answer.result.succeeded
+            counts[succeeded] += 1
+            if answer.result is not None:
+                spent = answer.result.usage
+                usage = [usage[0] + spent.prompt_tokens, usage[1] + spent.completion_tokens, usage[2] + spent.cached_tokens]
+            (good if succeeded or inline else bad).add(answer)
+        with_output, with_errors = inline or counts[True] > 0, not inline and counts[False] > 0
+        if with_output:
+            good.commit()
+        if with_errors:
+            bad.commit()
+    return Outcome(counts[True], counts[False], Usage(*usage), output if with_output else None, error_output if with_errors else None)
+
+
+def _answers(manifest: Manifest) -> Iterator[_Answer]:
+    """Every line of the source, joined with its result.
+
+    A batch whose part breaks on disk still ends: lines lost with it get an error, and a second start runs them again.
+    """
+    why = _WHY_UNANSWERED.get(manifest.outcome)
+    records = merge_parts(manifest.spec.root, manifest.parts)
+    record = next(records, None)
+    decoder = msgspec.json.Decoder(_CustomId)
+    assert manifest.source is not None, "finalize before validate"
+    with open_input(manifest.source) as file:
+        for number, _, raw in read_lines(file):
+            custom_id = decoder.decode(raw or b"").custom_id
+            while record is not None and record.line < number:
+                record = next(records, None)
+            if record is not None and record.line == number:
+                yield _Answer(number, custom_id, record.result, ("", ""))
+            elif why is not None:
+                yield _Answer(number, custom_id, None, why)
+            else:
+                yield _Answer(number, custom_id, RESULT_LOST.result(f"req_lost_{number}"), ("", ""))
+
+
+def _writer(manifest: Manifest, location: str, unused: bool = False) -> "_JsonlWriter | _ParquetWriter":
+    if is_parquet(location):
+        return _ParquetWriter(manifest.batch_id, location, unused)
+    return _JsonlWriter(manifest.batch_id, location, unused)
+
+
+class _JsonlWriter:
+    """OpenAI's result lines."""
+
+    def __init__(self, batch_id: str, location: str, unused: bool) -> None:
+        self._batch_id = batch_id
+        self._file = None if unused else AtomicWriter(location)
+        self._lines: list[bytes] = []
+        self._size = 0
+
+    def add(self, answer: _Answer) -> None:
+        request_id = batch_request_id(self._batch_id, answer.line)
+        if answer.result is None:
+            line = unanswered_line(answer.custom_id, *answer.reason, request_id)
+        else:
+            line = output_line(answer.custom_id, answer.result, request_id)
+        self._lines.append(line)
+        self._size += len(line)
+        if self._size >= _FLUSH_BYTES:
+            self._flush()
+
+    def commit(self) -> None:
+        self._flush()
+        if self._file is not None:
+            self._file.commit()
+
+    def _flush(self) -> None:
+        if self._file is not None and self._lines:
+            self._file.write(b"\n".join(self._lines) + b"\n")
+        self._lines, self._size = [], 0
+
+    def __enter__(self) -> "_JsonlWriter":
+        return self
+
+    def __exit__(self, *error: object) -> Literal[False]:
+        if self._file is not None:
+            self._file.close()
+        return False
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    message: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str | None = None
+    code: str | None = None
+    type: str | None = None
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+class _ParquetWriter:
+    """One row per line, with typed columns; `response` holds the body as JSON, `text` what the model said."""
+
+    def __init__(self, batch_id: str, location: str, unused: bool) -> None:
+        self._batch_id = batch_id
+        self._rows: list[dict[str, Any]] = []
+        self._file = None
+        self._decoder = msgspec.json.Decoder(_Body)
+        if not unused:
+            import pyarrow
+            from pyarrow import parquet
+
+            self._pyarrow = pyarrow
+            self._file = AtomicWriter(location)
+            self._schema = _parquet_schema()
+            self._sink = pyarrow.PythonFile(_Sink(self._file), mode="w")
+            self._parquet = parquet.ParquetWriter(self._sink, self._schema, compression="zstd")
+
+    def add(self, answer: _Answer) -> None:
+        self._rows.append(self._row(answer))
+        if len(self._rows) >= _ROWS:
+            self._flush()
+
+    def commit(self) -> None:
+        self._flush()
+        if self._file is not None:
+            self._parquet.close()
+            self._file.commit()
+
+    def _row(self, answer: _Answer) -> dict[str, Any]:
+        row: dict[str, Any] = {"custom_id": answer.custom_id, "id": batch_request_id(self._batch_id, answer.line)}
+        result = answer.result
+        if result is None:
+            code, message = answer.reason
+            return row | {"error_code": code, "error_message": message}
+        body = self._decoder.decode(result.body)
+        row |= {"status_code": result.status, "request_id": result.request_id, "response": result.body.decode(), "model": body.model}
+        row |= {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens}
+        row |= {"cached_tokens": result.usage.cached_tokens}
+        if body.choices:
+            choice = body.choices[0]
+            row |= {"text": (choice.message or {}).get("content", choice.text), "finish_reason": choice.finish_reason}
+        if body.error is not None:
+            row |= {"error_code": body.error.code or body.error.type, "error_message": body.error.message}
+        return row
+
+    def _flush(self) -> None:
+        if self._file is not None and self._rows:
+            self._parquet.write_table(self._pyarrow.Table.from_pylist(self._rows, schema=self._schema))
+        self._rows = []
+
+    def __enter__(self) -> "_ParquetWriter":
+        return self
+
+    def __exit__(self, *error: object) -> Literal[False]:
+        if self._file is not None:
+            self._file.close()
+        return False
+
+
+class _Sink:
+    """The face of a file that pyarrow writes to; closing it leaves the file to its `AtomicWriter`."""
+
+    closed = False
+
+    def __init__(self, writer: AtomicWriter) -> None:
+        self._writer = writer
+
+    def write(self, data: Any) -> int:
+        return self._writer.write(bytes(data))
+
+    def tell(self) -> int:
+        return self._writer.bytes
+
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _parquet_schema() -> Any:
+    import pyarrow
+
+    text = ("custom_id", "id")
+    optional = ("model", "text", "finish_reason", "error_code", "error_message", "request_id", "response")
+    counts = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    return pyarrow.schema(
+        [pyarrow.field(name, pyarrow.string(), nullable=False) for name in text]
+        + [pyarrow.field("status_code", pyarrow.int32())]
+        + [pyarrow.field(name, pyarrow.string()) for name in optional]
+        + [pyarrow.field(name, pyarrow.int64()) for name in counts]
+    )

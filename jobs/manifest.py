@@ -1,0 +1,93 @@
+"""The manifest: what a batch is and what is done of it, on disk, so that an empty Redis can be rebuilt."""
+
+import time
+from typing import Literal
+
+import msgspec
+
+from jobs.parts import Part
+from jobs.results import Usage
+from jobs.storage import StoreError, join, read_bytes, size_of, write_bytes
+
+NAME = "manifest.json"
+
+State = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+END_STATES = frozenset({"failed", "completed", "expired", "cancelled"})
+
+
+class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the caller asks for. Locations are paths or URIs; `root` is the batch's own folder."""
+
+    input: str
+    root: str
+    output: str | None = None  # default: output.jsonl (or .parquet, as the input) in the root
+    error_output: str | None = None  # default: errors.jsonl in the root
+    error_file: Literal["separate", "inline"] = "separate"  # inline: failures stand in the output, in their place
+    endpoint: str | None = None  # the only one allowed; None: either
+    default_model: str | None = None  # for lines that name none; None: every line must
+    models: tuple[str, ...] | None = None  # served names that lines may use; None: those in the registry of models
+    tenant: str = ""
+    metadata: dict[str, str] | None = None
+    completion_window_seconds: float | None = None  # None: it never expires
+    seed: int = 0  # from it and the line number comes the seed of a line that names none
+
+
+class LineProblem(msgspec.Struct, frozen=True):
+    """Why the file was refused; `line` counts from 1, None for the file as a whole."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """The content of manifest.json. `input_sha256` is None until the file was validated."""
+
+    version: int = 1
+    batch_id: str
+    created_at: float
+    spec: BatchSpec
+    state: State = "validating"
+    outcome: Literal["completed", "expired", "cancelled"] = "completed"  # what the batch ends as
+    timestamps: dict[str, float] = msgspec.field(default_factory=dict)  # unix seconds by state
+    input_bytes: int | None = None
+    input_sha256: str | None = None
+    source: str | None = None  # JSONL that the plan's offsets point into
+    source_bytes: int = 0
+    plan_sha256: str | None = None
+    total: int = 0
+    parts: list[Part] = msgspec.field(default_factory=list)
+    next_part: int = 0
+    problems: list[LineProblem] = msgspec.field(default_factory=list)
+    completed: int = 0  # this and the rest: known once the outputs are written
+    failed: int = 0
+    usage: Usage | None = None
+    output: str | None = None
+    error_output: str | None = None
+
+    def enter(self, state: State) -> None:
+        """Notes a state and when it was entered."""
+        self.state = state
+        self.timestamps.setdefault(state, time.time())
+
+
+class ManifestDamaged(StoreError):
+    """The file is not a manifest of this version."""
+
+
+def load_manifest(root: str) -> Manifest | None:
+    """The manifest in a batch's root, None if there is none. Raises `StoreError`."""
+    location = join(root, NAME)
+    if size_of(location) is None:
+        return None
+    try:
+        return msgspec.json.decode(read_bytes(location), type=Manifest)
+    except msgspec.DecodeError as error:
+        raise ManifestDamaged(f"{location} is not a batch manifest ({error}); remove the folder to start again") from error
+
+
+def save_manifest(manifest: Manifest) -> None:
+    """Replaces the manifest durably; only for the holder of `storage.exclusive`. Raises `StoreError`."""
+    encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    write_bytes(join(manifest.spec.root, NAME), encoded)
