@@ -31,12 +31,11 @@ class ChatTemplate:
             logger.warning("%s has no chat template: messages are joined plainly; --chat-template gives one", origin)
 
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
-        """The prompt's text, which ends where the assistant begins to speak.
+        """The prompt's text, which ends where the assistant begins to speak. Absent fields are left out of the messages.
 
-        A content made of parts becomes one text, its parts joined by line breaks. Raises TemplateError for messages that the template
-        refuses, that are not text, or that make it fail.
+        Raises TemplateError for messages that the template refuses or that make it fail.
         """
-        plain = [_plain_message(message) for message in messages]
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if self._render is None:
             return "".join(f"{message.get('content', '')}\n" for message in plain)
         try:
@@ -72,25 +71,6 @@ def _compile(source: str, origin: str) -> Callable[..., str]:
         return str(result[0][0])  # the annotation upstream says str; it is (rendered chats, generation indices)
 
     return render
-
-
-def _plain_message(message: Message) -> dict[str, Any]:
-    """The message without absent fields, its content as one text."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
-    if isinstance(content, list):
-        plain["content"] = "\n".join(map(_part_text, content))
-    return plain
-
-
-def _part_text(part: object) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise TemplateError(f"Only text can be part of a message's content here, not {kind!r}.")
 
 
 def _reason(error: Exception) -> str:

@@ -54,6 +54,12 @@ class TextTokenizer:
     def vocabulary_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def empty_prompt(self) -> list[int]:
+        """What stands for a prompt without tokens: the token that begins a text, else the one that ends one; [] without either."""
+        ids = (self._tokenizer.token_to_id(self.special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
+        return next(([token_id] for token_id in ids if token_id is not None), [])
+
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
         """The prompt's text for chat messages. Raises TemplateError."""
         return self.chat_template.render(messages, **variables)

@@ -72,14 +72,6 @@ def test_the_date_is_todays() -> None:
     assert template.render([]) in {datetime.now().strftime("%Y-%m-%d")}
 
 
-def test_text_parts_become_one_text() -> None:
-    template = ChatTemplate(CHATML, {})
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert template.render([{"role": "user", "content": parts}]) == template.render([{"role": "user", "content": "one\ntwo"}])
-    with pytest.raises(TemplateError, match="image_url"):
-        template.render([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
-
-
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

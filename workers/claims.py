@@ -1,0 +1,137 @@
+"""Intake: takes from Redis as many requests as the engine can soon use, and no more, so that other workers find work too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from jobs.queue import Queue, QueueUnavailable
+from jobs.requests import Claim, Finished
+from workers.leases import Leases
+from workers.preparation import Preparation
+from workers.requests_in_flight import Prepared
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+"""How often an idle worker asks for work without having been told that there is some."""
+
+_PAUSE_AFTER_ERROR = 0.5
+
+
+class Intake:
+    """Claims and prepares. The next claim is made when enough room is free, or when a bell rings."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        worker: str,
+        models: list[str],
+        max_num_seqs: int,
+        leases: Leases,
+        preparation: Preparation,
+        in_flight: Callable[[], int],
+        start: Callable[[list[Prepared], list[Finished]], None],
+    ) -> None:
+        """`in_flight` counts the requests that the engine has; `start` takes what was prepared, and the results of what cannot run."""
+        self._queue = queue
+        self._worker = worker
+        self._models = models
+        self._room = max_num_seqs + max(2, max_num_seqs // 8)
+        self._live_room = self._room + max_num_seqs  # live calls get in even when batch work fills every slot
+        self._least = max(1, max_num_seqs // 16)
+        self._leases = leases
+        self._preparation = preparation
+        self._in_flight = in_flight
+        self._start = start
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._paused = False
+        self._rung = True
+        self._more = True
+        self._failing = False
+        self._seq = time.time_ns() // 1000  # rises over the life of the worker's name, whatever happened to earlier claims
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
+
+    def bell(self) -> None:
+        """There may be work."""
+        self._rung = True
+        self._wake.set()
+
+    def room_made(self) -> None:
+        """Requests have ended."""
+        if self._more:
+            self._wake.set()
+
+    async def pause(self) -> None:
+        """Claims nothing more until `resume`; returns when what was being prepared has been handed on."""
+        self._paused = True
+        await self._idle.wait()
+
+    def resume(self) -> None:
+        self._paused = False
+        self.bell()
+
+    def close(self) -> None:
+        """Waits for nothing."""
+        self._paused = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self) -> None:
+        """Claims until cancelled."""
+        while True:
+            self._wake.clear()
+            if not self._wants_more():
+                await self._sleep(LOOK_SECONDS)
+            elif not await self._take():
+                await asyncio.sleep(_PAUSE_AFTER_ERROR)
+
+    def _wants_more(self) -> bool:
+        in_flight = self._in_flight()
+        if self._paused:
+            return False
+        return (self._rung and in_flight < self._live_room) or (self._more and self._room - in_flight >= self._least)
+
+    async def _take(self) -> bool:
+        """Claims once, and hands on what was given; False when Redis cannot answer."""
+        loop = asyncio.get_running_loop()
+        in_flight = self._in_flight()
+        room = max(0, self._room - in_flight)
+        self._idle.clear()
+        try:
+            rung, self._rung = self._rung, False
+            claims = await loop.run_in_executor(self._thread, self._claim, room, self._live_room - in_flight)
+            if claims is None:
+                self._rung = rung
+                return False
+            if room:
+                self._more = len(claims) >= room
+            if claims:
+                self._leases.add((claim.key, claim.fence) for claim in claims)
+                self._start(*await loop.run_in_executor(self._thread, self._preparation.prepare, claims))
+            return True
+        finally:
+            self._idle.set()
+
+    def _claim(self, room: int, live_room: int) -> list[Claim] | None:
+        """What was given; None when Redis cannot answer, and then the same number asks again."""
+        try:
+            claims = self._queue.claim(self._worker, self._seq, room, models=self._models, live_limit=live_room)
+        except QueueUnavailable as error:
+            if not self._failing:
+                logger.warning("no work can be claimed until Redis is back: %s", error)
+            self._failing = True
+            return None
+        self._failing = False
+        self._seq += 1
+        return claims
+
+    async def _sleep(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        except TimeoutError:
+            self._rung = True
