@@ -1,0 +1,44 @@
+"""The ASGI app: `create_app(settings)`."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+
+from api import health, live_calls, models, streams
+from api.errors import install_error_handlers
+from api.fleet import Fleet
+from api.reader import Reader
+from api.request_ids import RequestIds
+from api.settings import ApiSettings
+from api.state import ApiState
+from jobs.connection import connect, connect_async
+from jobs.queue import Queue
+
+
+def create_app(settings: ApiSettings) -> FastAPI:
+    """An app whose queue is at `settings.redis_url`; connections are made when it starts."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        client, stream_client = connect(settings.redis_url), connect_async(settings.redis_url)
+        queue = Queue(client)
+        reader = Reader(stream_client, queue, queue.settings.redis_retry_seconds)
+        app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue))
+        reading = asyncio.create_task(reader.run())
+        try:
+            yield
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await stream_client.aclose()
+            queue.close()
+            client.close()
+
+    app = FastAPI(title="Batch inference pipeline", lifespan=lifespan)
+    app.add_middleware(RequestIds)
+    install_error_handlers(app)
+    for module in (live_calls, streams, models, health):
+        app.include_router(module.router)
+    return app

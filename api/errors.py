@@ -1,0 +1,74 @@
+"""Every error leaves in OpenAI's shape: `{"error": {message, type, param, code}}`, whatever raised it."""
+
+import logging
+from http import HTTPStatus
+
+import redis
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from jobs.results import ApiError, ErrorType, encode_json
+from jobs.scripts import QueueUnavailable
+
+log = logging.getLogger("api")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Makes the app answer every failure in OpenAI's shape."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(QueueUnavailable, _unavailable)
+    app.add_exception_handler(redis.RedisError, _unavailable)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _unforeseen)
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    """The response that carries an error."""
+    return Response(encode_json(error.body()), error.status, headers, "application/json")
+
+
+def queue_unavailable() -> ApiError:
+    """The error of calls that Redis keeps from being answered."""
+    return ApiError(503, "The queue is out of reach at the moment; try again.", "server_error", code="queue_unavailable")
+
+
+async def _api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    call = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return error_response(ApiError(404, f"Unknown request URL: {call}.", code="unknown_url"))
+    if error.status_code == 405:
+        return error_response(ApiError(405, f"Not allowed to {call}.", code="method_not_allowed"), dict(error.headers or {}))
+    kind: ErrorType = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    message = str(error.detail) or HTTPStatus(error.status_code).phrase
+    return error_response(ApiError(error.status_code, message, kind), dict(error.headers or {}))
+
+
+async def _invalid(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    return error_response(ApiError(400, f"{param or 'request'}: {first['msg']}", param=param, code="invalid_value"))
+
+
+async def _unavailable(_request: Request, error: Exception) -> Response:
+    log.warning("the queue cannot be used: %s", error)
+    return error_response(queue_unavailable(), {"retry-after": "1"})
+
+
+async def _gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _unforeseen(_request: Request, _error: Exception) -> Response:
+    return error_response(ApiError(500, "The server had an error while handling the request.", "server_error"))

@@ -1,0 +1,208 @@
+"""`/v1/completions` and `/v1/chat/completions`: a call goes into the queue, a worker answers through Redis.
+
+The HTTP status waits for the worker's first word, since only the worker knows the prompt's length. A client that leaves cancels its call.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
+
+from api.event_stream import EventStream, event
+from api.fleet import Fleet
+from api.reader import Inbox, Reader
+from api.state import ApiState, state_of
+from jobs import requests
+from jobs.queue import Queue
+from jobs.requests import RequestKey, StreamEntry
+from jobs.results import ApiError, Result, chat_chunk, completion_chunk, new_body_id, usage_chunk
+from jobs.validation import CHAT, COMPLETIONS, Call, decode_body, parse_call
+
+_WORKER_CHECK_SECONDS = 5.0
+
+log = logging.getLogger("api")
+router = APIRouter()
+
+
+@router.post(COMPLETIONS)
+async def completions(request: Request) -> Response:
+    """Continues a prompt."""
+    return await answer(request, COMPLETIONS)
+
+
+@router.post(CHAT)
+async def chat_completions(request: Request) -> Response:
+    """Answers a conversation."""
+    return await answer(request, CHAT)
+
+
+async def answer(request: Request, endpoint: str) -> Response:
+    """The response of either endpoint, plain or as an event stream. Raises `ApiError`."""
+    state = state_of(request)
+    raw = await _read_body(request, state.settings.max_body_bytes)
+    call = parse_call(endpoint, decode_body(raw))
+    await state.fleet.require(call.model)
+    live = LiveCall(state, call)
+    await live.submit(raw)
+    try:
+        first = await _unless_gone(request, live.first())
+        if call.stream and (first.result is None or first.result.succeeded):
+            headers = {"x-request-id": request.state.request_id, "x-stream-id": live.key.batch}
+            return EventStream(live.events(first), state.settings.ping_seconds, live.close, headers)
+        result = await _unless_gone(request, live.result(first))
+    except BaseException:
+        await live.close()
+        raise
+    await live.close()
+    return Response(result.body, result.status, media_type="application/json")
+
+
+class LiveCall:
+    """One call on its way through the queue."""
+
+    def __init__(self, state: ApiState, call: Call) -> None:
+        self.key = RequestKey(f"{requests.LIVE_PREFIX}{uuid.uuid4().hex}", 0)
+        self._queue: Queue = state.queue
+        self._reader: Reader = state.reader
+        self._fleet: Fleet = state.fleet
+        self._call = call
+        self._inbox: Inbox | None = None
+        self._finished = False
+        self._created = time.time()
+
+    async def submit(self, raw: bytes) -> None:
+        """Hands the call in, to be answered to this process."""
+        self._inbox = self._reader.open(self.key)
+        request = requests.Request(
+            self._call.endpoint, self._call.model, raw, secrets.randbits(63), created=self._created, reply_to=self._reader.api_id
+        )
+        try:
+            await asyncio.to_thread(self._queue.submit, self.key.batch, request)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def first(self) -> StreamEntry:
+        """The worker's first word. Raises `ApiError` when no worker is left that could speak it."""
+        while True:
+            try:
+                return await asyncio.wait_for(self._next(), _WORKER_CHECK_SECONDS)
+            except TimeoutError:
+                await self._fleet.require(self._call.model, fresh=True)
+
+    async def result(self, entry: StreamEntry) -> Result:
+        """The finished response."""
+        while entry.result is None:
+            entry = await self._next()
+        return entry.result
+
+    async def events(self, entry: StreamEntry) -> AsyncIterator[bytes]:
+        """The server-sent events of a streamed call, as OpenAI words them, from its first entry on."""
+        chunks = Chunks(self._call, int(self._created))
+        if (opening := chunks.opening()) is not None:
+            yield event(opening)
+        try:
+            while True:
+                for chunk in chunks.of(entry):
+                    yield event(chunk)
+                if entry.result is not None:
+                    break
+                entry = await self._next()
+        except ApiError as error:
+            yield event(error.body())
+        yield event(None)
+
+    async def close(self) -> None:
+        """Ends the call: a worker that still runs it is told to stop."""
+        self._reader.close(self.key)
+        if self._inbox is not None and not self._finished:
+            self._finished = True
+            with contextlib.suppress(Exception):
+                await asyncio.shield(asyncio.to_thread(self._queue.cancel, [self.key]))
+
+    async def _next(self) -> StreamEntry:
+        assert self._inbox is not None
+        entry = await self._inbox.get()
+        if entry.result is not None:
+            self._finished = True
+        return entry
+
+
+class Chunks:
+    """Turns the entries of one call into the chunks that OpenAI's clients read."""
+
+    def __init__(self, call: Call, created: int) -> None:
+        self._call = call
+        self._created = created
+        self._id = new_body_id(call.endpoint)
+
+    def opening(self) -> dict[str, Any] | None:
+        """The chunk that says whose turn it is, for chats."""
+        if self._call.endpoint != CHAT:
+            return None
+        return self._with_usage(chat_chunk(self._id, self._call.model, "", None, self._created, first=True))
+
+    def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
+        """The chunks for one entry: text, then at the end the reason and, if it was asked for, the usage."""
+        chunks = [self._chunk(entry.text, None)] if entry.text else []
+        if entry.result is not None:
+            chunks += self._ending(entry.result)
+        return [self._with_usage(chunk) for chunk in chunks]
+
+    def _ending(self, result: Result) -> list[dict[str, Any]]:
+        body = json.loads(result.body)
+        if not result.succeeded:
+            return [body]
+        choice = body["choices"][0]
+        ending = [self._chunk(None, choice["finish_reason"], choice.get("stop_reason"))]
+        if self._call.include_usage:
+            ending.append(usage_chunk(self._call.endpoint, self._id, self._call.model, result.usage, self._created))
+        return ending
+
+    def _chunk(self, text: str | None, reason: Any, stop_reason: Any = None) -> dict[str, Any]:
+        if self._call.endpoint == CHAT:
+            return chat_chunk(self._id, self._call.model, text, reason, self._created, stop_reason)
+        return completion_chunk(self._id, self._call.model, text or "", reason, self._created, stop_reason)
+
+    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """With include_usage every chunk but the last carries `usage: null`."""
+        if self._call.include_usage and "error" not in chunk:
+            chunk.setdefault("usage", None)
+        return chunk
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise ApiError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
+    return bytes(body)
+
+
+async def _unless_gone(request: Request, waiting: Any) -> Any:
+    """The awaited value. Raises `ClientDisconnect` when the client leaves first."""
+    task = asyncio.ensure_future(waiting)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for one in (task, gone):
+            one.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

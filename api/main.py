@@ -1,0 +1,36 @@
+"""Runs one API process."""
+
+import logging
+import socket
+
+import uvicorn
+
+from api.app import create_app
+from api.settings import ApiSettings
+
+_STOP_SECONDS = 10
+
+log = logging.getLogger("api")
+
+
+def main(settings: ApiSettings) -> None:
+    """Serves until SIGTERM or SIGINT. Raises OSError if the address cannot be listened on."""
+    listener = listen(settings.host, settings.port)
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    config = uvicorn.Config(create_app(settings), log_config=None, access_log=False, timeout_graceful_shutdown=_STOP_SECONDS, lifespan="on")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError whose text names the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return listener

@@ -1,0 +1,163 @@
+"""One reader task per API process: everything workers say about this process' live calls, handed to the calls that wait.
+
+A call's queue is bounded. One that falls behind loses what came and reads the request's own token stream instead, so a slow client holds
+up nobody and misses nothing.
+"""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections import deque
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from jobs import keys
+from jobs.connection import MAX_BLOCK_SECONDS
+from jobs.queue import Queue
+from jobs.requests import RequestKey, StreamEntry
+from jobs.scripts import QueueUnavailable
+from jobs.streams import FIRST_ID, parse_api_entry
+
+QUEUE_LENGTH = 256
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 1.0
+
+log = logging.getLogger("api")
+
+
+class Inbox:
+    """What came for one call. One task reads it, by `get`."""
+
+    def __init__(self, key: RequestKey, queue: Queue) -> None:
+        self.key = key
+        self._queue = queue
+        self._entries: deque[StreamEntry] = deque()
+        self._arrived = asyncio.Event()
+        self._missed = False
+        self._failure: Exception | None = None
+        self._last_id = FIRST_ID
+        self._length = 0
+
+    def put(self, entry: StreamEntry) -> None:
+        """Called by the reader; never waits."""
+        if len(self._entries) >= QUEUE_LENGTH:
+            self._entries.clear()
+            self._missed = True
+        if not self._missed:
+            self._entries.append(entry)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the call: `get` raises `error` from now on."""
+        self._failure = error
+        self._arrived.set()
+
+    async def get(self) -> StreamEntry:
+        """The next entry that brings something new; its text begins where the last one's ended. Raises what `fail` was given."""
+        while True:
+            if self._missed:
+                await self._catch_up()
+            while self._entries:
+                entry = self._trim(self._entries.popleft())
+                if entry is not None:
+                    return entry
+                if self._missed:
+                    break
+            else:
+                if self._failure is not None:
+                    raise self._failure
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    async def _catch_up(self) -> None:
+        """Reads on from the request's own stream. What arrives meanwhile stands behind it, and is dropped where it says the same again."""
+        self._missed = False
+        self._entries.clear()
+        history = await asyncio.to_thread(self._queue.read_tokens, {self.key: self._last_id})
+        self._entries.extendleft(reversed(history))
+
+    def _trim(self, entry: StreamEntry) -> StreamEntry | None:
+        """The entry without text that was seen; None if it says nothing new. Notes a gap, which sends `get` to the request's stream."""
+        if entry.text_offset > self._length:
+            self._missed = True
+            return None
+        self._last_id = max(self._last_id, entry.entry_id, key=_position)
+        end = entry.text_offset + len(entry.text)
+        if end <= self._length and entry.result is None and not entry.accepted:
+            return None
+        entry.text = entry.text[self._length - entry.text_offset :]
+        entry.text_offset = self._length
+        self._length = max(self._length, end)
+        return entry
+
+
+class Reader:
+    """Reads the stream of this API process and hands each entry to its call."""
+
+    def __init__(self, client: "redis.asyncio.Redis", queue: Queue, retry_seconds: float) -> None:
+        self.api_id = f"api-{uuid.uuid4().hex[:12]}"
+        self._client = client
+        self._queue = queue
+        self._retry_seconds = retry_seconds
+        self._inboxes: dict[RequestKey, Inbox] = {}
+        self._wanted = asyncio.Event()
+
+    @property
+    def calls(self) -> int:
+        """Calls that wait for something."""
+        return len(self._inboxes)
+
+    def open(self, key: RequestKey) -> Inbox:
+        """An inbox for a call that is about to be submitted."""
+        inbox = self._inboxes[key] = Inbox(key, self._queue)
+        self._wanted.set()
+        return inbox
+
+    def close(self, key: RequestKey) -> None:
+        """Drops the inbox; what still comes for the call is ignored."""
+        self._inboxes.pop(key, None)
+        if not self._inboxes:
+            self._wanted.clear()
+
+    async def run(self) -> None:
+        """Reads until cancelled. While Redis is away it tries again; calls fail when that takes longer than the queue's patience."""
+        last_id, pause, away_since = FIRST_ID, _FIRST_PAUSE, 0.0
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._wanted.wait()
+                try:
+                    last_id = await self._read(last_id)
+                    pause, away_since = _FIRST_PAUSE, 0.0
+                except (redis.RedisError, OSError) as error:
+                    away_since = away_since or loop.time()
+                    if loop.time() - away_since > self._retry_seconds:
+                        self._fail_all(error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+        finally:
+            with contextlib.suppress(redis.RedisError, OSError):
+                await self._client.delete(keys.api(self.api_id))
+
+    async def _read(self, last_id: str) -> str:
+        answer: Any = await self._client.xread({keys.api(self.api_id): last_id}, count=1000, block=int(MAX_BLOCK_SECONDS * 1000))
+        for _, entries in answer:
+            for entry_id, fields in entries:
+                last_id, entry = parse_api_entry(entry_id.decode(), fields)
+                inbox = self._inboxes.get(entry.key)
+                if inbox is not None:
+                    inbox.put(entry)
+        return last_id
+
+    def _fail_all(self, error: Exception) -> None:
+        log.warning("redis has been away for too long, %d calls fail: %s", self.calls, error)
+        for inbox in list(self._inboxes.values()):
+            inbox.fail(QueueUnavailable(str(error)))
+
+
+def _position(entry_id: str) -> tuple[int, int]:
+    first, _, second = entry_id.partition("-")
+    return int(first), int(second or 0)

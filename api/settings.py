@@ -1,0 +1,17 @@
+"""Configuration of an API process; every field is also an environment variable."""
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class ApiSettings(BaseSettings):
+    """One frozen set of values per process. Seconds and bytes unless a field says otherwise."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="PIPELINE_")
+
+    redis_url: str = Field(default="redis://127.0.0.1:6379/0", validation_alias="REDIS_URL", description="where the queue is")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    max_body_bytes: int = Field(default=32 * 1024 * 1024, gt=0, description="largest body of a live call")
+    ping_seconds: float = Field(default=15.0, gt=0, description="a silent event stream gets a comment this often")
+    watch_seconds: int = Field(default=60, gt=0, description="how long one watch of a batch request lasts before it is renewed")

@@ -1,0 +1,81 @@
+"""A worker without a model: it speaks the queue's protocol over a real Redis and answers as the test says."""
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+
+from jobs.queue import Queue
+from jobs.registry import WorkerRecord
+from jobs.requests import Claim, Delta, Finished, RequestKey
+from jobs.results import ApiError, Result, Usage, encode_json, new_body_id, new_request_id, response_body
+
+Answer = Iterable[str] | ApiError
+MODEL = "scripted"
+
+
+class ScriptedWorker:
+    """Takes live calls in a thread and answers each with what `script(claim)` gives: pieces of text, or an error.
+
+    Between two pieces it waits for `step`, if that was set; `cancelled` names calls whose lease was lost.
+    """
+
+    def __init__(self, queue: Queue, script: Callable[[Claim], Answer], models: tuple[str, ...] = (MODEL,)) -> None:
+        self.queue = queue
+        self.id = f"scripted-{uuid.uuid4().hex[:8]}"
+        self.step: threading.Semaphore | None = None
+        self.cancelled: list[RequestKey] = []
+        self.claims: list[Claim] = []
+        self._models = list(models)
+        self._script = script
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> "ScriptedWorker":
+        self.queue.register_worker(WorkerRecord(self.id, self._models, "ready", 128, time.time(), "host", 1))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self.queue.remove_worker(self.id)
+
+    def _run(self) -> None:
+        seq, last_id = 0, "0-0"
+        answering: list[threading.Thread] = []
+        while not self._stopping.is_set():
+            seq += 1
+            for claim in self.queue.claim(self.id, seq, 16, models=self._models):
+                self.claims.append(claim)
+                answering.append(threading.Thread(target=self._answer, args=(claim,)))
+                answering[-1].start()
+            for message in self.queue.control_messages(self.id, last_id, 0.05):
+                last_id = message.id
+        for thread in answering:
+            thread.join()
+
+    def _answer(self, claim: Claim) -> None:
+        reply_to = claim.request.reply_to
+        answer = self._script(claim)
+        if isinstance(answer, ApiError):
+            self.queue.commit(self.id, [Finished(claim.key, claim.fence, answer.result(new_request_id()), None, reply_to)])
+            return
+        self.queue.publish(self.id, [Delta(claim.key, claim.fence, 0, [], "", 0, reply_to, True)])
+        text, index = "", 0
+        for piece in answer:
+            while self.step is not None and not self.step.acquire(timeout=0.02):
+                if self._stopping.is_set() or self.queue.renew(self.id, [(claim.key, claim.fence)]):
+                    self.cancelled.append(claim.key)
+                    return
+            delta = Delta(claim.key, claim.fence, index, [index], piece, len(text), reply_to)
+            if self.queue.publish(self.id, [delta]):
+                self.cancelled.append(claim.key)
+                return
+            text, index = text + piece, index + 1
+        usage = Usage(7, index, 3)
+        endpoint = claim.request.endpoint
+        created = int(claim.request.created)
+        body = response_body(endpoint, new_body_id(endpoint), claim.request.model, text, "stop", None, usage, created)
+        result = Result(200, encode_json(body), usage, new_request_id())
+        self.queue.commit(self.id, [Finished(claim.key, claim.fence, result, None, reply_to)])

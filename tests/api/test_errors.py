@@ -1,0 +1,44 @@
+"""Every status leaves in OpenAI's shape, and says what was wrong."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+CHAT = "/v1/chat/completions"
+CASES: list[tuple[str, str, dict[str, Any], int, str | None]] = [
+    ("GET", "/v1/nothing", {}, 404, "unknown_url"),
+    ("GET", CHAT, {}, 405, "method_not_allowed"),
+    ("DELETE", "/v1/models", {}, 405, "method_not_allowed"),
+    ("POST", CHAT, {"content": b"{"}, 400, None),
+    ("POST", CHAT, {"content": b"\xff\xfe"}, 400, None),
+    ("POST", CHAT, {"content": b"[1]"}, 400, "invalid_type"),
+    ("POST", CHAT, {"content": b""}, 400, None),
+    ("POST", CHAT, {"json": {"messages": []}}, 400, "missing_required_parameter"),
+    ("POST", CHAT, {"json": {"model": "m"}}, 400, "missing_required_parameter"),
+    ("POST", "/v1/completions", {"json": {"model": "m"}}, 400, "missing_required_parameter"),
+    ("POST", "/v1/completions", {"json": {"model": "m", "prompt": "x"}}, 404, "model_not_found"),
+    ("GET", "/v1/models/absent/model", {}, 404, "model_not_found"),
+    ("GET", "/v1/streams/live_absent", {}, 404, "stream_not_found"),
+    ("GET", "/v1/streams/nonsense", {}, 404, "stream_not_found"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "options", "status", "code"), CASES)
+def test_errors_have_openais_shape(
+    http: httpx.Client, method: str, path: str, options: dict[str, Any], status: int, code: str | None
+) -> None:
+    answer = http.request(method, path, **options)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert answer.headers["x-request-id"].startswith("req_")
+    if code is not None:
+        assert error["code"] == code
+
+
+def test_a_body_over_the_limit_is_refused(http: httpx.Client) -> None:
+    answer = http.post(CHAT, content=b" " * (33 * 1024 * 1024))
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"

@@ -1,0 +1,48 @@
+"""Following a request by its id, and going on after a cut."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+
+from tests.api.scripted_worker import MODEL, ScriptedWorker
+from tests.support.waiting import wait_until
+
+PIECES = ["one ", "two ", "three ", "four"]
+
+
+def test_a_cut_reader_goes_on_after_the_last_event_it_saw(
+    http: httpx.Client, client: openai.OpenAI, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    worker = scripted(lambda claim: PIECES)
+    worker.step = threading.Semaphore(2)
+    call = threading.Thread(target=lambda: client.completions.create(model=MODEL, prompt="x"))
+    call.start()
+    wait_until(lambda: worker.claims, 5, "the call to be claimed")
+    path = f"/v1/streams/{worker.claims[0].key.batch}"
+    seen, last_id = [], ""
+    with http.stream("GET", path) as answer:
+        for event_id, event in _events(answer.iter_lines()):
+            seen.append(event["text"])
+            last_id = event_id
+            if len("".join(seen)) == len("one two "):
+                break
+    worker.step.release(2)
+    call.join()
+    rest = http.get(path, headers={"last-event-id": last_id})
+    events = list(_events(iter(rest.text.splitlines())))
+    assert "".join(seen) + "".join(event["text"] for _, event in events) == "".join(PIECES)
+    assert events[-1][1]["status"] == 200
+    assert events[-1][1]["response"]["choices"][0]["text"] == "".join(PIECES)
+    assert rest.text.rstrip().endswith("data: [DONE]")
+
+
+def _events(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    event_id = ""
+    for line in lines:
+        if line.startswith("id: "):
+            event_id = line[4:]
+        elif line.startswith("data: {"):
+            yield event_id, json.loads(line[6:])
