@@ -10,6 +10,8 @@ TRIES = "{q}:tries"  # hash: request key -> "<attempts> <deaths> <suspicions>", 
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
 CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work last had its share
 BATCHES = "{q}:batches"  # set of batch ids that have a record
+ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
+LEADER = "{q}:leader"  # token of the ticker in charge
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
 ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME
 MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
@@ -17,7 +19,7 @@ MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
 
-PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS})
+PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER})
 """What stays in an idle queue."""
 
 
@@ -32,7 +34,7 @@ def ready(batch_id: str, model: str) -> str:
 
 
 def bodies(batch_id: str) -> str:
-    """Hash: line -> Request, from ingest to commit; also for a live call (line 0)."""
+    """Hash: line -> Request, from ingest to commit; of a live call line 0, and its model and reply_to."""
     return f"{{q}}:body:{batch_id}"
 
 

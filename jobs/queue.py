@@ -40,7 +40,7 @@ class Queue(BatchQueue, Streams, Registry):
         """Hands in a live call, whose key is `RequestKey(live_id, 0)`. Repeating it changes nothing."""
         if not RequestKey(live_id, 0).live:
             raise ValueError(f"a live id starts with live_: {live_id!r}")
-        self._scripts.call("submit", [live_id, request.model, pack(request)])
+        self._scripts.call("submit", [live_id, request.model, pack(request), request.reply_to or ""])
 
     def claim(self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None) -> list[Claim]:
         """Takes up to `limit` requests for one of `models`, live ones first; `live_limit` (default `limit`) gives live calls more room.

@@ -71,10 +71,11 @@ class Streams(QueueBase):
     def _read_streams(self, positions: Mapping[str, str], timeout: float) -> list[tuple[str, str, dict[bytes, bytes]]]:
         if not positions:
             return []
+        after: dict[Any, Any] = dict(positions)
         wait = {"block": max(1, int(min(timeout, MAX_BLOCK_SECONDS) * 1000))} if timeout > 0 else {}
 
         def read() -> Any:
-            return self._blocking.xread({name: position for name, position in positions.items()}, count=1000, **wait)
+            return self._blocking.xread(after, count=1000, **wait)
 
         answer = persistently(read, self.settings.redis_retry_seconds)
         return [(text(name), text(entry_id), fields) for name, entries in answer for entry_id, fields in entries]

@@ -5,14 +5,14 @@
 
 local function drop(name)
   local batch, line = split(name)
-  local _, _, holder, model = lease_of(name)
+  local _, _, holder = lease_of(name)
   if holder then
     release(name, holder)
     tell(holder, 'cancel', name)
   elseif is_live(batch) then
-    local request = redis.call('HGET', key.bodies(batch), line)
-    if request then
-      redis.call('LREM', key.live(cmsgpack.unpack(request).model), 1, name)
+    local waits_for = redis.call('HGET', key.bodies(batch), 'model')
+    if waits_for then
+      redis.call('LREM', key.live(waits_for), 1, name)
     end
   end
   redis.call('HDEL', key.TRIES, name)

@@ -13,8 +13,8 @@ local BIGGEST_SEQ = '9007199254740991'
 
 local function lose(name)
   local _, attempt, holder, model = lease_of(name)
-  if not holder then
-    redis.call('ZREM', key.LEASES, name)
+  if not holder or (worker ~= '' and holder ~= worker) then
+    redis.call('SREM', key.held(worker), name)
     return
   end
   local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
@@ -23,12 +23,7 @@ local function lose(name)
     requeue(name, model, attempt, (deaths or 0) + 1, suspicions or 0)
     return
   end
-  local batch, line = split(name)
-  local reply_to = ''
-  if is_live(batch) then
-    local request = redis.call('HGET', key.bodies(batch), line)
-    reply_to = request and cmsgpack.unpack(request).reply_to or ''
-  end
+  local reply_to = redis.call('HGET', key.bodies((split(name))), 'reply_to') or ''
   finish(name, false, lost_result, reply_to, keep, {'', '', '', '', ''})
 end
 

@@ -1,0 +1,96 @@
+"""What must hold of all keys together at any moment; tests ask after every step, and it may be asked of a running system."""
+
+from collections import Counter
+from typing import Any
+
+import redis
+
+from jobs import keys
+from jobs.requests import RequestKey, unpack_request
+
+
+def faults(client: redis.Redis) -> list[str]:
+    """Sentences about what contradicts itself in the queue; empty when all is well. Reads every key: for tests and emergencies."""
+    found: list[str] = []
+    leases = _leases(client)
+    found += _lease_faults(client, leases)
+    for batch in sorted(_texts(client.smembers(keys.BATCHES))):
+        found += _batch_faults(client, batch, {key.line for key in leases if key.batch == batch})
+    found += _live_faults(client, {key for key in leases if key.live})
+    return found
+
+
+def _lease_faults(client: redis.Redis, leases: dict[RequestKey, str]) -> list[str]:
+    timed = {RequestKey.parse(name) for name in _any(client.zrange(keys.LEASES, 0, -1))}
+    found = [f"{key}: lease without a deadline, or the reverse" for key in sorted(timed ^ set(leases))]
+    for name in _any(client.keys(keys.held("*"))):
+        worker = name.decode().removeprefix(keys.held(""))
+        for member in _texts(client.smembers(name)):
+            if leases.get(RequestKey.parse(member)) != worker:
+                found.append(f"{member}: in the set of worker {worker}, which holds no lease on it")
+    for key, worker in leases.items():
+        if not client.sismember(keys.held(worker), str(key)):
+            found.append(f"{key}: not in the set of its worker {worker}")
+        if not client.hexists(keys.bodies(key.batch), str(key.line)):
+            found.append(f"{key}: held without a body")
+    return found
+
+
+def _batch_faults(client: redis.Redis, batch: str, held: set[int]) -> list[str]:
+    found: list[str] = []
+    record = {name.decode(): value.decode() for name, value in _any(client.hgetall(keys.batch(batch))).items()}
+    bodies = {int(line): body for line, body in _any(client.hgetall(keys.bodies(batch))).items()}
+    results = {int(line): result for line, result in _any(client.hgetall(keys.results(batch))).items()}
+    waiting: list[int] = []
+    for model in _texts(client.smembers(keys.batch_models(batch))):
+        lines = [int(line) for line in _any(client.lrange(keys.ready(batch, model), 0, -1))]
+        waiting += lines
+        found += [f"{batch}/{line}: waits for another model" for line in lines if unpack_request(bodies[line]).model != model]
+        in_ring = client.zscore(keys.ring(model, record["tenant"]), batch) is not None
+        if in_ring and client.zscore(keys.tenants(model), record["tenant"]) is None:
+            found.append(f"{batch}: in the ring of tenant {record['tenant']!r}, which takes no turns")
+        if in_ring and not lines:
+            found.append(f"{batch}: in the ring of {model} without waiting lines")
+    done = _bits(_any(client.get(keys.done(batch))) or b"")
+    found += [f"{batch}/{line}: waits {count} times" for line, count in Counter(waiting).items() if count > 1]
+    found += [f"{batch}/{line}: waits and is held" for line in sorted(set(waiting) & held)]
+    found += [f"{batch}/{line}: waiting or held without a body, or the reverse" for line in sorted((set(waiting) | held) ^ set(bodies))]
+    found += [f"{batch}/{line}: done and still here" for line in sorted(done & set(bodies))]
+    found += [f"{batch}/{line}: a result without its bit" for line in sorted(set(results) - done)]
+    sums = {
+        "body_bytes": sum(map(len, bodies.values())),
+        "result_bytes": sum(map(len, results.values())),
+    }
+    found += [f"{batch}: {name} is {record.get(name)}, not {value}" for name, value in sums.items() if int(record.get(name, 0)) != value]
+    if int(record["completed"]) + int(record["failed"]) != len(done):
+        found.append(f"{batch}: {record['completed']} completed and {record['failed']} failed, but {len(done)} bits")
+    return found
+
+
+def _live_faults(client: redis.Redis, held: set[RequestKey]) -> list[str]:
+    waiting: Counter[RequestKey] = Counter()
+    for name in _any(client.keys(keys.live("*"))):
+        waiting.update(RequestKey.parse(member) for member in _any(client.lrange(name, 0, -1)))
+    prefix = keys.bodies("")
+    present = {RequestKey(name.decode().removeprefix(prefix), 0) for name in _any(client.keys(keys.bodies("live_*")))}
+    found = [f"{key}: waits {count} times" for key, count in waiting.items() if count > 1]
+    found += [f"{key}: waits and is held" for key in sorted(set(waiting) & held)]
+    found += [f"{key}: waiting or held without a body, or the reverse" for key in sorted((set(waiting) | held) ^ present)]
+    return found
+
+
+def _leases(client: redis.Redis) -> dict[RequestKey, str]:
+    """Request -> worker."""
+    return {RequestKey.parse(name): lease.decode().split(" ")[2] for name, lease in _any(client.hgetall(keys.LEASE)).items()}
+
+
+def _bits(bitmap: bytes) -> set[int]:
+    return {8 * i + bit for i, byte in enumerate(bitmap) for bit in range(8) if byte >> (7 - bit) & 1}
+
+
+def _texts(values: Any) -> set[str]:
+    return {value.decode() for value in values}
+
+
+def _any(value: Any) -> Any:
+    return value

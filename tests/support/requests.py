@@ -1,0 +1,36 @@
+"""Small requests, deltas and results for tests of the queue."""
+
+from jobs.queue import Queue
+from jobs.requests import Claim, Delta, Finished, Request
+from jobs.results import Result, Usage
+
+MODEL = "m"
+
+
+def request(model: str = MODEL, body: bytes = b'{"prompt":"x"}', reply_to: str | None = None) -> Request:
+    return Request("/v1/completions", model, body, seed=7, reply_to=reply_to)
+
+
+def start_batch(queue: Queue, batch: str, lines: int, *, tenant: str = "", model: str = MODEL, first: int = 0) -> None:
+    """A batch in progress whose lines `first`.. are all ready."""
+    assert queue.create_batch(batch, lines, tenant=tenant, state="in_progress")
+    for start in range(0, lines, 500):
+        end = min(lines, start + 500)
+        assert queue.ingest(batch, [(first + line, request(model)) for line in range(start, end)], start, end)
+
+
+def delta(claim: Claim, index: int, token_ids: list[int], text: str = "", offset: int = 0, accepted: bool = False) -> Delta:
+    return Delta(claim.key, claim.fence, index, token_ids, text, offset, claim.request.reply_to, accepted)
+
+
+def finished(claim: Claim, text: str = "done", status: int = 200, last: Delta | None = None) -> Finished:
+    body = b'{"text":"%b"}' % text.encode() if status < 400 else b'{"error":{"message":"%b"}}' % text.encode()
+    return Finished(claim.key, claim.fence, Result(status, body, Usage(3, 5, 0), "req_1"), last, claim.request.reply_to)
+
+
+def held(claims: list[Claim]) -> list[tuple]:
+    return [(claim.key, claim.fence) for claim in claims]
+
+
+def lines(claims: list[Claim]) -> list[int]:
+    return [claim.key.line for claim in claims]
