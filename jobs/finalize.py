@@ -5,6 +5,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from jobs.advance import Pace, drain
+from jobs.control import Slice, process_queue, run_slice
 from jobs.files import is_parquet, read_lines
 from jobs.manifest import Manifest
 from jobs.parts import merge_parts
@@ -42,6 +44,35 @@ class _Answer(NamedTuple):
 
 class _CustomId(msgspec.Struct):
     custom_id: str
+
+
+def run(batch: str, generation: int) -> None:
+    """The RQ job."""
+    run_slice(process_queue(), batch, generation, ("finalizing", "cancelling"), finalize)
+
+
+def finalize(held: Slice) -> None:
+    """Moves the batch to the end state that its outcome names. Raises `StoreError`."""
+    manifest = held.manifest
+    manifest.outcome = "cancelled" if held.state == "cancelling" else held.fields["outcome"]  # type: ignore[assignment]
+    if manifest.outcome != "completed":
+        held.queue.cancel_batch(held.batch)
+    pace = Pace()
+    while drain(held, pace, everything=True):
+        held.beat()
+    outcome = Outcome(0, 0, Usage(), None, None) if manifest.plan_sha256 is None else write_outputs(manifest, held.beat)
+    manifest.completed, manifest.failed, manifest.usage, manifest.output, manifest.error_output = outcome
+    held.end(manifest.outcome, outcome_fields(manifest))
+
+
+def outcome_fields(manifest: Manifest) -> dict[str, Any]:
+    """What the record of a finished batch says."""
+    usage = manifest.usage or Usage()
+    return {
+        "outcome": manifest.outcome, "completed": manifest.completed, "failed": manifest.failed,
+        "output": manifest.output or "", "error_output": manifest.error_output or "", "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens,
+    }  # fmt: skip
 
 
 def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:

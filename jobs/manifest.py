@@ -57,6 +57,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     source_bytes: int = 0
     plan_sha256: str | None = None
     total: int = 0
+    models: list[str] = msgspec.field(default_factory=list)  # that the lines name
+    generation: int = 0  # of the record in Redis when it was last made
     parts: list[Part] = msgspec.field(default_factory=list)
     next_part: int = 0
     problems: list[LineProblem] = msgspec.field(default_factory=list)

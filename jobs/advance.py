@@ -1,0 +1,282 @@
+"""Advance: feeds the next lines of the plan into the ready list, and drains finished results into part files.
+
+A slice lasts about a second, may be killed anywhere and run again. A drain writes the part, then the manifest, then tells Redis; a kill
+between these leaves results in Redis that a part holds already, which the next slice settles before anything else.
+"""
+
+import time
+from typing import Any, BinaryIO
+
+import msgspec
+
+from jobs import keys
+from jobs.control import Slice, enqueue, process_queue, run_slice, wake
+from jobs.manifest import BatchSpec, save_manifest
+from jobs.parts import drop_unlisted, merge_parts, salvage, to_compact, write_part, write_records
+from jobs.plan import PLAN_NAME, PlanEntry, read_plan
+from jobs.queue import Queue
+from jobs.requests import Request
+from jobs.results import Result
+from jobs.scripts import MAX_ITEMS
+from jobs.storage import StoreError, join, open_input, size_of
+
+SLICE_SECONDS = 1.0
+DRAIN_SECONDS = 1.0
+"""Results wait at least this long for company, unless there are many or they are the last."""
+
+_DRAIN_BYTES = 4 * 1024 * 1024
+_CHUNK_BYTES = 2 * 1024 * 1024
+_WINDOW_SECONDS = 20.0
+_WINDOW_LINES = 4096  # at least, whatever the rate
+_ALL_WINDOWS = 8  # all batches together may have as many times the bytes of one window
+_SMALLEST_WINDOW = 256 * 1024
+_MOST_PACES = 10_000
+_MASK64 = (1 << 64) - 1
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Model(msgspec.Struct):
+    model: str | None = None
+
+
+class Pace:
+    """What this process remembers of a batch between slices; forgetting it costs a little speed and nothing else."""
+
+    def __init__(self) -> None:
+        self.settled: str | None = None  # the part that Redis is known to have registered
+        self.drained_at = 0.0  # monotonic seconds
+        self.measured_at = 0.0
+        self.finished = 0
+        self.rate = 0.0  # lines per second
+
+    def measure(self, finished: int) -> None:
+        """Follows the rate at which lines finish."""
+        now = time.monotonic()
+        elapsed = now - self.measured_at
+        if elapsed >= 0.5:
+            if self.measured_at:
+                self.rate = 0.5 * self.rate + 0.5 * (finished - self.finished) / elapsed
+            self.measured_at, self.finished = now, finished
+
+
+_paces: dict[str, Pace] = {}
+
+
+def run(batch: str, generation: int) -> None:
+    """The RQ job."""
+    run_slice(process_queue(), batch, generation, ("in_progress",), advance)
+
+
+def advance(held: Slice) -> None:
+    """One slice. Moves the batch to `finalizing` when every line is done. Raises `StoreError`."""
+    deadline = time.monotonic() + SLICE_SECONDS
+    if len(_paces) > _MOST_PACES:
+        _paces.clear()
+    pace = _paces.setdefault(held.batch, Pace())
+    while True:
+        held.beat()
+        fed = feed(held, pace, deadline)
+        drained = drain(held, pace)
+        fields = held.queue.batch_fields(held.batch)
+        if all_done(fields) and not int(fields.get("result_bytes", 0)):
+            _paces.pop(held.batch, None)
+            held.move("finalizing", {"outcome": "completed"})
+            enqueue(held.queue.redis, "finalize", held.batch, held.generation)
+            return
+        if not fed and not drained:
+            return
+        if time.monotonic() >= deadline:
+            wake(held.queue.redis, held.batch)
+            return
+
+
+def flush(queue: Queue) -> None:
+    """Drains every running batch that nobody else works on; what a process does before it stops."""
+    for batch in sorted(member.decode() for member in _active(queue)):
+        generation = int(queue.batch_fields(batch).get("generation", 0))
+        run_slice(queue, batch, generation, ("in_progress",), _drain_all)
+
+
+def _drain_all(held: Slice) -> None:
+    pace = Pace()
+    while drain(held, pace, everything=True):
+        pass
+
+
+def needs_slice(fields: dict[str, str], ready: int) -> bool:
+    """Whether a slice would find something to do, as far as the record says."""
+    hungry = int(fields["cursor"]) < int(fields["total"]) and ready <= int(fields.get("low_water", 0))
+    return hungry or int(fields.get("result_bytes", 0)) > 0 or all_done(fields)
+
+
+def all_done(fields: dict[str, str]) -> bool:
+    """Whether every line of the batch has a result."""
+    return int(fields["completed"]) + int(fields["failed"]) == int(fields["total"])
+
+
+def feed(held: Slice, pace: Pace, deadline: float) -> bool:
+    """Fills the batch's window from the plan; False when there was nothing to add."""
+    queue, batch = held.queue, held.batch
+    fields = queue.batch_fields(batch)
+    pace.measure(int(fields["completed"]) + int(fields["failed"]))
+    cursor, total = int(fields["cursor"]), int(fields["total"])
+    window = max(_WINDOW_LINES, int(pace.rate * _WINDOW_SECONDS))
+    if cursor >= total or shortest_ready(queue, batch) > window // 2:
+        return False
+    if fields.get("low_water") != str(window // 2):
+        held.note({"low_water": window // 2})
+    done = queue.done(batch) if "restored" in fields else b""
+    most_bytes = _window_bytes(queue)
+    start = cursor
+    with open_input(join(held.root, PLAN_NAME)) as plan, _open_source(held) as source:
+        while cursor < total and shortest_ready(queue, batch) < window and queue.window_bytes(batch) < most_bytes:
+            held.beat()
+            entries = read_plan(plan, cursor, MAX_ITEMS)
+            if not entries:
+                raise StoreError(f"the plan of {batch} ends at line {cursor} of {total}")
+            rows, taken = _read_rows(held, source, entries, done)
+            if not queue.ingest(batch, rows, cursor, cursor + taken):
+                break
+            cursor += taken
+            if time.monotonic() >= deadline:
+                break
+    return cursor > start
+
+
+def shortest_ready(queue: Queue, batch: str) -> int:
+    """Lines that wait for the model that has the fewest of them, since its workers are the first to run dry."""
+    models: Any = queue.redis.smembers(keys.batch_models(batch))
+    with queue.redis.pipeline(transaction=False) as pipeline:
+        for model in models:
+            pipeline.llen(keys.ready(batch, model.decode()))
+        lengths: list[int] = pipeline.execute()
+    return min(lengths, default=0)
+
+
+def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
+    """Writes finished results to a part and takes them out of Redis; False when there were none, or too few yet."""
+    queue, batch, manifest = held.queue, held.batch, held.manifest
+    settle(held, pace)
+    fields = queue.batch_fields(batch)
+    waiting = int(fields.get("result_bytes", 0))
+    due = time.monotonic() - pace.drained_at >= DRAIN_SECONDS
+    if not waiting or not (everything or due or waiting >= _DRAIN_BYTES or all_done(fields)):
+        return False
+    results = queue.results(batch)
+    if not results:
+        return False
+    held.beat()
+    part = write_part(held.root, _next_name(held), results)
+    manifest.parts.append(part)
+    compacted = compact(held)
+    save_manifest(manifest)
+    queue.drained(batch, part.name, [line for line, _ in results])
+    pace.settled, pace.drained_at = part.name, time.monotonic()
+    if compacted:
+        drop_unlisted(held.root, manifest.parts)
+    held.note(_with_usage(fields, [result for _, result in results]))
+    return True
+
+
+def settle(held: Slice, pace: Pace) -> None:
+    """Registers the last part again, in case the process that wrote it died before Redis knew; and removes what it left unlisted."""
+    parts = held.manifest.parts
+    last = parts[-1].name if parts else None
+    if pace.settled == last:
+        return
+    if last is not None and last not in held.queue.parts(held.batch):
+        held.queue.drained(held.batch, last, [record.line for record in salvage(held.root, last)])
+    drop_unlisted(held.root, parts)
+    pace.settled = last
+
+
+def compact(held: Slice) -> bool:
+    """Makes one part of many small ones; the last one stays as it is, since Redis may not know it yet."""
+    parts = held.manifest.parts
+    tier = to_compact(parts[:-1])
+    if not tier:
+        return False
+    merged = write_records(held.root, _next_name(held), merge_parts(held.root, tier))
+    names = {part.name for part in tier}
+    held.manifest.parts = [merged, *(part for part in parts if part.name not in names)]
+    return True
+
+
+def _next_name(held: Slice) -> str:
+    """Names are never used twice, not even by a stopped process that goes on where another took over."""
+    held.manifest.next_part += 1
+    return f"{held.manifest.next_part:06d}-{held.generation}"
+
+
+def _read_rows(held: Slice, source: BinaryIO, entries: list[PlanEntry], done: bytes) -> tuple[list[tuple[int, Request]], int]:
+    """Requests for the plan's next entries, less those done already, up to some megabytes; and how many entries that took."""
+    rows: list[tuple[int, Request]] = []
+    size = taken = 0
+    now = time.time()
+    for entry in entries:
+        if size > _CHUNK_BYTES:
+            break
+        taken += 1
+        if _is_done(done, entry.line):
+            continue
+        source.seek(entry.offset)
+        rows.append((entry.line, _request(held.manifest.spec, entry.line, source.read(entry.length), now)))
+        size += entry.length
+    return rows, taken
+
+
+def _request(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
+    line = msgspec.json.decode(raw, type=_Line)
+    body = bytes(line.body)
+    model = msgspec.json.decode(body, type=_Model).model
+    if model is None:
+        assert spec.default_model is not None, "validate lets no other line pass"
+        model = spec.default_model
+        body = msgspec.json.encode(msgspec.json.decode(body) | {"model": model})
+    return Request(line.url, model, body, seed_of(spec.seed, number), line.custom_id, now)
+
+
+def seed_of(seed: int, line: int) -> int:
+    """The seed of a line that names none: 63 bits, the same whenever the file is run (splitmix64, Steele et al. 2014)."""
+    mixed = (seed + line * 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+def _is_done(bitmap: bytes, line: int) -> bool:
+    return line >> 3 < len(bitmap) and bool(bitmap[line >> 3] & 0x80 >> (line & 7))
+
+
+def _open_source(held: Slice) -> BinaryIO:
+    manifest = held.manifest
+    assert manifest.source is not None, "validate names it"
+    if size_of(manifest.source) != manifest.source_bytes:
+        raise StoreError(f"{manifest.source} changed while its batch runs; put the file back, or cancel the batch")
+    return open_input(manifest.source)
+
+
+def _active(queue: Queue) -> Any:
+    return queue.redis.smembers(keys.ACTIVE)
+
+
+def _window_bytes(queue: Queue) -> int:
+    batches: Any = queue.redis.scard(keys.ACTIVE)
+    window = queue.settings.window_bytes
+    share: int = _ALL_WINDOWS * window // max(1, batches)
+    return min(window, max(_SMALLEST_WINDOW, share))
+
+
+def _with_usage(fields: dict[str, str], results: list[Result]) -> dict[str, int]:
+    """The record's tokens so far, which progress is shown from; the final usage is counted from the parts."""
+    spent = {
+        "prompt_tokens": sum(result.usage.prompt_tokens for result in results),
+        "completion_tokens": sum(result.usage.completion_tokens for result in results),
+        "cached_tokens": sum(result.usage.cached_tokens for result in results),
+    }
+    return {name: int(fields.get(name, 0)) + count for name, count in spent.items()}

@@ -1,0 +1,250 @@
+"""Batches as a client sees them: create, look at, wait for, cancel. Synchronous; `redis` is a client of `jobs.connection.connect`.
+
+What a batch is stands in its root folder (`jobs.manifest`); the record in Redis follows it and can be made again.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import redis
+
+from jobs import keys
+from jobs.control import enqueue
+from jobs.manifest import END_STATES, BatchSpec, LineProblem, Manifest, State, load_manifest
+from jobs.parts import drop_unlisted, merge_parts, salvage, verify, write_records
+from jobs.plan import PLAN_NAME
+from jobs.queue import Queue
+from jobs.rebuild import register
+from jobs.results import Usage
+from jobs.storage import Busy, StoreError, exclusive, join, local_path, make_folder, sha256_of, size_of, sweep
+
+__all__ = [
+    "BatchRecord", "BatchRefused", "BatchSpec", "Busy", "InputChanged", "LineProblem", "StoreError", "cancel_batch", "create_batch",
+    "get_batch", "list_batches", "wait_for",
+]  # fmt: skip
+
+_POLL_SECONDS = 0.03
+_COMPRESSED = (".gz", ".zst")
+
+
+class BatchRefused(Exception):
+    """The batch cannot be made; the text is one sentence."""
+
+
+class InputChanged(BatchRefused):
+    """The folder holds results of another input, or of other settings."""
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch at one moment. Counts are lines; timestamps are unix seconds by state (`created`, `in_progress`, …, `expires`)."""
+
+    id: str
+    state: State
+    spec: BatchSpec
+    total: int
+    completed: int
+    failed: int
+    waiting: int  # in Redis, for a worker
+    running: int
+    errors: list[LineProblem]
+    usage: Usage  # of the lines on disk; final once the state is
+    timestamps: dict[str, float]
+    output: str | None
+    error_output: str | None
+    problem: str | None  # why it does not get on: a full disk, a missing file; it is tried again
+
+    @property
+    def ended(self) -> bool:
+        """Whether the state is final."""
+        return self.state in END_STATES
+
+
+def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = None, retry_failed: bool = False) -> BatchRecord:
+    """Makes a batch, or takes up the one in `spec.root`: what is done of it stays done, except answers of status 500 and above.
+
+    With `retry_failed` every failed line runs again. A batch that runs already is returned as it is. The manifest is on disk before
+    the record is in Redis. Raises `BatchRefused` (`InputChanged` when the root belongs to another input) and `StoreError`.
+    """
+    _check_locations(spec)
+    queue = Queue(client)
+    with exclusive(spec.root, wait=True):
+        found = load_manifest(spec.root)
+        if found is not None and _runs(queue, found):
+            _check_same(found, spec)
+            return get_batch(client, found.batch_id)
+        manifest = _taken_up(found, spec, retry_failed) if found is not None else None
+        if manifest is None:
+            identity = batch_id or (found.batch_id if found is not None else f"batch_{secrets.token_hex(12)}")
+            manifest = Manifest(batch_id=identity, created_at=time.time(), spec=spec)
+            manifest.enter("validating")
+            drop_unlisted(spec.root, [])
+        sweep(spec.root)
+        manifest.generation = max(found.generation if found is not None else 0, _generation(queue, manifest.batch_id))
+        queue.forget(manifest.batch_id)
+        register(queue, manifest)
+    return get_batch(client, manifest.batch_id)
+
+
+def get_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
+    """Raises KeyError if there is no such batch."""
+    queue = Queue(client)
+    fields = queue.batch_fields(batch_id)
+    if "spec" not in fields:
+        raise KeyError(batch_id)
+    waiting = queue.ready_length(batch_id)
+    held: Any = client.hlen(keys.bodies(batch_id))
+    counts = [int(fields.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
+    return BatchRecord(
+        id=batch_id,
+        state=fields["state"],  # type: ignore[arg-type]
+        spec=msgspec.json.decode(fields["spec"], type=BatchSpec),
+        total=int(fields["total"]),
+        completed=int(fields["completed"]),
+        failed=int(fields["failed"]),
+        waiting=waiting,
+        running=max(0, held - waiting),
+        errors=msgspec.json.decode(fields.get("errors", "[]"), type=list[LineProblem]),
+        usage=Usage(*counts),
+        timestamps={name.removesuffix("_at"): float(value) for name, value in fields.items() if name.endswith("_at")},
+        output=fields.get("output") or None,
+        error_output=fields.get("error_output") or None,
+        problem=fields.get("problem") or None,
+    )
+
+
+def list_batches(client: redis.Redis) -> list[BatchRecord]:
+    """All batches that have a record, oldest first."""
+    records = []
+    for batch_id in Queue(client).batches():
+        try:
+            records.append(get_batch(client, batch_id))
+        except KeyError:  # it is being removed
+            continue
+    return sorted(records, key=lambda record: (record.timestamps["created"], record.id))
+
+
+def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
+    """Asks a batch to end; finished lines stay, the rest get error lines. Changes nothing in a batch that ended or is being finished.
+
+    Raises KeyError if there is no such batch.
+    """
+    queue = Queue(client)
+    if queue.transition(batch_id, ["validating", "in_progress"], "cancelling", {"cancelling_at": time.time()}):
+        queue.cancel_batch(batch_id)
+        enqueue(client, "finalize", batch_id, int(queue.batch_fields(batch_id)["generation"]))
+    return get_batch(client, batch_id)
+
+
+def wait_for(
+    client: redis.Redis, batch_id: str, on_progress: Callable[[BatchRecord], None] | None = None, timeout: float | None = None
+) -> BatchRecord:
+    """Waits for the end of a batch, calling `on_progress` each time something changed; it may raise to stop waiting.
+
+    Raises KeyError if there is no such batch, TimeoutError after `timeout` seconds.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    last = None
+    while True:
+        record = get_batch(client, batch_id)
+        if record != last and on_progress is not None:
+            on_progress(record)
+        last = record
+        if record.ended:
+            return record
+        if deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError(f"{batch_id} is still {record.state} after {timeout} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _check_locations(spec: BatchSpec) -> None:
+    """What can be known to be wrong before anything runs. Raises `BatchRefused`."""
+    if size_of(spec.input) is None:
+        raise BatchRefused(f"there is no file {spec.input}")
+    try:
+        make_folder(spec.root)
+        for location in filter(None, (spec.output, spec.error_output)):
+            _check_output(location, spec.input)
+    except StoreError as error:
+        raise BatchRefused(str(error)) from error
+
+
+def _check_output(location: str, source: str) -> None:
+    path = local_path(location)
+    if location.lower().endswith(_COMPRESSED):
+        raise BatchRefused(f"the output {location} cannot be compressed: name a .jsonl or .parquet file")
+    if path is None:
+        return
+    if path.is_dir():
+        raise BatchRefused(f"the output {location} is a folder")
+    if path.resolve() == (local_path(source) or Path()).resolve():
+        raise BatchRefused(f"the output {location} is the input itself")
+    make_folder(str(path.parent))
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise BatchRefused(f"cannot write {location}: {error.strerror}") from error
+
+
+def _runs(queue: Queue, manifest: Manifest) -> bool:
+    state = queue.batch_fields(manifest.batch_id).get("state")
+    return state is not None and state not in END_STATES
+
+
+def _generation(queue: Queue, batch_id: str) -> int:
+    return int(queue.batch_fields(batch_id).get("generation", 0))
+
+
+def _check_same(found: Manifest, spec: BatchSpec) -> None:
+    """Raises `InputChanged` if results in the folder would not fit what is asked now."""
+    size = size_of(spec.input)
+    if found.input_sha256 is not None and (size != found.input_bytes or sha256_of(spec.input) != found.input_sha256):
+        raise InputChanged(f"{spec.input} has changed since {spec.root} was begun; remove that folder, or name another output")
+    for name in ("default_model", "endpoint", "seed"):
+        before, now = getattr(found.spec, name), getattr(spec, name)
+        if before != now:
+            raise InputChanged(f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output")
+
+
+def _taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool) -> Manifest | None:
+    """The manifest to go on with; None if nothing in the folder is worth keeping."""
+    if not found.parts:
+        return None
+    _check_same(found, spec)
+    manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=time.time())
+    _repair(manifest)
+    _drop_failures(manifest, 400 if retry_failed else 500)
+    plan = join(spec.root, PLAN_NAME)
+    served = spec.models is None or set(found.models) <= set(spec.models)
+    whole = size_of(manifest.source or spec.input) == manifest.source_bytes
+    if found.plan_sha256 is None or not served or not whole or size_of(plan) is None or sha256_of(plan) != found.plan_sha256:
+        manifest.plan_sha256 = None
+    manifest.timestamps = {}
+    manifest.enter("validating")
+    return manifest
+
+
+def _repair(manifest: Manifest) -> None:
+    """Replaces damaged parts by what can be read of them; the rest runs again."""
+    root = manifest.spec.root
+    for index, part in enumerate(manifest.parts):
+        if not verify(root, part):
+            manifest.next_part += 1
+            name = f"{manifest.next_part:06d}-repaired"
+            manifest.parts[index] = write_records(root, name, salvage(root, part.name))
+
+
+def _drop_failures(manifest: Manifest, status: int) -> None:
+    """Takes results of `status` and above out of the parts, so that their lines run again."""
+    root = manifest.spec.root
+    failed = {record.line for record in merge_parts(root, manifest.parts) if record.result.status >= status}
+    if not failed:
+        return
+    kept = (record for record in merge_parts(root, manifest.parts) if record.line not in failed)
+    manifest.next_part += 1
+    manifest.parts = [write_records(root, f"{manifest.next_part:06d}-kept", kept)]

@@ -1,0 +1,207 @@
+"""What the control plane's jobs share: how one is enqueued, and the hold that a slice has on its batch while it runs."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import redis
+from rq import Queue as JobQueue
+from rq.exceptions import DuplicateJobError, NoSuchJobError
+from rq.job import Job, JobStatus
+from rq.serializers import JSONSerializer
+
+from jobs import keys
+from jobs.connection import connect
+from jobs.files import InputError
+from jobs.manifest import Manifest, State, load_manifest, save_manifest
+from jobs.queue import Queue
+from jobs.scripts import QueueUnavailable
+from jobs.storage import Busy, StoreError, exclusive, sweep
+
+JobName = Literal["validate", "advance", "finalize"]
+QUEUES: dict[JobName, str] = {"validate": "bulk", "advance": "advance", "finalize": "bulk"}
+
+BEAT_SECONDS = 1.0
+"""Between two signs of life of a job."""
+
+STALE_SECONDS = 5.0
+"""Without a heartbeat for this long, the job of a batch is taken for dead."""
+
+_FAILURE_TTL = 3600
+log = logging.getLogger(__name__)
+
+
+class Superseded(Exception):
+    """The batch moved on under another job, or to another state; what this one does no longer counts."""
+
+
+class Stopping(Exception):
+    """This process ends; the ticker has the job run elsewhere."""
+
+
+stopping = threading.Event()
+"""Set when the process was told to end."""
+
+
+def enqueue(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
+    """Hands a job to RQ, once: False if this generation's is waiting or running already."""
+    queue = JobQueue(QUEUES[job], connection=client, serializer=JSONSerializer)
+    try:
+        queue.enqueue_call(
+            f"jobs.{job}.run", args=(batch, generation), job_id=job_id(job, batch, generation), timeout=-1, result_ttl=0,
+            failure_ttl=_FAILURE_TTL, unique=True,
+        )  # fmt: skip
+    except DuplicateJobError:
+        return False
+    return True
+
+
+def job_id(job: JobName, batch: str, generation: int) -> str:
+    """The id that RQ knows the job by."""
+    return f"{job}-{batch}-{generation}"
+
+
+def is_waiting(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
+    """Whether the job stands in its queue and will run when a process is free."""
+    try:
+        found = Job.fetch(job_id(job, batch, generation), connection=client, serializer=JSONSerializer)
+    except NoSuchJobError:
+        return False
+    queue = JobQueue(QUEUES[job], connection=client, serializer=JSONSerializer)
+    return found.get_status(refresh=False) == JobStatus.QUEUED and queue.get_job_position(found.id) is not None
+
+
+def wake(client: redis.Redis, batch: str) -> None:
+    """Asks the ticker for another slice of the batch, as a claim that runs its ready list low does."""
+    client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)
+
+
+_process_queue: Queue | None = None
+
+
+def use_server(url: str) -> None:
+    """Names the server that this process' jobs work on."""
+    global _process_queue
+    _process_queue = Queue(connect(url))
+
+
+def process_queue() -> Queue:
+    """The queue of the process, for the functions that RQ calls."""
+    assert _process_queue is not None, "use_server was not called"
+    return _process_queue
+
+
+class Slice:
+    """A job's hold on one batch. Nobody else works on its folder; `beat` says when the state or the generation moved on under it."""
+
+    def __init__(self, queue: Queue, batch: str, generation: int, fields: dict[str, str], manifest: Manifest) -> None:
+        self.queue = queue
+        self.batch = batch
+        self.generation = generation
+        self.fields = fields
+        self.manifest = manifest
+        self._lost = False
+        self._ended = threading.Event()
+
+    @property
+    def root(self) -> str:
+        """The batch's folder."""
+        return self.manifest.spec.root
+
+    @property
+    def state(self) -> str:
+        """The state in Redis, as this job knows it."""
+        return self.fields["state"]
+
+    def beat(self) -> None:
+        """Cheap, to be called often. Raises `Superseded`, or `Stopping` when the process was told to end."""
+        if self._lost:
+            raise Superseded(self.batch)
+        if stopping.is_set():
+            raise Stopping
+
+    def note(self, fields: dict[str, Any]) -> None:
+        """Sets fields of the record, which is also a sign of life. Raises `Superseded`."""
+        self._transition(self.state, fields)
+
+    def move(self, state: State, fields: dict[str, Any]) -> None:
+        """Moves the state, in the manifest and then in Redis. Raises `Superseded`."""
+        self.note({})
+        self.manifest.enter(state)
+        save_manifest(self.manifest)
+        self._transition(state, {f"{state}_at": self.manifest.timestamps[state], "problem": "", **fields})
+
+    def end(self, state: State, fields: dict[str, Any]) -> None:
+        """Moves to an end state, and leaves nothing of the batch in Redis but its record."""
+        self.move(state, fields)
+        self.queue.redis.srem(keys.ACTIVE, self.batch)
+        names = (keys.bodies, keys.results, keys.done, keys.parts, keys.batch_models, keys.watch)
+        self.queue.redis.unlink(*(name(self.batch) for name in names))
+
+    def keep_beating(self) -> None:
+        """Gives a sign of life each second, however long one step of the job takes; the body of a thread."""
+        while not self._ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(Superseded, QueueUnavailable, redis.RedisError):
+                self._transition(self.state, {})
+
+    def release(self) -> None:
+        """Ends the signs of life."""
+        self._ended.set()
+
+    def _transition(self, state: str, fields: dict[str, Any]) -> None:
+        known = self.state
+        if self.queue.transition(self.batch, [known], state, fields, self.generation):
+            self.fields |= {name: str(value) for name, value in fields.items()} | {"state": state}
+        elif self.state == known:
+            self._lost = True
+            raise Superseded(self.batch)
+
+
+@contextlib.contextmanager
+def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...]) -> Iterator[Slice]:
+    """The hold of one job. Raises `Superseded` if the batch is not in one of `states` and `generation`, or in another's hands."""
+    fields = queue.batch_fields(batch)
+    if fields.get("state") not in states or fields.get("generation") != str(generation):
+        raise Superseded(batch)
+    with exclusive(fields["root"], wait=False):
+        manifest = load_manifest(fields["root"])
+        if manifest is None:
+            raise StoreError(f"the manifest of {batch} is gone from {fields['root']}")
+        sweep(fields["root"])
+        held = Slice(queue, batch, generation, fields, manifest)
+        held.note({})
+        heart = threading.Thread(target=held.keep_beating, name=f"beat-{batch}", daemon=True)
+        heart.start()
+        try:
+            yield held
+        finally:
+            held.release()
+            heart.join()
+
+
+def run_slice(queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None]) -> None:
+    """Runs `work` under `hold`. A failure that a person can mend becomes the record's `problem`; the ticker has the job run again."""
+    try:
+        with hold(queue, batch, generation, states) as held:
+            work(held)
+            if held.fields.get("problem"):
+                held.note({"problem": ""})
+    except (Superseded, Stopping, Busy):
+        log.debug("%s is in other hands, or this process stops", batch)
+    except (StoreError, InputError) as error:
+        log.error("%s: %s", batch, error)
+        note_problem(queue, batch, str(error))
+    except (QueueUnavailable, redis.RedisError):
+        raise
+    except Exception as error:
+        log.exception("%s", batch)
+        note_problem(queue, batch, f"internal error: {error!r}")
+
+
+def note_problem(queue: Queue, batch: str, problem: str) -> None:
+    """Shows in the record why the batch does not get on."""
+    state = queue.batch_fields(batch).get("state")
+    if state is not None:
+        queue.transition(batch, [state], state, {"problem": problem})

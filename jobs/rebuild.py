@@ -1,0 +1,87 @@
+"""Rebuild: makes the record of a batch in an empty Redis from its manifest. The job that comes next takes up parts and plan."""
+
+import logging
+from typing import Any
+
+import msgspec
+
+from jobs import keys
+from jobs.control import enqueue
+from jobs.finalize import outcome_fields
+from jobs.manifest import END_STATES, Manifest, State, load_manifest, save_manifest
+from jobs.queue import Queue
+from jobs.storage import Busy, StoreError, exclusive, join, list_names
+
+BATCHES_FOLDER = "batches"
+
+log = logging.getLogger(__name__)
+
+
+def rebuild_all(queue: Queue, file_store: str) -> int:
+    """Rebuilds every batch that stands under `file_store` and has no record; returns how many. One that cannot be read is passed over."""
+    count = 0
+    folder = join(file_store, BATCHES_FOLDER)
+    for name in list_names(folder):
+        try:
+            count += rebuild(queue, join(folder, name))
+        except (StoreError, Busy) as error:
+            log.error("cannot rebuild a batch: %s", error)
+    return count
+
+
+def rebuild(queue: Queue, root: str) -> bool:
+    """Makes the record of the batch in `root`; False if it has one, or there is no batch. Raises `StoreError` and `Busy`."""
+    with exclusive(root, wait=False):
+        manifest = load_manifest(root)
+        if manifest is None or queue.batch_fields(manifest.batch_id):
+            return False
+        register(queue, manifest)
+    return True
+
+
+def register(queue: Queue, manifest: Manifest) -> None:
+    """Makes the record that the manifest describes and enqueues the job that comes next; for the holder of `storage.exclusive`.
+
+    A running batch comes back as `validating`: that job finds the plan made, counts what the parts hold, and goes on.
+    """
+    manifest.generation += 1
+    save_manifest(manifest)
+    state = _state_after(manifest)
+    fields = _record(manifest)
+    if state not in END_STATES:
+        queue.redis.sadd(keys.ACTIVE, manifest.batch_id)
+    total = manifest.total if manifest.plan_sha256 is not None else 0
+    if not queue.create_batch(manifest.batch_id, total, tenant=manifest.spec.tenant, state=state, fields=fields):
+        return
+    if state == "validating":
+        enqueue(queue.redis, "validate", manifest.batch_id, manifest.generation)
+    elif state not in END_STATES:
+        enqueue(queue.redis, "finalize", manifest.batch_id, manifest.generation)
+
+
+def _state_after(manifest: Manifest) -> State:
+    """The state to go on from: what was cancelled or had expired stays so, all else is counted again."""
+    if manifest.state in END_STATES:
+        return manifest.state
+    if manifest.state == "cancelling":
+        return "cancelling"
+    return "finalizing" if manifest.outcome == "expired" else "validating"
+
+
+def _record(manifest: Manifest) -> dict[str, Any]:
+    spec = manifest.spec
+    fields: dict[str, Any] = {
+        "root": spec.root,
+        "spec": msgspec.json.encode(spec),
+        "created_at": manifest.created_at,
+        "generation": manifest.generation,
+        "outcome": manifest.outcome,
+    }
+    fields |= {f"{state}_at": moment for state, moment in manifest.timestamps.items()}
+    if spec.completion_window_seconds is not None:
+        fields["expires_at"] = manifest.created_at + spec.completion_window_seconds
+    if manifest.problems:
+        fields["errors"] = msgspec.json.encode(manifest.problems)
+    if manifest.state in END_STATES:
+        fields |= outcome_fields(manifest)
+    return fields

@@ -1,0 +1,115 @@
+"""`python -m jobs.rq_worker --queue advance|bulk --redis-url URL`: runs the control plane's jobs of one queue, one after the other.
+
+The jobs run in this process: they are our own code, keep no state that matters, and a kill at any point is recovered by the ticker. One
+queue per process keeps RQ's pop atomic. What RQ itself knows about workers and jobs is for show; nothing rests on it.
+"""
+
+import argparse
+import logging
+import signal
+import time
+import uuid
+from types import FrameType
+from typing import Any
+
+import redis
+from rq import SimpleWorker
+from rq.exceptions import StopRequested
+from rq.job import Job
+from rq.serializers import JSONSerializer
+
+from jobs import control
+from jobs.advance import flush
+from jobs.connection import check_server, connect
+from jobs.process import die_with_parent, set_up_log
+from jobs.scripts import QueueUnavailable
+
+_WORKER_TTL = 25  # seconds; RQ blocks for 15 less
+_RETRY_SECONDS = 0.5
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Runs until SIGTERM or SIGINT, through outages of Redis."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.rq_worker", description="Runs the jobs of one queue of the control plane.")
+    parser.add_argument("--queue", choices=("advance", "bulk"), required=True)
+    parser.add_argument("--redis-url", required=True)
+    options = parser.parse_args()
+    die_with_parent()
+    set_up_log(f"jobs-{options.queue}")
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    control.use_server(options.redis_url)
+    try:
+        while not control.stopping.is_set():
+            _serve(options.queue, options.redis_url)
+    except (_Stopped, StopRequested):
+        log.info("stopping")
+    if options.queue == "advance":
+        _flush()
+
+
+class ControlWorker(SimpleWorker):
+    """RQ's worker that forks nothing, with short times and without the parts that cost a connection or a thread."""
+
+    max_connection_wait_time = 1.0
+    log_result_lifespan = False
+
+    def __init__(self, queue: str, client: redis.Redis) -> None:
+        super().__init__(
+            [queue], name=f"{queue}-{uuid.uuid4().hex}", connection=client, serializer=JSONSerializer, worker_ttl=_WORKER_TTL,
+            maintenance_interval=60, log_job_description=False,
+        )  # fmt: skip
+
+    def subscribe(self) -> None:
+        """No remote commands."""
+
+    def unsubscribe(self) -> None:
+        """No remote commands."""
+
+    def procline(self, message: str) -> None:
+        """The process keeps its title."""
+
+    def handle_warm_shutdown_request(self) -> None:
+        """Long jobs end at their next beat."""
+        control.stopping.set()
+
+    def get_heartbeat_ttl(self, job: Job) -> int:
+        """Jobs have no time limit; the worker's entry must not outlive a kill by long."""
+        return _WORKER_TTL + 60
+
+
+class _Stopped(Exception):
+    """The signal came while no job ran."""
+
+
+def _serve(queue: str, url: str) -> None:
+    """One life of RQ's loop, which ends when Redis is away for longer than a moment."""
+    client = connect(url)
+    try:
+        check_server(client)
+        ControlWorker(queue, client).work(logging_level="WARNING")
+    except (redis.RedisError, QueueUnavailable) as error:
+        log.warning("Redis cannot be used: %s", error)
+    finally:
+        client.close()
+    if not control.stopping.is_set():
+        time.sleep(_RETRY_SECONDS)
+
+
+def _flush() -> None:
+    """Keeps what finished, for a Redis that may not come back."""
+    control.stopping.clear()
+    try:
+        flush(control.process_queue())
+    except (redis.RedisError, QueueUnavailable) as error:
+        log.warning("finished lines stay in Redis: %s", error)
+
+
+def _stop(signum: int, frame: FrameType | None) -> Any:
+    control.stopping.set()
+    raise _Stopped
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""`python -m jobs.ticker --redis-url URL`: the clock of the control plane. Any number may run; one leads, the others wait for its place.
+
+The leader ends expired leases, hands RQ a slice for each batch that has something to do, and gives the jobs of batches without a
+heartbeat to another process under a new generation. With `--file-store` it first rebuilds what an empty Redis has lost.
+"""
+
+import argparse
+import logging
+import secrets
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import redis
+
+from jobs import keys
+from jobs.advance import needs_slice, shortest_ready
+from jobs.connection import check_server, connect
+from jobs.control import STALE_SECONDS, JobName, enqueue, is_waiting
+from jobs.process import die_with_parent, set_up_log
+from jobs.queue import Queue
+from jobs.rebuild import rebuild_all
+from jobs.scripts import QueueUnavailable
+from jobs.storage import StoreError
+from jobs.streams import FIRST_ID
+
+TICK_SECONDS = 1.0
+LEAD_SECONDS = 3.0
+
+_RETRY_SECONDS = 0.02
+_JOBS: dict[str, JobName] = {"validating": "validate", "in_progress": "advance", "finalizing": "finalize", "cancelling": "finalize"}
+_RECORD = ("state", "generation", "heartbeat", "expires_at", "cursor", "total", "completed", "failed", "result_bytes", "low_water")
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Runs until SIGTERM or SIGINT, through outages of Redis."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.ticker", description="Keeps the control plane going.")
+    parser.add_argument("--redis-url", required=True)
+    parser.add_argument("--file-store", help="folder or URI from which an empty Redis is rebuilt")
+    options = parser.parse_args()
+    die_with_parent()
+    set_up_log("ticker")
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    client = connect(options.redis_url)
+    ticker = Ticker(Queue(client), options.file_store)
+    try:
+        while True:
+            try:
+                check_server(client)
+                ticker.run()
+            except (redis.RedisError, QueueUnavailable) as error:
+                log.warning("Redis cannot be used: %s", error)
+                time.sleep(TICK_SECONDS / 2)
+    except _Stopped:
+        ticker.resign()
+
+
+class Ticker:
+    """One contender for the lead."""
+
+    def __init__(self, queue: Queue, file_store: str | None = None) -> None:
+        self._queue = queue
+        self._client = queue.redis
+        self._file_store = file_store
+        self._token = secrets.token_hex(16)
+        self._last_id = FIRST_ID
+        self._pending: set[str] = set()  # batches whose slice runs just now and that want another
+
+    def run(self) -> None:
+        """Leads whenever it can, for ever."""
+        while True:
+            if not self.lead():
+                time.sleep(TICK_SECONDS)
+                continue
+            self.tick()
+            self.listen(TICK_SECONDS)
+
+    def lead(self) -> bool:
+        """Takes or keeps the lead. Two leaders for a moment do no harm: all that they do may be done twice."""
+        lifetime = int(LEAD_SECONDS * 1000)
+        if self._client.set(keys.LEADER, self._token, nx=True, px=lifetime):
+            return True
+        if self._client.get(keys.LEADER) != self._token.encode():
+            return False
+        self._client.pexpire(keys.LEADER, lifetime)
+        return True
+
+    def resign(self) -> None:
+        """Lets another lead at once."""
+        try:
+            if self._client.get(keys.LEADER) == self._token.encode():
+                self._client.delete(keys.LEADER)
+        except redis.RedisError:
+            log.debug("Redis is away; the lead runs out by itself")
+
+    def tick(self) -> None:
+        """What is due once a second."""
+        if self._file_store is not None and not self._client.exists(keys.TICK):
+            self._rebuild(self._file_store)
+        self._queue.reap()
+        now = self._now()
+        for batch, fields in self._records().items():
+            self._look_after(batch, fields, now)
+
+    def listen(self, seconds: float) -> None:
+        """Hands out slices for `seconds`, as soon as claims and commits ask for them."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            wait = min(left, _RETRY_SECONDS) if self._pending else left
+            messages = self._queue.control_messages(keys.JOBS_CONTROL, self._last_id, wait)
+            if messages:
+                self._last_id = messages[-1].id
+            asked = self._pending | {message.batch for message in messages if message.kind == "batch"}
+            self._pending = set()
+            for batch in asked:
+                self._slice(batch)
+
+    def _slice(self, batch: str) -> None:
+        fields = self._queue.batch_fields(batch)
+        if fields.get("state") != "in_progress":
+            return
+        generation = int(fields["generation"])
+        if not enqueue(self._client, "advance", batch, generation) and not is_waiting(self._client, "advance", batch, generation):
+            self._pending.add(batch)
+
+    def _look_after(self, batch: str, fields: dict[str, str], now: float) -> None:
+        job = _JOBS.get(fields.get("state", ""))
+        if job is None:
+            self._client.srem(keys.ACTIVE, batch)
+            return
+        if now > float(fields.get("expires_at", "inf")) and self._expire(batch, fields):
+            return
+        stale = now - float(fields.get("heartbeat", 0)) / 1000 > STALE_SECONDS
+        if job == "advance" and needs_slice(fields, shortest_ready(self._queue, batch)):
+            self._slice(batch)
+        if stale:
+            self._revive(batch, fields, job)
+
+    def _revive(self, batch: str, fields: dict[str, str], job: JobName) -> None:
+        """Runs the batch's job again, under a new generation if a process took the last one with it."""
+        generation = int(fields["generation"])
+        if enqueue(self._client, job, batch, generation) or is_waiting(self._client, job, batch, generation):
+            return
+        state = fields["state"]
+        if self._queue.transition(batch, [state], state, {"generation": generation + 1}, generation):
+            log.warning("%s gave no sign of life in %s: its job runs again", batch, state)
+            enqueue(self._client, job, batch, generation + 1)
+
+    def _expire(self, batch: str, fields: dict[str, str]) -> bool:
+        """Ends a batch whose completion window has passed; finished lines stay, the rest get error lines."""
+        moved = {"outcome": "expired", "finalizing_at": time.time()}
+        if not self._queue.transition(batch, ["validating", "in_progress"], "finalizing", moved):
+            return False
+        self._queue.cancel_batch(batch)
+        enqueue(self._client, "finalize", batch, int(fields["generation"]))
+        return True
+
+    def _records(self) -> dict[str, dict[str, str]]:
+        """What the ticker needs of every active batch's record."""
+        members: Any = self._client.smembers(keys.ACTIVE)
+        batches = sorted(member.decode() for member in members)
+        with self._client.pipeline(transaction=False) as pipeline:
+            for batch in batches:
+                pipeline.hmget(keys.batch(batch), *_RECORD)
+            rows = pipeline.execute()
+        return {
+            batch: {name: value.decode() for name, value in zip(_RECORD, row, strict=True) if value is not None}
+            for batch, row in zip(batches, rows, strict=True)
+        }
+
+    def _now(self) -> float:
+        """Unix seconds by the clock of Redis, which heartbeats are written in."""
+        seconds, micros = self._client.time()
+        return float(seconds) + float(micros) / 1e6
+
+    def _rebuild(self, file_store: str) -> None:
+        try:
+            count = rebuild_all(self._queue, file_store)
+        except StoreError as error:
+            log.error("%s", error)
+            return
+        if count:
+            log.warning("rebuilt %d batches that Redis had lost", count)
+
+
+class _Stopped(Exception):
+    """A signal asked for the end."""
+
+
+def _stop(signum: int, frame: FrameType | None) -> Any:
+    raise _Stopped
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The control plane as real processes, and a stand-in for the workers that answers what it claims."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from jobs.connection import connect
+from jobs.queue import Queue
+from jobs.registry import WorkerRecord
+from jobs.requests import Claim, Finished
+from jobs.results import ApiError, Result, Usage, chat_body, completion_body, encode_json
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Answer = Callable[[Claim], Result]
+
+
+def chat_line(custom_id: str, content: str = "hi", model: str | None = "m", **parameters: Any) -> bytes:
+    """One line of an input file."""
+    body = {"messages": [{"role": "user", "content": content}], **({} if model is None else {"model": model}), **parameters}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}).encode() + b"\n"
+
+
+def write_input(path: Path, count: int, **parameters: Any) -> Path:
+    """A file of `count` good lines; line n asks for n."""
+    with open(path, "wb") as file:
+        for number in range(1, count + 1):
+            file.write(chat_line(f"c{number}", f"say {number}", **parameters))
+    return path
+
+
+def echo(claim: Claim) -> Result:
+    """Answers with what was said, so that a mix-up of lines shows."""
+    body = json.loads(claim.request.body)
+    usage = Usage(7, 3, 2)
+    if "messages" in body:
+        answer = chat_body(f"chatcmpl-{claim.key.line}", body["model"], body["messages"][-1]["content"], "stop", None, usage, 1)
+    else:
+        answer = completion_body(f"cmpl-{claim.key.line}", body["model"], body["prompt"], "length", None, usage, 1)
+    return Result(200, encode_json(answer), usage, f"req_{claim.key.line}")
+
+
+def failing(*lines: int, status: int = 400) -> Answer:
+    """Fails some lines and answers the others."""
+
+    def answer(claim: Claim) -> Result:
+        if claim.key.line in lines:
+            return ApiError(status, "no such luck", code="bad_luck").result(f"req_{claim.key.line}")
+        return echo(claim)
+
+    return answer
+
+
+class Answering:
+    """A thread that claims and commits like a worker."""
+
+    def __init__(self, url: str, answer: Answer = echo, models: Sequence[str] = ("m",), limit: int = 64, pause: float = 0.0) -> None:
+        self._queue = Queue(connect(url))
+        self._answer = answer
+        self._models = list(models)
+        self._limit = limit
+        self._pause = pause
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.name = f"w{uuid.uuid4().hex}"
+        self.answered = 0
+
+    def __enter__(self) -> "Answering":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _register(self) -> None:
+        self._queue.register_worker(WorkerRecord(self.name, self._models, "ready", 4096, time.time(), "test", 1))
+
+    def _run(self) -> None:
+        seq = 0
+        while not self._stop.is_set():
+            try:
+                if seq % 50 == 0:
+                    self._register()
+                seq += 1
+                claims = self._queue.claim(self.name, seq, self._limit, models=self._models)
+                finished = [Finished(claim.key, claim.fence, self._answer(claim)) for claim in claims]
+                lost = self._queue.commit(self.name, finished) if finished else []
+                self.answered += len(finished) - len(lost)
+            except redis.RedisError:
+                continue
+            self._stop.wait(self._pause if claims else 0.005)
+
+
+class ControlPlane:
+    """RQ workers for both queues and a ticker, as processes."""
+
+    def __init__(self, url: str, ticker_options: Sequence[str] = ()) -> None:
+        self.url = url
+        self._commands = {
+            "advance": ["jobs.rq_worker", "--queue", "advance", "--redis-url", url],
+            "bulk": ["jobs.rq_worker", "--queue", "bulk", "--redis-url", url],
+            "ticker": ["jobs.ticker", "--redis-url", url, *ticker_options],
+        }
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, *names: str) -> None:
+        """Starts the named processes, by default those that do not run."""
+        for name in names or [name for name in self._commands if name not in self.processes]:
+            self.processes[name] = subprocess.Popen([sys.executable, "-m", *self._commands[name]], cwd=ROOT)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; the process is gone when this returns."""
+        process = self.processes.pop(name)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM to all; fails if one does not end in time."""
+        for process in self.processes.values():
+            process.terminate()
+        codes = {name: process.wait(timeout=20) for name, process in self.processes.items()}
+        self.processes.clear()
+        assert set(codes.values()) <= {0}, codes
+
+
+@contextmanager
+def control_plane(url: str, ticker_options: Sequence[str] = ()) -> Iterator[ControlPlane]:
+    """A running control plane."""
+    plane = ControlPlane(url, ticker_options)
+    plane.start()
+    try:
+        yield plane
+    finally:
+        for process in plane.processes.values():
+            process.terminate()
+        for process in plane.processes.values():
+            process.wait(timeout=20)
+
+
+def read_jsonl(location: str | Path) -> list[dict[str, Any]]:
+    """The objects of a result file."""
+    return [json.loads(line) for line in Path(location).read_bytes().splitlines()]
+
+
+def check_echoes(location: str | Path, count: int) -> None:
+    """Every line of `write_input` exactly once, in order, with its own answer."""
+    lines = read_jsonl(location)
+    assert [line["custom_id"] for line in lines] == [f"c{number}" for number in range(1, count + 1)]
+    for number, line in enumerate(lines, 1):
+        assert line["response"]["body"]["choices"][0]["message"]["content"] == f"say {number}"
