@@ -49,7 +49,7 @@ class Executor:
         self.weights_seconds = time.monotonic() - started
         self.config = _settle_prefix_caching(config, model)
         self.model_config, self.dtype = model, dtype
-        self._runner = ModelRunner(self.config, decoder, self.num_blocks)
+        self.runner = ModelRunner(self.config, decoder, self.num_blocks)
 
     @property
     def vocab_size(self) -> int:
@@ -60,10 +60,10 @@ class Executor:
         return self.model_config.eos_token_ids
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        return self._runner.launch(plan)
+        return self.runner.launch(plan)
 
     def retire(self, launched: LaunchedStep) -> NDArray[np.int32]:
-        return self._runner.retire(launched)
+        return self.runner.retire(launched)
 
 
 def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int) -> tuple[EngineConfig, int]:

@@ -33,10 +33,10 @@ class Weights:
         """
         resolved = self._resolve(name)
         if resolved not in self._readers:
-            raise ModelLoadError(f"the checkpoint has no tensor {name!r}; is it complete, and of the architecture that config.json names?")
+            raise ModelLoadError(f"the checkpoint has no tensor {resolved!r}; is it whole, and of the architecture in config.json?")
         tensor = self._readers[resolved]()
         if tuple(tensor.shape) != tuple(shape):
-            raise ModelLoadError(f"tensor {name!r} has shape {list(tensor.shape)}, but config.json implies {list(shape)}")
+            raise ModelLoadError(f"tensor {resolved!r} has shape {list(tensor.shape)}, but config.json implies {list(shape)}")
         self._taken.add(resolved)
         if transpose:
             tensor = tensor.t()

@@ -1,0 +1,223 @@
+"""What loads, what is refused, and how the refusal reads."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers.engine.tiny_models import MODELS, folder, make
+from workers.engine.config import EngineConfig
+from workers.engine.errors import ModelLoadError
+from workers.engine.executor import Executor, block_bytes
+from workers.engine.loader import load_model, open_checkpoint
+from workers.engine.models.base import DecoderModel
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[str], Path]:
+    """A tiny model's folder that the test may change."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(folder(name), tmp_path / name))
+
+    return copy
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Changes keys of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def logits(model: DecoderModel) -> torch.Tensor:
+    """Of one prompt; keys and values need no cache for that."""
+    ids, positions = torch.arange(9), torch.arange(9)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        scale = model.config.attention_scales[layer]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    with torch.inference_mode():
+        return model.logits(model.forward(ids, positions, positions + 1, attend))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_files_load_the_same(name: str, tmp_path: Path) -> None:
+    make(MODELS[name]).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(logits(load_model(str(tmp_path), "float32", CPU)), logits(load_model(str(folder(name)), "float32", CPU)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_bare_decoder_names_load(name: str, copy_of: Callable[[str], Path]) -> None:
+    """The original GPT-2 checkpoints lack the decoder's prefix; theirs also carry attention masks as buffers."""
+    path = copy_of(name)
+    weights = load_file(path / "model.safetensors")
+    bare = {key.removeprefix("transformer.").removeprefix("model."): tensor for key, tensor in weights.items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1)}, path / "model.safetensors")
+    assert torch.equal(logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder(name)), "float32", CPU)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1.0), ("float16", 0.1)])
+def test_half_precision(name: str, dtype: str, tolerance: float) -> None:
+    model = load_model(str(folder(name)), dtype, CPU)
+    assert model.dtype == getattr(torch, dtype)
+    exact = logits(load_model(str(folder(name)), "float32", CPU))
+    assert (logits(model) - exact).abs().max() < tolerance
+
+
+def test_config_of_transformers_4(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("rope-llama3")
+    parameters = json.loads((path / "config.json").read_text())["rope_parameters"]
+    edit(
+        path / "config.json",
+        rope_parameters=None,
+        dtype=None,
+        head_dim=None,
+        torch_dtype="float32",
+        rope_theta=parameters.pop("rope_theta"),
+        rope_scaling=parameters,
+    )
+    assert torch.equal(logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder("rope-llama3")), "float32", CPU)))
+
+
+def test_end_tokens(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    (path / "generation_config.json").unlink()
+    assert open_checkpoint(str(path)).config.eos_token_ids == ()
+    edit(path / "config.json", eos_token_id=7)
+    assert open_checkpoint(str(path)).config.eos_token_ids == (7,)
+    (path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    assert open_checkpoint(str(path)).config.eos_token_ids == (5, 9)
+
+
+def refusal(path: Path | str) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(str(path), "float32", CPU)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_missing_folder() -> None:
+    assert refusal("/no/such/folder") == "the model folder /no/such/folder does not exist"
+
+
+def test_file_instead_of_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert "is a file; give the folder" in refusal(tmp_path / "model.safetensors")
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == f"the model folder {tmp_path} has no config.json"
+
+
+def test_folder_without_weights(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    (path / "model.safetensors").unlink()
+    assert refusal(path) == f"{path} holds no weights: there is no .safetensors file in it"
+
+
+def test_pickled_weights_are_never_read(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    assert "holds pickled weights only, which are never read" in refusal(path)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    make(MODELS["llama"]).save_pretrained(tmp_path, max_shard_size="60KB")
+    sorted(tmp_path.glob("*.safetensors"))[1].unlink()
+    assert "lacks 1 of the files that model.safetensors.index.json names" in refusal(tmp_path)
+
+
+def test_torn_file(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "cannot be read as safetensors" in refusal(path)
+
+
+def test_missing_tensor(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors")
+    assert "has no tensor 'model.layers.1.mlp.up_proj.weight'" in refusal(path)
+
+
+def test_wrong_shape(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", intermediate_size=100)
+    assert "'model.layers.0.mlp.gate_proj.weight' has shape [96, 64], but config.json implies [100, 64]" in refusal(path)
+
+
+def test_unknown_architecture(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", architectures=["MambaForCausalLM"])
+    supported = "GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    assert refusal(path) == f"config.json names the architecture 'MambaForCausalLM'; supported are {supported}"
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", ""])
+def test_broken_config(content: str, copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    (path / "config.json").write_text(content)
+    assert "config.json" in refusal(path)
+
+
+def test_unknown_activation(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", hidden_act="snake")
+    assert "activation 'snake'; supported are gelu" in refusal(path)
+
+
+def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    message = refusal("someone/some-model")
+    assert "there is no folder someone/some-model, and the hub at http://127.0.0.1:9 cannot be reached" in message
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(ModelLoadError, match="unknown dtype 'int3'; choose auto, float32, bfloat16 or float16"):
+        load_model(str(folder("llama")), "int3", CPU)
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig(model=str(folder("llama")), dtype="float32", device="cpu", threads=1, block_size=16, **settings)
+
+
+def test_context_past_the_models_own_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="max_model_len is 300, but the model's context is 256 tokens"):
+        Executor(config(max_model_len=300))
+
+
+def test_cache_too_small_for_the_asked_context_is_refused() -> None:
+    per_block = block_bytes(open_checkpoint(str(folder("llama"))).config, torch.float32, 16)
+    with pytest.raises(ModelLoadError, match="a context of 200 tokens needs a KV cache of"):
+        Executor(config(max_model_len=200, kv_cache_memory_bytes=5 * per_block))
+
+
+def test_context_is_shortened_to_the_cache_when_not_asked_for() -> None:
+    per_block = block_bytes(open_checkpoint(str(folder("llama"))).config, torch.float32, 16)
+    executor = Executor(config(kv_cache_memory_bytes=5 * per_block))
+    assert (executor.num_blocks, executor.config.max_model_len) == (5, 4 * 16 - 1)
+
+
+@pytest.mark.parametrize(("name", "kept"), [("llama", True), ("rope-dynamic", False), ("rope-longrope", False)])
+def test_prefix_caching_where_keys_depend_on_the_prompt(name: str, kept: bool) -> None:
+    executor = Executor(EngineConfig(model=str(folder(name)), dtype="float32", device="cpu", threads=1))
+    assert executor.config.enable_prefix_caching is kept

@@ -1,0 +1,129 @@
+"""Sampling against the plain definition: softmax, cut by top-k and top-p, and frequencies that follow it."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from workers.engine.messages import SamplingParams
+from workers.engine.noise import noise
+from workers.engine.sampler import Sampler, draw_all, draw_kept, top_p_threshold
+
+VOCAB = 1500
+NO_LIMIT = torch.tensor([[-torch.inf]])
+
+
+def sample(logits: Tensor, params: list[SamplingParams], indices: list[int] | None = None) -> list[int]:
+    """One token per row, row i in slot i."""
+    sampler = Sampler(len(params))
+    for slot, row in enumerate(params):
+        sampler.set(slot, row)
+    slots = np.arange(len(params), dtype=np.int32)
+    return sampler.sample(logits.clone(), slots, np.array(indices or [0] * len(params), np.int64)).tolist()
+
+
+def random_logits(rows: int, scale: float = 3.0, seed: int = 0) -> Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def plain_kept(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Which tokens may be drawn, by sorting everything; bool [vocab]."""
+    z = logits.double() / params.temperature
+    kept = torch.ones_like(z, dtype=torch.bool)
+    if params.top_k:
+        kept = z >= z.sort(descending=True).values[min(params.top_k, len(z)) - 1]
+    probabilities = z.masked_fill(~kept, -torch.inf).softmax(-1)
+    ordered, order = probabilities.sort(descending=True)
+    kept[order[ordered.cumsum(-1) - ordered >= params.top_p]] = False
+    return kept
+
+
+def plain_draw(logits: Tensor, params: SamplingParams, index: int) -> int:
+    """The definition, in plain Python: the largest of logit / temperature + noise among the tokens kept."""
+    kept = plain_kept(logits, params).nonzero()[:, 0].tolist()
+    return max(kept, key=lambda token: logits[token].item() / params.temperature + noise(params.seed, params.choice, index, token))
+
+
+def test_greedy_is_the_argmax() -> None:
+    logits = random_logits(4)
+    assert sample(logits, [SamplingParams(max_tokens=1, temperature=0.0)] * 4) == logits.argmax(-1).tolist()
+
+
+def test_tiny_temperature_is_the_argmax() -> None:
+    logits = random_logits(4, scale=50.0)
+    assert sample(logits, [SamplingParams(max_tokens=1, temperature=1e-30)] * 4) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), list(itertools.product([0, 1, 5, 400, VOCAB, 10 * VOCAB], [1.0, 0.95, 0.5, 1e-6])))
+def test_equals_the_definition(top_k: int, top_p: float) -> None:
+    logits = random_logits(12)
+    params = [
+        SamplingParams(max_tokens=9, temperature=0.5 + row / 8, top_k=top_k, top_p=top_p, seed=2**64 - 1 - row, choice=row % 3)
+        for row in range(12)
+    ]
+    indices = list(range(12))
+    expected = [plain_draw(logits[row], params[row], row) for row in range(12)]
+    assert sample(logits, params, indices) == expected
+
+
+def test_mixed_rows_are_as_alone() -> None:
+    """Every kind of row in one step; each gets what it gets in a step of its own."""
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 3},
+        {"temperature": 1.3, "top_p": 0.6},
+        {"temperature": 1.0, "top_k": 700, "top_p": 0.99},
+        {"temperature": 0.2, "top_p": 0.1},
+    ]
+    params = [SamplingParams(max_tokens=9, seed=row, **kinds[row % len(kinds)]) for row in range(64)]
+    logits, indices = random_logits(64), [3 * row for row in range(64)]
+    together = sample(logits, params, indices)
+    alone = [sample(logits[row : row + 1], [params[row]], [indices[row]])[0] for row in range(64)]
+    assert together == alone
+
+
+def test_flat_distribution_needs_many_candidates() -> None:
+    """A nucleus wider than the first candidates looked at."""
+    logits = random_logits(3, scale=0.01)
+    params = [SamplingParams(max_tokens=9, top_p=top_p, seed=5) for top_p in (0.2, 0.9, 0.999)]
+    threshold = top_p_threshold(logits, NO_LIMIT.expand(3, 1), torch.tensor([[p.top_p] for p in params]))
+    for row in range(3):
+        assert int((logits[row] >= threshold[row]).sum()) == pytest.approx(int(plain_kept(logits[row], params[row]).sum()), abs=1)
+
+
+def test_kept_and_all_draw_the_same() -> None:
+    logits, keys = random_logits(9), torch.arange(9) * 12345
+    assert torch.equal(draw_all(logits, keys), draw_kept(logits, NO_LIMIT.expand(9, 1), keys))
+
+
+def test_ties_at_the_threshold_are_all_kept() -> None:
+    logits = torch.full((1, VOCAB), -10.0)
+    logits[0, [5, 50, 500]] = 2.0
+    drawn = {sample(logits, [SamplingParams(max_tokens=1, top_k=2, seed=seed)])[0] for seed in range(60)}
+    assert drawn == {5, 50, 500}
+
+
+def test_rows_that_are_not_numbers_stay_in_the_vocabulary() -> None:
+    logits = torch.full((2, VOCAB), torch.nan)
+    params = [SamplingParams(max_tokens=1, top_k=5), SamplingParams(max_tokens=1, top_p=0.5)]
+    assert all(0 <= token < VOCAB for token in sample(logits, params))
+
+
+@pytest.mark.parametrize("limits", [{}, {"top_k": 8}, {"top_p": 0.8}])
+def test_frequencies_follow_the_distribution(limits: dict[str, float]) -> None:
+    """Chi-square over 20,000 draws that differ in the seed alone."""
+    draws, vocab = 20_000, 24
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
+    params = SamplingParams(max_tokens=1, temperature=0.9, **limits)  # type: ignore[arg-type]
+    kept = plain_kept(logits, params)
+    probabilities = (logits / 0.9).masked_fill(~kept, -torch.inf).softmax(-1)
+    rows = [SamplingParams(max_tokens=1, temperature=0.9, seed=seed, **limits) for seed in range(draws)]  # type: ignore[arg-type]
+    counts = torch.bincount(torch.tensor(sample(logits.expand(draws, vocab), rows)), minlength=vocab)
+    assert counts[~kept].sum() == 0
+    expected = probabilities[kept] * draws
+    chi_square = ((counts[kept] - expected) ** 2 / expected).sum().item()
+    degrees = int(kept.sum()) - 1
+    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5

@@ -1,0 +1,162 @@
+"""Small random models of every family, with transformers' answers to compare with.
+
+Weights are drawn wide enough that 64 greedy tokens hold at least 20 distinct ones; a narrow draw repeats one token and would hide errors.
+Seeds are chosen so that no greedy token is a near tie (the least top-1 margin of each is over 1e-3).
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB = 160
+NEW_TOKENS = 64
+PROMPT_LENGTHS = (1, 150, 3, 97, 17, 40)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GPT2_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LONG_FACTORS = {"short_factor": [1.0 + i / 16 for i in range(8)], "long_factor": [2.0 + i / 4 for i in range(8)]}
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """How to make one model: transformers' configuration class and what to set in it."""
+
+    seed: int
+    width: float  # standard deviation of the projections
+    config_class: str
+    settings: dict[str, Any]
+
+
+MODELS = {
+    "gpt2": TinyModel(1, 0.3, "GPT2Config", _GPT2_SHAPE),
+    "gpt2-by-layer": TinyModel(
+        2, 0.3, "GPT2Config", _GPT2_SHAPE | {"n_inner": 80, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}
+    ),
+    "llama": TinyModel(2, 0.22, "LlamaConfig", _SHAPE),
+    "llama-biased": TinyModel(22, 0.3, "LlamaConfig", _SHAPE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": TinyModel(1, 0.22, "MistralConfig", _SHAPE | {"sliding_window": 24}),
+    "qwen2": TinyModel(12, 0.3, "Qwen2Config", _SHAPE | {"tie_word_embeddings": True}),
+    "qwen2-window": TinyModel(7, 0.22, "Qwen2Config", _SHAPE | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen3": TinyModel(4, 0.22, "Qwen3Config", _SHAPE | {"head_dim": 32}),
+    "rope-linear": TinyModel(
+        3, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
+    ),
+    "rope-dynamic": TinyModel(
+        1,
+        0.22,
+        "LlamaConfig",
+        _SHAPE | {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    "rope-llama3": TinyModel(
+        5,
+        0.22,
+        "LlamaConfig",
+        _SHAPE
+        | {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "rope-yarn": TinyModel(
+        2,
+        0.22,
+        "Qwen2Config",
+        _SHAPE | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
+    "rope-longrope": TinyModel(
+        1,
+        0.22,
+        "LlamaConfig",
+        _SHAPE
+        | {
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
+            | _LONG_FACTORS
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers' `generate` answers, greedily and one prompt at a time."""
+
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logits: list[Tensor]  # float32 [NEW_TOKENS, VOCAB] each
+
+
+def make(tiny: TinyModel) -> transformers.PreTrainedModel:
+    """The model in float32, the same every time."""
+    config = getattr(transformers, tiny.config_class)(**tiny.settings)
+    torch.manual_seed(tiny.seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.05 if "wte" in name or "embed" in name else tiny.width)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.1)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+@cache
+def folder(name: str) -> Path:
+    """A checkpoint of `MODELS[name]`, as transformers saves it."""
+    path = Path(mkdtemp(prefix=f"{name}-"))
+    make(MODELS[name]).save_pretrained(path)
+    return path
+
+
+@cache
+def reference(name: str) -> Reference:
+    """The answers of `MODELS[name]` to prompts of very different lengths, computed once."""
+    model = make(MODELS[name])
+    generator = torch.Generator().manual_seed(MODELS[name].seed)
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+    tokens, logits = [], []
+    for prompt in prompts:
+        answer = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            pad_token_id=0,
+        )
+        tokens.append(answer.sequences[0, len(prompt) :].tolist())
+        logits.append(torch.cat(answer.logits).float())
+    return Reference(prompts, tokens, logits)
