@@ -164,6 +164,6 @@ if redis.call('HEXISTS', key.WORKERS, worker) == 1 then
     redis.call(#rows < limit and 'SADD' or 'SREM', key.waiting(model), worker)
   end
 end
-redis.call('HSET', key.claim(worker), 'seq', seq, 'set', cmsgpack.pack(set))
+redis.call('HSET', key.claim(worker), 'seq', ARGV[2], 'set', cmsgpack.pack(set))
 redis.call('PEXPIRE', key.claim(worker), 4 * lease)
 return rows

@@ -1,5 +1,7 @@
 """Claims, leases, commits: each rule of the request path, and each script repeated as after a lost reply."""
 
+import itertools
+
 import pytest
 import redis
 
@@ -137,7 +139,7 @@ class TestFairness:
         start_batch(queue, "batch_a", 100)
         start_batch(queue, "batch_b", 100)
         batches = [claim.key.batch for claim in take(queue, "w1", 1, 64)]
-        assert sum(a != b for a, b in zip(batches, batches[1:], strict=False)) == 3
+        assert sum(a != b for a, b in itertools.pairwise(batches)) == 3
 
 
 class TestLive:
@@ -485,5 +487,5 @@ class TestEmptyAtTheEnd:
             queue.forget(batch)
             queue.forget(batch)
         queue.remove_worker("w1")
-        staying = {name.decode() for name in redis_client.keys() if redis_client.ttl(name) < 0}
+        staying = {name.decode() for name in redis_client.scan_iter() if redis_client.ttl(name) < 0}
         assert staying <= keys.PERMANENT

@@ -1,0 +1,189 @@
+"""Calling scripts: loading, repeating after lost replies, and what is said when Redis cannot answer."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from jobs import keys
+from jobs.connection import connect
+from jobs.integrity import faults
+from jobs.queue import Queue
+from jobs.registry import WorkerRecord
+from jobs.requests import RequestKey
+from jobs.scripts import NAMES, QueueUnavailable, passing_reason, source
+from jobs.settings import QueueSettings
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.redis_server import running_server
+from tests.support.requests import MODEL, delta, finished, held, lines, request, start_batch
+from tests.support.waiting import wait_until
+
+
+def test_every_file_is_a_script_and_says_what_it_takes_and_returns() -> None:
+    folder = Path(keys.__file__).parent / "lua"
+    assert {path.stem for path in folder.glob("*.lua")} == {*NAMES, "common"}
+    for name in NAMES:
+        header = (folder / f"{name}.lua").read_text()
+        assert "-- ARGV:" in header, name
+        assert "-- Returns" in header, name
+        assert source(name)[0].startswith("#!lua"), name
+
+
+def test_key_names_are_the_same_in_lua(redis_client: redis.Redis) -> None:
+    table = keys.lua_table({"LEASES", "tokens", "ready"})
+    script = f"{table}\nreturn {{key.LEASES, key.tokens('b/1'), key.ready('b', 'm/x')}}"
+    assert redis_client.eval(script, 0) == [name.encode() for name in (keys.LEASES, keys.tokens("b/1"), keys.ready("b", "m/x"))]
+
+
+def test_scripts_are_loaded_again_after_the_server_lost_them(queue: Queue, redis_client: redis.Redis) -> None:
+    queue.submit("live_a", request())
+    redis_client.script_flush()
+    assert len(queue.claim("w1", 1, 1, models=[MODEL])) == 1
+
+
+def test_every_script_after_a_lost_reply(redis_url: str, redis_client: redis.Redis) -> None:
+    """The same calls, with and without losing the first reply to each, give the same answers and leave the same keys."""
+    calls = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+
+    answers = _walk(Queue(redis_client), count)
+    left = _what_is_left(redis_client)
+    redis_client.flushall()
+    with LossyProxy(redis_url) as proxy:
+        client = connect(proxy.url)
+        assert _walk(Queue(client), lambda: proxy.lose(1)) == answers
+        assert proxy.lost == calls
+        client.close()
+    assert _what_is_left(redis_client) == left
+
+
+def _walk(queue: Queue, before_each: Callable[[], None]) -> list[object]:
+    """Calls each script once or more; what their callers rely on."""
+
+    def call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        before_each()
+        return method(*arguments, **options)
+
+    call(queue.register_worker, WorkerRecord("w1", [MODEL], "ready", 100, 1.0, "host", 1))
+    answers = [call(queue.create_batch, "batch_a", 4, state="in_progress")]
+    answers += [call(queue.ingest, "batch_a", [(line, request()) for line in range(4)], 0, 4)]
+    call(queue.submit, "live_a", request(reply_to="api1"))
+    claims = call(queue.claim, "w1", 1, 3, models=[MODEL])
+    answers += [lines(claims)]
+    answers += [call(queue.publish, "w1", [delta(claim, 0, [1, 2], "ab") for claim in claims])]
+    answers += [call(queue.renew, "w1", held(claims))]
+    call(queue.hand_back, "w1", held(claims[1:2]))
+    again = call(queue.claim, "w1", 2, 1, models=[MODEL])
+    answers += [lines(again), again[0].checkpoint, again[0].attempt]
+    call(queue.watch, again[0].key, 60)
+    call(queue.commit, "w1", [finished(claim) for claim in (claims[0], *again)])
+    answers += [call(queue.drained, "batch_a", "part-0", [0])]
+    call(queue.reap, "w1")
+    call(queue.submit, "live_b", request())
+    call(queue.cancel, [RequestKey("live_b", 0)])
+    answers += [call(queue.transition, "batch_a", ["in_progress"], "cancelling")]
+    return answers
+
+
+def _what_is_left(client: redis.Redis) -> object:
+    assert faults(client) == []
+    record = {name: value for name, value in client.hgetall(keys.batch("batch_a")).items() if name not in (b"token", b"heartbeat")}
+    ready = client.lrange(keys.ready("batch_a", MODEL), 0, -1)
+    api = [fields for _, fields in client.xrange(keys.api("api1"))]
+    return record, ready, api, sorted(client.keys()), client.hgetall(keys.TRIES), client.xlen(keys.tokens("live_a/0"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [({"maxmemory": "1"}, "out of memory"), ({"min-replicas-to-write": "1"}, "too few replicas")],
+)
+def test_what_the_server_refuses_is_said_and_nothing_is_half_done(redis_client: redis.Redis, setting: dict[str, str], said: str) -> None:
+    queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0))
+    start_batch(queue, "batch_a", 2)
+    for name, value in setting.items():
+        redis_client.config_set(name, value)
+    try:
+        with pytest.raises(QueueUnavailable, match=said):
+            queue.submit("live_a", request())
+        with pytest.raises(QueueUnavailable, match=said):
+            queue.claim("w1", 1, 2, models=[MODEL])
+    finally:
+        for name in setting:
+            redis_client.config_set(name, "0")
+    assert faults(redis_client) == []
+    assert lines(queue.claim("w1", 1, 2, models=[MODEL])) == [0, 1]
+
+
+def test_out_of_memory_still_takes_results(redis_client: redis.Redis) -> None:
+    queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0))
+    start_batch(queue, "batch_a", 2)
+    claims = queue.claim("w1", 1, 2, models=[MODEL])
+    redis_client.config_set("maxmemory", "1")
+    try:
+        assert queue.renew("w1", held(claims)) == []
+        assert queue.commit("w1", [finished(claim) for claim in claims]) == []
+        assert queue.drained("batch_a", "part-0", [0, 1])
+    finally:
+        redis_client.config_set("maxmemory", "0")
+    assert queue.batch_fields("batch_a")["completed"] == "2"
+
+
+def test_gives_up_after_the_time_given() -> None:
+    client = connect("unix:///nonexistent/redis.sock")
+    started = time.monotonic()
+    with pytest.raises(QueueUnavailable, match="out of reach"):
+        Queue(client, QueueSettings(redis_retry_seconds=0.2)).submit("live_a", request())
+    assert 0.2 <= time.monotonic() - started < 2
+
+
+def test_goes_on_when_the_server_comes_back(tmp_path: Path) -> None:
+    with running_server(tmp_path / "redis") as server:
+        client = connect(server.url)
+        queue = Queue(client, QueueSettings(redis_retry_seconds=30))
+        client.ping()
+        client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
+        done = threading.Event()
+        thread = threading.Thread(target=lambda: (queue.submit("live_a", request()), done.set()))
+        thread.start()
+        other = connect(server.url)
+        wait_until(lambda: any(entry["cmd"].startswith("eval") for entry in other.client_list()), 5, "the call waits")
+        assert not done.is_set()
+        other.execute_command("CLIENT", "UNPAUSE")
+        wait_until(done.is_set, 10, "the call went through")
+        thread.join()
+
+
+def test_own_mistakes_are_not_repeated(redis_client: redis.Redis) -> None:
+    redis_client.set(keys.LEASES, "not a zset")
+    queue = Queue(redis_client)
+    start_batch(queue, "batch_a", 1)
+    started = time.monotonic()
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        queue.claim("w1", 1, 1, models=[MODEL])
+    assert time.monotonic() - started < 1
+    redis_client.flushall()
+
+
+@pytest.mark.parametrize(
+    ("error", "passing"),
+    [
+        (redis.ConnectionError("x"), True),
+        (redis.TimeoutError("x"), True),
+        (redis.exceptions.BusyLoadingError("x"), True),
+        (redis.exceptions.ReadOnlyError("x"), True),
+        (redis.exceptions.OutOfMemoryError("x"), True),
+        (redis.ResponseError("MISCONF Errors writing to the AOF file"), True),
+        (redis.ResponseError("OOM command not allowed"), True),
+        (redis.AuthenticationError("x"), False),
+        (redis.ResponseError("WRONGTYPE"), False),
+    ],
+)
+def test_which_errors_pass(error: redis.RedisError, passing: bool) -> None:
+    assert (passing_reason(error) is not None) == passing

@@ -1,0 +1,78 @@
+"""A proxy before Redis that lets a command through and loses its reply: what a broken network does to a caller."""
+
+import socket
+import tempfile
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from redis.connection import parse_url
+
+_LONGEST = 1 << 20
+
+
+class LossyProxy:
+    """Listens on a unix socket. `lose(n)` cuts the connection instead of passing on each of the next n replies to scripts."""
+
+    def __init__(self, redis_url: str) -> None:
+        self._target = parse_url(redis_url)["path"]
+        self._folder = tempfile.TemporaryDirectory(prefix="proxy-")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._left = 0
+        self._lock = threading.Lock()
+        self.lost = 0
+        self.url = f"unix://{Path(self._folder.name) / 'p.sock'}"
+
+    def lose(self, replies: int) -> None:
+        with self._lock:
+            self._left = replies
+
+    def __enter__(self) -> "LossyProxy":
+        self._listener.bind(self.url.removeprefix("unix://"))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._listener.close()
+        self._folder.cleanup()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """One command at a time, as redis-py sends them."""
+        with client, socket.socket(socket.AF_UNIX) as server:
+            server.connect(self._target)
+            in_script = threading.Event()
+            threading.Thread(target=self._pass_replies, args=(server, client, in_script), daemon=True).start()
+            while command := self._receive(client):
+                if command.startswith(b"*"):
+                    (in_script.set if b"\r\nEVAL" in command[:20] else in_script.clear)()
+                server.sendall(command)
+
+    def _pass_replies(self, server: socket.socket, client: socket.socket, in_script: threading.Event) -> None:
+        while reply := self._receive(server):
+            with self._lock:
+                lose = in_script.is_set() and self._left > 0 and not reply.startswith(b"-NOSCRIPT")
+                self._left -= lose
+                self.lost += lose
+            try:
+                if lose:
+                    client.shutdown(socket.SHUT_RDWR)
+                    return
+                client.sendall(reply)
+            except OSError:
+                return
+
+    @staticmethod
+    def _receive(source: socket.socket) -> bytes:
+        try:
+            return source.recv(_LONGEST)
+        except OSError:
+            return b""
