@@ -34,7 +34,8 @@ from workers.engine.messages import (
 from workers.engine.transport import frame, read_frame
 
 _OWN_IDS = 1 << 62  # ids from here on belong to `generate`
-_STDERR_LINES = 20
+_STDERR_LINES = 5
+_LAST_WORDS = 600  # characters
 _DEATH_GRACE = 0.3  # seconds between the two signs of a death, the closed socket and the ended process
 _READ_BUFFER = 1 << 20
 
@@ -294,7 +295,7 @@ class _CoreProcess:
         while self.ended.is_set() and self._reading.is_alive() and time.monotonic() < deadline:
             self._reading.join(0.01)
         words = " | ".join(line.strip() for line in self._lines if line.strip())
-        return f"; the last it wrote: {words}" if words else ""
+        return f"; the last it wrote: {words[-_LAST_WORDS:]}" if words else ""
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None

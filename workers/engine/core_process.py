@@ -15,17 +15,15 @@ import sys
 import threading
 import traceback
 from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
 from workers.engine.messages import Failed, ToCore
-from workers.engine.transport import FrameReader, frame
+from workers.engine.transport import FrameReader, FrameSender
 
 _PR_SET_PDEATHSIG = 1
-_FLUSH_SECONDS = 5.0
 
 
 def main() -> int:
@@ -41,7 +39,7 @@ def main() -> int:
         return 0
     inbox: SimpleQueue[ToCore] = SimpleQueue()
     threading.Thread(target=_receive, args=(reader, inbox), name="receive", daemon=True).start()
-    sender = _Sender(connection)
+    sender = FrameSender(connection)
     try:
         _serve(config, inbox, sender)
     except Exception as error:
@@ -54,7 +52,7 @@ def main() -> int:
     return 0
 
 
-def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: "_Sender") -> None:
+def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender) -> None:
     # Imported here, when the front is already being listened to, since importing torch takes seconds.
     from workers.engine.core import EngineCore
     from workers.engine.executor import Executor
@@ -79,35 +77,15 @@ def _detach_from_terminal(fd: int) -> None:
 
 def _receive(reader: FrameReader, inbox: SimpleQueue[ToCore]) -> None:
     decoder = msgspec.msgpack.Decoder(ToCore)
-    while (message := reader.read(decoder)) is not None:
-        inbox.put(message)
-    # The front is gone, and with it everyone who could use a result.
-    os._exit(0)
-
-
-class _Sender:
-    """Sends from a thread of its own, so that a front that reads slowly does not hold up the steps."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._messages: SimpleQueue[Any] = SimpleQueue()
-        self._thread = threading.Thread(target=self._send, name="send", daemon=True)
-        self._thread.start()
-
-    def put(self, message: msgspec.Struct) -> None:
-        self._messages.put(message)
-
-    def close(self) -> None:
-        """Waits until everything has been sent, but not for a front that has stopped reading."""
-        self._messages.put(None)
-        self._thread.join(_FLUSH_SECONDS)
-
-    def _send(self) -> None:
-        while (message := self._messages.get()) is not None:
-            try:
-                self._connection.sendall(frame(message))
-            except OSError:
-                return
+    status = 0
+    try:
+        while (message := reader.read(decoder)) is not None:
+            inbox.put(message)
+    except msgspec.MsgspecError as error:
+        print(f"a frame from the front could not be read: {error}", file=sys.stderr, flush=True)
+        status = 1
+    # Nobody is left who could say anything or use a result.
+    os._exit(status)
 
 
 def _explains_itself(error: Exception) -> bool:

@@ -3,6 +3,8 @@
 import asyncio
 import socket
 import struct
+import threading
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,6 +37,32 @@ class FrameReader:
         (length,) = _LENGTH.unpack(head)
         body = self._file.read(length)
         return decoder.decode(body) if len(body) == length else None
+
+
+class FrameSender:
+    """Sends from a thread of its own, so that a reader that is slow does not hold up whoever has something to say."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._messages: SimpleQueue[msgspec.Struct | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._send, name="send", daemon=True)
+        self._thread.start()
+
+    def put(self, message: msgspec.Struct) -> None:
+        """Never waits. The message must not change any more; once the other side has closed, it goes nowhere."""
+        self._messages.put(message)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Waits until everything has been sent, for at most `timeout` seconds."""
+        self._messages.put(None)
+        self._thread.join(timeout)
+
+    def _send(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._connection.sendall(frame(message))
+            except OSError:
+                return
 
 
 async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:

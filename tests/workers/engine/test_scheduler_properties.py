@@ -66,7 +66,7 @@ class TokenDevice:
     """Token table and block table by slot, and per block the token ids that a real cache would hold the keys and values of."""
 
     def __init__(self, setup: Setup) -> None:
-        self.size = setup.block_size
+        self.size, self.max_model_len = setup.block_size, setup.max_model_len
         self.cache = np.full((setup.num_blocks, setup.block_size), -1)
         self.tokens: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
         self.tables: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
@@ -113,6 +113,7 @@ class TokenDevice:
         context = [int(self.cache[table[position // self.size], position % self.size]) for position in range(end)]
         assert context == self.tokens[slot][:end], "the slot's blocks hold other tokens than its own"
         assert len(self.tokens[slot]) == end, "a row sampled before its last known token"
+        assert end < self.max_model_len, "a token was sampled past the end of the context"
         token = next_token(context)
         self.tokens[slot].append(token)
         return token

@@ -1,0 +1,102 @@
+"""The core's loop with a real model, without a process around it."""
+
+import threading
+from queue import SimpleQueue
+
+import pytest
+from tests.support.waiting import wait_until
+from tests.workers.engine.tiny_models import NEW_TOKENS, VOCAB, folder, reference
+
+from workers.engine.config import EngineConfig
+from workers.engine.core import EngineCore
+from workers.engine.executor import Executor
+from workers.engine.messages import AbortRequests, AddRequests, EngineRequest, Finish, SamplingParams, Shutdown, StepOutput, ToCore
+
+MODEL = "llama"
+GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
+
+
+def make_core(depth: int = 0, **settings: int | bool) -> EngineCore:
+    config = EngineConfig(model=str(folder(MODEL)), device="cpu", dtype="float32", depth=depth, threads=1, debug=True, **settings)  # type: ignore[arg-type]
+    return EngineCore(Executor(config))
+
+
+def requests(sampling: SamplingParams = GREEDY) -> list[EngineRequest]:
+    return [EngineRequest(number, prompt, [], sampling) for number, prompt in enumerate(reference(MODEL).prompts)]
+
+
+def collect(outputs: list[StepOutput]) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    for output in outputs:
+        flat = iter(output.token_ids)
+        for number, count in zip(output.request_ids, output.counts, strict=True):
+            tokens.setdefault(number, []).extend(next(flat) for _ in range(count))
+    return tokens
+
+
+def run_dry(core: EngineCore) -> list[StepOutput]:
+    outputs = []
+    while core.busy:
+        output = core.step()
+        if output is not None:
+            outputs.append(output)
+    core.scheduler.check_idle()
+    return outputs
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_tight_cache_changes_no_token(depth: int) -> None:
+    core = make_core(depth, kv_cache_memory_bytes=2 * 3 * 16 * 2 * 16 * 4 * 22, max_num_batched_tokens=48)
+    core.add(requests())
+    outputs = run_dry(core)
+    assert outputs[-1].stats.preemptions > 0
+    assert list(dict(sorted(collect(outputs).items())).values()) == reference(MODEL).tokens
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_request_goes_on_from_a_checkpoint(depth: int) -> None:
+    core = make_core(depth)
+    expected = reference(MODEL)
+    for number, (prompt, tokens) in enumerate(zip(expected.prompts, expected.tokens, strict=True)):
+        core.add([EngineRequest(number, prompt, tokens[: 10 * number], GREEDY)])
+    assert collect(run_dry(core)) == {number: tokens[10 * number :] for number, tokens in enumerate(expected.tokens)}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_aborted_request_leaves_the_others_alone(depth: int) -> None:
+    core = make_core(depth)
+    core.add(requests())
+    outputs = [output for _ in range(9) if (output := core.step()) is not None]
+    core.abort([0, 3])
+    outputs += run_dry(core)
+    got, expected = collect(outputs), reference(MODEL).tokens
+    assert [number for number in range(6) if got[number] == expected[number]] == [1, 2, 4, 5]
+    assert all(0 < len(got[number]) < 10 and expected[number][: len(got[number])] == got[number] for number in (0, 3))
+
+
+def test_ready_says_what_was_settled() -> None:
+    ready = make_core(max_num_seqs=3, max_model_len=100).ready
+    assert (ready.max_num_seqs, ready.max_model_len, ready.vocab_size, ready.block_size) == (3, 100, VOCAB, 16)
+    assert (ready.dtype, ready.device, ready.depth, ready.threads, ready.eos_token_ids) == ("float32", "cpu", 0, 1, [])
+    assert ready.weights_seconds > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_loop_takes_messages_between_steps_and_waits_when_idle(depth: int) -> None:
+    core = make_core(depth)
+    inbox: SimpleQueue[ToCore] = SimpleQueue()
+    outputs: list[StepOutput] = []
+    loop = threading.Thread(target=core.run, args=(inbox, outputs.append), daemon=True)
+    loop.start()
+    endless = SamplingParams(10_000, temperature=0.0)
+    inbox.put(AddRequests([EngineRequest(1, [5], [], endless), EngineRequest(2, [6] * 300, [], endless)]))
+    wait_until(lambda: len(outputs) > 3, 20, "some steps")
+    inbox.put(AbortRequests([1]))
+    wait_until(lambda: not core.busy, 20, "an idle core")
+    finishes = {number: how for output in outputs for number, how in zip(output.request_ids, output.finish, strict=True) if how}
+    assert finishes == {1: Finish.ABORT, 2: Finish.ERROR}
+    inbox.put(AddRequests([EngineRequest(3, [7], [], SamplingParams(0))]))
+    wait_until(lambda: outputs[-1].request_ids == [3], 20, "an answer without a step")
+    inbox.put(Shutdown())
+    loop.join(20)
+    assert not loop.is_alive()
