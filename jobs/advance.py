@@ -108,10 +108,11 @@ def _drain_all(held: Slice) -> None:
         pass
 
 
-def needs_slice(fields: dict[str, str], ready: int) -> bool:
-    """Whether a slice would find something to do, as far as the record says."""
-    hungry = int(fields["cursor"]) < int(fields["total"]) and ready <= int(fields.get("low_water", 0))
-    return hungry or int(fields.get("result_bytes", 0)) > 0 or all_done(fields)
+def needs_slice(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
+    """Whether a slice would find something to do."""
+    if int(fields.get("result_bytes", 0)) > 0 or all_done(fields):
+        return True
+    return int(fields["cursor"]) < int(fields["total"]) and shortest_ready(queue, batch) <= int(fields.get("low_water", 0))
 
 
 def all_done(fields: dict[str, str]) -> bool:
@@ -128,8 +129,6 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
     window = max(_WINDOW_LINES, int(pace.rate * _WINDOW_SECONDS))
     if cursor >= total or shortest_ready(queue, batch) > window // 2:
         return False
-    if fields.get("low_water") != str(window // 2):
-        held.note({"low_water": window // 2})
     done = queue.done(batch) if "restored" in fields else b""
     most_bytes = _window_bytes(queue)
     start = cursor
@@ -145,6 +144,9 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
             cursor += taken
             if time.monotonic() >= deadline:
                 break
+    if cursor > start:
+        # At this length the next claim asks for another slice; half of what fits, where large bodies fill the window early.
+        held.note({"low_water": min(window, shortest_ready(queue, batch)) // 2})
     return cursor > start
 
 

@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 _POLL_SECONDS = 0.03
+_PATIENCE_SECONDS = 5.0
 _COMPRESSED = (".gz", ".zst")
 
 
@@ -67,11 +68,11 @@ def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = No
     """Makes a batch, or takes up the one in `spec.root`: what is done of it stays done, except answers of status 500 and above.
 
     With `retry_failed` every failed line runs again. A batch that runs already is returned as it is. The manifest is on disk before
-    the record is in Redis. Raises `BatchRefused` (`InputChanged` when the root belongs to another input) and `StoreError`.
+    the record is in Redis. Raises `BatchRefused` (`InputChanged` when the root belongs to another input), `Busy` and `StoreError`.
     """
     _check_locations(spec)
     queue = Queue(client)
-    with exclusive(spec.root, wait=True):
+    with exclusive(spec.root, _PATIENCE_SECONDS):
         found = load_manifest(spec.root)
         if found is not None and _runs(queue, found):
             _check_same(found, spec)
@@ -91,12 +92,15 @@ def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = No
 
 def get_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     """Raises KeyError if there is no such batch."""
-    queue = Queue(client)
+    return _read_record(Queue(client), batch_id)
+
+
+def _read_record(queue: Queue, batch_id: str) -> BatchRecord:
     fields = queue.batch_fields(batch_id)
     if "spec" not in fields:
         raise KeyError(batch_id)
     waiting = queue.ready_length(batch_id)
-    held: Any = client.hlen(keys.bodies(batch_id))
+    held: Any = queue.redis.hlen(keys.bodies(batch_id))
     counts = [int(fields.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
     return BatchRecord(
         id=batch_id,
@@ -118,10 +122,11 @@ def get_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
 
 def list_batches(client: redis.Redis) -> list[BatchRecord]:
     """All batches that have a record, oldest first."""
+    queue = Queue(client)
     records = []
-    for batch_id in Queue(client).batches():
+    for batch_id in queue.batches():
         try:
-            records.append(get_batch(client, batch_id))
+            records.append(_read_record(queue, batch_id))
         except KeyError:  # it is being removed
             continue
     return sorted(records, key=lambda record: (record.timestamps["created"], record.id))
@@ -147,9 +152,10 @@ def wait_for(
     Raises KeyError if there is no such batch, TimeoutError after `timeout` seconds.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
+    queue = Queue(client)
     last = None
     while True:
-        record = get_batch(client, batch_id)
+        record = _read_record(queue, batch_id)
         if record != last and on_progress is not None:
             on_progress(record)
         last = record

@@ -15,7 +15,7 @@ from rq.serializers import JSONSerializer
 from jobs import keys
 from jobs.connection import connect
 from jobs.files import InputError
-from jobs.manifest import Manifest, State, load_manifest, save_manifest
+from jobs.manifest import END_STATES, Manifest, State, load_manifest, save_manifest
 from jobs.queue import Queue
 from jobs.scripts import QueueUnavailable
 from jobs.storage import Busy, StoreError, exclusive, sweep
@@ -30,6 +30,7 @@ STALE_SECONDS = 5.0
 """Without a heartbeat for this long, the job of a batch is taken for dead."""
 
 _FAILURE_TTL = 3600
+_PATIENCE_SECONDS = 2 * BEAT_SECONDS  # in which a job that lost its batch lets go of the folder
 log = logging.getLogger(__name__)
 
 
@@ -103,6 +104,7 @@ class Slice:
         self.fields = fields
         self.manifest = manifest
         self._lost = False
+        self._transitions = threading.Lock()
         self._ended = threading.Event()
 
     @property
@@ -124,7 +126,7 @@ class Slice:
 
     def note(self, fields: dict[str, Any]) -> None:
         """Sets fields of the record, which is also a sign of life. Raises `Superseded`."""
-        self._transition(self.state, fields)
+        self._transition(None, fields)
 
     def move(self, state: State, fields: dict[str, Any]) -> None:
         """Moves the state, in the manifest and then in Redis. Raises `Superseded`."""
@@ -136,27 +138,39 @@ class Slice:
     def end(self, state: State, fields: dict[str, Any]) -> None:
         """Moves to an end state, and leaves nothing of the batch in Redis but its record."""
         self.move(state, fields)
-        self.queue.redis.srem(keys.ACTIVE, self.batch)
-        names = (keys.bodies, keys.results, keys.done, keys.parts, keys.batch_models, keys.watch)
-        self.queue.redis.unlink(*(name(self.batch) for name in names))
+        clean_up(self.queue.redis, self.batch)
 
     def keep_beating(self) -> None:
         """Gives a sign of life each second, however long one step of the job takes; the body of a thread."""
         while not self._ended.wait(BEAT_SECONDS):
             with contextlib.suppress(Superseded, QueueUnavailable, redis.RedisError):
-                self._transition(self.state, {})
+                self._transition(None, {})
 
     def release(self) -> None:
         """Ends the signs of life."""
         self._ended.set()
 
-    def _transition(self, state: str, fields: dict[str, Any]) -> None:
-        known = self.state
-        if self.queue.transition(self.batch, [known], state, fields, self.generation):
-            self.fields |= {name: str(value) for name, value in fields.items()} | {"state": state}
-        elif self.state == known:
-            self._lost = True
-            raise Superseded(self.batch)
+    def _transition(self, state: str | None, fields: dict[str, Any]) -> None:
+        with self._transitions:
+            known = self.state
+            if not self.queue.transition(self.batch, [known], state or known, fields, self.generation):
+                self._lost = True
+                raise Superseded(self.batch)
+            self.fields |= {name: str(value) for name, value in fields.items()} | {"state": state or known}
+
+
+def clean_up(client: redis.Redis, batch: str) -> None:
+    """Leaves nothing of a batch that ended in Redis but its record. Does nothing while it runs, or when it is just begun again."""
+    with client.pipeline() as pipeline, contextlib.suppress(redis.WatchError):
+        pipeline.watch(keys.batch(batch))  # type: ignore[no-untyped-call]
+        state: Any = pipeline.hget(keys.batch(batch), "state")
+        if state is None or state.decode() not in END_STATES:
+            return
+        pipeline.multi()
+        pipeline.srem(keys.ACTIVE, batch)
+        names = (keys.bodies, keys.results, keys.done, keys.parts, keys.batch_models, keys.watch)
+        pipeline.unlink(*(name(batch) for name in names))
+        pipeline.execute()
 
 
 @contextlib.contextmanager
@@ -165,7 +179,7 @@ def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...]) -
     fields = queue.batch_fields(batch)
     if fields.get("state") not in states or fields.get("generation") != str(generation):
         raise Superseded(batch)
-    with exclusive(fields["root"], wait=False):
+    with exclusive(fields["root"], _PATIENCE_SECONDS):
         manifest = load_manifest(fields["root"])
         if manifest is None:
             raise StoreError(f"the manifest of {batch} is gone from {fields['root']}")

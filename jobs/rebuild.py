@@ -31,7 +31,7 @@ def rebuild_all(queue: Queue, file_store: str) -> int:
 
 def rebuild(queue: Queue, root: str) -> bool:
     """Makes the record of the batch in `root`; False if it has one, or there is no batch. Raises `StoreError` and `Busy`."""
-    with exclusive(root, wait=False):
+    with exclusive(root, patience=0):
         manifest = load_manifest(root)
         if manifest is None or queue.batch_fields(manifest.batch_id):
             return False
@@ -48,7 +48,7 @@ def register(queue: Queue, manifest: Manifest) -> None:
     save_manifest(manifest)
     state = _state_after(manifest)
     fields = _record(manifest)
-    if state not in END_STATES:
+    if state not in END_STATES:  # before there is a record, so that no kill leaves one that nobody looks after
         queue.redis.sadd(keys.ACTIVE, manifest.batch_id)
     total = manifest.total if manifest.plan_sha256 is not None else 0
     if not queue.create_batch(manifest.batch_id, total, tenant=manifest.spec.tenant, state=state, fields=fields):

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import io
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 _HASH_CHUNK = 1 << 20
 _BUFFER = 1 << 18
+_LOCK_POLL_SECONDS = 0.01
 
 
 class StoreError(Exception):
@@ -195,10 +197,10 @@ class Busy(Exception):
 
 
 @contextlib.contextmanager
-def exclusive(root: str, wait: bool) -> Iterator[None]:
+def exclusive(root: str, patience: float) -> Iterator[None]:
     """Holds a folder against every other process on this file system, stopped ones included; the kernel lets go when the holder dies.
 
-    Raises `Busy` at once if `wait` is false. A remote folder has no such lock: there the control lock in Redis stands alone.
+    Raises `Busy` after `patience` seconds. A remote folder has no such lock: there the record's generation in Redis stands alone.
     """
     path = local_path(root)
     if path is None:
@@ -209,13 +211,21 @@ def exclusive(root: str, wait: bool) -> Iterator[None]:
     except OSError as error:
         raise StoreError(f"cannot write to {root}: {_reason(error)}") from error
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise Busy(f"{root} is in use by another process") from None
+        _lock(handle, root, time.monotonic() + patience)
         yield
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, root: str, deadline: float) -> None:
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise Busy(f"{root} is in use by another process") from None
+        time.sleep(_LOCK_POLL_SECONDS)
 
 
 def sweep(root: str) -> None:

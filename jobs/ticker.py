@@ -15,9 +15,10 @@ from typing import Any
 import redis
 
 from jobs import keys
-from jobs.advance import needs_slice, shortest_ready
+from jobs.advance import needs_slice
 from jobs.connection import check_server, connect
-from jobs.control import STALE_SECONDS, JobName, enqueue, is_waiting
+from jobs.control import STALE_SECONDS, JobName, clean_up, enqueue, is_waiting
+from jobs.manifest import END_STATES
 from jobs.process import die_with_parent, set_up_log
 from jobs.queue import Queue
 from jobs.rebuild import rebuild_all
@@ -127,14 +128,16 @@ class Ticker:
             self._pending.add(batch)
 
     def _look_after(self, batch: str, fields: dict[str, str], now: float) -> None:
-        job = _JOBS.get(fields.get("state", ""))
+        state = fields.get("state", "")
+        if state in END_STATES:
+            clean_up(self._client, batch)
+        job = _JOBS.get(state)
         if job is None:
-            self._client.srem(keys.ACTIVE, batch)
             return
         if now > float(fields.get("expires_at", "inf")) and self._expire(batch, fields):
             return
         stale = now - float(fields.get("heartbeat", 0)) / 1000 > STALE_SECONDS
-        if job == "advance" and needs_slice(fields, shortest_ready(self._queue, batch)):
+        if job == "advance" and needs_slice(self._queue, batch, fields):
             self._slice(batch)
         if stale:
             self._revive(batch, fields, job)
