@@ -1,0 +1,1 @@
+"""The command line, and the assembly of every process on one machine."""

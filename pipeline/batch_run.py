@@ -1,0 +1,232 @@
+"""One run of a batch file: hand it in, keep everything running until it is done, say what came of it."""
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from jobs.batches import BatchRecord, BatchRefused, BatchSpec, Busy, StoreError, create_batch, get_batch
+from jobs.connection import ServerError, check_server, connect
+from jobs.manifest import load_manifest
+from jobs.queue import Queue, QueueUnavailable
+from jobs.settings import QueueSettings
+from pipeline.batch_wait import counts_of
+from pipeline.child import ChildFailed
+from pipeline.errors import Interrupted, Refused, Unfinished
+from pipeline.progress import Counts, Progress, make_progress
+from pipeline.signals import Signals
+from pipeline.stack import Stack
+from pipeline.summary import Summary, print_problems, print_summary
+from pipeline.worker_settings import worker_settings
+
+_POLL_SECONDS = 0.03
+_SLOW_POLL_SECONDS = 0.2
+_QUICK_FOR = 20.0
+_PROBLEM_SECONDS = 5.0
+_SERVING = ("loading", "initializing", "ready")
+
+log = logging.getLogger("run-batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What a person asked for. With no `redis_url` everything runs here; `model_flags` are the values of the model flags."""
+
+    source: Path
+    output: Path
+    model: str | None
+    redis_url: str | None
+    queue: QueueSettings
+    model_flags: Mapping[str, Any]
+    worker_arguments: list[str]
+    starts_worker: bool
+    retry_failed: bool
+    fail_on_error: bool
+    log_level: str
+
+    @property
+    def root(self) -> Path:
+        """The folder beside the output from which a second start goes on."""
+        return self.output.with_name(f"{self.output.name}.parts").absolute()
+
+
+class BatchRun:
+    """`run` to the end, or `hand_in` only. Raises `Refused`, `Unfinished` and `Interrupted`."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._began = time.monotonic()
+        self._answering_since: float | None = None
+        self._served: list[str] = []
+        if task.starts_worker:
+            self._served = worker_settings(task.model, "", task.model_flags).models
+            check_model_folder(task.model)
+        check_input(task.source)
+
+    def hand_in(self) -> str:
+        """Gives the batch to the fleet and returns its id."""
+        assert self._task.redis_url is not None
+        with _failures(), connect(self._task.redis_url) as client:
+            check_server(client)
+            return self._create(client, self._spec(None)).id
+
+    def run(self) -> None:
+        """Runs the batch to its end and prints what came of it."""
+        task = self._task
+        with (
+            Signals() as signals, make_progress() as progress, _failures(),
+            Stack(task.redis_url, task.queue, progress.say, task.log_level) as stack,
+        ):  # fmt: skip
+            if task.redis_url is None:
+                stack.start_jobs()
+            batch_id = self._create(stack.queue.redis, self._spec(stack.queue)).id
+            if task.redis_url is None:
+                log.info("batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s", batch_id, stack.redis_url, batch_id)
+            try:
+                record = self._follow(batch_id, stack, signals, progress)
+            finally:
+                self._wind_up(batch_id, stack, signals, progress)
+        self._conclude(record)
+
+    def _spec(self, queue: Queue | None) -> BatchSpec:
+        """`queue` is given where the workers that are there now must do: then their models are the only ones that lines may name."""
+        task = self._task
+        models: tuple[str, ...] | None = None
+        if task.redis_url is None:
+            models = tuple(self._served)
+        elif queue is not None:
+            models = self._fleet_models(queue)
+        default = self._served[0] if self._served else task.model
+        return BatchSpec(
+            input=str(task.source.absolute()), root=str(task.root), output=str(task.output.absolute()), error_file="inline",
+            default_model=default, models=models, seed=task.model_flags["seed"],
+        )  # fmt: skip
+
+    def _fleet_models(self, queue: Queue) -> tuple[str, ...]:
+        served = sorted({name for worker in queue.workers() if worker.state in _SERVING for name in worker.models})
+        names = f"served are: {', '.join(served)}" if served else "no worker serves anything"
+        if not self._served and (not served or (self._task.model is not None and self._task.model not in served)):
+            asked = f"no worker serves {self._task.model}" if self._task.model else "no worker is there to answer"
+            raise Refused(f"{asked}; {names}: start one (pipeline worker --model …) or add --local-worker")
+        return tuple(dict.fromkeys([*self._served, *served]))
+
+    def _create(self, client: redis.Redis, spec: BatchSpec) -> BatchRecord:
+        start_over_if_removed(self._task.root)
+        return create_batch(client, spec, retry_failed=self._task.retry_failed)
+
+    def _follow(self, batch_id: str, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
+        """Supervises until the batch has ended; the worker starts once the input has been found good and something is left to do."""
+        troubled_since: float | None = None
+        while True:
+            pause = stack.check()
+            record = get_batch(stack.queue.redis, batch_id)
+            if record.ended:
+                return record
+            if signals.stops:
+                raise Interrupted(self._farewell(batch_id))
+            if record.state == "in_progress" and record.completed + record.failed < record.total:
+                self._ensure_worker(stack, record)
+            progress.update(self._counts(record))
+            now = time.monotonic()
+            troubled_since = (troubled_since or now) if record.problem else None
+            if troubled_since is not None and now - troubled_since > _PROBLEM_SECONDS:
+                raise Unfinished(f"{record.problem}; what is finished is kept, run the same command again to go on")
+            signals.wait(min(pause, _POLL_SECONDS if now - self._began < _QUICK_FOR else _SLOW_POLL_SECONDS))
+
+    def _ensure_worker(self, stack: Stack, record: BatchRecord) -> None:
+        if self._task.starts_worker and not stack.has("worker"):
+            stack.start_worker([*(["--model", self._task.model] if self._task.model else []), *self._task.worker_arguments])
+        if self._answering_since is None and record.running:
+            self._answering_since = time.monotonic()
+
+    def _counts(self, record: BatchRecord) -> Counts:
+        note = ""
+        if record.state == "validating":
+            note = "checking the input"
+        elif record.state == "finalizing":
+            note = "writing the results"
+        elif not record.running:
+            note = "waiting for the model to load" if self._task.starts_worker else "waiting for a worker"
+        return counts_of(record, note)
+
+    def _farewell(self, batch_id: str) -> str:
+        if self._task.redis_url is None:
+            return "Interrupted: what is finished is kept, run the same command again to go on."
+        return f"Interrupted: the fleet goes on with {batch_id}; `pipeline wait {batch_id}` or the same command comes back for the results."
+
+    def _wind_up(self, batch_id: str, stack: Stack, signals: Signals, progress: Progress) -> None:
+        """Lets the worker end, then the control plane, which keeps what is finished; a second order to stop ends everything at once."""
+
+        def insisted() -> bool:
+            return signals.stops > 1
+
+        if not signals.stops and self._task.redis_url is None and get_batch(stack.queue.redis, batch_id).ended:
+            stack.kill()
+            return
+        if signals.stops:
+            progress.say("stopping; once more to stop at once")
+        stack.stop(insisted=insisted)
+
+    def _conclude(self, record: BatchRecord) -> None:
+        if record.state == "failed":
+            print_problems(self._task.source, record.errors)
+            raise Refused(f"{self._task.source} was refused: {count_of(record.errors)}; nothing was run")
+        now = time.monotonic()
+        print_summary(Summary(record=record, seconds=now - self._began, answering=now - (self._answering_since or now)))
+        if record.state != "completed":
+            raise Unfinished(f"the batch was {record.state} before it was finished")
+        if record.failed and self._task.fail_on_error:
+            raise Unfinished(f"{record.failed} of {record.total} requests failed")
+
+
+def check_input(source: Path) -> None:
+    """Raises `Refused` unless there is a file that can be read."""
+    try:
+        if source.is_dir():
+            raise Refused(f"the input {source} is a folder")
+        source.open("rb").close()
+    except FileNotFoundError:
+        raise Refused(f"there is no file {source}") from None
+    except OSError as error:
+        raise Refused(f"the input {source} cannot be read: {error.strerror}") from None
+
+
+def check_model_folder(model: str | None) -> None:
+    """Raises `Refused` if the model is plainly a local path and nothing is there; the rest is the worker's to find out."""
+    looks_local = model is not None and (model.startswith(("/", "./", "../", "~")) or model.count("/") > 1)
+    if model is not None and looks_local and not Path(model).is_dir():
+        raise Refused(f"there is no model folder {model}")
+
+
+def start_over_if_removed(root: Path) -> None:
+    """A finished run whose output somebody removed is not brought back from its parts: it is run anew."""
+    manifest = load_manifest(str(root))
+    if manifest is not None and manifest.state == "completed" and manifest.output and not Path(manifest.output).exists():
+        log.info("%s is gone since it was finished: starting over", manifest.output)
+        shutil.rmtree(root)
+
+
+def count_of(errors: list[Any]) -> str:
+    """How many bad lines were found, in words."""
+    return f"{len(errors)} bad line{'s' if len(errors) != 1 else ''}" if errors and errors[0].line else "it cannot be used"
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Turns what stands in the way into the command's end."""
+    try:
+        yield
+    except BatchRefused as error:
+        raise Refused(str(error)) from None
+    except ChildFailed as error:
+        raise error.as_exit() from None
+    except (StoreError, Busy, ServerError) as error:
+        raise Unfinished(str(error)) from None
+    except QueueUnavailable as error:
+        raise Unfinished(f"{error}; what is finished is kept, run the same command again to go on") from None

@@ -1,0 +1,148 @@
+"""One child process: started, listened to, noticed when it ends, started again after a growing pause, stopped."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import click
+
+from jobs.server import die_with_parent
+from pipeline.errors import Refused, Unfinished
+
+ERROR_PREFIX = "Error: "
+_DEATHS_ALLOWED = 12
+_DEATH_WINDOW = 60.0
+_FIRST_PAUSE = 0.25
+_LONGEST_PAUSE = 8.0
+_STOP_POLL = 0.01
+
+
+class ChildFailed(Exception):
+    """A child ended in a way that starting it again cannot mend. `exit_code` is what the command should end with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+    def as_exit(self) -> click.ClickException:
+        """The same as the end of a command."""
+        return (Refused if self.exit_code == Refused.exit_code else Unfinished)(str(self))
+
+
+class Child:
+    """A process that is kept running. `command` is asked anew at each start; `on_death` gets the process id as soon as the process
+    is found ended.
+
+    The kernel ties a child to the thread that started it, so `start` and `check` belong to the main thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[], list[str]],
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+        on_death: Callable[[int], None] = lambda pid: None,
+    ) -> None:
+        self.name = name
+        self._command = command
+        self._environment = {**os.environ, **environment}
+        self._say = say
+        self._on_death = on_death
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._errors: deque[str] = deque(maxlen=5)
+        self._last_lines: deque[str] = deque(maxlen=5)
+        self._deaths: deque[float] = deque()
+        self._start_at: float | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    @property
+    def pause_left(self) -> float | None:
+        """Seconds until the next start, None when none is due."""
+        return None if self._start_at is None else max(0.0, self._start_at - time.monotonic())
+
+    def start(self) -> None:
+        """Starts the process; what it prints goes to `say`, line by line."""
+        self._start_at = None
+        self._errors.clear()
+        self._process = subprocess.Popen(
+            self._command(), env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._listen, args=(self._process,), name=f"log-{self.name}", daemon=True)
+        self._reader.start()
+
+    def check(self) -> None:
+        """Notices an end and starts the process again when its pause is over. Raises `ChildFailed`."""
+        if self._process is not None and self._process.poll() is not None:
+            self._ended(self._process.returncode)
+        if self._start_at is not None and time.monotonic() >= self._start_at:
+            self.start()
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM, to be followed by `wait_until_stopped`."""
+        self._start_at = None
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, to be followed by `wait_until_stopped`."""
+        self._start_at = None
+        self._signal(signal.SIGKILL)
+
+    def wait_until_stopped(self, deadline: float, insisted: Callable[[], bool] = lambda: False) -> None:
+        """Waits for the end; it is forced at `deadline` (of time.monotonic), or as soon as `insisted()`."""
+        if self._process is None or self._reader is None:
+            return
+        while self._process.poll() is None:
+            if time.monotonic() > deadline or insisted():
+                self._signal(signal.SIGKILL)
+                self._process.wait()
+                break
+            time.sleep(_STOP_POLL)
+        self._reader.join(timeout=0.2)
+        self._process = None
+
+    def _ended(self, code: int) -> None:
+        assert self._process is not None
+        assert self._reader is not None
+        pid, self._process = self._process.pid, None
+        self._reader.join(timeout=0.2)
+        self._on_death(pid)
+        if code == Refused.exit_code and not self._deaths and self._errors:
+            raise ChildFailed(self._errors[-1], code)
+        now = time.monotonic()
+        self._deaths.append(now)
+        while now - self._deaths[0] > _DEATH_WINDOW:
+            self._deaths.popleft()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if len(self._deaths) > _DEATHS_ALLOWED:
+            words = self._errors or self._last_lines
+            last = f"; its last words: {' | '.join(words)}" if words else ""
+            raise ChildFailed(f"the {self.name} process {how} and has ended {len(self._deaths)} times within a minute{last}", 1)
+        pause = 0.0 if len(self._deaths) == 1 else min(_FIRST_PAUSE * 2 ** (len(self._deaths) - 2), _LONGEST_PAUSE)
+        self._start_at = now + pause
+        self._say(f"the {self.name} process {how}; it is started again" + (f" in {pause:.1f} s" if pause else ""))
+
+    def _listen(self, process: "subprocess.Popen[str]") -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            line = line.rstrip("\n")
+            if line.startswith(ERROR_PREFIX):
+                self._errors.append(line.removeprefix(ERROR_PREFIX))
+                continue
+            self._last_lines.append(line)
+            self._say(line)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)

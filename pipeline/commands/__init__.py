@@ -1,0 +1,1 @@
+"""One module per subcommand; what a command needs is imported when it runs, so that `--help` stays quick."""

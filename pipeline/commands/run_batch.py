@@ -1,0 +1,96 @@
+"""`pipeline run-batch`: from a file of requests to a file of results."""
+
+from pathlib import Path
+
+import click
+
+from pipeline.errors import Refused
+from pipeline.options import (
+    MODEL_FLAGS,
+    check_model_flags,
+    common_options,
+    flag,
+    given_as_flag,
+    log_settings,
+    model_arguments,
+    model_options,
+    queue_options,
+    redis_option,
+)
+
+
+@click.command("run-batch")
+@click.argument("input", required=False, type=click.Path(path_type=Path))
+@flag("-i", "--input-file", type=click.Path(path_type=Path), help="The file of requests, JSONL or Parquet; the same as INPUT.")
+@flag("-o", "--output-file", type=click.Path(path_type=Path), help="The file of results. [default: INPUT with .results before its suffix]")
+@flag("--model", help="Folder or hub name of the model; with REDIS_URL, the name of a served one. [default: the demo model]")
+@flag("--retry-failed", is_flag=True, help="Run the lines again whose answer was an error.")
+@flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
+@flag("--local-worker", is_flag=True, help="With REDIS_URL: start a worker on this machine too.")
+@flag("--detach", is_flag=True, help="With REDIS_URL: hand the batch in, print its id and leave; see `pipeline wait`.")
+@model_options
+@redis_option
+@queue_options
+@common_options
+@click.pass_context
+def run_batch(
+    ctx: click.Context, /, input: Path | None, input_file: Path | None, output_file: Path | None, model: str | None, retry_failed: bool,
+    fail_on_error: bool, local_worker: bool, detach: bool, redis_url: str | None, lease_seconds: float, stream_interval: float,
+    log_level: str, **model_flags: object,
+) -> None:  # fmt: skip
+    """Answers every line of INPUT, in OpenAI's batch format, and writes the results in input order.
+
+    Run again with the same INPUT and output, it goes on where it was stopped. Exit codes: 0 every line has its answer (an error is one
+    too), 1 stopped unfinished, 2 refused, 130 interrupted.
+    """
+    source = _one_input(ctx, input, input_file)
+    check_model_flags(ctx)
+    _check_fleet_flags(ctx, redis_url, local_worker, detach)
+    from jobs.settings import QueueSettings
+    from pipeline.batch_run import BatchRun, Task
+    from pipeline.logs import configure_logs
+
+    configure_logs("run-batch", log_level)
+    log_settings(ctx)
+    task = Task(
+        source=source,
+        output=output_file or default_output(source),
+        model=model,
+        redis_url=redis_url,
+        queue=QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval),
+        model_flags=ctx.params,
+        worker_arguments=model_arguments(ctx.params),
+        starts_worker=redis_url is None or local_worker,
+        retry_failed=retry_failed,
+        fail_on_error=fail_on_error,
+        log_level=log_level,
+    )
+    if detach:
+        click.echo(BatchRun(task).hand_in())
+    else:
+        BatchRun(task).run()
+
+
+def default_output(source: Path) -> Path:
+    """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet -> requests.results.parquet."""
+    plain = source.with_suffix("") if source.suffix.lower() in (".gz", ".zst") else source
+    return plain.with_name(f"{plain.stem}.results{'.parquet' if plain.suffix.lower() == '.parquet' else '.jsonl'}")
+
+
+def _one_input(ctx: click.Context, positional: Path | None, option: Path | None) -> Path:
+    if positional is not None and given_as_flag(ctx, ["input_file"]) and positional != option:
+        raise Refused(f"two inputs are named: {positional} and --input-file {option}")
+    source = positional or option
+    if source is None:
+        raise click.UsageError("no input is named: pipeline run-batch INPUT [-o OUTPUT]", ctx)
+    return source
+
+
+def _check_fleet_flags(ctx: click.Context, redis_url: str | None, local_worker: bool, detach: bool) -> None:
+    if redis_url is None and detach:
+        raise Refused("--detach leaves the batch to a fleet: set REDIS_URL")
+    if detach and local_worker:
+        raise Refused("--detach leaves at once and --local-worker stays to work: give one of them")
+    unused = given_as_flag(ctx, MODEL_FLAGS)
+    if redis_url is not None and not local_worker and unused:
+        raise Refused(f"{unused[0]} is for a worker that is started here, but with REDIS_URL the fleet answers: add --local-worker")

@@ -1,0 +1,60 @@
+"""`pipeline serve`: everything on one machine, the counterpart of `vllm serve`."""
+
+import click
+
+from pipeline.commands.api import listen_options
+from pipeline.errors import Refused
+from pipeline.options import (
+    check_model_flags,
+    common_options,
+    flag,
+    log_settings,
+    model_arguments,
+    model_options,
+    one_model,
+    queue_options,
+    redis_option,
+)
+
+
+@click.command()
+@click.argument("model", required=False)
+@flag("--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]")
+@listen_options
+@model_options
+@redis_option
+@queue_options
+@common_options
+@click.pass_context
+def serve(
+    ctx: click.Context, /, model: str | None, model_option: str | None, host: str, port: int, redis_url: str | None, lease_seconds: float,
+    stream_interval: float, log_level: str, **model_flags: object,
+) -> None:  # fmt: skip
+    """Serves one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a private Redis."""
+    from pipeline.logs import configure_logs
+
+    configure_logs("serve", log_level)
+    log_settings(ctx)
+    check_model_flags(ctx)
+    from api.main import listen
+    from jobs.settings import QueueSettings
+    from pipeline.child import ChildFailed
+    from pipeline.run import print_line, run_until_stopped
+    from pipeline.stack import Stack
+    from pipeline.worker_settings import worker_settings
+
+    name = one_model(ctx, model, model_option)
+    worker_settings(name, redis_url or "", ctx.params)  # refuses before anything is started
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        raise Refused(error.strerror or str(error)) from None
+    settings = QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval)
+    try:
+        with Stack(redis_url, settings, print_line, log_level) as stack:
+            stack.start_api(["--host", host, "--port", str(port)])
+            stack.start_worker([*([name] if name else []), *model_arguments(ctx.params)])
+            stack.start_jobs()
+            run_until_stopped(stack)
+    except ChildFailed as error:
+        raise error.as_exit() from None

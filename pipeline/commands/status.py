@@ -1,0 +1,30 @@
+"""`pipeline status`: what the queue knows of workers, models and batches."""
+
+import click
+
+from pipeline.errors import Refused
+from pipeline.options import common_options, redis_option
+
+
+@click.command()
+@redis_option
+@common_options
+def status(redis_url: str | None, log_level: str) -> None:
+    """Shows workers with their states, the models they serve, and the batches."""
+    from pipeline.logs import configure_logs
+
+    configure_logs("status", log_level)
+    if redis_url is None:
+        raise Refused("`pipeline status` looks at a fleet's queue: set REDIS_URL")
+    from rich.console import Console
+
+    from jobs.connection import check_server, connect
+    from jobs.queue import Queue
+    from pipeline.status_view import batches_table, models_table, workers_table
+
+    with connect(redis_url) as client:
+        check_server(client)
+        queue = Queue(client)
+        console = Console()
+        for table in (workers_table(queue), models_table(queue), batches_table(queue)):
+            console.print(table)

@@ -1,0 +1,22 @@
+"""`pipeline tail`: the tokens of a request or of a batch, as they come."""
+
+import click
+
+from pipeline.errors import Refused
+from pipeline.options import common_options, redis_option
+
+
+@click.command()
+@click.argument("target", metavar="REQUEST_OR_BATCH")
+@redis_option
+@common_options
+def tail(target: str, redis_url: str | None, log_level: str) -> None:
+    """Shows the text of a running request (`batch_x/17`, `live_x`), or of all running requests of a batch (`batch_x`)."""
+    from pipeline.logs import configure_logs
+
+    configure_logs("tail", log_level)
+    if redis_url is None:
+        raise Refused("`pipeline tail` looks at a fleet's queue: set REDIS_URL")
+    from pipeline.tailing import tail_target
+
+    tail_target(target, redis_url)

@@ -1,0 +1,26 @@
+"""`pipeline wait`: comes back for the results of a batch."""
+
+from pathlib import Path
+
+import click
+
+from pipeline.errors import Refused
+from pipeline.options import common_options, flag, redis_option
+
+
+@click.command()
+@click.argument("batch")
+@flag("-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Copies the results there.")
+@flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
+@redis_option
+@common_options
+def wait(batch: str, output_file: Path | None, fail_on_error: bool, redis_url: str | None, log_level: str) -> None:
+    """Waits for a batch that was handed in with `run-batch --detach`, and says where its results are."""
+    from pipeline.logs import configure_logs
+
+    configure_logs("wait", log_level)
+    if redis_url is None:
+        raise Refused("`pipeline wait` looks at a fleet's queue: set REDIS_URL")
+    from pipeline.batch_wait import wait_for_batch
+
+    wait_for_batch(batch, output_file, redis_url, fail_on_error)

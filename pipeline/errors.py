@@ -1,0 +1,68 @@
+"""How a command ends: 0 done, 1 stopped unfinished, 2 refused, 130 interrupted."""
+
+import errno
+import sys
+
+import click
+
+INTERRUPTED = 130
+
+
+class Refused(click.ClickException):
+    """What was asked for cannot be done as it was asked: bad input, bad flags, a bad model."""
+
+    exit_code = 2
+
+
+class Unfinished(click.ClickException):
+    """The work stopped before its end, for a reason outside of what was asked."""
+
+    exit_code = 1
+
+
+class Interrupted(Exception):
+    """A person or the system asked the command to stop."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Says on stderr, in one sentence, why a command ended; an error that nobody foresaw is raised again."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, (Interrupted, KeyboardInterrupt, click.Abort)):
+        if str(error):
+            click.echo(str(error), err=True)
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return 1
+    sentence = explain(error)
+    if sentence is None:
+        raise error
+    Unfinished(sentence).show()
+    return Unfinished.exit_code
+
+
+def explain(error: BaseException) -> str | None:
+    """One sentence for an error of the surroundings (Redis, the disk), None for one that is a fault of the program."""
+    redis = sys.modules.get("redis")
+    if redis is not None and isinstance(error, redis.exceptions.RedisError):
+        return f"Redis cannot be used: {one_line(error)}"
+    if type(error).__name__ == "ServerError":
+        return one_line(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space is left on the device{_at(error)}: free some and run the same command again, it resumes"
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.strerror}{_at(error)}"
+    return None
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _at(error: OSError) -> str:
+    return f" ({error.filename})" if error.filename else ""

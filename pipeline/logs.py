@@ -1,0 +1,14 @@
+"""Logging of every process: one line each on stderr, with the time, the level and the process' name."""
+
+import logging
+import sys
+
+
+def configure_logs(process: str, level: str = "info") -> None:
+    """Sends this process' log to stderr as `10:31:02 worker-0 INFO text`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    logging.root.handlers[:] = [handler]
+    logging.root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "urllib3", "filelock", "huggingface_hub", "rq.worker", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.root.level))

@@ -1,0 +1,40 @@
+"""`pipeline`: the one command from which every process of the product is started."""
+
+import sys
+
+import click
+
+from pipeline.commands import api, jobs, run_batch, serve, status, tail, wait, worker
+from pipeline.errors import exit_code_of
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
+@click.version_option(package_name="batch-inference-pipeline", message="%(version)s")
+def cli() -> None:
+    """Runs batch files of language-model requests as fast as the hardware allows, and answers live calls meanwhile."""
+
+
+for command in (
+    run_batch.run_batch,
+    serve.serve,
+    worker.worker,
+    api.api,
+    jobs.jobs,
+    status.status,
+    tail.tail,
+    wait.wait,
+):
+    cli.add_command(command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command line and leaves with its exit code; what a person can mend is one sentence, never a traceback."""
+    try:
+        code = cli.main(args=arguments, prog_name="pipeline", standalone_mode=False)
+    except BaseException as error:
+        code = exit_code_of(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Flags that several commands share, and where their values come from: flag, then environment, then --config file, then default."""
+
+import logging
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from pipeline.errors import Refused
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+log = logging.getLogger("pipeline")
+
+_UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+_SOURCES = {ParameterSource.COMMANDLINE: "flag", ParameterSource.ENVIRONMENT: "environment", ParameterSource.DEFAULT_MAP: "config file"}
+
+
+class Size(click.ParamType[int]):
+    """A whole number from 1 up, with k, m, g (thousands) or K, M, G (powers of 1024) behind it if wanted."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value).strip()
+        unit = _UNITS.get(text[-1:], 1)
+        try:
+            number = int(float(text[:-1]) * unit) if unit > 1 else int(text)
+        except (ValueError, OverflowError):
+            self.fail(f"{text!r} is not a whole number such as 4096, 4k or 4K", param, ctx)
+        if number < 1:
+            self.fail(f"{text!r} is below 1", param, ctx)
+        return number
+
+
+def flag(*names: str, env: str | None = None, **attributes: Any) -> Callable[[Command], Command]:
+    """A click option that can also be set by the environment variable `env` (PIPELINE_ and the flag's name, unless given)."""
+    longest = max((name.split("/")[0] for name in names), key=len)
+    variable = env or "PIPELINE_" + longest.lstrip("-").upper().replace("-", "_")
+    attributes.setdefault("show_default", attributes.get("default") is not None)
+    return click.option(*names, envvar=variable, show_envvar=True, **attributes)
+
+
+def all_of(*flags: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Several flags as one decorator, shown in this order."""
+
+    def decorate(command: Command) -> Command:
+        for one in reversed(flags):
+            command = one(command)
+        return command
+
+    return decorate
+
+
+def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
+    if path is not None:
+        ctx.default_map = {**(ctx.default_map or {}), **_config_values(ctx, path)}
+    return path
+
+
+def _config_values(ctx: click.Context, path: Path) -> dict[str, Any]:
+    root = ctx.find_root().command
+    commands = list(root.commands.values()) if isinstance(root, click.Group) else [ctx.command]
+    known = {param.name for command in commands for param in command.params if isinstance(param, click.Option)}
+    values = {str(key).replace("-", "_"): value for key, value in _parse_config(path).items()}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise Refused(f"{path}: no flag is called {', '.join(unknown)}")
+    return values
+
+
+def _parse_config(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        try:
+            import yaml  # type: ignore[import-untyped]
+        except ImportError:
+            raise Refused(f"{path}: reading YAML needs PyYAML (pip install pyyaml), or write the file as TOML") from None
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise Refused(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    except OSError as error:
+        raise Refused(f"the config file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"{path} cannot be read as configuration: {error}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise Refused(f"{path}: a config file holds flag names and values, such as `max-num-seqs: 64`")
+    return values
+
+
+common_options = all_of(
+    flag("--config", type=click.Path(path_type=Path), is_eager=True, expose_value=False, callback=_read_config,
+         help="YAML or TOML file of flag names and values; flags and environment variables win over it."),
+    flag("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="What the log says."),
+)  # fmt: skip
+
+redis_option = flag("--redis-url", env="REDIS_URL", help="redis://, rediss:// or unix:// URL of the queue. [default: a private one]")
+
+queue_options = all_of(
+    flag("--lease-seconds", env="LEASE_SECONDS", type=click.FloatRange(min=0.2), default=30.0,
+         help="How long a worker's claim on a request lasts without being renewed."),
+    flag("--stream-interval", env="STREAM_INTERVAL", type=click.FloatRange(min=0.02), default=2.0,
+         help="Seconds between the checkpoints of a request that nobody watches."),
+)  # fmt: skip
+
+model_options = all_of(
+    flag("--served-model-name", multiple=True, help="Name that requests use for the model; may be repeated. [default: the --model given]"),
+    flag("--tokenizer", help="Folder or hub name of the tokenizer. [default: the model's]"),
+    flag("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Type of weights and activations."),
+    flag("--max-model-len", type=Size(), help="Longest prompt and answer together, in tokens. [default: what the model's config says]"),
+    flag("--max-num-seqs", type=Size(), help="Requests that run at once. [default: 64 on a CPU, 1024 on a GPU]"),
+    flag("--max-num-batched-tokens", type=Size(), help="Tokens computed in one step. [default: 2048 on a CPU, 16384 on a GPU]"),
+    flag("--block-size", type=Size(), help="Tokens per block of the KV cache."),
+    flag("--enable-prefix-caching/--no-enable-prefix-caching", default=True, help="Reuse the KV cache of shared prompt beginnings."),
+    flag("--gpu-memory-utilization", type=click.FloatRange(0.0, 1.0, min_open=True), default=0.9, help="Share of the GPU's memory to use."),
+    flag("--kv-cache-memory-bytes", type=Size(), help="Size of the KV cache. [default: what the machine allows]"),
+    flag("--seed", type=click.IntRange(min=0), default=0, help="Seed of requests that carry none."),
+    flag("--chat-template", help="Jinja file, or the template itself. [default: the tokenizer's]"),
+)
+
+MODEL_FLAGS = (
+    "served_model_name",
+    "tokenizer",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "enable_prefix_caching",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "seed",
+    "chat_template",
+)
+"""Parameter names of `model_options`."""
+
+
+def check_model_flags(ctx: click.Context) -> None:
+    """Refuses model flags that contradict each other."""
+    values = ctx.params
+    tokens, requests = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
+    if tokens is not None and requests is not None and tokens < requests:
+        raise Refused(f"--max-num-batched-tokens {tokens} is below --max-num-seqs {requests}: a step gives each running request one token")
+    if values.get("kv_cache_memory_bytes") is not None and given(ctx, "gpu_memory_utilization"):
+        raise Refused("--kv-cache-memory-bytes and --gpu-memory-utilization both size the KV cache: give one of them")
+
+
+def one_model(ctx: click.Context, positional: str | None, option: str | None) -> str | None:
+    """The model of a command that takes it in two ways."""
+    if positional is not None and option is not None and given(ctx, "model_option") and positional != option:
+        raise Refused(f"two models are named: {positional} and --model {option}")
+    return positional if positional is not None else option
+
+
+def given(ctx: click.Context, name: str) -> bool:
+    """Whether a person set this parameter, in whatever way."""
+    return ctx.get_parameter_source(name) in _SOURCES
+
+
+def given_as_flag(ctx: click.Context, names: Iterable[str]) -> list[str]:
+    """Those of `names` that stand on the command line itself, as flags."""
+    return [as_flag(name) for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+
+def as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def log_settings(ctx: click.Context) -> None:
+    """Logs every setting that differs from its default, with where it came from."""
+    changed = [
+        f"{param.name}={_shown(param.name, ctx.params.get(param.name))} ({_SOURCES[source]})"
+        for param in ctx.command.params
+        if isinstance(param, click.Option) and param.name and (source := ctx.get_parameter_source(param.name)) in _SOURCES
+        and ctx.params.get(param.name) != param.default and param.name in ctx.params
+    ]  # fmt: skip
+    if changed:
+        log.info("settings that differ from the defaults: %s", ", ".join(changed))
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "redis_url" and isinstance(value, str) and "@" in value:
+        scheme, _, rest = value.partition("://")
+        return f"{scheme}://***@{rest.rpartition('@')[2]}"
+    return str(value)
+
+
+def model_arguments(values: dict[str, Any]) -> list[str]:
+    """The command line that gives another process the same model flags."""
+    arguments: list[str] = []
+    for name in MODEL_FLAGS:
+        value = values[name]
+        if name == "enable_prefix_caching":
+            arguments.append(as_flag(name) if value else "--no-enable-prefix-caching")
+        elif isinstance(value, tuple):
+            arguments += [part for one in value for part in (as_flag(name), one)]
+        elif value is not None:
+            arguments += [as_flag(name), str(value)]
+    return arguments

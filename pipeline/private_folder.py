@@ -1,0 +1,45 @@
+"""A short-lived folder for a private Redis; those that killed processes left behind are removed."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX = "pipeline-"
+_OWNER = "owner.lock"
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A fresh 0700 folder, gone at the end. Its path is short, since the kernel allows a socket path only 107 bytes."""
+    remove_abandoned()
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Removes this user's private folders whose process is gone: the kernel lets go of a lock when its holder dies."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.getuid() and _is_abandoned(folder / _OWNER):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_abandoned(owner: Path) -> bool:
+    lock = os.open(owner, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True

@@ -1,0 +1,152 @@
+"""How far a batch is, for a person: a live bar on a terminal, a plain line now and then elsewhere."""
+
+import sys
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+_PLAIN_EVERY = 5.0
+_RATE_WINDOW = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """One reading of a batch. `tokens` are output tokens of finished requests; `note` says what is being waited for, if anything."""
+
+    total: int = 0
+    done: int = 0
+    failed: int = 0
+    running: int = 0
+    tokens: int = 0
+    note: str = ""
+
+    @property
+    def waiting(self) -> int:
+        return max(0, self.total - self.done - self.running)
+
+
+class Rate:
+    """Tokens per second over the last ten seconds, and the seconds left at the pace of the requests."""
+
+    def __init__(self) -> None:
+        self._readings: list[tuple[float, Counts]] = []
+
+    def add(self, counts: Counts, now: float) -> None:
+        self._readings.append((now, counts))
+        while len(self._readings) > 2 and now - self._readings[1][0] > _RATE_WINDOW:
+            self._readings.pop(0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        seconds, counts = self._span()
+        return counts.tokens / seconds if seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        seconds, counts = self._span()
+        if seconds <= 0 or counts.done <= 0:
+            return None
+        last = self._readings[-1][1]
+        return (last.total - last.done) * seconds / counts.done
+
+    def _span(self) -> tuple[float, Counts]:
+        if not self._readings:
+            return 0.0, Counts()
+        (begun, first), (ended, last) = self._readings[0], self._readings[-1]
+        return ended - begun, Counts(done=last.done - first.done, tokens=last.tokens - first.tokens)
+
+
+class Progress(Protocol):
+    """Where a command shows how far it is, and prints what must be seen meanwhile."""
+
+    def __enter__(self) -> "Progress": ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def update(self, counts: Counts) -> None: ...
+    def say(self, line: str) -> None: ...
+
+
+def make_progress() -> Progress:
+    """A bar when stderr is a terminal, else plain lines."""
+    return BarProgress() if sys.stderr.isatty() else PlainProgress()
+
+
+class PlainProgress:
+    """A line when something changed, at most every few seconds."""
+
+    def __init__(self) -> None:
+        self._rate = Rate()
+        self._last_line = ""
+        self._last_time = 0.0
+
+    def __enter__(self) -> "PlainProgress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        return None
+
+    def update(self, counts: Counts) -> None:
+        now = time.monotonic()
+        self._rate.add(counts, now)
+        line = describe(counts, self._rate)
+        if line == self._last_line or (now - self._last_time < _PLAIN_EVERY and self._last_line):
+            return
+        self._last_line, self._last_time = line, now
+        self.say(line)
+
+    def say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class BarProgress:
+    """A bar that rich redraws in place; what is said scrolls above it."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self._rate = Rate()
+        columns = BarColumn(bar_width=30), TextColumn("{task.description}")
+        self._bar = RichProgress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> "BarProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.refresh()
+        self._bar.stop()
+
+    def update(self, counts: Counts) -> None:
+        self._rate.add(counts, time.monotonic())
+        line = describe(counts, self._rate)
+        self._bar.update(self._task, total=counts.total or None, completed=counts.done, description=line, refresh=True)
+
+    def say(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False)
+
+
+def describe(counts: Counts, rate: Rate) -> str:
+    """One line: done / running / waiting, tokens/s and the time left, or the note while nothing runs."""
+    if counts.note and not counts.running:
+        return f"{counts.done} of {counts.total} done; {counts.note}" if counts.done else counts.note
+    parts = [f"{counts.done} done", f"{counts.running} running", f"{counts.waiting} waiting"]
+    if counts.failed:
+        parts.insert(1, f"{counts.failed} of them failed")
+    if rate.tokens_per_second:
+        parts.append(f"{rate.tokens_per_second:,.0f} tokens/s")
+    if counts.done < counts.total and (left := rate.seconds_left) is not None:
+        parts.append(f"{duration(left)} left")
+    return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

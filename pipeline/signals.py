@@ -1,0 +1,42 @@
+"""Waiting for signals in the main thread without polling: stop orders, the end of a child, or a timeout."""
+
+import select
+import signal
+import socket
+from types import FrameType, TracebackType
+
+_WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+
+
+class Signals:
+    """A context in which `wait` returns as soon as one of the signals arrives; `stops` counts the orders to stop."""
+
+    def __init__(self) -> None:
+        self.stops = 0
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._before: dict[signal.Signals, signal._HANDLER] = {}
+        self._before_fd = -1
+
+    def __enter__(self) -> "Signals":
+        self._before = {number: signal.signal(number, self._note) for number in _WATCHED}
+        self._before_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        signal.set_wakeup_fd(self._before_fd)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._reader.close()
+        self._writer.close()
+
+    def wait(self, seconds: float) -> None:
+        """Returns at the next signal, or after `seconds`."""
+        readable, _, _ = select.select([self._reader], [], [], max(0.0, seconds))
+        if readable:
+            self._reader.recv(4096)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            self.stops += 1

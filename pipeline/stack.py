@@ -1,0 +1,144 @@
+"""Every process on one machine: a private Redis if none is given, and the children that stand on it, supervised by this process."""
+
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+
+from jobs.connection import check_server, connect
+from jobs.queue import Queue
+from jobs.scripts import QueueUnavailable
+from jobs.server import PrivateServer
+from jobs.settings import QueueSettings
+from pipeline.child import Child, ChildFailed
+from pipeline.private_folder import private_folder
+
+_REDIS_STARTS = 10
+_STOP_SECONDS = 15.0
+
+
+class Stack:
+    """Children are started one by one by the `start_` methods and kept running by `check`; leaving the context stops them in order.
+
+    With no `redis_url` a private server is started in a folder of its own, which is removed at the end.
+    """
+
+    def __init__(self, redis_url: str | None, settings: QueueSettings, say: Callable[[str], None], log_level: str = "info") -> None:
+        self.settings = settings
+        self._log_level = log_level
+        self._given_url = redis_url
+        self._say = say
+        self._server: PrivateServer | None = None
+        self._server_starts = 0
+        self._children: list[Child] = []
+        self._exit = contextlib.ExitStack()
+        self._environment: dict[str, str] = {}
+
+    def __enter__(self) -> "Stack":
+        with contextlib.ExitStack() as undo:
+            if self._given_url is None:
+                folder = undo.enter_context(private_folder())
+                self._server = undo.enter_context(PrivateServer(folder / "redis"))
+            self._client = connect(self.redis_url)
+            undo.callback(self._client.close)
+            check_server(self._client)
+            self.queue = Queue(self._client, self.settings)
+            self._environment = {
+                "REDIS_URL": self.redis_url,
+                "LEASE_SECONDS": str(self.settings.lease_seconds),
+                "STREAM_INTERVAL": str(self.settings.stream_interval),
+            }
+            self._exit = undo.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.stop()
+        finally:
+            self._exit.close()
+
+    @property
+    def redis_url(self) -> str:
+        """Where the queue is."""
+        if self._given_url is not None:
+            return self._given_url
+        assert self._server is not None
+        return self._server.url
+
+    def start_jobs(self) -> None:
+        """The control plane: one RQ worker for each queue, and the ticker."""
+        for queue in ("advance", "bulk"):
+            self._add(f"jobs-{queue}", partial(_python, "jobs.rq_worker", "--queue", queue, "--redis-url", self.redis_url))
+        self._add("ticker", partial(_python, "jobs.ticker", "--redis-url", self.redis_url))
+
+    def start_worker(self, arguments: list[str]) -> None:
+        """One model replica. `arguments` are the flags of `pipeline worker`."""
+        self._add("worker", partial(_python, "pipeline", "worker", "--log-level", self._log_level, *arguments), on_death=self._bury)
+
+    def start_api(self, arguments: list[str]) -> None:
+        """The HTTP face. `arguments` are the flags of `pipeline api`."""
+        self._add("api", partial(_python, "pipeline", "api", "--log-level", self._log_level, *arguments))
+
+    def check(self) -> float:
+        """Starts again what ended. Returns the seconds until it should be called again at the latest. Raises `ChildFailed`."""
+        self._check_server()
+        for child in self._children:
+            child.check()
+        pauses = [child.pause_left for child in self._children]
+        return min((pause for pause in pauses if pause is not None), default=5.0)
+
+    def has(self, name: str) -> bool:
+        """Whether a child of that name was started and not stopped."""
+        return any(child.name == name for child in self._children)
+
+    def stop(self, only: str = "", insisted: Callable[[], bool] = lambda: False) -> None:
+        """Stops the children whose name begins with `only`: first those that take work, then those that take its results.
+
+        Each kind gets some time to end in order; once `insisted()`, none does.
+        """
+        for kind in ("api", "worker", "jobs", "ticker"):
+            chosen = [child for child in self._children if child.name.startswith(kind) and child.name.startswith(only)]
+            deadline = time.monotonic() + _STOP_SECONDS
+            for child in chosen:
+                child.ask_to_stop()
+            for child in chosen:
+                child.wait_until_stopped(deadline, insisted)
+                self._children.remove(child)
+
+    def kill(self) -> None:
+        """Ends every child at once, for when nothing that they hold is needed any more."""
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.wait_until_stopped(0.0)
+        self._children.clear()
+
+    def _add(self, name: str, command: Callable[[], list[str]], on_death: Callable[[int], None] = lambda pid: None) -> None:
+        child = Child(name, command, self._environment, self._say, on_death)
+        child.start()
+        self._children.append(child)
+
+    def _bury(self, pid: int) -> None:
+        """Gives what a dead worker held to others at once; the ticker would find out too, but a lease later."""
+        with contextlib.suppress(QueueUnavailable):
+            for record in self.queue.workers():
+                if record.pid == pid and record.host == socket.gethostname():
+                    self.queue.remove_worker(record.id)
+
+    def _check_server(self) -> None:
+        if self._server is None or self._server.is_running():
+            return
+        if self._server_starts >= _REDIS_STARTS:
+            raise ChildFailed(f"the private Redis ended {self._server_starts} times", 1)
+        self._server_starts += 1
+        self._say("the private Redis ended; it is started again")
+        self._server.stop()
+        self._server.start()
+
+
+def _python(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
+

@@ -1,0 +1,45 @@
+"""Tables of `pipeline status`."""
+
+import time
+
+from rich.table import Table
+
+from jobs.queue import Queue
+from pipeline.progress import duration
+
+
+def workers_table(queue: Queue) -> Table:
+    """One row per worker that is alive."""
+    table = _table("Workers", "id", "state", "models", "context", "host", "pid", "up")
+    for worker in queue.workers():
+        context = str(worker.max_model_len) if worker.max_model_len else ""
+        up = duration(max(0.0, time.time() - worker.started))
+        table.add_row(worker.id, worker.state, ", ".join(worker.models), context, worker.host, str(worker.pid), up)
+    return table
+
+
+def models_table(queue: Queue) -> Table:
+    """One row per model that is or was served."""
+    served = {name for worker in queue.workers() if worker.state == "ready" for name in worker.models}
+    table = _table("Models", "name", "context", "served now", "endpoints")
+    for model in queue.models():
+        table.add_row(model.name, str(model.max_model_len), "yes" if model.name in served else "no", ", ".join(model.endpoints))
+    return table
+
+
+def batches_table(queue: Queue) -> Table:
+    """One row per batch in Redis."""
+    table = _table("Batches", "id", "state", "total", "completed", "failed", "waiting")
+    for batch in queue.batches():
+        fields = queue.batch_fields(batch)
+        counts = [fields.get(name, "0") for name in ("total", "completed", "failed")]
+        waiting = int(counts[0]) - int(counts[1]) - int(counts[2])
+        table.add_row(batch, fields.get("state", ""), *counts, str(waiting))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", caption=None)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,89 @@
+"""What a person reads at the end: where the results are, the first answers, and the sums."""
+
+import json
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from jobs.batches import BatchRecord, LineProblem
+from jobs.storage import local_path
+from pipeline.progress import duration
+
+_ANSWERS = 3
+_LONGEST_ANSWER = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The end of a batch, the seconds of the whole run, and those in which requests were answered (0: none were)."""
+
+    record: BatchRecord
+    seconds: float
+    answering: float
+    output: Path | None = None  # where the results were copied to
+
+
+def print_problems(source: Path, problems: list[LineProblem]) -> None:
+    """Every bad line on stderr, as `file:line: what is wrong [code]`."""
+    for problem in problems:
+        place = f"{source}:{problem.line}" if problem.line else str(source)
+        print(f"{place}: {problem.message} [{problem.code}]", file=sys.stderr)
+
+
+def print_summary(summary: Summary) -> None:
+    """The end of a run on stdout."""
+    record = summary.record
+    output = summary.output or (local_path(record.output) if record.output is not None else None)
+    if output is not None:
+        for line in first_answers(output):
+            print(line)
+    print(f"results: {output or record.output}")
+    print(describe(summary))
+
+
+def describe(summary: Summary) -> str:
+    """Requests, failures, tokens, tokens/s and seconds in one line."""
+    record, usage = summary.record, summary.record.usage
+    parts = [
+        f"{record.total} request{'s' if record.total != 1 else ''}, {record.failed} failed",
+        f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} from the cache), {usage.completion_tokens:,} output tokens",
+    ]
+    if summary.answering > 0:
+        parts.append(f"{usage.completion_tokens / summary.answering:,.0f} output tokens/s")
+    parts.append(f"{summary.seconds:.1f} s" if summary.seconds < 60 else duration(summary.seconds))
+    return "; ".join(parts)
+
+
+def first_answers(output: Path) -> list[str]:
+    """The first few results, shortened, one line each."""
+    rows = _parquet_rows(output) if output.suffix == ".parquet" else _jsonl_rows(output)
+    return [f"  {custom_id}: {_shorten(text)}" for custom_id, text in rows]
+
+
+def _jsonl_rows(output: Path) -> list[tuple[str, str]]:
+    with output.open(encoding="utf-8") as file:
+        return [_row(json.loads(line)) for line in islice(file, _ANSWERS)]
+
+
+def _row(line: dict[str, Any]) -> tuple[str, str]:
+    body = (line.get("response") or {}).get("body") or {}
+    if line.get("error") or "choices" not in body:
+        return line["custom_id"], f"error: {(line.get('error') or {}).get('message')}"
+    choice = body["choices"][0]
+    return line["custom_id"], choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+def _parquet_rows(output: Path) -> list[tuple[str, str]]:
+    from pyarrow import parquet
+
+    columns = ["custom_id", "text", "error_message"]
+    batch = next(parquet.ParquetFile(output).iter_batches(batch_size=_ANSWERS, columns=columns), None)
+    rows = [] if batch is None else batch.to_pylist()
+    return [(row["custom_id"], row["text"] if row["error_message"] is None else f"error: {row['error_message']}") for row in rows]
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_ANSWER else line[: _LONGEST_ANSWER - 1] + "…"

@@ -1,0 +1,111 @@
+"""Printing tokens as they come: the text of one request as it is, those of a batch line by line under their names."""
+
+import sys
+import time
+
+import msgspec
+
+from jobs import keys
+from jobs.connection import check_server, connect
+from jobs.manifest import END_STATES
+from jobs.queue import Queue
+from jobs.requests import LIVE_PREFIX, RequestKey, StreamEntry
+from jobs.streams import FIRST_ID
+from pipeline.errors import Refused
+
+_WATCH_SECONDS = 30
+_READ_SECONDS = 1.0
+
+
+def tail_target(target: str, redis_url: str) -> None:
+    """Follows a request (`batch_x/17`, `live_x`) or every running request of a batch, to its end. Raises `Refused`."""
+    with connect(redis_url) as client:
+        check_server(client)
+        queue = Queue(client)
+        if target.startswith(LIVE_PREFIX) or "/" in target:
+            _tail_request(queue, _parse(target))
+        else:
+            _tail_batch(queue, target)
+
+
+def _tail_request(queue: Queue, key: RequestKey) -> None:
+    last_id, watch = FIRST_ID, _Watch(queue, key)
+    while True:
+        watch.renew()
+        entries = queue.read_tokens({key: last_id}, _READ_SECONDS)
+        for entry in entries:
+            last_id = entry.entry_id
+            _write(entry.text)
+            if entry.result is not None:
+                _write("\n" + _failure(entry))
+                return
+        if not entries and not _is_known(queue, key):
+            if last_id == FIRST_ID:
+                raise Refused(f"no request {key} is waiting or running, and no stream of it is kept")
+            _write("\n")
+            return
+
+
+def _tail_batch(queue: Queue, batch: str) -> None:
+    if not queue.batch_fields(batch):
+        raise Refused(f"there is no batch {batch} in the queue")
+    watch = _Watch(queue, batch)
+    positions: dict[RequestKey, str] = {}
+    lines: dict[RequestKey, str] = {}
+    while True:
+        watch.renew()
+        for key in queue.running(batch):
+            positions.setdefault(key, FIRST_ID)
+        for entry in queue.read_tokens(positions, _READ_SECONDS):
+            positions[entry.key] = entry.entry_id
+            *whole, rest = (lines.get(entry.key, "") + entry.text).split("\n")
+            lines[entry.key] = rest
+            for line in whole:
+                _write(f"{entry.key}: {line}\n")
+            if entry.result is not None:
+                del positions[entry.key]
+                _write(f"{entry.key}: {lines.pop(entry.key)}\n{_failure(entry)}")
+        if not positions:
+            if queue.batch_fields(batch).get("state", "") in {"", *END_STATES}:
+                return
+            time.sleep(0.1)
+
+
+class _Watch:
+    """Says again and again that somebody reads, for as long as somebody does."""
+
+    def __init__(self, queue: Queue, target: RequestKey | str) -> None:
+        self._queue = queue
+        self._target = target
+        self._until = 0.0
+
+    def renew(self) -> None:
+        if time.monotonic() > self._until:
+            self._queue.watch(self._target, _WATCH_SECONDS)
+            self._until = time.monotonic() + _WATCH_SECONDS / 2
+
+
+def _is_known(queue: Queue, key: RequestKey) -> bool:
+    """Whether the request waits, runs, or left a stream."""
+    return bool(queue.redis.exists(keys.tokens(str(key)))) or bool(queue.redis.hexists(keys.bodies(key.batch), str(key.line)))
+
+
+def _parse(target: str) -> RequestKey:
+    if "/" not in target:
+        return RequestKey(target, 0)
+    try:
+        return RequestKey.parse(target)
+    except ValueError:
+        raise Refused(f"{target} names no request: it is a batch id, a slash and a line number, such as batch_x/17") from None
+
+
+def _failure(entry: StreamEntry) -> str:
+    if entry.result is None or entry.result.succeeded:
+        return ""
+    error = msgspec.json.decode(entry.result.body).get("error", {})
+    return f"{entry.key}: error {entry.result.status}: {error.get('message')}\n"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,36 @@
+"""From the values of the model flags to what a worker runs with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jobs.settings import QueueSettings
+from pipeline.errors import Refused
+from workers.engine.config import EngineConfig
+from workers.settings import DEMO_MODEL, WorkerSettings
+
+_ENGINE = (
+    "tokenizer",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "enable_prefix_caching",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "seed",
+)
+
+
+def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
+    """The settings of a worker for `model` (None: the one that ships). Raises `Refused`."""
+    try:
+        return WorkerSettings(
+            redis_url=redis_url,
+            engine=EngineConfig(model=model or DEMO_MODEL, **{name: values[name] for name in _ENGINE}),
+            queue=QueueSettings(redis_url=redis_url, lease_seconds=values["lease_seconds"], stream_interval=values["stream_interval"]),
+            served_model_names=tuple(values["served_model_name"]),
+            chat_template=values["chat_template"],
+        )
+    except ValueError as error:
+        raise Refused(str(error)) from None
