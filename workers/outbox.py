@@ -31,15 +31,13 @@ class Outbox:
         queue: Queue,
         worker: str,
         stream_interval: float,
-        due: Callable[[], list[Delta]],
         on_ended: Callable[[list[Held]], None],
         on_lost: Callable[[list[Held]], None],
     ) -> None:
-        """`due` gives the tokens to publish; `on_ended` hears of leases that ended with a result, `on_lost` of those that were lost."""
+        """`on_ended` hears of leases that ended with a result, `on_lost` of those that were lost."""
         self._queue = queue
         self._worker = worker
         self._sweep_seconds = min(stream_interval / 4, 0.5)
-        self._due = due
         self._on_ended = on_ended
         self._on_lost = on_lost
         self._accepted: list[Delta] = []
@@ -70,12 +68,12 @@ class Outbox:
         """There are requests whose tokens will be due at some time."""
         self._wake_at(self._last + self._sweep_seconds)
 
-    async def run(self, busy: Callable[[], bool]) -> None:
-        """Delivers until cancelled; looks for tokens that are due as long as `busy` says that requests run."""
+    async def run(self, due: Callable[[], list[Delta]], busy: Callable[[], bool]) -> None:
+        """Delivers results and the tokens that are `due`, which is asked now and then while requests run (`busy`), until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            await self.deliver(self._due())
+            await self.deliver(due())
             if busy():
                 self._wake_at(self._last + self._sweep_seconds)
 

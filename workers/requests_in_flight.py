@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from jobs.requests import Claim, Delta, Finished
@@ -83,7 +84,7 @@ class RequestInFlight:
             self.token_ids.append(stop_token)
         return False
 
-    def ended_before_running(self, eos_token_ids: list[int]) -> Finished | None:
+    def ended_before_running(self, eos_token_ids: Collection[int]) -> Finished | None:
         """The end of a request whose checkpoint already holds all of its output (its last worker died before it could say so)."""
         if self._stops is not None and self._stops.matched is not None:
             return self.finish("stop", None, 0)

@@ -41,7 +41,8 @@ class Outgoing(Protocol):
 class Running:
     """All requests in flight by engine id. Used from the event loop only."""
 
-    def __init__(self, outgoing: Outgoing, clock: Callable[[], float], stream_interval: float) -> None:
+    def __init__(self, engine: Engine, outgoing: Outgoing, clock: Callable[[], float], stream_interval: float) -> None:
+        self._engine = engine
         self._outgoing = outgoing
         self._clock = clock
         self._stream_interval = stream_interval
@@ -50,18 +51,12 @@ class Running:
         self._by_key: dict[RequestKey, int] = {}
         self._watched: dict[int, float] = {}  # until when, on the clock
         self._next_sweep = 0.0
-        self.engine: Engine | None = None
-        self.eos_token_ids: list[int] = []
+        self.eos_token_ids: frozenset[int] = frozenset()
         self.finished = 0
         self.failed = 0
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    @property
-    def live(self) -> int:
-        """Live calls among them."""
-        return sum(1 for request in self._requests.values() if request.claim.live)
 
     def start(self, prepared: Sequence[Prepared]) -> None:
         """Hands requests to the engine, with what earlier workers generated as a forced beginning."""
@@ -82,7 +77,9 @@ class Running:
             if item.claim.live or item.claim.watched:
                 self._watched[request_id] = math.inf if item.claim.live else now + WATCHED_SECONDS
             added.append(request.engine_request)
-        self._tell_engine(lambda engine: engine.add(added), bool(added))
+        if added:
+            with contextlib.suppress(EngineDeadError):  # whoever takes its steps hears of that, and gives all of this up
+                self._engine.add(added)
 
     def reject(self, finished: Sequence[Finished]) -> None:
         """Sends the results of requests that cannot run."""
@@ -112,7 +109,7 @@ class Running:
             elif request_id in self._watched and request.fresh_tokens:
                 waiting = True
                 first = first or request.fresh_tokens == len(request.token_ids)
-        self._tell_engine(lambda engine: engine.abort(over), bool(over))
+        self._abort(over)
         if waiting:
             self._outgoing.tokens_wait(first)
 
@@ -156,7 +153,7 @@ class Running:
         """Stops requests without a result; returns what was held of them."""
         ids = [self._by_key[key] for key in keys if key in self._by_key]
         dropped = [self._forget(request_id) for request_id in ids]
-        self._tell_engine(lambda engine: engine.abort(ids), bool(ids))
+        self._abort(ids)
         return [(request.claim.key, request.claim.fence) for request in dropped]
 
     def drop_unstarted(self) -> list[Held]:
@@ -167,15 +164,10 @@ class Running:
         """Stops everything."""
         return self.drop(list(self._by_key))
 
-    def engine_lost(self) -> None:
-        """Forgets everything: the engine that had it is gone."""
-        self.engine = None
-        self.drop_all()
-
-    def _tell_engine(self, order: Callable[[Engine], None], wanted: bool) -> None:
-        if wanted and self.engine is not None:
-            with contextlib.suppress(EngineDeadError):  # whoever reads its steps hears of that, and then all of this is given up
-                order(self.engine)
+    def _abort(self, request_ids: list[int]) -> None:
+        if request_ids:
+            with contextlib.suppress(EngineDeadError):
+                self._engine.abort(request_ids)
 
     def _finished(self, request: RequestInFlight, finish: Finish, stop_token: int, cached: int, error: str | None) -> Finished:
         if finish is Finish.STOP:

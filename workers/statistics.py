@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Protocol
 
 from workers.engine.messages import Stats
@@ -21,18 +20,13 @@ class HasStats(Protocol):
     stats: Stats
 
 
-async def report(running: Running, engine: Callable[[], HasStats | None], num_blocks: int) -> None:
+async def report(running: Running, engine: HasStats, num_blocks: int) -> None:
     """Logs until cancelled; says nothing about an interval without work."""
     loop = asyncio.get_running_loop()
     before, finished, since = Stats(), running.finished, loop.time()
     while True:
         await asyncio.sleep(INTERVAL)
-        current = engine()
-        if current is None:
-            continue
-        now, seconds = current.stats, loop.time() - since
-        if now.steps < before.steps:  # another core has taken over
-            before = Stats()
+        now, seconds = engine.stats, loop.time() - since
         if now.steps != before.steps:
             logger.info("%s", describe(before, now, seconds, running.finished - finished, len(running), num_blocks))
         before, finished, since = now, running.finished, loop.time()

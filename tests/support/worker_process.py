@@ -1,0 +1,80 @@
+"""Real workers as child processes, on the demo model in float32 (so that the shape of a batch does not move a greedy answer)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jobs.queue import Queue
+from jobs.registry import WorkerRecord
+from tests.support.waiting import wait_until
+
+START_SECONDS = 120.0
+
+
+class WorkerProcess:
+    """A worker that was started, and what the queue knows of it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], queue: Queue, log: str) -> None:
+        self.process = process
+        self.pid = process.pid
+        self._queue = queue
+        self._log = log
+
+    @property
+    def record(self) -> WorkerRecord | None:
+        """Its place in the registry, if it has one."""
+        return next((record for record in self._queue.workers() if record.pid == self.pid), None)
+
+    def wait_ready(self) -> WorkerRecord:
+        wait_until(lambda: self.process.poll() is not None or self.state == "ready", START_SECONDS, "the worker to be ready")
+        record = self.record
+        assert record is not None, self.log()
+        return record
+
+    @property
+    def state(self) -> str | None:
+        return None if self.record is None else self.record.state
+
+    @property
+    def core_pid(self) -> int:
+        """The engine core, its only child that is a Python process."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return next(int(child) for child in children if b"core_process" in Path(f"/proc/{child}/cmdline").read_bytes())
+
+    def log(self) -> str:
+        return Path(self._log).read_text(errors="replace")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, timeout: float = 60.0) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+
+@contextmanager
+def running_worker(queue: Queue, redis_url: str, *flags: str, ready: bool = True) -> Iterator[WorkerProcess]:
+    """A worker with these flags of `workers.main`; killed at the end if it still runs."""
+    with tempfile.NamedTemporaryFile("wb", suffix=".log") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "workers.main", "--redis-url", redis_url, "--dtype", "float32", "--parent", str(os.getpid()), *flags],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=log,
+        )
+        worker = WorkerProcess(process, queue, log.name)
+        try:
+            if ready:
+                worker.wait_ready()
+            yield worker
+        finally:
+            if process.poll() is None:
+                worker.kill()

@@ -1,0 +1,197 @@
+"""What happens to requests when something ends: the worker, its engine core, Redis, or the worker's patience."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.connection import connect
+from jobs.queue import Queue
+from jobs.requests import RequestKey
+from jobs.server import PrivateServer
+from jobs.settings import QueueSettings
+from jobs.streams import FIRST_ID
+from tests.support.waiting import wait_until
+from tests.support.worker_process import WorkerProcess, running_worker
+from tests.workers.test_worker import endless, follow, question, run_batch, submit_batch, submit_live, text_of
+
+FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
+TOKENS = 600
+
+
+@pytest.fixture
+def queue(redis_client: object, redis_url: str) -> Queue:
+    return Queue(connect(redis_url), QueueSettings(lease_seconds=1.0, redis_retry_seconds=60.0))
+
+
+def published(queue: Queue, key: RequestKey) -> int:
+    return sum(len(entry.token_ids) for entry in queue.read_tokens({key: FIRST_ID}))
+
+
+def wait_published(queue: Queue, key: RequestKey, tokens: int) -> None:
+    wait_until(lambda: published(queue, key) >= tokens, 60, f"{tokens} published tokens")
+
+
+def test_the_next_worker_goes_on_where_a_killed_one_was(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS) as second:
+        (undisturbed,) = run_batch(queue, [endless(TOKENS)])
+        (by_chance,) = run_batch(queue, [endless(TOKENS, temperature=1.0, seed=5)])
+        second.process.send_signal(signal.SIGSTOP)  # so that the first one gets the work
+        with running_worker(queue, redis_url, *FLAGS) as first:
+            batch = submit_batch(queue, [endless(TOKENS), endless(TOKENS, temperature=1.0, seed=5)])
+            wait_published(queue, RequestKey(batch, 0), 100)
+            wait_published(queue, RequestKey(batch, 1), 100)
+            first.kill()
+            had = published(queue, RequestKey(batch, 0))
+            record = next(record for record in queue.workers() if record.pid == first.pid)
+            assert queue.reap(record.id) == 2
+        second.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: len(queue.results(batch)) == 2, 60, "the results")
+        greedy, sampled = (result for _, result in queue.results(batch))
+    assert 100 <= had < TOKENS
+    assert text_of(greedy) == text_of(undisturbed)
+    assert text_of(sampled) == text_of(by_chance)
+    assert greedy.usage.completion_tokens == TOKENS
+
+
+def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS) as worker:
+        _, undisturbed_api = submit_live(queue, endless(TOKENS))
+        whole = "".join(entry.text for entry in follow(queue, undisturbed_api))
+        key, api = submit_live(queue, endless(TOKENS))
+        wait_published(queue, key, 50)
+        worker_id = worker.record.id if worker.record else ""
+        worker.kill()
+        queue.reap(worker_id)
+    with running_worker(queue, redis_url, *FLAGS):
+        entries = follow(queue, api)
+    tokens = [entry for entry in entries if entry.token_ids]
+    assert [entry.index for entry in tokens] == [sum(len(entry.token_ids) for entry in tokens[:n]) for n in range(len(tokens))]
+    assert "".join(entry.text for entry in entries) == whole
+    assert all(entry.text_offset == len("".join(before.text for before in entries[:n])) for n, entry in enumerate(entries))
+
+
+def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS) as worker:
+        (undisturbed,) = run_batch(queue, [endless(TOKENS)])
+        batch = submit_batch(queue, [endless(TOKENS)])
+        wait_published(queue, RequestKey(batch, 0), 100)
+        before = worker.core_pid
+        os.kill(before, signal.SIGKILL)
+        wait_until(lambda: len(queue.results(batch)) == 1, 60, "the result")
+        assert worker.core_pid != before
+        assert text_of(queue.results(batch)[0][1]) == text_of(undisturbed)
+        assert worker.state == "ready"
+        assert worker.stop() == 0
+
+
+def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS) as worker:
+        batch = submit_batch(queue, [endless(TOKENS)])
+        deaths = 0
+        while worker.process.poll() is None and deaths < 10:
+            record = worker.wait_ready()
+            os.kill(worker.core_pid, signal.SIGKILL)
+            deaths += 1
+            wait_until(lambda record=record: worker.record is None or worker.record.id != record.id, 20, "the next core or the end")  # type: ignore[misc]
+            if deaths > 3:
+                worker.process.wait(30)
+        assert (worker.process.poll(), deaths) == (1, 4)
+        assert "no more are started" in worker.log()
+        assert "Traceback" not in worker.log()
+        assert worker.record is None
+        assert queue.ready_length(batch) == 1
+
+
+def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "0") as worker:
+        batch = submit_batch(queue, [endless(TOKENS) for _ in range(12)])  # more than run at once
+        wait_published(queue, RequestKey(batch, 0), 50)
+        assert worker.stop() == 0
+    assert queue.workers() == []
+    claims = queue.claim("test", 1, 20, models=["demo"])
+    assert [claim.key.line for claim in claims] == list(range(12))
+    assert {claim.attempt for claim in claims} == {1}
+    assert {claim.suspicions for claim in claims} == {0}
+    begun = [claim for claim in claims if claim.checkpoint is not None]
+    assert len(begun) >= 8
+    assert all(claim.checkpoint is not None and len(claim.checkpoint.token_ids) >= 1 for claim in begun)
+
+
+def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "30") as worker:
+        batch = submit_batch(queue, [endless(200)])
+        wait_published(queue, RequestKey(batch, 0), 10)
+        assert worker.stop() == 0
+    assert len(queue.results(batch)) == 1
+
+
+def test_an_order_to_drain_ends_a_worker(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS) as worker:
+        queue.drain(worker.wait_ready().id)
+        assert worker.process.wait(30) == 0
+    assert queue.workers() == []
+
+
+def test_a_worker_outlives_redis(tmp_path: Path) -> None:
+    with PrivateServer(tmp_path) as server:
+        queue = Queue(connect(server.url), QueueSettings(lease_seconds=1.0, redis_retry_seconds=60.0))
+        with running_worker(queue, server.url, *FLAGS) as worker:
+            batch = submit_batch(queue, [endless(TOKENS), question("What is 2 + 3?")])
+            wait_published(queue, RequestKey(batch, 0), 50)
+            server.stop()
+            wait_until(lambda: "Redis is out of reach" in worker.log(), 30, "the worker to notice")
+            server.start()
+            wait_until(lambda: len(queue.results(batch)) == 2, 60, "both results")
+            assert worker.stop() == 0
+
+
+def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS) as worker:
+        batch = submit_batch(queue, [endless(1500)])
+        wait_published(queue, RequestKey(batch, 0), 20)
+        record = worker.wait_ready()
+        queue.reap(record.id)
+        (claim,) = queue.claim("thief", 1, 1, models=["demo"])
+        wait_until(lambda: "taken away" in worker.log(), 20, "the worker to let go")
+        assert queue.hand_back("thief", [(claim.key, claim.fence)]) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "/nowhere/model"), "does not exist"),
+        (("--redis-url", "unix:///nowhere/redis.sock"), "Redis cannot be used"),
+        (("--chat-template", "{% for %}"), "not valid Jinja"),
+    ],
+)
+def test_a_worker_that_cannot_start_says_why_in_one_sentence(redis_url: str, flags: tuple[str, ...], words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "workers.main", "--redis-url", redis_url, *flags], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert words in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_worker_dies_with_its_parent(queue: Queue, redis_url: str) -> None:
+    script = (
+        "import os, subprocess, sys, time;"
+        "p = subprocess.Popen([sys.executable, '-m', 'workers.main', '--redis-url', sys.argv[1], '--parent', str(os.getpid())]);"
+        "print(p.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, redis_url], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = WorkerProcess(parent, queue, os.devnull)  # type: ignore[arg-type]
+    worker.pid = int(parent.stdout.readline())
+    worker.wait_ready()
+    core = worker.core_pid
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not Path(f"/proc/{worker.pid}").exists() and not Path(f"/proc/{core}").exists(), 20, "both to be gone")

@@ -1,0 +1,248 @@
+"""One engine core and everything that answers for what it has: intake, leases, orders, results.
+
+Each is registered under a name of its own, because numbered claims belong to one life: after a core's death the next one is a newcomer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+from redis import RedisError
+
+from jobs.queue import Queue, QueueUnavailable
+from jobs.registry import WorkerRecord, WorkerState
+from jobs.requests import Delta, Finished
+from jobs.streams import ControlMessage
+from workers import statistics
+from workers.claims import Intake
+from workers.control import Control
+from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineStartError
+from workers.errors import WorkerError
+from workers.leases import Held, Leases
+from workers.outbox import Outbox
+from workers.preparation import Limits, Preparation
+from workers.requests_in_flight import Prepared
+from workers.running import Running
+from workers.settings import WorkerSettings
+from workers.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+GOODBYE_SECONDS = 5.0
+"""How long a stopping worker waits for Redis to take its last results."""
+
+T = TypeVar("T")
+
+
+class Replica:
+    """From the start of an engine core to its end, whichever way that comes."""
+
+    def __init__(self, settings: WorkerSettings, queue: Queue, tokenizer: asyncio.Task[TextTokenizer], stopping: asyncio.Event) -> None:
+        """`stopping` is set when it is to end, and may be set here by an order that came through Redis."""
+        self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.was_ready = False
+        self._settings = settings
+        self._queue = queue
+        self._tokenizer = tokenizer
+        self._stopping = stopping
+        self._loop = asyncio.get_running_loop()
+        self._record = WorkerRecord(self.id, settings.models, "loading", 0, time.time(), socket.gethostname(), os.getpid())
+        self._engine = AsyncEngine(settings.engine)
+        self._leases = Leases(queue, self.id, settings.queue.lease_seconds, self._from_thread(self._on_lost))
+        self._control = Control(queue, self.id, self._from_thread(self._on_orders))
+        interval = settings.queue.stream_interval
+        self._outbox = Outbox(queue, self.id, interval, self._leases.drop, self._on_lost)
+        self._running = Running(self._engine, self._outbox, self._loop.time, interval)
+        self._intake: Intake | None = None
+
+    async def run(self) -> None:
+        """Serves until told to stop. Raises WorkerError when it cannot start, and EngineDeadError, everything given back, after a death."""
+        helpers: list[asyncio.Task[None]] = []
+        try:
+            await self._register()
+            self._leases.start()
+            self._control.start()
+            if await self._load():
+                helpers += self._start_helpers()
+                await self._until_stopped(helpers)
+                await self._drain(helpers[0])
+        except EngineDeadError as error:
+            await self._bury_engine(error)
+            raise
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await self._end()
+
+    async def _load(self) -> bool:
+        """Tokenizer and engine, side by side; False when told to stop meanwhile."""
+        started = time.monotonic()
+        engine = asyncio.create_task(self._load_engine())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({self._tokenizer, stopping, engine}, return_when=asyncio.FIRST_COMPLETED)
+            if self._tokenizer.done() and not engine.done():
+                self._tokenizer.result()
+                await self._set_state("initializing")
+            for loading in (engine, self._tokenizer):
+                await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                if self._stopping.is_set():
+                    return False
+                loading.result()
+        finally:
+            stopping.cancel()
+            engine.cancel()
+        await self._become_ready(self._tokenizer.result())
+        logger.info("ready after %.1f s as %s: %s", time.monotonic() - started, self.id, ", ".join(self._settings.models))
+        return True
+
+    async def _load_engine(self) -> None:
+        try:
+            await self._engine.start(self._settings.start_timeout)
+        except EngineStartError as error:
+            raise WorkerError(str(error)) from error
+        info = self._engine.info
+        logger.info(
+            "engine on %s (%s): %d requests at once, context of %d tokens, cache of %d blocks of %d; weights read in %.1f s",
+            *(info.device, info.dtype, info.max_num_seqs, info.max_model_len, info.num_blocks, info.block_size, info.weights_seconds),
+        )
+
+    async def _become_ready(self, tokenizer: TextTokenizer) -> None:
+        info, models = self._engine.info, self._settings.models
+        self._running.eos_token_ids = frozenset(info.eos_token_ids)
+        preparation = Preparation(tokenizer, models, Limits(info.max_model_len, info.vocab_size))
+        in_flight = self._running.__len__
+        self._intake = Intake(self._queue, self.id, models, info.max_num_seqs, self._leases, preparation, in_flight, self._start_requests)
+        self._record = msgspec.structs.replace(self._record, max_model_len=info.max_model_len)
+        await self._set_state("ready")
+        self.was_ready = True
+
+    def _start_helpers(self) -> list[asyncio.Task[None]]:
+        assert self._intake is not None
+        report = statistics.report(self._running, self._engine, self._engine.info.num_blocks)
+        return [
+            asyncio.create_task(self._take_steps(), name="steps"),
+            asyncio.create_task(self._intake.run(), name="intake"),
+            asyncio.create_task(self._outbox.run(self._running.due, lambda: len(self._running) > 0), name="outbox"),
+            asyncio.create_task(report, name="statistics"),
+        ]
+
+    async def _until_stopped(self, helpers: list[asyncio.Task[None]]) -> None:
+        """Returns when told to stop; raises what ended a helper."""
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([stopping, *helpers], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        for helper in helpers:
+            if helper.done():
+                helper.result()
+
+    async def _take_steps(self) -> None:
+        assert self._intake is not None
+        async for output in self._engine.steps():
+            self._running.on_step(output)
+            if any(output.finish):
+                self._intake.room_made()
+
+    def _start_requests(self, prepared: list[Prepared], errors: list[Finished]) -> None:
+        self._running.start(prepared)
+        self._running.reject(errors)
+        self._outbox.requests_run()
+
+    async def _drain(self, steps: asyncio.Task[None]) -> None:
+        """Stops in order: nothing new, what has not begun goes back at once, the rest when its time is over, with what it has so far."""
+        assert self._intake is not None
+        await self._set_state("draining")
+        await self._intake.pause()
+        unstarted = self._running.drop_unstarted()
+        await self._give_back(unstarted)
+        if len(self._running):
+            logger.info("draining: %d requests have %.0f s to finish", len(self._running), self._settings.shutdown_timeout)
+        deadline = self._loop.time() + self._settings.shutdown_timeout
+        while len(self._running) and not steps.done() and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        deltas = self._running.checkpoint()
+        held = self._running.drop_all()
+        await self._deliver_last(deltas)
+        await self._give_back(held)
+        logger.info("stopped; %d requests were handed back, %d of them with a beginning", len(unstarted) + len(held), len(held))
+
+    async def _bury_engine(self, error: EngineDeadError) -> None:
+        """Publishes what the dead core had generated, from where its requests go on elsewhere; `_end` then gives up their leases."""
+        logger.error("%s; %d requests were with it", error, len(self._running))
+        if self._intake is not None:
+            await self._intake.pause()
+        await self._deliver_last(self._running.checkpoint())
+
+    async def _deliver_last(self, deltas: list[Delta]) -> None:
+        try:
+            await asyncio.wait_for(self._outbox.deliver(deltas), GOODBYE_SECONDS)
+        except TimeoutError:
+            logger.warning("Redis is away: the last results are lost, and their requests will run again")
+
+    async def _give_back(self, held: list[Held]) -> None:
+        if held:
+            await self._call(lambda: self._queue.hand_back(self.id, held))
+            self._leases.drop(held)
+
+    async def _end(self) -> None:
+        """Leaves nothing registered and nothing running; what is still held counts as lost."""
+        self._leases.stop()
+        self._control.stop()
+        self._outbox.close()
+        if self._intake is not None:
+            self._intake.close()
+        await self._call(lambda: self._queue.remove_worker(self.id))
+        await self._engine.stop()
+
+    def _on_orders(self, orders: list[ControlMessage]) -> None:
+        for order in orders:
+            if order.kind == "bell" and self._intake is not None:
+                self._intake.bell()
+            elif order.kind == "cancel":
+                self._leases.drop(self._running.cancel(order))
+            elif order.kind == "watch":
+                self._running.watch(order)
+            elif order.kind == "drain":
+                self._stopping.set()
+
+    def _on_lost(self, held: list[Held]) -> None:
+        running = self._running.lose(held)
+        self._leases.drop(held)
+        if running:
+            logger.warning("%d requests were taken away: their leases ran out or they were cancelled", running)
+
+    def _from_thread(self, action: Callable[[T], None]) -> Callable[[T], None]:
+        """The same action, called from another thread, runs in the event loop."""
+
+        def call(value: T) -> None:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(action, value)
+
+        return call
+
+    async def _register(self) -> None:
+        try:
+            await asyncio.to_thread(self._queue.register_worker, self._record)
+        except (RedisError, QueueUnavailable) as error:
+            raise WorkerError(f"Redis cannot be used: {error}") from error
+
+    async def _set_state(self, state: WorkerState) -> None:
+        self._record = msgspec.structs.replace(self._record, state=state)
+        await self._call(lambda: self._queue.register_worker(self._record))
+
+    async def _call(self, action: Callable[[], object]) -> None:
+        """A call to Redis that is not worth failing for: leases run out by themselves, and records too."""
+        try:
+            await asyncio.to_thread(action)
+        except QueueUnavailable as error:
+            logger.warning("Redis did not hear of it: %s", error)
