@@ -4,9 +4,9 @@ import threading
 from queue import SimpleQueue
 
 import pytest
+
 from tests.support.waiting import wait_until
 from tests.workers.engine.tiny_models import NEW_TOKENS, VOCAB, folder, reference
-
 from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
 from workers.engine.executor import Executor

@@ -1,0 +1,285 @@
+"""The engine as the front process sees it: real core processes, started, used, killed and stopped."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from tests.support.waiting import wait_until
+from tests.workers.engine.tiny_models import NEW_TOKENS, folder, reference
+from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineRequestError, EngineStartError
+from workers.engine.config import EngineConfig
+from workers.engine.messages import EngineRequest, Failed, Finish, FromCore, SamplingParams, StepOutput
+from workers.engine.transport import FrameReader, FrameSender
+
+MODEL = "llama"
+GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
+ENDLESS = SamplingParams(200, temperature=0.0)
+START_SECONDS = 60
+
+
+def config(depth: int = 0) -> EngineConfig:
+    return EngineConfig(model=str(folder(MODEL)), device="cpu", dtype="float32", depth=depth, threads=1, debug=True)
+
+
+@asynccontextmanager
+async def started(settings: EngineConfig) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(settings)
+    await engine.start(START_SECONDS)
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def text_of(engine: AsyncEngine, prompt: list[int], sampling: SamplingParams = GREEDY) -> list[int]:
+    return [token async for delta in engine.generate(prompt, sampling) for token in delta.token_ids]
+
+
+async def until(condition: Callable[[], bool], what: str, timeout: float = 20) -> None:
+    await asyncio.to_thread(wait_until, condition, timeout, what)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(test(), 120)
+
+    asyncio.run(bounded())
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_one_core_from_start_to_stop(depth: int) -> None:
+    """One start, since each costs seconds: answers, refusals, aborts, readers that leave, idleness, a clean end."""
+
+    async def scenario() -> None:
+        expected = reference(MODEL)
+        async with started(config(depth)) as engine:
+            assert engine.info.max_model_len == 256
+            together = await asyncio.gather(*(text_of(engine, prompt) for prompt in expected.prompts))
+            assert together == expected.tokens
+            await refuses(engine)
+            await hands_out_steps(engine)
+            await aborts(engine)
+            await survives_readers_that_leave(engine)
+            await is_idle(engine)
+            process, began = psutil.Process(engine.pid), time.monotonic()
+            waiting = asyncio.create_task(anext(engine.steps(), None))
+            await engine.stop()
+            assert time.monotonic() - began < 5
+            assert gone(process.pid)
+            assert await waiting is None
+            with pytest.raises(EngineDeadError, match="was stopped") as death:
+                engine.abort([1])
+            assert death.value.returncode == 0
+
+    run(scenario)
+
+
+async def refuses(engine: AsyncEngine) -> None:
+    with pytest.raises(EngineRequestError, match="the prompt has 300 tokens"):
+        await text_of(engine, [1] * 300)
+    with pytest.raises(EngineRequestError, match="outside the vocabulary"):
+        await text_of(engine, [1, 5000])
+
+
+async def hands_out_steps(engine: AsyncEngine) -> None:
+    expected = reference(MODEL)
+    engine.add([EngineRequest(number, prompt, [], GREEDY) for number, prompt in enumerate(expected.prompts)])
+    got: dict[int, list[int]] = {number: [] for number in range(len(expected.prompts))}
+    left = set(got)
+    async for output in engine.steps():
+        collect(output, got, left)
+        if not left:
+            break
+    assert list(got.values()) == expected.tokens
+
+
+def collect(output: StepOutput, got: dict[int, list[int]], left: set[int]) -> None:
+    flat = iter(output.token_ids)
+    for number, count, how in zip(output.request_ids, output.counts, output.finish, strict=True):
+        got[number] += [next(flat) for _ in range(count)]
+        if how:
+            left.remove(number)
+
+
+async def aborts(engine: AsyncEngine) -> None:
+    engine.add([EngineRequest(100, [5], [], ENDLESS), EngineRequest(101, [6], [], ENDLESS)])
+    finish: dict[int, int] = {}
+    async for output in engine.steps():
+        finish |= {number: how for number, how in zip(output.request_ids, output.finish, strict=True) if how}
+        if len(finish) == 2:
+            break
+        if output.token_ids:
+            engine.abort([100, 999])
+    assert finish == {100: Finish.ABORT, 101: Finish.LENGTH}
+
+
+async def survives_readers_that_leave(engine: AsyncEngine) -> None:
+    answer = engine.generate([5, 6], ENDLESS)
+    await anext(answer)
+    await answer.aclose()
+    await until(lambda: engine.stats.running == 0, "an aborted request")
+    assert engine.stats.free_blocks == engine.info.num_blocks - 1
+
+
+async def is_idle(engine: AsyncEngine) -> None:
+    """Both processes under 1 % of a core over two seconds."""
+    processes = [psutil.Process(), psutil.Process(engine.pid)]
+    before = [process.cpu_times() for process in processes]
+    await asyncio.sleep(2)
+    for process, start in zip(processes, before, strict=True):
+        end = process.cpu_times()
+        assert end.user + end.system - start.user - start.system <= 0.02, process
+
+
+def test_the_death_of_the_core_reaches_everyone_within_a_second() -> None:
+    async def scenario() -> None:
+        async with started(config()) as engine:
+            answers = [engine.generate([number], ENDLESS) for number in range(1, 9)]
+            for answer in answers:
+                await anext(answer)
+            waiting = [asyncio.create_task(exhaust(answer)) for answer in [*answers, engine.steps()]]
+            began = time.monotonic()
+            os.kill(engine.pid, signal.SIGKILL)
+            ends = await asyncio.gather(*waiting, return_exceptions=True)
+            assert time.monotonic() - began < 1
+            assert {type(end) for end in ends} == {EngineDeadError}
+            assert {str(end) for end in ends} == {"the engine core was ended by SIGKILL"}
+            assert {getattr(end, "returncode", None) for end in ends} == {-signal.SIGKILL}
+            with pytest.raises(EngineDeadError):
+                engine.add([])
+
+    run(scenario)
+
+
+async def exhaust(items: AsyncIterator[object]) -> None:
+    async for _ in items:
+        pass
+
+
+def test_an_error_in_the_core_says_what_it_was() -> None:
+    async def scenario() -> None:
+        async with started(config()) as engine:
+            engine.add([EngineRequest(1, [5], [], ENDLESS), EngineRequest(1, [5], [], ENDLESS)])
+            with pytest.raises(EngineDeadError, match=r"ended with status 1: ValueError: request id 1 is in use") as death:
+                await exhaust(engine.steps())
+            assert death.value.returncode == 1
+
+    run(scenario)
+
+
+def test_a_start_that_fails_says_why() -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(EngineConfig(model="/nowhere/at/all", device="cpu", threads=1))
+        with pytest.raises(EngineStartError, match="/nowhere/at/all"):
+            await engine.start(START_SECONDS)
+        assert await asyncio.to_thread(wait_until, lambda: gone(engine.pid), 5, "the core's end")
+        with pytest.raises(RuntimeError, match="has not been started"):
+            _ = engine.info
+        await engine.stop()
+
+    run(scenario)
+
+
+def test_a_start_that_takes_too_long_says_so() -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(config())
+        with pytest.raises(EngineStartError, match=r"was not ready after 0\.05 s while loading"):
+            await engine.start(0.05)
+        assert await asyncio.to_thread(wait_until, lambda: gone(engine.pid), 5, "the core's end")
+
+    run(scenario)
+
+
+def test_a_core_that_dies_while_it_loads_is_noticed() -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(config())
+        starting = asyncio.create_task(engine.start(START_SECONDS))
+        await asyncio.sleep(0)
+        os.kill(engine.pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(EngineStartError, match="was ended by SIGKILL while loading"):
+            await starting
+        assert time.monotonic() - began < 1
+
+    run(scenario)
+
+
+_FRONT = """
+import asyncio, os, signal, sys
+from workers.engine.async_engine import AsyncEngine
+from workers.engine.config import EngineConfig
+
+async def main():
+    engine = AsyncEngine(EngineConfig(model=sys.argv[1], device="cpu", threads=1))
+    start = asyncio.create_task(engine.start(60))
+    if sys.argv[2] == "ready":
+        await start
+    else:
+        await asyncio.sleep(0)
+    print(engine.pid, "torch" in sys.modules, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("when", ["ready", "loading"])
+def test_the_core_dies_with_its_front(when: str) -> None:
+    front = subprocess.Popen([sys.executable, "-c", _FRONT, str(folder(MODEL)), when], stdout=subprocess.PIPE, text=True)
+    assert front.stdout is not None
+    with front:
+        pid, torch_imported = front.stdout.readline().split()
+        assert torch_imported == "False"
+        assert not gone(int(pid))
+        front.kill()
+    wait_until(lambda: gone(int(pid)), 5, "the core's end")
+
+
+def test_a_front_that_does_not_read_holds_nothing_up() -> None:
+    """More than the socket holds is put at once; all of it arrives, in order."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = FrameSender(ours)
+        sent = [Failed(f"{number}" * 1000) for number in range(2000)]
+        for message in sent:
+            sender.put(message)
+        reader, decoder = FrameReader(theirs), msgspec.msgpack.Decoder(FromCore)
+        assert [reader.read(decoder) for _ in sent] == sent
+        sender.close()
+
+
+def test_a_frame_that_ends_early_is_an_end() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(b"\x09\x00\x00\x00abc")
+        assert FrameReader(theirs).read(msgspec.msgpack.Decoder(FromCore)) is None
+
+
+def test_the_cores_packages_are_the_fronts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder named workers where the front happens to stand is not what the core runs."""
+    (tmp_path / "workers").mkdir()
+    (tmp_path / "workers" / "__init__.py").write_text("raise SystemExit('the wrong package')")
+    settings = config()
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario() -> None:
+        async with started(settings) as engine:
+            assert engine.info.threads == 1
+
+    run(scenario)
