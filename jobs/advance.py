@@ -112,7 +112,12 @@ def needs_slice(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
     """Whether a slice would find something to do."""
     if int(fields.get("result_bytes", 0)) > 0 or all_done(fields):
         return True
-    return int(fields["cursor"]) < int(fields["total"]) and shortest_ready(queue, batch) <= int(fields.get("low_water", 0))
+    return feed_needed(queue, batch, fields)
+
+
+def feed_needed(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
+    """Whether the plan goes on and a ready list is low."""
+    return int(fields["cursor"]) < int(fields["total"]) and shortest_ready(queue, batch, fields) <= int(fields.get("low_water", 0))
 
 
 def all_done(fields: dict[str, str]) -> bool:
@@ -127,13 +132,13 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
     pace.measure(int(fields["completed"]) + int(fields["failed"]))
     cursor, total = int(fields["cursor"]), int(fields["total"])
     window = max(_WINDOW_LINES, int(pace.rate * _WINDOW_SECONDS))
-    if cursor >= total or shortest_ready(queue, batch) > window // 2:
+    if cursor >= total or shortest_ready(queue, batch, fields) > window // 2:
         return False
     done = queue.done(batch) if "restored" in fields else b""
     most_bytes = _window_bytes(queue)
     start = cursor
     with open_input(join(held.root, PLAN_NAME)) as plan, _open_source(held) as source:
-        while cursor < total and shortest_ready(queue, batch) < window and queue.window_bytes(batch) < most_bytes:
+        while cursor < total and shortest_ready(queue, batch, fields) < window and queue.window_bytes(batch) < most_bytes:
             held.beat()
             entries = read_plan(plan, cursor, MAX_ITEMS)
             if not entries:
@@ -146,16 +151,15 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
                 break
     if cursor > start:
         # At this length the next claim asks for another slice; half of what fits, where large bodies fill the window early.
-        held.note({"low_water": min(window, shortest_ready(queue, batch)) // 2})
+        held.note({"low_water": min(window, shortest_ready(queue, batch, fields)) // 2})
     return cursor > start
 
 
-def shortest_ready(queue: Queue, batch: str) -> int:
+def shortest_ready(queue: Queue, batch: str, fields: dict[str, str]) -> int:
     """Lines that wait for the model that has the fewest of them, since its workers are the first to run dry."""
-    models: Any = queue.redis.smembers(keys.batch_models(batch))
     with queue.redis.pipeline(transaction=False) as pipeline:
-        for model in models:
-            pipeline.llen(keys.ready(batch, model.decode()))
+        for model in msgspec.json.decode(fields["line_models"], type=list[str]):
+            pipeline.llen(keys.ready(batch, model))
         lengths: list[int] = pipeline.execute()
     return min(lengths, default=0)
 

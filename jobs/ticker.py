@@ -31,7 +31,19 @@ LEAD_SECONDS = 3.0
 
 _RETRY_SECONDS = 0.02
 _JOBS: dict[str, JobName] = {"validating": "validate", "in_progress": "advance", "finalizing": "finalize", "cancelling": "finalize"}
-_RECORD = ("state", "generation", "heartbeat", "expires_at", "cursor", "total", "completed", "failed", "result_bytes", "low_water")
+_RECORD = (
+    "state",
+    "generation",
+    "heartbeat",
+    "expires_at",
+    "cursor",
+    "total",
+    "completed",
+    "failed",
+    "result_bytes",
+    "low_water",
+    "line_models",
+)
 log = logging.getLogger(__name__)
 
 

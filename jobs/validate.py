@@ -47,12 +47,13 @@ def validate(held: Slice) -> None:
             checked = Checked(0, [], [LineProblem("invalid_file", str(error))], "")
         if checked.problems:
             manifest.problems = checked.problems
-            errors = msgspec.json.encode(checked.problems)
+            errors = msgspec.json.encode(checked.problems).decode()
             held.end("failed", {"errors": errors, "total": 0})
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
     progress = restore_progress(held)
-    held.move("in_progress", {"total": manifest.total, "cursor": 0, **progress})
+    models = msgspec.json.encode(manifest.models).decode()
+    held.move("in_progress", {"total": manifest.total, "line_models": models, "cursor": 0, **progress})
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def test_lines_of_one_system_prompt_stand_together_long_ones_first(tmp_path: Pat
     order = planned(tmp_path, bodies)
     assert sorted(order) == list(range(300))
     groups = [bodies[index]["messages"][0]["content"] for index in order]
-    assert sum(left != right for left, right in zip(groups, groups[1:], strict=False)) == 6, SEED
+    assert sum(left != right for left, right in pairwise(groups)) == 6, SEED
     lengths = defaultdict(list)
     for index in order:
         lengths[bodies[index]["messages"][0]["content"]].append(bodies[index]["max_tokens"])
@@ -50,7 +51,7 @@ def test_a_shared_document_below_a_shared_system_prompt_stays_together(tmp_path:
     documents = [f"document {n} " * 400 for n in range(5)]
     bodies = [chat("Answer.", documents[n % 5] + f" question {n}", 10 + n) for n in range(50)]
     order = planned(tmp_path, bodies)
-    assert sum(left % 5 != right % 5 for left, right in zip(order, order[1:], strict=False)) == 4
+    assert sum(left % 5 != right % 5 for left, right in pairwise(order)) == 4
 
 
 def test_unrelated_lines_run_longest_first(tmp_path: Path) -> None:
@@ -61,9 +62,16 @@ def test_unrelated_lines_run_longest_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [{}, {"prompt": [1, 2, 3]}, {"prompt": ["a", "b"]}, {"prompt": 7, "max_tokens": "x"}, {"messages": "no", "max_tokens": -1}, {"messages": [1, {}]},
-     {"messages": [{"role": "system", "content": [{"type": "text", "text": "\ud800"}]}, None], "max_tokens": 2**70}],
-)  # fmt: skip
+    [
+        {},
+        {"prompt": [1, 2, 3]},
+        {"prompt": ["a", "b"]},
+        {"prompt": 7, "max_tokens": "x"},
+        {"messages": "no", "max_tokens": -1},
+        {"messages": [1, {}]},
+        {"messages": [{"role": "system", "content": [{"type": "text", "text": "\ud800"}]}, None], "max_tokens": 2**70},
+    ],
+)
 def test_nonsense_in_a_body_still_gets_its_place(tmp_path: Path, body: dict[str, Any]) -> None:
     assert sorted(planned(tmp_path, [body, chat(None, "hi"), body])) == [0, 1, 2]
 

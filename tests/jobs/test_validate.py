@@ -1,0 +1,173 @@
+"""Validation names every bad line with its number, in bounded memory, or makes a plan of them all."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import redis
+from pyarrow import parquet
+
+from jobs import files, validate
+from jobs.batches import BatchRecord
+from jobs.plan import Sorter
+from jobs.queue import Queue
+from jobs.registry import WorkerRecord
+from tests.support.batch_steps import answer_all, begin, run_to_end, step
+from tests.support.control_plane import ROOT, chat_line, read_jsonl, write_input
+
+SEED = 20261121
+
+
+def validated(client: redis.Redis, url: str, source: Path, data: bytes, **options: Any) -> BatchRecord:
+    source.write_bytes(data)
+    return step(client, begin(client, url, source, **options).id)
+
+
+def codes(record: BatchRecord) -> list[tuple[int | None, str, str | None]]:
+    return [(problem.line, problem.code, problem.param) for problem in record.errors]
+
+
+def changed(custom_id: str, /, **fields: Any) -> bytes:
+    line = json.loads(chat_line(custom_id)) | fields
+    return json.dumps({name: value for name, value in line.items() if value is not ...}).encode() + b"\n"
+
+
+def test_every_bad_line_is_named(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    lines = [
+        chat_line("good"),
+        b"not json\n",
+        b'{"half": \n',
+        b"\xff\xfe\n",
+        b"[1]\n",
+        b"\n",
+        changed("x1", custom_id=...),
+        changed("x2", method="GET"),
+        changed("x3", method=...),
+        changed("x4", url="/v1/embeddings"),
+        changed("x5", body=...),
+        changed("x6", body="text"),
+        chat_line("x7", stream=True),
+        chat_line("x8", model="other"),
+        chat_line("x9", model=None),
+        chat_line("good"),
+        chat_line("x10", temperature=-1),
+    ]
+    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(lines))
+    assert record.state == "failed"
+    assert (record.total, record.completed, record.failed) == (0, 0, 0)
+    assert codes(record) == [
+        (2, "invalid_json_line", None),
+        (3, "invalid_json_line", None),
+        (4, "invalid_json_line", None),
+        (5, "invalid_json_line", None),
+        (7, "missing_required_parameter", "custom_id"),
+        (8, "invalid_method", "method"),
+        (9, "missing_required_parameter", "method"),
+        (10, "invalid_url", "url"),
+        (11, "missing_required_parameter", "body"),
+        (12, "invalid_type", "body"),
+        (13, "streaming_unsupported", "body.stream"),
+        (14, "model_not_found", "body.model"),
+        (15, "missing_required_parameter", "body.model"),
+        (16, "duplicate_custom_id", "custom_id"),
+    ]
+    assert "line 1 has it" in record.errors[-1].message
+    assert "there is: m" in record.errors[-3].message
+
+
+def test_at_most_a_thousand_are_listed_in_line_order_and_the_rest_counted(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    lines = [b"bad\n" if number % 2 else chat_line("same") for number in range(3000)]
+    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(lines))
+    assert len(record.errors) == 1001
+    bad, repeated = ("invalid_json_line", None), ("duplicate_custom_id", "custom_id")
+    assert codes(record)[:4] == [(2, *bad), (3, *repeated), (4, *bad), (5, *repeated)]
+    assert record.errors[-1].line is None
+    assert record.errors[-1].message.startswith("1999 more lines are bad")
+
+
+def test_all_duplicates_are_found(redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "Sorter", lambda size, folder: Sorter(size, folder, 50))
+    rng = random.Random(SEED)
+    names = [f"id{rng.randrange(300)}" for _ in range(600)]
+    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(map(chat_line, names)))
+    first = {name: number for number, name in reversed(list(enumerate(names, 1)))}
+    expected = [number for number, name in enumerate(names, 1) if first[name] != number]
+    assert [problem.line for problem in record.errors] == expected, SEED
+
+
+def test_a_line_too_long_is_named(redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 1000)
+    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", chat_line("a") + chat_line("b", "x" * 2000) + chat_line("c"))
+    assert codes(record) == [(2, "line_too_long", None)]
+
+
+def test_the_default_model_stands_in(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(chat_line("a", model=None) + chat_line("b", model="m"))
+    record = run_to_end(redis_client, begin(redis_client, redis_url, source, default_model="m").id)
+    assert (record.state, record.completed) == ("completed", 2)
+    assert [line["response"]["body"]["model"] for line in read_jsonl(tmp_path / "out.jsonl")] == ["m", "m"]
+
+
+def test_only_the_batch_s_endpoint_is_allowed(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", chat_line("a"), endpoint="/v1/completions")
+    assert codes(record) == [(1, "invalid_url", "url")]
+
+
+def test_without_names_the_registry_says_what_is_served(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    Queue(redis_client).register_worker(WorkerRecord("w", ["served"], "ready", 100, 1.0, "h", 1))
+    data = chat_line("a", model="served") + chat_line("b", model="m")
+    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", data, models=None)
+    assert codes(record) == [(2, "model_not_found", "body.model")]
+    assert "there is: served" in record.errors[0].message
+
+
+@pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
+def test_an_empty_file_gives_an_empty_output(redis_client: redis.Redis, redis_url: str, tmp_path: Path, data: bytes) -> None:
+    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", data)
+    assert (record.state, record.total) == ("in_progress", 0)
+    assert run_to_end(redis_client, record.id).state == "completed"
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_broken_file_is_refused_as_a_whole(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    record = validated(redis_client, redis_url, tmp_path / "in.parquet", b"junk")
+    assert (record.state, codes(record)) == ("failed", [(None, "invalid_file", None)])
+
+
+def test_parquet_rows_are_numbered_like_lines(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    rows = [{"custom_id": f"c{n % 3}", "prompt": "x", "model": "m"} for n in range(4)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    record = step(redis_client, begin(redis_client, redis_url, tmp_path / "in.parquet").id)
+    assert codes(record) == [(4, "duplicate_custom_id", "custom_id")]
+
+
+def test_a_second_run_of_the_job_changes_nothing(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 10))
+    step(redis_client, record.id)
+    answer_all(redis_client)
+    before = Queue(redis_client).batch_fields(record.id)
+    validate.run(record.id, int(before["generation"]))
+    assert Queue(redis_client).batch_fields(record.id) == before
+
+
+@pytest.mark.proof
+def test_memory_does_not_follow_the_file(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    """300,000 lines of 1 KB in a process of its own: less than 120 MB at the peak, imports included."""
+    source = write_input(tmp_path / "in.jsonl", 300_000, user="x" * 900)
+    record = begin(redis_client, redis_url, source)
+    script = (
+        "import resource, sys\nfrom jobs import control, validate\n"
+        "control.use_server(sys.argv[1]); validate.run(sys.argv[2], 1)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, redis_url, record.id], cwd=ROOT, capture_output=True, check=True)
+    assert int(done.stdout) < 120_000
+    assert Queue(redis_client).batch_fields(record.id)["total"] == "300000"

@@ -1,0 +1,57 @@
+"""Running the control plane's jobs step by step in the test's own process."""
+
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from jobs import advance, control, finalize, validate
+from jobs.batches import BatchRecord, BatchSpec, create_batch, get_batch
+from jobs.queue import Queue
+from jobs.registry import WorkerRecord
+from jobs.requests import Finished
+from tests.support.control_plane import Answer, echo
+
+JOBS = {"validating": validate.run, "in_progress": advance.run, "finalizing": finalize.run, "cancelling": finalize.run}
+
+
+def begin(client: redis.Redis, url: str, source: Path, **options: Any) -> BatchRecord:
+    """A batch beside its input; models default to `m`, failures to standing inline."""
+    control.use_server(url)
+    options = {"models": ("m",), "error_file": "inline", "output": str(source.with_name("out.jsonl"))} | options
+    retry_failed = options.pop("retry_failed", False)
+    return create_batch(client, BatchSpec(input=str(source), root=str(source.with_name("out.parts")), **options), retry_failed=retry_failed)
+
+
+def step(client: redis.Redis, batch: str) -> BatchRecord:
+    """Runs the job that the state asks for, once."""
+    fields = Queue(client).batch_fields(batch)
+    JOBS[fields["state"]](batch, int(fields["generation"]))
+    return get_batch(client, batch)
+
+
+def answer_all(client: redis.Redis, answer: Answer = echo, models: tuple[str, ...] = ("m",), most: int = 1 << 30) -> int:
+    """Claims and commits what waits, like a worker; returns how many."""
+    queue = Queue(client)
+    queue.register_worker(WorkerRecord("w", list(models), "ready", 4096, 1.0, "test", 1))
+    total = 0
+    seq = int(client.hget("{q}:claim:w", "seq") or 0)  # type: ignore[arg-type]
+    while total < most:
+        seq += 1
+        claims = queue.claim("w", seq, min(100, most - total), models=list(models))
+        if not claims:
+            break
+        assert queue.commit("w", [Finished(claim.key, claim.fence, answer(claim)) for claim in claims]) == []
+        total += len(claims)
+    return total
+
+
+def run_to_end(client: redis.Redis, batch: str, answer: Answer = echo, models: tuple[str, ...] = ("m",), steps: int = 50) -> BatchRecord:
+    """Steps and answers until the state is final."""
+    for _ in range(steps):
+        record = step(client, batch)
+        assert record.problem is None, record.problem
+        if record.ended:
+            return record
+        answer_all(client, answer, models)
+    raise AssertionError(f"not at an end after {steps} steps: {record}")
