@@ -33,6 +33,7 @@ def chat_line(custom_id: str, content: str = "hi", model: str | None = "m", **pa
 
 def write_input(path: Path, count: int, **parameters: Any) -> Path:
     """A file of `count` good lines; line n asks for n."""
+    path.parent.mkdir(exist_ok=True)
     with open(path, "wb") as file:
         for number in range(1, count + 1):
             file.write(chat_line(f"c{number}", f"say {number}", **parameters))
