@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -299,13 +300,14 @@ class _CoreProcess:
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._lines.append(line)
-            sys.stderr.write(line)
+        with self._process.stderr as lines:
+            for line in lines:
+                self._lines.append(line)
+                sys.stderr.write(line)
 
     def _wait(self) -> None:
         self._process.wait()
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the loop may be closed by now
             self._loop.call_soon_threadsafe(self.ended.set)
 
 

@@ -97,7 +97,7 @@ class Scheduler:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
         step = _Step(self._step + 1, self.max_num_batched_tokens)
         for lane in (self._live, self._batch):
-            self._run_on(lane, step)
+            self._advance(lane.running, step)
             self._admit(lane, step)
         if not step.slots:
             return None
@@ -116,16 +116,19 @@ class Scheduler:
         self._retired_step = plan.step
         self._take_back()
         output = self._output
+        add_id, add_token = output.request_ids.append, output.token_ids.append
         for request, token in zip(launched.sampling, sampled.tolist(), strict=True):
             if request.finish:
                 continue
-            request.tokens.append(token)
-            if token in request.stop_token_ids or len(request.tokens) >= request.limit:
+            tokens = request.tokens
+            tokens.append(token)
+            if token in request.stop_token_ids or len(tokens) >= request.limit:
                 finish, stop_token = request.ended_by()
                 self._end(request, finish)
                 output.end(request, stop_token, token=token)
             else:
-                output.token(request.id, token)
+                add_id(request.id)
+                add_token(token)
         self._stats.tokens += len(output.token_ids)
         return self._flush()
 
@@ -153,24 +156,49 @@ class Scheduler:
             return f"token id {low if low < 0 else high} is outside the vocabulary of {self._vocab_size}"
         return ""
 
-    def _run_on(self, lane: "_Lane", step: "_Step") -> None:
-        running, size = lane.running, self._kv_cache.block_size
-        index = 0
-        while index < len(running) and step.budget:
-            request = running[index]
-            index += 1
+    def _advance(self, requests: list[Request], step: "_Step") -> None:
+        """Gives requests with a slot as many of their uncomputed tokens as the budget has left. The loop that every row of every step
+        goes through: what it does per row is what a step costs on the host."""
+        budget, number = step.budget, step.number
+        add_slot, add_start, add_count, add_samples = step.slots.append, step.starts.append, step.counts.append, step.samples.append
+        add_sampling = step.sampling.append
+        for request in requests:  # preemption shortens the list only behind the request at hand
+            if not budget:
+                break
             start, known = request.computed, request.known
             if known >= request.limit:
                 continue  # its last token is in a launched step
-            count = min(known - start, step.budget)
+            count = known - start
+            if count > budget:
+                count = budget
             end = start + count
-            if end > request.capacity:
-                if not self._make_room(-(-(end - request.capacity) // size), request):
-                    step.short = True
-                    continue
-                first = len(request.blocks)
-                step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
-            self._add_row(step, request, start, count)
+            if end > request.capacity and not self._extend(request, end, step):
+                continue
+            budget -= count
+            add_slot(request.slot)
+            add_start(start)
+            add_count(count)
+            request.computed = end
+            request.last_step = number
+            if end == known:
+                request.known = end + 1
+                add_samples(True)
+                add_sampling(request)
+            else:
+                add_samples(False)
+                step.outstanding += self._kv_cache.blocks_for(known - request.capacity)
+            if end >= request.hash_at:
+                self._kv_cache.remember(request)
+        step.budget = budget
+
+    def _extend(self, request: Request, end: int, step: "_Step") -> bool:
+        """Gives a request blocks for its first `end` tokens, if need be at the cost of less urgent ones; False if it must wait."""
+        if not self._make_room(self._kv_cache.blocks_for(end - request.capacity), request):
+            step.short = True
+            return False
+        first = len(request.blocks)
+        step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
+        return True
 
     def _admit(self, lane: "_Lane", step: "_Step") -> None:
         """Lets waiting requests in, in order of urgency, as long as their known tokens fit beside what the running ones may soon need."""
@@ -178,11 +206,11 @@ class Scheduler:
             request = lane.waiting[0]
             if request.known > len(request.tokens) or not self._slot_for(request, step):
                 return
+            reserve = step.outstanding + len(self._live.running) + (0 if request.live else len(self._batch.running))
+            if not request.live and reserve >= self._pool.free:
+                return
             prefix = self._kv_cache.find_prefix(request)
-            blocks = self._kv_cache.blocks_for(request.known) - len(prefix)
-            need = blocks + self._pool.idle(prefix) + step.outstanding + len(self._live.running)
-            if not request.live:
-                need += len(self._batch.running)
+            need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.idle(prefix) + reserve
             if need <= self._pool.free:
                 del lane.waiting[0]
                 self._enter(lane, request, prefix, step)
@@ -191,37 +219,17 @@ class Scheduler:
                 return
 
     def _enter(self, lane: "_Lane", request: Request, prefix: list[int], step: "_Step") -> None:
-        cache = self._kv_cache
-        cache.admit(request, prefix)
+        self._kv_cache.admit(request, prefix)
         hit = request.computed
-        count = min(request.known - hit, step.budget)
-        cache.grow(request, hit + count)
         request.slot = self._free_slots.pop()
         if request.cached_tokens < 0:
             request.cached_tokens = min(hit, request.prompt_length)
         self._stats.prefix_hit_tokens += hit
         insort(lane.running, request, key=_URGENCY)
         step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
-        step.new_blocks.append(NewBlocks(request.slot, 0, request.blocks.copy()))
-        self._add_row(step, request, hit, count)
-
-    def _add_row(self, step: "_Step", request: Request, start: int, count: int) -> None:
-        end = start + count
-        samples = end == request.known
-        step.budget -= count
-        step.slots.append(request.slot)
-        step.starts.append(start)
-        step.counts.append(count)
-        step.samples.append(samples)
-        request.computed = end
-        request.last_step = step.number
-        if end >= request.hash_at:
-            self._kv_cache.remember(request)
-        if samples:
-            request.known = end + 1
-            step.sampling.append(request)
-        else:
-            step.outstanding += self._kv_cache.blocks_for(request.known - request.capacity)
+        if prefix:
+            step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
+        self._advance([request], step)
 
     def _slot_for(self, request: Request, step: "_Step") -> bool:
         """Whether a slot is free. For live requests batch ones are preempted, as many at once as the step's budget can let in."""
@@ -359,10 +367,6 @@ class _Output:
     token_ids: list[int] = field(default_factory=list)
     ended: list[tuple[int, Request, int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
-
-    def token(self, request_id: int, token: int) -> None:
-        self.request_ids.append(request_id)
-        self.token_ids.append(token)
 
     def end(self, request: Request, stop_token: int, error: str = "", token: int | None = None) -> None:
         self.ended.append((len(self.request_ids), request, stop_token, int(token is not None)))
