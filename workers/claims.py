@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from jobs.queue import Queue, QueueUnavailable
 from jobs.requests import Claim, Finished
+from jobs.scripts import MAX_ITEMS
 from workers.leases import Leases
 from workers.preparation import Preparation
 from workers.requests_in_flight import Prepared
@@ -109,7 +110,7 @@ class Intake:
                 self._rung = rung
                 return False
             if room:
-                self._more = len(claims) >= room
+                self._more = len(claims) >= min(room, MAX_ITEMS)
             if claims:
                 self._leases.add((claim.key, claim.fence) for claim in claims)
                 self._start(*await loop.run_in_executor(self._thread, self._preparation.prepare, claims))

@@ -96,9 +96,9 @@ class Preparation:
             token_ids = self._tokenizer.empty_prompt
         if not token_ids:
             raise ApiError(400, f"The {param} has no tokens, and the model has no token to begin with.", param=param)
-        unknown = next((token_id for token_id in token_ids if not 0 <= token_id < self._limits.vocab_size), None)
-        if unknown is not None:
-            raise ApiError(400, f"The token id {unknown} is outside of the vocabulary, which has {self._limits.vocab_size}.", param=param)
+        if max(token_ids) >= self._limits.vocab_size:
+            message = f"The token id {max(token_ids)} is outside of the vocabulary, which has {self._limits.vocab_size}."
+            raise ApiError(400, message, param=param)
         max_tokens = self._max_tokens(call, len(token_ids), param)
         seed = item.claim.request.seed if call.seed is None else call.seed
         try:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
-from redis import RedisError
 
 from jobs.queue import Queue, QueueUnavailable
 from jobs.registry import WorkerRecord, WorkerState
@@ -67,7 +66,7 @@ class Replica:
         """Serves until told to stop. Raises WorkerError when it cannot start, and EngineDeadError, everything given back, after a death."""
         helpers: list[asyncio.Task[None]] = []
         try:
-            await self._register()
+            await self._set_state("loading")
             self._leases.start()
             self._control.start()
             if await self._load():
@@ -117,7 +116,6 @@ class Replica:
 
     async def _become_ready(self, tokenizer: TextTokenizer) -> None:
         info, models = self._engine.info, self._settings.models
-        self._running.eos_token_ids = frozenset(info.eos_token_ids)
         preparation = Preparation(tokenizer, models, Limits(info.max_model_len, info.vocab_size))
         in_flight = self._running.__len__
         self._intake = Intake(self._queue, self.id, models, info.max_num_seqs, self._leases, preparation, in_flight, self._start_requests)
@@ -229,12 +227,6 @@ class Replica:
                 self._loop.call_soon_threadsafe(action, value)
 
         return call
-
-    async def _register(self) -> None:
-        try:
-            await asyncio.to_thread(self._queue.register_worker, self._record)
-        except (RedisError, QueueUnavailable) as error:
-            raise WorkerError(f"Redis cannot be used: {error}") from error
 
     async def _set_state(self, state: WorkerState) -> None:
         self._record = msgspec.structs.replace(self._record, state=state)

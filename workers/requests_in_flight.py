@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from jobs.requests import Claim, Delta, Finished
@@ -84,14 +83,11 @@ class RequestInFlight:
             self.token_ids.append(stop_token)
         return False
 
-    def ended_before_running(self, eos_token_ids: Collection[int]) -> Finished | None:
-        """The end of a request whose checkpoint already holds all of its output (its last worker died before it could say so)."""
-        if self._stops is not None and self._stops.matched is not None:
-            return self.finish("stop", None, 0)
-        last = self.token_ids[-1] if self.token_ids else -1
-        if last in self._sampling.stop_token_ids or (last in eos_token_ids and not self._sampling.ignore_eos):
-            return self.finish("stop", self.stop_reason(last), 0)
-        return self.finish("length", None, 0) if len(self.token_ids) >= self._sampling.max_tokens else None
+    def already_over(self) -> Finished | None:
+        """The end of a request whose checkpoint leaves nothing to generate."""
+        if (self._stops is not None and self._stops.matched is not None) or len(self.token_ids) >= self._sampling.max_tokens:
+            return self.finish("length", None, 0)
+        return None
 
     def stop_reason(self, stop_token: int) -> int | None:
         """What the response says about the token that ended it: its id if the request asked for that, nothing for the model's own."""
@@ -113,7 +109,7 @@ class RequestInFlight:
         )
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None, cached_tokens: int, stop_token: int = -1) -> Finished:
-        """The result; `stop_token` as for `take`."""
+        """The result; `stop_token` as for `take`. A stop string that was found goes before any other reason."""
         self._decode(len(self.token_ids) - (stop_token >= 0))
         self._text += self._release(self._detokenizer.finish())
         if self._stops is not None:

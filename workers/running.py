@@ -51,7 +51,6 @@ class Running:
         self._by_key: dict[RequestKey, int] = {}
         self._watched: dict[int, float] = {}  # until when, on the clock
         self._next_sweep = 0.0
-        self.eos_token_ids: frozenset[int] = frozenset()
         self.finished = 0
         self.failed = 0
 
@@ -68,7 +67,7 @@ class Running:
             request = RequestInFlight(item, request_id, now + self._stream_interval)
             if item.claim.live:
                 self._outgoing.accept(request.accepted())
-            ended = request.ended_before_running(self.eos_token_ids)
+            ended = request.already_over()
             if ended is not None:
                 self._end(ended)
                 continue

@@ -90,6 +90,7 @@ def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, red
         assert worker.stop() == 0
 
 
+@pytest.mark.proof
 def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS) as worker:
         batch = submit_batch(queue, [endless(TOKENS)])

@@ -1,0 +1,103 @@
+"""One request's tokens and text, piece by piece and over a change of worker."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+
+from jobs.requests import Checkpoint, Claim, Delta, Request, RequestKey
+from workers.engine.messages import SamplingParams
+from workers.requests_in_flight import Prepared, RequestInFlight
+from workers.settings import DEMO_MODEL
+from workers.text.tokenizer import TextTokenizer
+
+TOKENIZER = TextTokenizer.load(DEMO_MODEL)
+PROMPT = TOKENIZER.encode(["Say something:"], special_tokens=False)[0]
+TEXT = "Naïve 🙂 words, 東京 and 12 + 30 = 42; then STOP here and more."
+TOKENS = TOKENIZER.encode([TEXT], special_tokens=False)[0]
+
+
+def request(stop: list[str] | None = None, checkpoint: Checkpoint | None = None, max_tokens: int = 1000) -> RequestInFlight:
+    call = Request("/v1/completions", "demo", b"{}", 1, reply_to="api")
+    claim = Claim(RequestKey("live_a", 0), 7, call, checkpoint, 1, True)
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(5,))
+    return RequestInFlight(Prepared(claim, "demo", PROMPT, sampling, stop or [], TOKENIZER.detokenizer(PROMPT)), 1, 0.0)
+
+
+def text_of(body: bytes) -> str:
+    text: str = json.loads(body)["choices"][0]["text"]
+    return text
+
+
+def generate(flight: RequestInFlight, token_ids: list[int], publish: list[int]) -> tuple[list[Delta], bool]:
+    """Feeds tokens one by one, publishing after those numbered; stops at a stop string."""
+    deltas: list[Delta] = []
+    for number, token_id in enumerate(token_ids):
+        if flight.take([token_id]):
+            return deltas, True
+        if number in publish:
+            deltas.append(flight.delta())
+    return deltas, False
+
+
+@pytest.mark.parametrize("stop", [[], ["STOP"], ["never"], ["; then STOP", "here"]])
+@pytest.mark.parametrize("seed", range(8))
+def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(stop: list[str], seed: int) -> None:
+    print("seed", seed)
+    chance = random.Random(seed)
+    first = request(stop)
+    cut = chance.randrange(len(TOKENS))
+    publish = sorted(chance.sample(range(len(TOKENS)), 12))
+    deltas, stopped = generate(first, TOKENS[:cut], publish)
+    if not stopped:
+        published = [token_id for delta in deltas for token_id in delta.token_ids]
+        checkpoint = Checkpoint(published, deltas[-1].text_offset + len(deltas[-1].text)) if published else None
+        second = request(stop, checkpoint)
+        assert second.already_over() is None
+        assert second.engine_request.output_token_ids == published
+        more, stopped = generate(second, TOKENS[len(published) :], publish)
+        deltas += more
+        first = second
+    finished = first.finish("length", None, 0)
+    assert finished.delta is not None
+    deltas.append(finished.delta)
+    whole = TOKENIZER.decode(TOKENS, PROMPT)
+    ends = [whole.index(one) for one in stop if one in whole]
+    expected = whole[: min(ends)] if ends else whole
+    assert text_of(finished.result.body) == "".join(delta.text for delta in deltas) == expected
+    assert stopped == bool(ends)
+    assert [delta.index for delta in deltas] == [0, *itertools.accumulate(len(delta.token_ids) for delta in deltas[:-1])]
+    assert [delta.text_offset for delta in deltas] == [0, *itertools.accumulate(len(delta.text) for delta in deltas[:-1])]
+    assert finished.result.usage.completion_tokens == sum(len(delta.token_ids) for delta in deltas)
+
+
+@pytest.mark.parametrize("stop", [[], ["never"]])
+def test_the_token_that_stops_counts_but_gives_no_text(stop: list[str]) -> None:
+    flight = request(stop)
+    assert not flight.take(TOKENS[:5])
+    assert not flight.take([TOKENS[5], 5], stop_token=5)
+    finished = flight.finish("stop", flight.stop_reason(5), 3, stop_token=5)
+    assert text_of(finished.result.body) == TOKENIZER.decode(TOKENS[:6], PROMPT)
+    assert finished.result.usage.completion_tokens == 7
+    assert finished.result.usage.cached_tokens == 3
+    assert json.loads(finished.result.body)["choices"][0]["stop_reason"] == 5
+
+
+def test_a_stop_string_within_one_step_keeps_no_later_token() -> None:
+    flight = request(["words"])
+    assert flight.take(TOKENS)
+    finished = flight.finish("stop", None, 0)
+    assert text_of(finished.result.body) == "Naïve 🙂 "
+    assert finished.result.usage.completion_tokens < len(TOKENS)
+
+
+def test_a_full_checkpoint_leaves_nothing_to_generate() -> None:
+    finished = request(checkpoint=Checkpoint(TOKENS, len(TEXT)), max_tokens=len(TOKENS)).already_over()
+    assert finished is not None
+    assert text_of(finished.result.body) == TOKENIZER.decode(TOKENS, PROMPT)
+    stopped = request(["words"], Checkpoint(TOKENS, 8)).already_over()
+    assert stopped is not None
+    assert json.loads(stopped.result.body)["choices"][0]["finish_reason"] == "stop"
