@@ -103,30 +103,17 @@ class AsyncEngine:
         ours, theirs = socket.socketpair()
         with theirs:
             core = self._core = _CoreProcess(theirs.fileno(), self.config, asyncio.get_running_loop())
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=_READ_BUFFER)
-        self._writer.write(frame(self.config))
-        ready: asyncio.Task[Ready | Failed | StepOutput | None] = asyncio.create_task(_read(reader))
-        ended = asyncio.create_task(core.ended.wait())
         try:
-            await asyncio.wait({ready, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({ready}, timeout=_DEATH_GRACE if core.ended.is_set() else 0)
-            if not ready.done():
-                state = "ended" if core.ended.is_set() else f"was not ready after {timeout:g} s"
-                raise EngineStartError(f"the engine core {state} while loading {self.config.model}{core.last_words()}")
-            message = ready.result()
-            if isinstance(message, Failed):
-                raise EngineStartError(message.message)
-            if not isinstance(message, Ready):
-                await core.wait_ended(_DEATH_GRACE)
-                raise EngineStartError(f"the engine core {core.how_it_ended()} while loading {self.config.model}{core.last_words()}")
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=_READ_BUFFER)
+            self._writer.write(frame(self.config))
+            self._info = await self._await_ready(reader, core, timeout)
         except BaseException:
-            ready.cancel()
             core.kill()
-            self._writer.close()
+            if self._writer is not None:
+                self._writer.transport.abort()
+                self._writer = None
+            ours.close()
             raise
-        finally:
-            ended.cancel()
-        self._info = message
         self._tasks = [asyncio.create_task(self._watch(reader, core), name="engine-watch")]
 
     def add(self, requests: list[EngineRequest]) -> None:
@@ -178,11 +165,29 @@ class AsyncEngine:
         if core is None:
             return
         self._stopping = True
-        if self._death is None and self._writer is not None and not self._writer.is_closing():
+        if self._death is None and self._writer is not None:
             self._writer.write(frame(Shutdown()))
         if not await core.wait_ended(timeout):
             core.kill()
         await asyncio.gather(*self._tasks)
+
+    async def _await_ready(self, reader: asyncio.StreamReader, core: "_CoreProcess", timeout: float) -> Ready:
+        first = asyncio.create_task(_read(reader))
+        ended = asyncio.create_task(core.ended.wait())
+        try:
+            await asyncio.wait({first, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done() or (first.done() and first.result() is None):
+                await asyncio.wait({first, ended}, timeout=_DEATH_GRACE)  # the other sign of the end, or what was said before it
+            message = first.result() if first.done() else None
+        finally:
+            first.cancel()
+            ended.cancel()
+        if isinstance(message, Ready):
+            return message
+        if isinstance(message, Failed):
+            raise EngineStartError(message.message)
+        how = core.how_it_ended() if ended.done() or first.done() else f"was not ready after {timeout:g} s"
+        raise EngineStartError(f"the engine core {how} while loading {self.config.model}{core.last_words()}")
 
     def _send(self, message: ToCore) -> None:
         if self._death is not None:

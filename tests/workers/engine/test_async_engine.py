@@ -219,6 +219,21 @@ def test_a_core_that_dies_while_it_loads_is_noticed() -> None:
     run(scenario)
 
 
+def test_a_start_that_is_given_up_leaves_no_core() -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(config())
+        starting = asyncio.create_task(engine.start(START_SECONDS))
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert await asyncio.to_thread(wait_until, lambda: gone(engine.pid), 5, "the core's end")
+        with pytest.raises(RuntimeError, match="has not been started"):
+            engine.add([])
+
+    run(scenario)
+
+
 _FRONT = """
 import asyncio, os, signal, sys
 from workers.engine.async_engine import AsyncEngine
