@@ -14,7 +14,7 @@ import redis
 
 from jobs import keys
 from jobs.control import enqueue
-from jobs.manifest import END_STATES, BatchSpec, LineProblem, Manifest, State, load_manifest
+from jobs.manifest import END_STATES, BatchSpec, LineProblem, Manifest, State, load_manifest, mark_cancelled, unmark_cancelled
 from jobs.parts import drop_unlisted, merge_parts, salvage, verify, write_records
 from jobs.plan import PLAN_NAME
 from jobs.queue import Queue
@@ -84,6 +84,7 @@ def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = No
             manifest.enter("validating")
             drop_unlisted(spec.root, [])
         sweep(spec.root)
+        unmark_cancelled(spec.root)
         manifest.generation = max(found.generation if found is not None else 0, _generation(queue, manifest.batch_id))
         queue.forget(manifest.batch_id)
         register(queue, manifest)
@@ -135,12 +136,18 @@ def list_batches(client: redis.Redis) -> list[BatchRecord]:
 def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     """Asks a batch to end; finished lines stay, the rest get error lines. Changes nothing in a batch that ended or is being finished.
 
-    Raises KeyError if there is no such batch.
+    Raises KeyError if there is no such batch, and `StoreError`.
     """
     queue = Queue(client)
+    record = _read_record(queue, batch_id)
+    if record.state not in ("validating", "in_progress"):
+        return record
+    mark_cancelled(record.spec.root)
     if queue.transition(batch_id, ["validating", "in_progress"], "cancelling", {"cancelling_at": time.time()}):
         queue.cancel_batch(batch_id)
         enqueue(client, "finalize", batch_id, int(queue.batch_fields(batch_id)["generation"]))
+    elif _read_record(queue, batch_id).state != "cancelling":
+        unmark_cancelled(record.spec.root)
     return get_batch(client, batch_id)
 
 

@@ -55,6 +55,7 @@ def finalize(held: Slice) -> None:
     """Moves the batch to the end state that its outcome names. Raises `StoreError`."""
     manifest = held.manifest
     manifest.outcome = "cancelled" if held.state == "cancelling" else held.fields["outcome"]  # type: ignore[assignment]
+    manifest.timestamps.setdefault(held.state, float(held.fields[f"{held.state}_at"]))
     if manifest.outcome != "completed":
         held.queue.cancel_batch(held.batch)
     pace = Pace()

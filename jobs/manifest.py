@@ -7,9 +7,10 @@ import msgspec
 
 from jobs.parts import Part
 from jobs.results import Usage
-from jobs.storage import StoreError, join, read_bytes, size_of, write_bytes
+from jobs.storage import StoreError, delete, join, read_bytes, size_of, write_bytes
 
 NAME = "manifest.json"
+_CANCEL_MARK = "cancelled"  # a file of its own, since a long job may hold the folder when somebody cancels
 
 State = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 END_STATES = frozenset({"failed", "completed", "expired", "cancelled"})
@@ -93,3 +94,18 @@ def save_manifest(manifest: Manifest) -> None:
     """Replaces the manifest durably; only for the holder of `storage.exclusive`. Raises `StoreError`."""
     encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     write_bytes(join(manifest.spec.root, NAME), encoded)
+
+
+def mark_cancelled(root: str) -> None:
+    """Notes durably that the batch is to end. Raises `StoreError`."""
+    write_bytes(join(root, _CANCEL_MARK), b"")
+
+
+def unmark_cancelled(root: str) -> None:
+    """Takes the note back."""
+    delete(join(root, _CANCEL_MARK))
+
+
+def is_marked_cancelled(root: str) -> bool:
+    """Whether somebody cancelled the batch."""
+    return size_of(join(root, _CANCEL_MARK)) is not None

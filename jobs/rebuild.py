@@ -8,7 +8,7 @@ import msgspec
 from jobs import keys
 from jobs.control import enqueue
 from jobs.finalize import outcome_fields
-from jobs.manifest import END_STATES, Manifest, State, load_manifest, save_manifest
+from jobs.manifest import END_STATES, Manifest, State, is_marked_cancelled, load_manifest, save_manifest
 from jobs.queue import Queue
 from jobs.storage import Busy, StoreError, exclusive, join, list_names
 
@@ -44,9 +44,10 @@ def register(queue: Queue, manifest: Manifest) -> None:
 
     A running batch comes back as `validating`: that job finds the plan made, counts what the parts hold, and goes on.
     """
+    state = _state_after(manifest)
+    manifest.enter(state)
     manifest.generation += 1
     save_manifest(manifest)
-    state = _state_after(manifest)
     fields = _record(manifest)
     if state not in END_STATES:  # before there is a record, so that no kill leaves one that nobody looks after
         queue.redis.sadd(keys.ACTIVE, manifest.batch_id)
@@ -60,12 +61,10 @@ def register(queue: Queue, manifest: Manifest) -> None:
 
 
 def _state_after(manifest: Manifest) -> State:
-    """The state to go on from: what was cancelled or had expired stays so, all else is counted again."""
+    """The state to go on from: what was cancelled stays so, all else is counted again (and expires again)."""
     if manifest.state in END_STATES:
         return manifest.state
-    if manifest.state == "cancelling":
-        return "cancelling"
-    return "finalizing" if manifest.outcome == "expired" else "validating"
+    return "cancelling" if is_marked_cancelled(manifest.spec.root) else "validating"
 
 
 def _record(manifest: Manifest) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from jobs.queue import Queue
 from jobs.registry import WorkerRecord
 from jobs.requests import Claim, Finished
 from jobs.results import ApiError, Result, Usage, chat_body, completion_body, encode_json
+from jobs.scripts import QueueUnavailable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -98,7 +99,7 @@ class Answering:
                 finished = [Finished(claim.key, claim.fence, self._answer(claim)) for claim in claims]
                 lost = self._queue.commit(self.name, finished) if finished else []
                 self.answered += len(finished) - len(lost)
-            except redis.RedisError:
+            except (redis.RedisError, QueueUnavailable):
                 continue
             self._stop.wait(self._pause if claims else 0.005)
 

@@ -1,0 +1,109 @@
+"""A Redis that came back empty gets its batches back from their manifests, and they end as if nothing had happened."""
+
+from pathlib import Path
+
+import pytest
+import redis
+
+from jobs import advance, control
+from jobs.batches import BatchSpec, cancel_batch, create_batch, get_batch, list_batches
+from jobs.integrity import faults
+from jobs.manifest import load_manifest
+from jobs.queue import Queue
+from jobs.rebuild import rebuild, rebuild_all
+from tests.support.batch_steps import answer_all, run_to_end, step
+from tests.support.control_plane import check_echoes, failing, read_jsonl, write_input
+
+
+def in_store(client: redis.Redis, url: str, store: Path, name: str, count: int) -> str:
+    control.use_server(url)
+    root = store / "batches" / name
+    root.mkdir(parents=True)
+    source = write_input(root / "in.jsonl", count)
+    spec = BatchSpec(input=str(source), root=str(root), output=str(root / "out.jsonl"), error_file="inline", models=("m",), tenant="t")
+    return create_batch(client, spec).id
+
+
+def test_every_state_comes_back(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    names = ("new", "refused", "running", "finishing", "ended", "cancelled")
+    ids = {name: in_store(redis_client, redis_url, tmp_path, name, 20) for name in names}
+    (tmp_path / "batches" / "refused" / "in.jsonl").write_bytes(b"oops\n")
+    for name in names[1:]:
+        step(redis_client, ids[name])
+    step(redis_client, ids["running"])
+    assert answer_all(redis_client, failing(3), most=12) == 12
+    step(redis_client, ids["running"])
+    for name in ("finishing", "ended"):
+        while step(redis_client, ids[name]).state != "finalizing":
+            queue = Queue(redis_client)
+            redis_client.delete("{q}:ready:" + ids["running"] + ":m")
+            answer_all(redis_client)
+            assert queue.batch_fields(ids[name])["state"] == "in_progress"
+    run_to_end(redis_client, ids["ended"])
+    cancel_batch(redis_client, ids["cancelled"])
+    run_to_end(redis_client, ids["cancelled"])
+    before = {name: get_batch(redis_client, batch) for name, batch in ids.items()}
+
+    redis_client.flushall()
+    assert rebuild_all(Queue(redis_client), str(tmp_path)) == len(names)
+    assert rebuild_all(Queue(redis_client), str(tmp_path)) == 0
+    after = {name: get_batch(redis_client, batch) for name, batch in ids.items()}
+    for name in ("refused", "ended", "cancelled"):
+        assert after[name] == before[name]
+    for name in ("new", "running", "finishing"):
+        assert after[name].state == "validating"
+        record = run_to_end(redis_client, ids[name])
+        assert (record.state, record.completed + record.failed) == ("completed", 20)
+    check_echoes(tmp_path / "batches" / "finishing" / "out.jsonl", 20)
+    assert [line["custom_id"] for line in read_jsonl(tmp_path / "batches" / "running" / "out.jsonl")] == [f"c{n}" for n in range(1, 21)]
+    assert faults(redis_client) == []
+
+
+def test_what_is_on_disk_is_not_done_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    batch = in_store(redis_client, redis_url, tmp_path, "b", 5000)
+    step(redis_client, batch)
+    step(redis_client, batch)
+    answer_all(redis_client, failing(7, status=500), most=3000)
+    advance.flush(Queue(redis_client))
+    redis_client.flushall()
+    rebuild_all(Queue(redis_client), str(tmp_path))
+    record = step(redis_client, batch)
+    assert (record.state, record.total, record.completed + record.failed) == ("in_progress", 5000, 3000)
+    assert record.usage.prompt_tokens == 7 * record.completed
+    seen = []
+    record = run_to_end(redis_client, batch, lambda claim: seen.append(claim.key.line) or failing()(claim))  # type: ignore[func-returns-value]
+    assert len(seen) == 2000
+    assert record.completed + record.failed == 5000
+    assert Queue(redis_client).batch_fields(batch)["tenant"] == "t"
+
+
+def test_a_cancel_survives(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    batch = in_store(redis_client, redis_url, tmp_path, "b", 20)
+    step(redis_client, batch)
+    cancel_batch(redis_client, batch)
+    redis_client.flushall()
+    rebuild_all(Queue(redis_client), str(tmp_path))
+    record = run_to_end(redis_client, batch)
+    assert (record.state, record.failed) == ("cancelled", 20)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]"])
+def test_a_broken_manifest_does_not_hold_up_the_others(redis_client: redis.Redis, redis_url: str, tmp_path: Path, content: bytes) -> None:
+    in_store(redis_client, redis_url, tmp_path, "a", 1)
+    batch = in_store(redis_client, redis_url, tmp_path, "b", 1)
+    (tmp_path / "batches" / "a" / "manifest.json").write_bytes(content)
+    (tmp_path / "batches" / "empty").mkdir()
+    redis_client.flushall()
+    assert rebuild_all(Queue(redis_client), str(tmp_path)) == 1
+    assert [record.id for record in list_batches(redis_client)] == [batch]
+
+
+def test_jobs_of_the_lost_record_are_of_an_old_generation(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    batch = in_store(redis_client, redis_url, tmp_path, "b", 1)
+    old = int(Queue(redis_client).batch_fields(batch)["generation"])
+    redis_client.flushall()
+    assert rebuild(Queue(redis_client), str(tmp_path / "batches" / "b"))
+    assert int(Queue(redis_client).batch_fields(batch)["generation"]) > old
+    manifest = load_manifest(str(tmp_path / "batches" / "b"))
+    assert manifest is not None
+    assert manifest.generation == old + 1

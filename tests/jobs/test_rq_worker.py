@@ -1,0 +1,129 @@
+"""The processes that run the jobs: quick, quiet when idle, clean on SIGTERM, gone with their parent, and not stopped by an outage."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+from rq.serializers import JSONSerializer
+
+from jobs.batches import BatchSpec, create_batch, get_batch, wait_for
+from jobs.connection import connect
+from jobs.control import enqueue, is_waiting
+from jobs.manifest import load_manifest
+from jobs.queue import Queue
+from tests.support.batch_steps import answer_all
+from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
+from tests.support.redis_server import running_server
+from tests.support.waiting import wait_until
+
+
+def spec_of(source: Path) -> BatchSpec:
+    root, output = source.with_name("out.parts"), source.with_name("out.jsonl")
+    return BatchSpec(input=str(source), root=str(root), output=str(output), error_file="inline", models=("m",))
+
+
+def test_a_small_batch_runs_through_without_waiting(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 300)
+    warm_up = write_input(tmp_path / "warm" / "in.jsonl", 1)
+    with control_plane(redis_url) as plane, Answering(redis_url):
+        wait_for(redis_client, create_batch(redis_client, spec_of(warm_up)).id, timeout=60)
+        started = time.monotonic()
+        record = wait_for(redis_client, create_batch(redis_client, spec_of(source)).id, timeout=60)
+        elapsed = time.monotonic() - started
+        plane.stop()
+    print(f"300 lines in {elapsed:.3f} s: {record.timestamps}")
+    assert (record.state, record.completed) == ("completed", 300)
+    check_echoes(tmp_path / "out.jsonl", 300)
+    assert elapsed < 3  # about 0.15 s when the machine is free
+
+
+def test_idle_processes_rest(redis_client: redis.Redis, redis_url: str) -> None:
+    with control_plane(redis_url) as plane:
+        wait_until(lambda: redis_client.exists("{q}:leader") and len(redis_client.smembers("rq:workers")) == 2, 30, "processes are up")
+        processes = [psutil.Process(process.pid) for process in plane.processes.values()]
+
+        def spent() -> list[float]:
+            return [sum(process.cpu_times()[:2]) for process in processes]
+
+        before, started = spent(), time.monotonic()
+        wait_until(lambda: time.monotonic() - started > 3, 10, "three seconds have passed")
+        shares = [(after - before) / (time.monotonic() - started) for before, after in zip(before, spent(), strict=True)]
+    print("idle shares of a core:", shares)
+    assert max(shares) < 0.02
+
+
+def test_nothing_in_redis_is_pickled(redis_client: redis.Redis) -> None:
+    assert enqueue(redis_client, "advance", "batch_x", 3)
+    assert not enqueue(redis_client, "advance", "batch_x", 3)
+    assert is_waiting(redis_client, "advance", "batch_x", 3)
+    assert not is_waiting(redis_client, "validate", "batch_x", 3)
+    job = redis_client.hgetall("rq:job:advance-batch_x-3")
+    data = zlib.decompress(job[b"data"])  # type: ignore[index]
+    assert JSONSerializer.loads(data) == ["jobs.advance.run", None, ["batch_x", 3], {}]
+
+
+def test_sigterm_keeps_what_finished(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 100)
+    with control_plane(redis_url) as plane:
+        batch = create_batch(redis_client, spec_of(source)).id
+        wait_until(lambda: get_batch(redis_client, batch).waiting == 100, 30, "lines are ready")
+        plane.kill("ticker")
+        answer_all(redis_client, most=60)
+        plane.stop()
+    manifest = load_manifest(str(tmp_path / "out.parts"))
+    assert manifest is not None
+    assert sum(part.lines for part in manifest.parts) == 60
+    assert Queue(redis_client).results(batch) == []
+
+
+def test_sigterm_ends_a_long_job_at_its_next_beat(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 200_000)
+    plane = ControlPlane(redis_url)
+    plane.start("bulk")
+    batch = create_batch(redis_client, spec_of(source)).id
+    wait_until(lambda: redis_client.hget("rq:job:validate-" + batch + "-1", "status") == b"started", 30, "validation has begun")
+    started = time.monotonic()
+    plane.stop()
+    assert time.monotonic() - started < 10
+    assert get_batch(redis_client, batch).state == "validating"
+    assert not [path for path in (tmp_path / "out.parts").iterdir() if path.suffix == ".bin"]
+
+
+@pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])
+def test_children_die_with_their_parent(redis_client: redis.Redis, redis_url: str, name: str) -> None:
+    command = ControlPlane(redis_url)._commands[name]
+    start = f"subprocess.Popen([sys.executable, '-m', *{command!r}])"
+    script = f"import subprocess, sys, time\nprint({start}.pid, flush=True)\ntime.sleep(60)"
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    ready = (lambda: redis_client.exists("{q}:leader")) if name == "ticker" else (lambda: redis_client.smembers("rq:workers"))
+    wait_until(ready, 30, "the child is up")
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 10, "the child is gone")
+
+
+def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 2000)
+    with running_server() as server, control_plane(server.url) as plane, Answering(server.url, limit=16, pause=0.005):
+        url, client = server.url, connect(server.url)
+        batch = create_batch(client, spec_of(source)).id
+        for fraction in (0.1, 0.5):
+            wait_until(lambda least=2000 * fraction: get_batch(client, batch).completed > least, 60, "some lines are done")  # type: ignore[misc]
+            os.kill(server.pid, signal.SIGKILL)
+            server.stop()
+            server.start()
+            assert server.url == url
+        record = wait_for(client, batch, timeout=60)
+        assert {name: process.poll() for name, process in plane.processes.items()} == dict.fromkeys(plane.processes)
+        client.close()
+    assert (record.state, record.completed) == ("completed", 2000)
+    check_echoes(tmp_path / "out.jsonl", 2000)
