@@ -29,6 +29,8 @@ _POLL_SECONDS = 0.03
 _SLOW_POLL_SECONDS = 0.2
 _QUICK_FOR = 20.0
 _PROBLEM_SECONDS = 5.0
+_SMALL_BYTES = 4 * 1024 * 1024
+_SHUTDOWN_SECONDS = 1.0
 _SERVING = ("loading", "initializing", "ready")
 
 log = logging.getLogger("run-batch")
@@ -66,8 +68,9 @@ class BatchRun:
         self._served: list[str] = []
         if task.starts_worker:
             self._served = worker_settings(task.model, "", task.model_flags).models
-            check_model_folder(task.model)
         check_input(task.source)
+        check_output(task.output, task.source)
+        self._resumes = task.root.exists()
 
     def hand_in(self) -> str:
         """Gives the batch to the fleet and returns its id."""
@@ -85,6 +88,8 @@ class BatchRun:
         ):  # fmt: skip
             if task.redis_url is None:
                 stack.start_jobs()
+                if not self._resumes and task.source.stat().st_size < _SMALL_BYTES:
+                    self._start_worker(stack)  # it is still importing when the check of so small a file is over
             batch_id = self._create(stack.queue.redis, self._spec(stack.queue)).id
             if task.redis_url is None:
                 log.info("batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s", batch_id, stack.redis_url, batch_id)
@@ -141,9 +146,13 @@ class BatchRun:
 
     def _ensure_worker(self, stack: Stack, record: BatchRecord) -> None:
         if self._task.starts_worker and not stack.has("worker"):
-            stack.start_worker([*(["--model", self._task.model] if self._task.model else []), *self._task.worker_arguments])
+            self._start_worker(stack)
         if self._answering_since is None and record.running:
             self._answering_since = time.monotonic()
+
+    def _start_worker(self, stack: Stack) -> None:
+        model = ["--model", self._task.model] if self._task.model else []
+        stack.start_worker([*model, "--shutdown-timeout", str(_SHUTDOWN_SECONDS), *self._task.worker_arguments])
 
     def _counts(self, record: BatchRecord) -> Counts:
         note = ""
@@ -176,6 +185,8 @@ class BatchRun:
     def _conclude(self, record: BatchRecord) -> None:
         if record.state == "failed":
             print_problems(self._task.source, record.errors)
+            if not self._resumes:
+                shutil.rmtree(self._task.root, ignore_errors=True)
             raise Refused(f"{self._task.source} was refused: {count_of(record.errors)}; nothing was run")
         now = time.monotonic()
         print_summary(Summary(record=record, seconds=now - self._began, answering=now - (self._answering_since or now)))
@@ -197,11 +208,12 @@ def check_input(source: Path) -> None:
         raise Refused(f"the input {source} cannot be read: {error.strerror}") from None
 
 
-def check_model_folder(model: str | None) -> None:
-    """Raises `Refused` if the model is plainly a local path and nothing is there; the rest is the worker's to find out."""
-    looks_local = model is not None and (model.startswith(("/", "./", "../", "~")) or model.count("/") > 1)
-    if model is not None and looks_local and not Path(model).is_dir():
-        raise Refused(f"there is no model folder {model}")
+def check_output(output: Path, source: Path) -> None:
+    """Raises `Refused` if the output is a folder or the input; the rest is found out when the batch is made."""
+    if output.is_dir():
+        raise Refused(f"the output {output} is a folder")
+    if output.exists() and output.samefile(source):
+        raise Refused(f"the output {output} is the input itself")
 
 
 def start_over_if_removed(root: Path) -> None:

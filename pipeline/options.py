@@ -1,6 +1,7 @@
 """Flags that several commands share, and where their values come from: flag, then environment, then --config file, then default."""
 
 import logging
+import os
 import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,6 +14,9 @@ from pipeline.errors import Refused
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 log = logging.getLogger("pipeline")
+
+CHILD_VARIABLE = "PIPELINE_CHILD"
+"""In the environment of processes that another command of ours starts."""
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 _SOURCES = {ParameterSource.COMMANDLINE: "flag", ParameterSource.ENVIRONMENT: "environment", ParameterSource.DEFAULT_MAP: "config file"}
@@ -174,7 +178,9 @@ def as_flag(name: str) -> str:
 
 
 def log_settings(ctx: click.Context) -> None:
-    """Logs every setting that differs from its default, with where it came from."""
+    """Logs every setting that differs from its default, with where it came from; a child was told them by its parent, which logged them."""
+    if CHILD_VARIABLE in os.environ:
+        return
     changed = [
         f"{param.name}={_shown(param.name, ctx.params.get(param.name))} ({_SOURCES[source]})"
         for param in ctx.command.params
@@ -199,7 +205,7 @@ def model_arguments(values: dict[str, Any]) -> list[str]:
         value = values[name]
         if name == "enable_prefix_caching":
             arguments.append(as_flag(name) if value else "--no-enable-prefix-caching")
-        elif isinstance(value, tuple):
+        elif isinstance(value, list | tuple):
             arguments += [part for one in value for part in (as_flag(name), one)]
         elif value is not None:
             arguments += [as_flag(name), str(value)]

@@ -14,6 +14,7 @@ from jobs.scripts import QueueUnavailable
 from jobs.server import PrivateServer
 from jobs.settings import QueueSettings
 from pipeline.child import Child, ChildFailed
+from pipeline.options import CHILD_VARIABLE
 from pipeline.private_folder import private_folder
 
 _REDIS_STARTS = 10
@@ -47,6 +48,7 @@ class Stack:
             check_server(self._client)
             self.queue = Queue(self._client, self.settings)
             self._environment = {
+                CHILD_VARIABLE: "1",
                 "REDIS_URL": self.redis_url,
                 "LEASE_SECONDS": str(self.settings.lease_seconds),
                 "STREAM_INTERVAL": str(self.settings.stream_interval),
