@@ -107,6 +107,8 @@ class Replica:
         try:
             await self._engine.start(self._settings.start_timeout)
         except EngineStartError as error:
+            if error.returncode is not None and error.returncode < 0:  # a signal says nothing about the model: it is tried again
+                raise EngineDeadError(str(error), error.returncode) from error
             raise WorkerError(str(error)) from error
         info = self._engine.info
         logger.info(

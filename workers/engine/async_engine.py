@@ -42,7 +42,11 @@ _READ_BUFFER = 1 << 20
 
 
 class EngineStartError(Exception):
-    """The core could not be started; the message is one sentence that says why."""
+    """The core could not be started; the message is one sentence that says why. `returncode` is negative if a signal ended it."""
+
+    def __init__(self, message: str, returncode: int | None = None) -> None:
+        super().__init__(message)
+        self.returncode = returncode
 
 
 class EngineDeadError(Exception):
@@ -187,7 +191,7 @@ class AsyncEngine:
         if isinstance(message, Failed):
             raise EngineStartError(message.message)
         how = core.how_it_ended() if ended.done() or first.done() else f"was not ready after {timeout:g} s"
-        raise EngineStartError(f"the engine core {how} while loading {self.config.model}{core.last_words()}")
+        raise EngineStartError(f"the engine core {how} while loading {self.config.model}{core.last_words()}", core.returncode)
 
     def _send(self, message: ToCore) -> None:
         if self._death is not None:
