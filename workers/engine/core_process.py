@@ -53,6 +53,9 @@ def main() -> int:
 
 
 def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender) -> None:
+    # A compute thread that spins at a barrier takes the processor from the thread it waits for as soon as anything else runs beside them:
+    # a step then takes ten times as long. OpenMP reads this when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Imported here, when the front is already being listened to, since importing torch takes seconds.
     from workers.engine.core import EngineCore
     from workers.engine.executor import Executor
