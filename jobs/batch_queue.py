@@ -119,6 +119,7 @@ class BatchQueue(QueueBase):
         if state is not None:
             self.transition(batch, [state], FORGOTTEN)
         self.cancel_batch(batch)
-        names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies, keys.watch)
+        names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies)
         self._command("UNLINK", *(name(batch) for name in names))
+        self._command("ZREM", keys.WATCHED, batch)
         self._command("SREM", keys.BATCHES, batch)

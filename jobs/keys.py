@@ -7,6 +7,7 @@ FENCE = "{q}:fence"  # counter; each claim of a request takes the next number
 LEASES = "{q}:leases"  # zset: request key -> deadline, ms of Redis TIME
 LEASE = "{q}:lease"  # hash: request key -> "<fence> <attempt> <worker>"
 TRIES = "{q}:tries"  # hash: request key -> "<attempts> <deaths> <suspicions>", only once it was released unfinished
+WATCHED = "{q}:watched"  # zset: request key or batch id -> until when somebody reads its tokens, ms of Redis TIME
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
 CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work last had its share
 BATCHES = "{q}:batches"  # set of batch ids that have a record
@@ -61,11 +62,6 @@ def live(model: str) -> str:
 def tokens(key: str) -> str:
     """Stream of the deltas of one request; the id of an entry is `<output tokens so far>-<0 tokens | 1 accepted | 2 finished>`."""
     return f"{{q}}:tok:{key}"
-
-
-def watch(target: str) -> str:
-    """Present while somebody watches the request key or batch id."""
-    return f"{{q}}:watch:{target}"
 
 
 def api(api_id: str) -> str:

@@ -7,7 +7,7 @@ local function drop(name)
   local batch, line = split(name)
   local _, _, holder = lease_of(name)
   if holder then
-    release(name, holder)
+    release(holder, name)
     tell(holder, 'cancel', name)
   elseif is_live(batch) then
     local waits_for = redis.call('HGET', key.bodies(batch), 'model')
@@ -15,9 +15,17 @@ local function drop(name)
       redis.call('LREM', key.live(waits_for), 1, name)
     end
   end
+  if is_live(batch) then
+    redis.call('DEL', key.bodies(batch))
+  else
+    local size = redis.call('HSTRLEN', key.bodies(batch), line)
+    if redis.call('HDEL', key.bodies(batch), line) == 1 then
+      redis.call('HINCRBY', key.batch(batch), 'body_bytes', -size)
+    end
+  end
   redis.call('HDEL', key.TRIES, name)
-  forget_body(batch, line)
-  redis.call('UNLINK', key.tokens(name), key.watch(name))
+  redis.call('ZREM', key.WATCHED, name)
+  redis.call('UNLINK', key.tokens(name))
 end
 
 if ARGV[1] == 'requests' then

@@ -10,31 +10,45 @@ local lease, most_undrained = tonumber(ARGV[5]), tonumber(ARGV[6])
 local QUANTUM = 16 -- lines taken of one batch in a row: neighbours in the plan share prefixes
 local LIVE_PER_BATCH = 9
 
-local function describe(name, fence, attempt, suspicions, tried)
-  local batch, line = split(name)
-  local published = {}
-  if tried then
-    for i, entry in ipairs(redis.call('XRANGE', key.tokens(name), '-', '+')) do
-      local fields = entry[2]
-      published[i] = {fields[4], fields[6], fields[8]}
-    end
+local function published(name)
+  local entries = redis.call('XRANGE', key.tokens(name), '-', '+')
+  for i, entry in ipairs(entries) do
+    local fields = entry[2]
+    entries[i] = {fields[4], fields[6], fields[8]}
   end
-  local watched = is_watched(name, batch) and 1 or 0
-  return {name, tonumber(fence), attempt, redis.call('HGET', key.bodies(batch), line), watched, suspicions, published}
+  return entries
+end
+
+-- The rows of the reply. items: {name, fence, attempt, tries as stored} each
+local function describe(items)
+  if #items == 0 then
+    return {}
+  end
+  local names, rows = {}, {}
+  for i, item in ipairs(items) do
+    names[i] = item.name
+  end
+  local watched = watched_of(names)
+  for i, item in ipairs(items) do
+    local batch, line = split(item.name)
+    local _, _, suspicions = tries_of(item.tries)
+    local request = redis.call('HGET', key.bodies(batch), line)
+    rows[i] = {item.name, tonumber(item.fence), item.attempt, request, watched[item.name] and 1 or 0, suspicions or 0,
+      item.tries and published(item.name) or {}}
+  end
+  return rows
 end
 
 local function again(set)
-  local rows = {}
-  for _, item in ipairs(cmsgpack.unpack(set)) do
-    local name, fence = item[1], item[2]
+  local items = {}
+  for _, given in ipairs(cmsgpack.unpack(set)) do
+    local name, fence = given[1], given[2]
     local held, attempt = holds(worker, name, fence)
     if held then
-      local tries = redis.call('HGET', key.TRIES, name)
-      local _, _, suspicions = tries_of(tries)
-      rows[#rows + 1] = describe(name, fence, attempt, suspicions or 0, tries)
+      items[#items + 1] = {name = name, fence = fence, attempt = attempt, tries = redis.call('HGET', key.TRIES, name)}
     end
   end
-  return rows
+  return describe(items)
 end
 
 local last = redis.call('HMGET', key.claim(worker), 'seq', 'set')
@@ -42,28 +56,36 @@ if last[1] and seq <= tonumber(last[1]) then
   return seq == tonumber(last[1]) and again(last[2]) or {}
 end
 
-local rows, set = {}, {}
-local deadline = now_ms() + lease
-
--- A server that came back empty starts above every number it ever gave: a million claims a second are never made.
-local function next_fence()
-  local fence = redis.call('INCR', key.FENCE)
-  if fence == 1 then
-    fence = redis.call('INCRBY', key.FENCE, redis.call('TIME')[1] .. '000000')
-  end
-  return digits(fence)
-end
+local items = {} -- {name, model} of what this claim gives, then with fence, attempt and tries
 
 local function take(name, model)
-  local tries = redis.call('HGET', key.TRIES, name)
-  local attempts, _, suspicions = tries_of(tries)
-  local attempt = (attempts or 0) + 1
-  local fence = next_fence()
-  redis.call('HSET', key.LEASE, name, fence .. ' ' .. attempt .. ' ' .. worker .. ' ' .. model)
-  redis.call('ZADD', key.LEASES, deadline, name)
-  redis.call('SADD', key.held(worker), name)
-  rows[#rows + 1] = describe(name, fence, attempt, suspicions or 0, tries)
-  set[#set + 1] = {name, fence}
+  items[#items + 1] = {name = name, model = model}
+end
+
+-- A server that came back empty starts above every number it ever gave: a million claims a second are never made.
+local function first_fence(count)
+  if redis.call('EXISTS', key.FENCE) == 0 then
+    redis.call('SET', key.FENCE, redis.call('TIME')[1] .. '000000')
+  end
+  return redis.call('INCRBY', key.FENCE, count) - count + 1
+end
+
+local function lease_all()
+  local names, leases, deadlines = {}, {}, {}
+  for i, item in ipairs(items) do
+    names[i] = item.name
+  end
+  local tries = redis.call('HMGET', key.TRIES, unpack(names))
+  local fence, deadline = first_fence(#items), digits(now_ms() + lease)
+  for i, item in ipairs(items) do
+    item.tries, item.fence = tries[i], digits(fence + i - 1)
+    item.attempt = (tries_of(tries[i]) or 0) + 1
+    leases[2 * i - 1], leases[2 * i] = item.name, item.fence .. ' ' .. item.attempt .. ' ' .. worker .. ' ' .. item.model
+    deadlines[2 * i - 1], deadlines[2 * i] = deadline, item.name
+  end
+  redis.call('HSET', key.LEASE, unpack(leases))
+  redis.call('ZADD', key.LEASES, unpack(deadlines))
+  redis.call('SADD', key.held(worker), unpack(names))
 end
 
 -- The least served tenant's least served batch that may run, or nil. What may not is taken out; `drained` brings it back.
@@ -161,9 +183,17 @@ end
 
 if redis.call('HEXISTS', key.WORKERS, worker) == 1 then
   for _, model in ipairs(models) do
-    redis.call(#rows < limit and 'SADD' or 'SREM', key.waiting(model), worker)
+    redis.call(#items < limit and 'SADD' or 'SREM', key.waiting(model), worker)
+  end
+end
+
+local set = {}
+if #items > 0 then
+  lease_all()
+  for i, item in ipairs(items) do
+    set[i] = {item.name, item.fence}
   end
 end
 redis.call('HSET', key.claim(worker), 'seq', ARGV[2], 'set', cmsgpack.pack(set))
 redis.call('PEXPIRE', key.claim(worker), 4 * lease)
-return rows
+return describe(items)

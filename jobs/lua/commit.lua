@@ -6,15 +6,22 @@
 -- Returns the names for which nothing changed, because the worker does not hold them under that fence (any more).
 
 local worker, keep = ARGV[1], ARGV[2]
-local lost = {}
+local lost, items, names, seen = {}, {}, {}, {}
 for i = 3, #ARGV, 10 do
   local name, fence = ARGV[i], ARGV[i + 1]
-  if holds(worker, name, fence) then
-    release(name, worker)
-    local tokens = {ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6]}
-    finish(name, ARGV[i + 8] == '1', ARGV[i + 9], ARGV[i + 7], keep, tokens)
+  if not seen[name] and holds(worker, name, fence) then
+    seen[name] = true
+    names[#names + 1] = name
+    items[#items + 1] = {
+      name = name, succeeded = ARGV[i + 8] == '1', result = ARGV[i + 9], reply_to = ARGV[i + 7],
+      tokens = ARGV[i + 3] ~= '' and {ARGV[i + 2], ARGV[i + 3], ARGV[i + 4], ARGV[i + 5], ARGV[i + 6]} or {},
+    }
   else
     lost[#lost + 1] = name
   end
+end
+if #names > 0 then
+  release(worker, unpack(names))
+  finish(items, keep)
 end
 return lost

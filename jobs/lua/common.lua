@@ -49,10 +49,11 @@ local function holds(worker, name, fence)
   return false
 end
 
-local function release(name, worker)
-  redis.call('HDEL', key.LEASE, name)
-  redis.call('ZREM', key.LEASES, name)
-  redis.call('SREM', key.held(worker), name)
+-- Ends a worker's leases on the named requests.
+local function release(worker, ...)
+  redis.call('HDEL', key.LEASE, ...)
+  redis.call('ZREM', key.LEASES, ...)
+  redis.call('SREM', key.held(worker), ...)
 end
 
 local function tell(worker, kind, value, seconds)
@@ -114,8 +115,25 @@ local function requeue(name, model, attempts, deaths, suspicions)
   ring_bell(model, 1, is_live(batch))
 end
 
-local function is_watched(name, batch)
-  return redis.call('EXISTS', key.watch(name), key.watch(batch)) > 0
+-- Which of the requests somebody watches, themselves or with their batch: a table of names.
+local function watched_of(names)
+  local targets, batches = {}, {}
+  for i, name in ipairs(names) do
+    targets[i] = name
+    batches[split(name)] = true
+  end
+  for batch in pairs(batches) do
+    targets[#targets + 1] = batch
+  end
+  local watched, now = {}, now_ms()
+  for i, deadline in ipairs(redis.call('ZMSCORE', key.WATCHED, unpack(targets))) do
+    watched[targets[i]] = deadline and tonumber(deadline) > now or nil
+  end
+  local found = {}
+  for _, name in ipairs(names) do
+    found[name] = watched[name] or watched[(split(name))]
+  end
+  return found
 end
 
 -- Appends to a request's token stream under the id "<tokens so far>-<kind>". An entry that stands there already is left alone, which
@@ -136,42 +154,79 @@ local function append(name, entry_id, reply_to, index, tokens, text, offset, mor
   end
 end
 
-local function forget_body(batch, line)
-  if is_live(batch) then
-    redis.call('DEL', key.bodies(batch))
+-- Results and counts of requests of one batch; both move only where the done bit flips.
+local function record(batch, items)
+  if redis.call('EXISTS', key.batch(batch)) == 0 then
     return
   end
-  local size = redis.call('HSTRLEN', key.bodies(batch), line)
-  if redis.call('HDEL', key.bodies(batch), line) == 1 then
-    redis.call('HINCRBY', key.batch(batch), 'body_bytes', -size)
+  local lines, results = {}, {}
+  local moves = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0}
+  for i, item in ipairs(items) do
+    lines[i] = item.line
+    moves.body_bytes = moves.body_bytes - redis.call('HSTRLEN', key.bodies(batch), item.line)
+    if redis.call('SETBIT', key.done(batch), item.line, 1) == 0 then
+      results[#results + 1] = item.line
+      results[#results + 1] = item.result
+      moves.result_bytes = moves.result_bytes + #item.result
+      local count = item.succeeded and 'completed' or 'failed'
+      moves[count] = moves[count] + 1
+    end
   end
-end
-
--- Ends a request that its caller has just released: result, counts, last words, and nothing left behind.
--- tokens is {index, count, ids, text, offset}; count '' when there are no last tokens.
-local function finish(name, succeeded, result, reply_to, keep, tokens)
-  local batch, line = split(name)
-  redis.call('HDEL', key.TRIES, name)
-  forget_body(batch, line)
-  if not is_live(batch) and redis.call('EXISTS', key.batch(batch)) == 1 and redis.call('SETBIT', key.done(batch), line, 1) == 0 then
-    redis.call('HSET', key.results(batch), line, result)
-    redis.call('HINCRBY', key.batch(batch), 'result_bytes', #result)
-    redis.call('HINCRBY', key.batch(batch), succeeded and 'completed' or 'failed', 1)
+  redis.call('HDEL', key.bodies(batch), unpack(lines))
+  for name, by in pairs(moves) do
+    redis.call('HINCRBY', key.batch(batch), name, by)
+  end
+  if #results > 0 then
+    redis.call('HSET', key.results(batch), unpack(results))
     local counts = redis.call('HMGET', key.batch(batch), 'total', 'completed', 'failed')
     if tonumber(counts[1]) == tonumber(counts[2]) + tonumber(counts[3]) then
       tell(key.JOBS_CONTROL, 'batch', batch)
     end
   end
-  if not is_live(batch) and not is_watched(name, batch) then
-    redis.call('UNLINK', key.tokens(name))
+end
+
+-- The last entry of a token stream, which then lasts `keep` seconds. tokens is {index, count, ids, text, offset}, or {} when there are none.
+local function say_last(item, keep)
+  local index, count, ids, text, offset = unpack(item.tokens)
+  if not count then
+    local last = redis.call('XREVRANGE', key.tokens(item.name), '+', '-', 'COUNT', 1)[1]
+    index, count, ids, text, offset = last and string.match(last[1], '^%d+') or '0', 0, '', '', '0'
+  end
+  append(item.name, digits(index + count) .. '-2', item.reply_to, index, ids, text, offset, 'f', item.result)
+  redis.call('EXPIRE', key.tokens(item.name), keep)
+  redis.call('ZREM', key.WATCHED, item.name)
+end
+
+-- Ends requests that their caller has just released, each named once: results, counts, last words, and nothing left behind.
+-- items: {name, succeeded, result, reply_to, tokens} each
+local function finish(items, keep)
+  if #items == 0 then
     return
   end
-  local index, count = tokens[1], tokens[2]
-  if count == '' then
-    local last = redis.call('XREVRANGE', key.tokens(name), '+', '-', 'COUNT', 1)[1]
-    index, count = last and string.match(last[1], '^%d+') or '0', 0
+  local names, batches = {}, {}
+  for i, item in ipairs(items) do
+    names[i] = item.name
+    item.batch, item.line = split(item.name)
+    batches[item.batch] = batches[item.batch] or {}
+    table.insert(batches[item.batch], item)
   end
-  append(name, digits(index + count) .. '-2', reply_to, index, tokens[3], tokens[4], tokens[5] == '' and '0' or tokens[5], 'f', result)
-  redis.call('EXPIRE', key.tokens(name), keep)
-  redis.call('DEL', key.watch(name))
+  redis.call('HDEL', key.TRIES, unpack(names))
+  for batch, of_batch in pairs(batches) do
+    if is_live(batch) then
+      redis.call('DEL', key.bodies(batch))
+    else
+      record(batch, of_batch)
+    end
+  end
+  local watched, silent = watched_of(names), {}
+  for _, item in ipairs(items) do
+    if is_live(item.batch) or watched[item.name] then
+      say_last(item, keep)
+    else
+      silent[#silent + 1] = key.tokens(item.name)
+    end
+  end
+  if #silent > 0 then
+    redis.call('UNLINK', unpack(silent))
+  end
 end

@@ -10,7 +10,7 @@ for i = 2, #ARGV, 2 do
   local held, attempt, model = holds(worker, name, fence)
   if held then
     local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
-    release(name, worker)
+    release(worker, name)
     requeue(name, model, attempt - 1, deaths or 0, suspicions or 0)
   else
     lost[#lost + 1] = name

@@ -18,13 +18,13 @@ local function lose(name)
     return
   end
   local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
-  release(name, holder)
+  release(holder, name)
   if (deaths or 0) + 1 < most_deaths then
     requeue(name, model, attempt, (deaths or 0) + 1, suspicions or 0)
     return
   end
   local reply_to = redis.call('HGET', key.bodies((split(name))), 'reply_to') or ''
-  finish(name, false, lost_result, reply_to, keep, {'', '', '', '', ''})
+  finish({{name = name, succeeded = false, result = lost_result, reply_to = reply_to, tokens = {}}}, keep)
 end
 
 -- Last claimed, first put back: at the front of the queue they stand in the order in which they were claimed.
@@ -76,6 +76,7 @@ elseif now < last then
   reap_after = reap_after + now - last
 end
 redis.call('HSET', key.TICK, 'time', now, 'run_id', run_id, 'reap_after', reap_after)
+redis.call('ZREMRANGEBYSCORE', key.WATCHED, '-inf', now)
 if now < reap_after then
   return 0
 end

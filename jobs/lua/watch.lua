@@ -4,7 +4,7 @@
 -- Returns 1.
 
 local target, seconds = ARGV[1], ARGV[2]
-redis.call('SET', key.watch(target), 1, 'EX', seconds)
+redis.call('ZADD', key.WATCHED, now_ms() + 1000 * seconds, target)
 if split(target) then
   local _, _, holder = lease_of(target)
   if holder then
