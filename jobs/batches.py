@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import redis
@@ -20,6 +19,7 @@ from jobs.plan import PLAN_NAME
 from jobs.queue import Queue
 from jobs.rebuild import register
 from jobs.results import Usage
+from jobs.scripts import persistently
 from jobs.storage import Busy, StoreError, exclusive, join, local_path, make_folder, sha256_of, size_of, sweep
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 _POLL_SECONDS = 0.03
+_RETRY_SECONDS = 20.0
 _PATIENCE_SECONDS = 5.0
 _COMPRESSED = (".gz", ".zst")
 
@@ -92,16 +93,10 @@ def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = No
 
 
 def get_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
-    """Raises KeyError if there is no such batch."""
-    return _read_record(Queue(client), batch_id)
-
-
-def _read_record(queue: Queue, batch_id: str) -> BatchRecord:
-    fields = queue.batch_fields(batch_id)
+    """Raises KeyError if there is no such batch, and `QueueUnavailable`."""
+    fields, held, waiting = persistently(lambda: _read(client, batch_id), _RETRY_SECONDS)
     if "spec" not in fields:
         raise KeyError(batch_id)
-    waiting = queue.ready_length(batch_id)
-    held: Any = queue.redis.hlen(keys.bodies(batch_id))
     counts = [int(fields.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
     return BatchRecord(
         id=batch_id,
@@ -121,13 +116,24 @@ def _read_record(queue: Queue, batch_id: str) -> BatchRecord:
     )
 
 
+def _read(client: redis.Redis, batch_id: str) -> tuple[dict[str, str], int, int]:
+    """The record, its lines in Redis, and those of them that wait."""
+    with client.pipeline(transaction=False) as pipeline:
+        pipeline.hgetall(keys.batch(batch_id))
+        pipeline.hlen(keys.bodies(batch_id))
+        raw, held = pipeline.execute()
+        fields = {name.decode(): value.decode() for name, value in raw.items()}
+        for model in msgspec.json.decode(fields.get("line_models", "[]"), type=list[str]) if held else []:
+            pipeline.llen(keys.ready(batch_id, model))
+        return fields, held, sum(pipeline.execute())
+
+
 def list_batches(client: redis.Redis) -> list[BatchRecord]:
     """All batches that have a record, oldest first."""
-    queue = Queue(client)
     records = []
-    for batch_id in queue.batches():
+    for batch_id in Queue(client).batches():
         try:
-            records.append(_read_record(queue, batch_id))
+            records.append(get_batch(client, batch_id))
         except KeyError:  # it is being removed
             continue
     return sorted(records, key=lambda record: (record.timestamps["created"], record.id))
@@ -139,14 +145,14 @@ def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     Raises KeyError if there is no such batch, and `StoreError`.
     """
     queue = Queue(client)
-    record = _read_record(queue, batch_id)
+    record = get_batch(client, batch_id)
     if record.state not in ("validating", "in_progress"):
         return record
     mark_cancelled(record.spec.root)
     if queue.transition(batch_id, ["validating", "in_progress"], "cancelling", {"cancelling_at": time.time()}):
         queue.cancel_batch(batch_id)
         enqueue(client, "finalize", batch_id, int(queue.batch_fields(batch_id)["generation"]))
-    elif _read_record(queue, batch_id).state != "cancelling":
+    elif get_batch(client, batch_id).state != "cancelling":
         unmark_cancelled(record.spec.root)
     return get_batch(client, batch_id)
 
@@ -159,10 +165,9 @@ def wait_for(
     Raises KeyError if there is no such batch, TimeoutError after `timeout` seconds.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    queue = Queue(client)
     last = None
     while True:
-        record = _read_record(queue, batch_id)
+        record = get_batch(client, batch_id)
         if record != last and on_progress is not None:
             on_progress(record)
         last = record

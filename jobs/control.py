@@ -168,7 +168,7 @@ def clean_up(client: redis.Redis, batch: str) -> None:
             return
         pipeline.multi()
         pipeline.srem(keys.ACTIVE, batch)
-        names = (keys.bodies, keys.results, keys.done, keys.parts, keys.batch_models, keys.watch)
+        names = (keys.bodies, keys.results, keys.done, keys.parts, keys.batch_models)
         pipeline.unlink(*(name(batch) for name in names))
         pipeline.execute()
 
