@@ -80,6 +80,7 @@ def wake(client: redis.Redis, batch: str) -> None:
 
 
 _process_queue: Queue | None = None
+_slots: threading.Semaphore | None = None
 
 
 def use_server(url: str) -> None:
@@ -193,6 +194,34 @@ def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...]) -
         finally:
             held.release()
             heart.join()
+
+
+def use_threads(count: int) -> None:
+    """Lets this process run as many long jobs side by side, so that a small batch does not wait for a large one to be read or written."""
+    global _slots
+    _slots = threading.Semaphore(count)
+
+
+def run_long(queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None]) -> None:
+    """As `run_slice`, but after `use_threads` in a thread of its own; waits for a free one.
+
+    RQ takes such a job for done when it has begun; the batch's heartbeat says that it is alive.
+    """
+    slots = _slots
+    if slots is None:
+        run_slice(queue, batch, generation, states, work)
+        return
+
+    def run() -> None:
+        try:
+            run_slice(queue, batch, generation, states, work)
+        except (QueueUnavailable, redis.RedisError) as error:
+            log.warning("%s: Redis cannot be used: %s", batch, error)
+        finally:
+            slots.release()
+
+    slots.acquire()
+    threading.Thread(target=run, name=batch).start()
 
 
 def run_slice(queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None]) -> None:

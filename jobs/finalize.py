@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from jobs.advance import Pace, drain
-from jobs.control import Slice, process_queue, run_slice
+from jobs.control import Slice, process_queue, run_long
 from jobs.files import is_parquet, read_lines
 from jobs.manifest import Manifest
 from jobs.parts import merge_parts
@@ -48,7 +48,7 @@ class _CustomId(msgspec.Struct):
 
 def run(batch: str, generation: int) -> None:
     """The RQ job."""
-    run_slice(process_queue(), batch, generation, ("finalizing", "cancelling"), finalize)
+    run_long(process_queue(), batch, generation, ("finalizing", "cancelling"), finalize)
 
 
 def finalize(held: Slice) -> None:

@@ -1,4 +1,6 @@
-"""`python -m jobs.rq_worker --queue advance|bulk --redis-url URL`: runs the control plane's jobs of one queue, one after the other.
+"""`python -m jobs.rq_worker --queue advance|bulk --redis-url URL`: runs the control plane's jobs of one queue.
+
+Slices of `advance` run one after the other; the long jobs of `bulk` run side by side in a few threads.
 
 The jobs run in this process: they are our own code, keep no state that matters, and a kill at any point is recovered by the ticker. One
 queue per process keeps RQ's pop atomic. What RQ itself knows about workers and jobs is for show; nothing rests on it.
@@ -26,6 +28,7 @@ from jobs.scripts import QueueUnavailable
 
 _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
 _RETRY_SECONDS = 0.5
+_LONG_JOBS = 8
 log = logging.getLogger(__name__)
 
 
@@ -40,6 +43,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     control.use_server(options.redis_url)
+    if options.queue == "bulk":
+        control.use_threads(_LONG_JOBS)
     try:
         while not control.stopping.is_set():
             _serve(options.queue, options.redis_url)

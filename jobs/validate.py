@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jobs.control import Slice, enqueue, process_queue, run_slice
+from jobs.control import Slice, enqueue, process_queue, run_long
 from jobs.files import MAX_LINE_BYTES, SPOOL_NAME, InputError, InputLine, needs_spool, read_lines, write_spool
 from jobs.manifest import LineProblem
 from jobs.parts import merge_parts
@@ -34,7 +34,7 @@ class Checked(NamedTuple):
 
 def run(batch: str, generation: int) -> None:
     """The RQ job."""
-    run_slice(process_queue(), batch, generation, ("validating",), validate)
+    run_long(process_queue(), batch, generation, ("validating",), validate)
 
 
 def validate(held: Slice) -> None:

@@ -88,7 +88,7 @@ def test_sigterm_ends_a_long_job_at_its_next_beat(redis_client: redis.Redis, red
     plane = ControlPlane(redis_url)
     plane.start("bulk")
     batch = create_batch(redis_client, spec_of(source)).id
-    wait_until(lambda: redis_client.hget("rq:job:validate-" + batch + "-1", "status") == b"started", 30, "validation has begun")
+    wait_until(lambda: not is_waiting(redis_client, "validate", batch, 1), 30, "validation has begun")
     started = time.monotonic()
     plane.stop()
     assert time.monotonic() - started < 10
@@ -127,3 +127,14 @@ def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
         client.close()
     assert (record.state, record.completed) == ("completed", 2000)
     check_echoes(tmp_path / "out.jsonl", 2000)
+
+
+def test_a_small_batch_does_not_wait_while_a_large_one_is_read(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    large = write_input(tmp_path / "large" / "in.jsonl", 100_000)
+    small = write_input(tmp_path / "small" / "in.jsonl", 5)
+    with control_plane(redis_url) as plane, Answering(redis_url):
+        first = create_batch(redis_client, spec_of(large)).id
+        wait_until(lambda: "heartbeat" in Queue(redis_client).batch_fields(first), 30, "it has begun")
+        assert wait_for(redis_client, create_batch(redis_client, spec_of(small)).id, timeout=30).completed == 5
+        assert get_batch(redis_client, first).state == "validating"
+        plane.stop()

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from jobs.batches import BatchSpec, create_batch, get_batch, wait_for
+from jobs.control import is_waiting
 from jobs.integrity import faults
 from jobs.queue import Queue
 from jobs.ticker import Ticker
@@ -114,19 +115,21 @@ def test_a_job_that_died_runs_again_under_a_new_generation(redis_client: redis.R
 @pytest.mark.parametrize("name", ["bulk", "advance"])
 def test_a_killed_process_costs_seconds_and_nothing_else(redis_client: redis.Redis, redis_url: str, tmp_path: Path, name: str) -> None:
     """SIGKILL in the middle of a job, which RQ would notice after minutes."""
-    source = write_input(tmp_path / "in.jsonl", 6_000)
+    source = write_input(tmp_path / "in.jsonl", 10_000)
     state = "validating" if name == "bulk" else "in_progress"
     with control_plane(redis_url) as plane, Answering(redis_url, limit=200):
         batch = create_batch(redis_client, spec_of(source)).id
-        job = f"rq:job:{'validate' if name == 'bulk' else 'advance'}-{batch}-1"
-        wait_until(lambda: redis_client.hget(job, "status") == b"started", 30, "the job has begun")
+        if name == "bulk":
+            wait_until(lambda: not is_waiting(redis_client, "validate", batch, 1), 30, "validation has begun")
+        else:
+            wait_until(lambda: redis_client.hget(f"rq:job:advance-{batch}-1", "status") == b"started", 30, "a slice has begun")
         plane.kill(name)
         assert get_batch(redis_client, batch).state == state
         plane.start(name)
         record = wait_for(redis_client, batch, timeout=60)
         plane.stop()
-    assert (record.state, record.completed) == ("completed", 6_000)
-    check_echoes(tmp_path / "out.jsonl", 6_000)
+    assert (record.state, record.completed) == ("completed", 10_000)
+    check_echoes(tmp_path / "out.jsonl", 10_000)
     assert faults(redis_client) == []
 
 
