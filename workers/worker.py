@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 
 import redis
 
@@ -26,6 +27,9 @@ from workers.text.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 MAX_ENGINE_RESTARTS = 3
+RESTART_WINDOW_SECONDS = 600.0
+"""A worker whose cores die more than MAX_ENGINE_RESTARTS times within so long gives up."""
+
 CALL_RETRY_SECONDS = 2.0
 """How long one call to Redis tries again by itself; who calls decides what happens then."""
 
@@ -66,14 +70,17 @@ class Worker:
             tokenizer.cancel()
 
     async def _run_replicas(self, tokenizer: asyncio.Task[TextTokenizer]) -> None:
-        for restarts in range(MAX_ENGINE_RESTARTS + 1):
+        deaths: list[float] = []
+        while True:
             replica = Replica(self.settings, self._queue, tokenizer, self._stopping)
             try:
                 await replica.run()
                 return
             except EngineDeadError as error:
-                if restarts == MAX_ENGINE_RESTARTS:
-                    raise WorkerError(f"{error}; that was engine core number {restarts + 1}, and no more are started") from error
+                now = time.monotonic()
+                deaths = [*(death for death in deaths if now - death < RESTART_WINDOW_SECONDS), now]
+                if len(deaths) > MAX_ENGINE_RESTARTS:
+                    raise WorkerError(f"{error}; {len(deaths)} engine cores have died by now, and no more are started") from error
             finally:
                 self.was_ready = self.was_ready or replica.was_ready
 

@@ -132,6 +132,24 @@ def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> Non
     assert len(queue.results(batch)) == 1
 
 
+def test_sigterm_while_loading_ends_at_once(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, ready=False) as worker:
+        wait_until(lambda: worker.state == "loading", 60, "the worker to appear")
+        assert worker.stop() == 0
+    assert queue.workers() == []
+
+
+def test_a_second_sigterm_ends_at_once(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600") as worker:
+        batch = submit_batch(queue, [endless(1900)])
+        wait_published(queue, RequestKey(batch, 0), 10)
+        core = worker.core_pid
+        worker.process.terminate()
+        wait_until(lambda: worker.state == "draining", 20, "the worker to drain")
+        assert worker.stop(20) == 128 + signal.SIGTERM
+        wait_until(lambda: not Path(f"/proc/{core}").exists(), 20, "its core to be gone")
+
+
 def test_an_order_to_drain_ends_a_worker(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS) as worker:
         queue.drain(worker.wait_ready().id)

@@ -1,0 +1,81 @@
+"""Workers and engine cores killed at random moments: every line ends exactly once, with the answer it has undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from functools import partial
+
+import pytest
+
+from jobs.connection import connect
+from jobs.queue import Queue
+from jobs.settings import QueueSettings
+from tests.support.waiting import wait_until
+from tests.support.worker_process import WorkerProcess, running_worker
+from tests.workers.test_worker import question, run_batch, submit_batch, text_of
+
+FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "16")
+ROUNDS = 2
+KILLS = 6
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object, redis_url: str) -> None:
+    # The cap on lost workers is there for requests that kill; here everything is killed far more often than anywhere else.
+    queue = Queue(connect(redis_url), QueueSettings(lease_seconds=1.0, worker_deaths=1000))
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    bodies = [question(f"What is {n} + {n + 7}?", max_tokens=100 + 7 * n, ignore_eos=True, temperature=n % 2, seed=n) for n in range(60)]
+    with running_worker(queue, redis_url, *FLAGS):
+        expected = [text_of(result) for result in run_batch(queue, [*bodies])]
+    done = threading.Event()
+    ticker = threading.Thread(target=tick, args=(queue, done))
+    ticker.start()
+    try:
+        for _ in range(ROUNDS):
+            batch = submit_batch(queue, [*bodies])
+            with contextlib.ExitStack() as workers:
+                pair = [workers.enter_context(running_worker(queue, redis_url, *FLAGS)) for _ in range(2)]
+                for _ in range(KILLS):
+                    wait_until(partial(has_moved, queue, batch, completed(queue, batch)), 120, "progress")
+                    number = chance.randrange(2)
+                    if chance.random() < 0.5:
+                        kill_core(pair[number])
+                    else:
+                        pair[number].kill()
+                        pair[number] = workers.enter_context(running_worker(queue, redis_url, *FLAGS, ready=False))
+                    if completed(queue, batch) == len(bodies):
+                        break
+                wait_until(partial(has_moved, queue, batch, len(bodies) - 1), 180, "all results")
+            assert [line for line, _ in queue.results(batch)] == list(range(len(bodies)))
+            assert [text_of(result) for _, result in queue.results(batch)] == expected
+            record = queue.batch_fields(batch)
+            assert (record["completed"], record["failed"]) == (str(len(bodies)), "0")
+    finally:
+        done.set()
+        ticker.join()
+
+
+def completed(queue: Queue, batch: str) -> int:
+    return int(queue.batch_fields(batch)["completed"])
+
+
+def has_moved(queue: Queue, batch: str, before: int) -> bool:
+    return completed(queue, batch) > before
+
+
+def tick(queue: Queue, done: threading.Event) -> None:
+    """What the control plane's ticker does for leases."""
+    while not done.wait(0.5):
+        queue.reap()
+
+
+def kill_core(worker: WorkerProcess) -> None:
+    with contextlib.suppress(StopIteration, FileNotFoundError, ProcessLookupError):  # it is being replaced already
+        os.kill(worker.core_pid, signal.SIGKILL)
