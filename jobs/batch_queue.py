@@ -115,9 +115,8 @@ class BatchQueue(QueueBase):
 
     def forget(self, batch: str) -> None:
         """Removes every key of a batch."""
-        state = self.batch_fields(batch).get("state")
-        if state is not None:
-            self.transition(batch, [state], FORGOTTEN)
+        while (state := self.batch_fields(batch).get("state")) not in (None, FORGOTTEN):
+            self.transition(batch, [str(state)], FORGOTTEN)
         self.cancel_batch(batch)
         names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies)
         self._command("UNLINK", *(name(batch) for name in names))

@@ -1,5 +1,6 @@
 """A proxy before Redis that lets a command through and loses its reply: what a broken network does to a caller."""
 
+import contextlib
 import socket
 import tempfile
 import threading
@@ -46,33 +47,26 @@ class LossyProxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """One command at a time, as redis-py sends them."""
-        with client, socket.socket(socket.AF_UNIX) as server:
+        """One command at a time, as redis-py sends them. Whatever breaks, both sides see their connection end."""
+        with client, socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
             server.connect(self._target)
             in_script = threading.Event()
             threading.Thread(target=self._pass_replies, args=(server, client, in_script), daemon=True).start()
-            while command := self._receive(client):
+            while command := client.recv(_LONGEST):
                 if command.startswith(b"*"):
                     (in_script.set if b"\r\nEVAL" in command[:20] else in_script.clear)()
                 server.sendall(command)
 
     def _pass_replies(self, server: socket.socket, client: socket.socket, in_script: threading.Event) -> None:
-        while reply := self._receive(server):
-            with self._lock:
-                lose = in_script.is_set() and self._left > 0 and not reply.startswith(b"-NOSCRIPT")
-                self._left -= lose
-                self.lost += lose
-            try:
-                if lose:
-                    client.shutdown(socket.SHUT_RDWR)
-                    return
+        with contextlib.suppress(OSError):
+            while (reply := server.recv(_LONGEST)) and not self._loses(reply, in_script):
                 client.sendall(reply)
-            except OSError:
-                return
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
 
-    @staticmethod
-    def _receive(source: socket.socket) -> bytes:
-        try:
-            return source.recv(_LONGEST)
-        except OSError:
-            return b""
+    def _loses(self, reply: bytes, in_script: threading.Event) -> bool:
+        with self._lock:
+            lose = in_script.is_set() and self._left > 0 and not reply.startswith(b"-NOSCRIPT")
+            self._left -= lose
+            self.lost += lose
+            return lose
