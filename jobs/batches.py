@@ -20,7 +20,7 @@ from jobs.queue import Queue
 from jobs.rebuild import register
 from jobs.results import Usage
 from jobs.scripts import persistently
-from jobs.storage import Busy, StoreError, exclusive, join, local_path, make_folder, sha256_of, size_of, sweep
+from jobs.storage import Busy, StoreError, absolute, exclusive, join, local_path, make_folder, sha256_of, size_of, sweep
 
 __all__ = [
     "BatchRecord", "BatchRefused", "BatchSpec", "Busy", "InputChanged", "LineProblem", "StoreError", "cancel_batch", "create_batch",
@@ -71,6 +71,7 @@ def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = No
     With `retry_failed` every failed line runs again. A batch that runs already is returned as it is. The manifest is on disk before
     the record is in Redis. Raises `BatchRefused` (`InputChanged` when the root belongs to another input), `Busy` and `StoreError`.
     """
+    spec = _with_absolute_locations(spec)
     _check_locations(spec)
     queue = Queue(client)
     with exclusive(spec.root, _PATIENCE_SECONDS):
@@ -176,6 +177,11 @@ def wait_for(
         if deadline is not None and time.monotonic() >= deadline:
             raise TimeoutError(f"{batch_id} is still {record.state} after {timeout} s")
         time.sleep(_POLL_SECONDS)
+
+
+def _with_absolute_locations(spec: BatchSpec) -> BatchSpec:
+    names = [name for name in ("input", "root", "output", "error_output") if getattr(spec, name) is not None]
+    return msgspec.structs.replace(spec, **{name: absolute(getattr(spec, name)) for name in names})
 
 
 def _check_locations(spec: BatchSpec) -> None:

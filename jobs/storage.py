@@ -28,6 +28,11 @@ def local_path(location: str) -> Path | None:
     return None if "://" in location else Path(location)
 
 
+def absolute(location: str) -> str:
+    """The same place for processes with other working directories."""
+    return location if "://" in location else os.path.abspath(location)
+
+
 def join(root: str, *names: str) -> str:
     """A location below `root`."""
     return "/".join([root.rstrip("/"), *names])

@@ -1,7 +1,7 @@
 """`python -m jobs.ticker --redis-url URL`: the clock of the control plane. Any number may run; one leads, the others wait for its place.
 
 The leader ends expired leases, hands RQ a slice for each batch that has something to do, and gives the jobs of batches without a
-heartbeat to another process under a new generation. With `--file-store` it first rebuilds what an empty Redis has lost.
+heartbeat to another process under a new generation. With `--file-store` it rebuilds what a server that was restarted or emptied has lost.
 """
 
 import argparse
@@ -80,6 +80,7 @@ class Ticker:
         self._file_store = file_store
         self._token = secrets.token_hex(16)
         self._last_id = FIRST_ID
+        self._server: Any = None  # run id of the server whose batches are known to be whole
         self._pending: set[str] = set()  # batches whose slice runs just now and that want another
 
     def run(self) -> None:
@@ -111,9 +112,12 @@ class Ticker:
 
     def tick(self) -> None:
         """What is due once a second."""
-        if self._file_store is not None and not self._client.exists(keys.TICK):
-            self._rebuild(self._file_store)
+        was_empty = not self._client.exists(keys.TICK)
         self._queue.reap()
+        server = self._client.hget(keys.TICK, "run_id")
+        if self._file_store is not None and (was_empty or server != self._server):
+            self._rebuild(self._file_store)
+        self._server = server
         now = self._now()
         for batch, fields in self._records().items():
             self._look_after(batch, fields, now)
