@@ -15,6 +15,7 @@ from workers.engine.messages import SamplingParams
 from workers.engine.noise import gumbel, request_keys, signed_seed
 
 _FIRST_CANDIDATES = 128
+_LIST_COST = 8  # what a listed candidate costs, in tokens of a row that is computed whole
 _NOISE_ROWS = 4  # unfiltered rows whose noise is computed at once on a CPU, so that its temporaries stay in the processor's cache
 
 
@@ -88,19 +89,27 @@ class Sampler:
 def top_p_threshold(z: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
     """Raises each row's threshold to the smallest value of its nucleus: the fewest largest candidates whose probability reaches top_p.
 
-    z [R, vocab], threshold and top_p [R, 1]. Sorts only as many candidates as the widest nucleus needs.
+    z [R, vocab] with no value far above 0, threshold and top_p [R, 1]. Looks at the largest few candidates, and sorts only the rows whose
+    nucleus is wider.
     """
-    vocab = z.shape[1]
-    total = torch.where(z >= threshold, z, -torch.inf).logsumexp(-1, keepdim=True)
-    width = vocab if z.is_cuda else min(_FIRST_CANDIDATES, vocab)
-    while True:
-        largest = z.topk(width, -1).values
-        probabilities = torch.where(largest >= threshold, (largest - total).exp(), 0)
-        before = probabilities.cumsum(-1) - probabilities
-        kept = ((before < top_p) & (largest >= threshold)).sum(-1, keepdim=True).clamp_(min=1)
-        if width == vocab or not bool((kept == width).any()):
-            return torch.maximum(threshold, largest.gather(1, kept - 1))
-        width = min(width * 8, vocab)
+    total = torch.where(z >= threshold, z.exp(), 0).sum(-1, keepdim=True)
+    if z.is_cuda:
+        return _nucleus(z.sort(-1, descending=True).values, total, threshold, top_p)[0]
+    lowest, reached = _nucleus(z.topk(min(_FIRST_CANDIDATES, z.shape[1]), -1).values, total, threshold, top_p)
+    wide = (~reached[:, 0]).nonzero()[:, 0]
+    if wide.numel():
+        # numpy sorts floats several times faster than torch does.
+        ordered = torch.from_numpy(np.sort(z[wide].numpy(), -1)).flip(-1)
+        lowest[wide] = _nucleus(ordered, total[wide], threshold[wide], top_p[wide])[0]
+    return lowest
+
+
+def _nucleus(ordered: Tensor, total: Tensor, threshold: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The nucleus' smallest value, and whether it lies inside `ordered`, a row's largest values in descending order; each [R, 1]."""
+    probabilities = torch.where(ordered >= threshold, ordered.exp() / total, 0)
+    before = probabilities.cumsum(-1) - probabilities
+    kept = ((before < top_p) & (ordered >= threshold)).sum(-1, keepdim=True).clamp_(min=1)
+    return torch.maximum(threshold, ordered.gather(1, kept - 1)), kept < ordered.shape[1]
 
 
 def draw_all(z: Tensor, keys: Tensor) -> Tensor:
@@ -112,9 +121,11 @@ def draw_all(z: Tensor, keys: Tensor) -> Tensor:
 
 def draw_kept(z: Tensor, threshold: Tensor, keys: Tensor) -> Tensor:
     """One token per row among those with z >= threshold [R, 1]; int64 [R]."""
-    if z.is_cuda:  # a list of candidates would make the host wait for the device
-        return draw_all(torch.where(z >= threshold, z, -torch.inf), keys)
-    rows, tokens = (z >= threshold).nonzero(as_tuple=True)
+    kept = z >= threshold
+    # On a GPU a list of candidates would make the host wait for the device; a long list costs more than all tokens do.
+    if z.is_cuda or int(kept.count_nonzero()) * _LIST_COST > z.numel():
+        return draw_all(torch.where(kept, z, -torch.inf), keys)
+    rows, tokens = kept.nonzero(as_tuple=True)
     scores = z[rows, tokens] + gumbel(keys[rows], tokens)
     best = torch.full_like(threshold[:, 0], -torch.inf).scatter_reduce_(0, rows, scores, "amax")
     winners = scores == best[rows]

@@ -95,8 +95,11 @@ def test_flat_distribution_needs_many_candidates() -> None:
 
 
 def test_kept_and_all_draw_the_same() -> None:
+    """Whether candidates are listed or not, the noise is theirs."""
     logits, keys = random_logits(9), torch.arange(9) * 12345
-    assert torch.equal(draw_all(logits, keys), draw_kept(logits, NO_LIMIT.expand(9, 1), keys))
+    for share in (0.5, 0.01):
+        threshold = logits.quantile(1 - share, -1, keepdim=True)
+        assert torch.equal(draw_all(torch.where(logits >= threshold, logits, -torch.inf), keys), draw_kept(logits, threshold, keys))
 
 
 def test_ties_at_the_threshold_are_all_kept() -> None:
