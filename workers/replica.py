@@ -64,21 +64,21 @@ class Replica:
 
     async def run(self) -> None:
         """Serves until told to stop. Raises WorkerError when it cannot start, and EngineDeadError, everything given back, after a death."""
-        helpers: list[asyncio.Task[None]] = []
+        tasks: list[asyncio.Task[None]] = []
         try:
             await self._set_state("loading")
             self._leases.start()
             self._control.start()
             if await self._load():
-                helpers += self._start_helpers()
-                await self._until_stopped(helpers)
-                await self._drain(helpers[0])
+                tasks += self._start_tasks()
+                await self._until_stopped(tasks)
+                await self._drain(tasks[0])
         except EngineDeadError as error:
             await self._bury_engine(error)
             raise
         finally:
-            for helper in helpers:
-                helper.cancel()
+            for task in tasks:
+                task.cancel()
             await self._end()
 
     async def _load(self) -> bool:
@@ -125,7 +125,7 @@ class Replica:
         await self._set_state("ready")
         self.was_ready = True
 
-    def _start_helpers(self) -> list[asyncio.Task[None]]:
+    def _start_tasks(self) -> list[asyncio.Task[None]]:
         assert self._intake is not None
         report = statistics.report(self._running, self._engine, self._engine.info.num_blocks)
         return [
@@ -135,16 +135,16 @@ class Replica:
             asyncio.create_task(report, name="statistics"),
         ]
 
-    async def _until_stopped(self, helpers: list[asyncio.Task[None]]) -> None:
-        """Returns when told to stop; raises what ended a helper."""
+    async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
+        """Returns when told to stop; raises what ended a task."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
-            await asyncio.wait([stopping, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopping.cancel()
-        for helper in helpers:
-            if helper.done():
-                helper.result()
+        for task in tasks:
+            if task.done():
+                task.result()
 
     async def _take_steps(self) -> None:
         assert self._intake is not None
