@@ -175,15 +175,17 @@ def clean_up(client: redis.Redis, batch: str) -> None:
 
 
 @contextlib.contextmanager
-def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...]) -> Iterator[Slice]:
+def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], patience: float) -> Iterator[Slice]:
     """The hold of one job. Raises `Superseded` if the batch is not in one of `states` and `generation`, or in another's hands."""
     fields = queue.batch_fields(batch)
     if fields.get("state") not in states or fields.get("generation") != str(generation):
         raise Superseded(batch)
-    with exclusive(fields["root"], _PATIENCE_SECONDS):
+    with exclusive(fields["root"], patience):
         manifest = load_manifest(fields["root"])
         if manifest is None:
             raise StoreError(f"the manifest of {batch} is gone from {fields['root']}")
+        if manifest.batch_id != batch:
+            raise Superseded(batch)
         sweep(fields["root"])
         held = Slice(queue, batch, generation, fields, manifest)
         held.note({})
@@ -209,12 +211,12 @@ def run_long(queue: Queue, batch: str, generation: int, states: tuple[State, ...
     """
     slots = _slots
     if slots is None:
-        run_slice(queue, batch, generation, states, work)
+        run_slice(queue, batch, generation, states, work, _PATIENCE_SECONDS)
         return
 
     def run() -> None:
         try:
-            run_slice(queue, batch, generation, states, work)
+            run_slice(queue, batch, generation, states, work, _PATIENCE_SECONDS)
         except (QueueUnavailable, redis.RedisError) as error:
             log.warning("%s: Redis cannot be used: %s", batch, error)
         finally:
@@ -224,10 +226,12 @@ def run_long(queue: Queue, batch: str, generation: int, states: tuple[State, ...
     threading.Thread(target=run, name=batch).start()
 
 
-def run_slice(queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None]) -> None:
+def run_slice(
+    queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None], patience: float = 0.0
+) -> None:
     """Runs `work` under `hold`. A failure that a person can mend becomes the record's `problem`; the ticker has the job run again."""
     try:
-        with hold(queue, batch, generation, states) as held:
+        with hold(queue, batch, generation, states, patience) as held:
             work(held)
             if held.fields.get("problem"):
                 held.note({"problem": ""})

@@ -80,6 +80,8 @@ class Ticker:
         self._file_store = file_store
         self._token = secrets.token_hex(16)
         self._last_id = FIRST_ID
+        self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
+        self._suspects: set[str] = set()  # the same of the tick before
         self._server: Any = None  # run id of the server whose batches are known to be whole
         self._pending: set[str] = set()  # batches whose slice runs just now and that want another
 
@@ -119,6 +121,7 @@ class Ticker:
             self._rebuild(self._file_store)
         self._server = server
         now = self._now()
+        self._suspects, self._silent = self._silent, set()
         for batch, fields in self._records().items():
             self._look_after(batch, fields, now)
 
@@ -152,16 +155,23 @@ class Ticker:
             return
         if now > float(fields.get("expires_at", "inf")) and self._expire(batch, fields):
             return
-        stale = now - float(fields.get("heartbeat", 0)) / 1000 > STALE_SECONDS
-        if job == "advance" and needs_slice(self._queue, batch, fields):
+        if job == "advance":
+            if not needs_slice(self._queue, batch, fields):
+                return
             self._slice(batch)
-        if stale:
+        if now - float(fields.get("heartbeat", 0)) / 1000 > STALE_SECONDS:
             self._revive(batch, fields, job)
 
     def _revive(self, batch: str, fields: dict[str, str], job: JobName) -> None:
-        """Runs the batch's job again, under a new generation if a process took the last one with it."""
+        """Runs the batch's job again, under a new generation if a process took the last one with it.
+
+        That is so if the job neither waits nor gives a sign of life at two ticks in a row; at one, it may have begun just now.
+        """
         generation = int(fields["generation"])
         if enqueue(self._client, job, batch, generation) or is_waiting(self._client, job, batch, generation):
+            return
+        if batch not in self._suspects:
+            self._silent.add(batch)
             return
         state = fields["state"]
         if self._queue.transition(batch, [state], state, {"generation": generation + 1}, generation):

@@ -107,6 +107,8 @@ def test_a_job_that_died_runs_again_under_a_new_generation(redis_client: redis.R
     assert queue.batch_fields(record.id)["generation"] == "1", "it may still be alive"
     redis_client.hset(name, "heartbeat", 0)
     ticker.tick()
+    assert queue.batch_fields(record.id)["generation"] == "1", "it may have begun just now"
+    ticker.tick()
     assert queue.batch_fields(record.id)["generation"] == "2"
     assert redis_client.lrange("rq:queue:bulk", 0, -1) == [f"validate-{record.id}-2".encode()]
     assert run_to_end(redis_client, record.id).completed == 5
