@@ -34,6 +34,7 @@ _DTYPES = {
     "half": torch.float16,
 }
 _INDEX = "model.safetensors.index.json"
+_CONSOLIDATED = "consolidated*"  # some repositories hold the same weights again under their maker's own names
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Buffers that old checkpoints carry and that follow from the configuration.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -62,6 +63,8 @@ def open_checkpoint(name: str) -> Checkpoint:
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     family = find_family(raw)
+    if raw.get("quantization_config"):
+        raise ModelLoadError(f"the model {name} is quantised, which is not supported; use its float16, bfloat16 or float32 version")
     config = family.config(raw)
     stored = raw.get("dtype") or raw.get("torch_dtype")
     config = replace(config, eos_token_ids=eos_token_ids(raw, generation), dtype=str(stored).removeprefix("torch.") if stored else None)
@@ -119,7 +122,7 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["*/*", _CONSOLIDATED]))
     except GatedRepoError as error:
         raise ModelLoadError(f"the model {name} needs an accepted licence; accept it on the hub and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
@@ -166,7 +169,7 @@ def _weight_files(folder: Path) -> list[Path]:
         if missing:
             raise ModelLoadError(f"{folder} lacks {len(missing)} of the files that {_INDEX} names, the first is {missing[0]}")
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(set(folder.glob("*.safetensors")) - set(folder.glob(_CONSOLIDATED)))
     if files:
         return files
     if any(any(folder.glob(pattern)) for pattern in _PICKLED):

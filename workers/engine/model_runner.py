@@ -18,9 +18,10 @@ from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way: `tokens` int32 [rows that sample], on the device until `retire` reads it."""
+    """A step on its way. `tokens` int32 [rows that sample] is on the host; a GPU has written it once `done` has come to pass."""
 
     tokens: Tensor
+    done: torch.Event | None = None
 
 
 @dataclass(slots=True)
@@ -80,7 +81,9 @@ class ModelRunner:
 
     def retire(self, launched: LaunchedStep) -> NDArray[np.int32]:
         """The step's sampled tokens, int32, one per row that samples, in row order. Waits for the device."""
-        tokens: NDArray[np.int32] = launched.tokens.cpu().numpy()
+        if launched.done is not None:
+            launched.done.synchronize()
+        tokens: NDArray[np.int32] = launched.tokens.numpy()
         return tokens
 
     def _add(self, request: AddedRequest) -> None:
@@ -115,4 +118,15 @@ class ModelRunner:
         tokens = self.sampler.sample(self.model.logits(hidden[last]), slots, positions - self._prompt_lengths[slots]).int()
         where = torch.from_numpy(np.stack((slots.astype(np.int64), positions))).to(self.device)
         self._tokens[where[0], where[1]] = tokens
+        return _towards_host(tokens)
+
+
+def _towards_host(tokens: Tensor) -> LaunchedStep:
+    """Starts the way to the host behind the step itself, so that reading it does not wait for a step launched later."""
+    if not tokens.is_cuda:
         return LaunchedStep(tokens)
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    done = torch.Event(tokens.device)
+    done.record(torch.cuda.current_stream(tokens.device))
+    return LaunchedStep(host, done)

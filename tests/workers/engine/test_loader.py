@@ -175,6 +175,30 @@ def test_broken_config(content: str, copy_of: Callable[[str], Path]) -> None:
     assert "config.json" in refusal(path)
 
 
+def test_quantised_checkpoint(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", quantization_config={"quant_method": "fp8"})
+    assert refusal(path) == f"the model {path} is quantised, which is not supported; use its float16, bfloat16 or float32 version"
+
+
+def test_layer_types_of_another_depth(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("qwen2-window")
+    edit(path / "config.json", layer_types=["sliding_attention"])
+    assert "layer_types for 1 layers, but num_hidden_layers is 3" in refusal(path)
+
+
+def test_heads_that_do_not_divide(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", num_key_value_heads=3)
+    assert "has 4 attention heads, which 3 key-value heads do not divide" in refusal(path)
+
+
+def test_consolidated_copy_is_left_alone(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("mistral")
+    (path / "consolidated.safetensors").write_bytes(b"not read")
+    assert torch.equal(logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder("mistral")), "float32", CPU)))
+
+
 def test_unknown_activation(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("llama")
     edit(path / "config.json", hidden_act="snake")

@@ -115,6 +115,8 @@ def layer_windows(raw: Json, num_layers: int, default_window: int | None) -> tup
     if kinds is None:
         first = int(raw.get("max_window_layers", 28))
         return tuple(int(window) if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers:
+        raise ModelLoadError(f"config.json names layer_types for {len(kinds)} layers, but num_hidden_layers is {num_layers}")
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 

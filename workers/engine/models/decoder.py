@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.engine.errors import ModelLoadError
 from workers.engine.layers.activation import activation
 from workers.engine.layers.linear import Linear, load_fused, load_linear
 from workers.engine.layers.norm import RMSNorm
@@ -105,6 +106,9 @@ def decoder_config(
     """A config.json of this shape as a ModelConfig; the keywords are the family's defaults."""
     hidden, heads, layers = require(raw, "hidden_size"), require(raw, "num_attention_heads"), require(raw, "num_hidden_layers")
     positions = require(raw, "max_position_embeddings", max_position_embeddings)
+    kv_heads = raw.get("num_key_value_heads", num_kv_heads) or heads
+    if heads % kv_heads:
+        raise ModelLoadError(f"config.json has {heads} attention heads, which {kv_heads} key-value heads do not divide")
     dim = raw.get("head_dim") or head_dim or hidden // heads
     return ModelConfig(
         architecture=str(raw["architectures"][0]),
@@ -113,7 +117,7 @@ def decoder_config(
         intermediate_size=require(raw, "intermediate_size"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads", num_kv_heads) or heads,
+        num_kv_heads=kv_heads,
         head_dim=dim,
         max_position_embeddings=positions,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
