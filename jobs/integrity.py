@@ -20,10 +20,10 @@ def faults(client: redis.Redis) -> list[str]:
     return found
 
 
-def _lease_faults(client: redis.Redis, leases: dict[RequestKey, str]) -> list[str]:
-    timed = {RequestKey.parse(name) for name in _any(client.zrange(keys.LEASES, 0, -1))}
+def _lease_faults(client: Any, leases: dict[RequestKey, str]) -> list[str]:
+    timed = {RequestKey.parse(name) for name in client.zrange(keys.LEASES, 0, -1)}
     found = [f"{key}: lease without a deadline, or the reverse" for key in sorted(timed ^ set(leases))]
-    for name in _any(client.keys(keys.held("*"))):
+    for name in client.keys(keys.held("*")):
         worker = name.decode().removeprefix(keys.held(""))
         for member in _texts(client.smembers(name)):
             if leases.get(RequestKey.parse(member)) != worker:
@@ -36,14 +36,14 @@ def _lease_faults(client: redis.Redis, leases: dict[RequestKey, str]) -> list[st
     return found
 
 
-def _batch_faults(client: redis.Redis, batch: str, held: set[int]) -> list[str]:
+def _batch_faults(client: Any, batch: str, held: set[int]) -> list[str]:
     found: list[str] = []
-    record = {name.decode(): value.decode() for name, value in _any(client.hgetall(keys.batch(batch))).items()}
-    bodies = {int(line): body for line, body in _any(client.hgetall(keys.bodies(batch))).items()}
-    results = {int(line): result for line, result in _any(client.hgetall(keys.results(batch))).items()}
+    record = {name.decode(): value.decode() for name, value in client.hgetall(keys.batch(batch)).items()}
+    bodies = {int(line): body for line, body in client.hgetall(keys.bodies(batch)).items()}
+    results = {int(line): result for line, result in client.hgetall(keys.results(batch)).items()}
     waiting: list[int] = []
     for model in _texts(client.smembers(keys.batch_models(batch))):
-        lines = [int(line) for line in _any(client.lrange(keys.ready(batch, model), 0, -1))]
+        lines = [int(line) for line in client.lrange(keys.ready(batch, model), 0, -1)]
         waiting += lines
         found += [f"{batch}/{line}: waits for another model" for line in lines if unpack_request(bodies[line]).model != model]
         in_ring = client.zscore(keys.ring(model, record["tenant"]), batch) is not None
@@ -51,7 +51,7 @@ def _batch_faults(client: redis.Redis, batch: str, held: set[int]) -> list[str]:
             found.append(f"{batch}: in the ring of tenant {record['tenant']!r}, which takes no turns")
         if in_ring and not lines:
             found.append(f"{batch}: in the ring of {model} without waiting lines")
-    done = _bits(_any(client.get(keys.done(batch))) or b"")
+    done = _bits(client.get(keys.done(batch)) or b"")
     found += [f"{batch}/{line}: waits {count} times" for line, count in Counter(waiting).items() if count > 1]
     found += [f"{batch}/{line}: waits and is held" for line in sorted(set(waiting) & held)]
     found += [f"{batch}/{line}: waiting or held without a body, or the reverse" for line in sorted((set(waiting) | held) ^ set(bodies))]
@@ -68,21 +68,21 @@ def _batch_faults(client: redis.Redis, batch: str, held: set[int]) -> list[str]:
     return found
 
 
-def _live_faults(client: redis.Redis, held: set[RequestKey]) -> list[str]:
+def _live_faults(client: Any, held: set[RequestKey]) -> list[str]:
     waiting: Counter[RequestKey] = Counter()
-    for name in _any(client.keys(keys.live("*"))):
-        waiting.update(RequestKey.parse(member) for member in _any(client.lrange(name, 0, -1)))
+    for name in client.keys(keys.live("*")):
+        waiting.update(RequestKey.parse(member) for member in client.lrange(name, 0, -1))
     prefix = keys.bodies("")
-    present = {RequestKey(name.decode().removeprefix(prefix), 0) for name in _any(client.keys(keys.bodies("live_*")))}
+    present = {RequestKey(name.decode().removeprefix(prefix), 0) for name in client.keys(keys.bodies("live_*"))}
     found = [f"{key}: waits {count} times" for key, count in waiting.items() if count > 1]
     found += [f"{key}: waits and is held" for key in sorted(set(waiting) & held)]
     found += [f"{key}: waiting or held without a body, or the reverse" for key in sorted((set(waiting) | held) ^ present)]
     return found
 
 
-def _leases(client: redis.Redis) -> dict[RequestKey, str]:
+def _leases(client: Any) -> dict[RequestKey, str]:
     """Request -> worker."""
-    return {RequestKey.parse(name): lease.decode().split(" ")[2] for name, lease in _any(client.hgetall(keys.LEASE)).items()}
+    return {RequestKey.parse(name): lease.decode().split(" ")[2] for name, lease in client.hgetall(keys.LEASE).items()}
 
 
 def _bits(bitmap: bytes) -> set[int]:
@@ -91,7 +91,3 @@ def _bits(bitmap: bytes) -> set[int]:
 
 def _texts(values: Any) -> set[str]:
     return {value.decode() for value in values}
-
-
-def _any(value: Any) -> Any:
-    return value
