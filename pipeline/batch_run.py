@@ -18,7 +18,7 @@ from jobs.queue import Queue, QueueUnavailable
 from jobs.settings import QueueSettings
 from pipeline.batch_wait import counts_of
 from pipeline.child import ChildFailed
-from pipeline.errors import Interrupted, Refused, Unfinished
+from pipeline.errors import Interrupted, Refused, Unfinished, one_line
 from pipeline.progress import Counts, Progress, make_progress
 from pipeline.signals import Signals
 from pipeline.stack import Stack
@@ -31,6 +31,8 @@ _QUICK_FOR = 20.0
 _PROBLEM_SECONDS = 5.0
 _SMALL_BYTES = 4 * 1024 * 1024
 _SHUTDOWN_SECONDS = 1.0
+_RESUMES = "what is finished is kept, run the same command again to go on"
+_FAREWELL = f"Interrupted: {_RESUMES}."
 _SERVING = ("loading", "initializing", "ready")
 
 log = logging.getLogger("run-batch")
@@ -93,10 +95,12 @@ class BatchRun:
             batch_id = self._create(stack.queue.redis, self._spec(stack.queue)).id
             if task.redis_url is None:
                 log.info("batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s", batch_id, stack.redis_url, batch_id)
+            ended = False
             try:
                 record = self._follow(batch_id, stack, signals, progress)
+                ended = True
             finally:
-                self._wind_up(batch_id, stack, signals, progress)
+                self._wind_up(ended, stack, signals, progress)
         self._conclude(record)
 
     def _spec(self, queue: Queue | None) -> BatchSpec:
@@ -128,9 +132,17 @@ class BatchRun:
     def _follow(self, batch_id: str, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
         """Supervises until the batch has ended; the worker starts once the input has been found good and something is left to do."""
         troubled_since: float | None = None
+        away_since: float | None = None
         while True:
             pause = stack.check()
-            record = get_batch(stack.queue.redis, batch_id)
+            try:
+                record = get_batch(stack.queue.redis, batch_id)
+                away_since = None
+            except (redis.RedisError, QueueUnavailable) as error:
+                away_since = away_since or time.monotonic()
+                self._check_patience(error, away_since, signals)
+                signals.wait(_SLOW_POLL_SECONDS)
+                continue
             if record.ended:
                 return record
             if signals.stops:
@@ -141,8 +153,15 @@ class BatchRun:
             now = time.monotonic()
             troubled_since = (troubled_since or now) if record.problem else None
             if troubled_since is not None and now - troubled_since > _PROBLEM_SECONDS:
-                raise Unfinished(f"{record.problem}; what is finished is kept, run the same command again to go on")
+                raise Unfinished(f"{record.problem}; {_RESUMES}")
             signals.wait(min(pause, _POLL_SECONDS if now - self._began < _QUICK_FOR else _SLOW_POLL_SECONDS))
+
+    def _check_patience(self, error: Exception, away_since: float, signals: Signals) -> None:
+        """Redis may be away for a while: a private one is started again by the next check."""
+        if signals.stops:
+            raise Interrupted(_FAREWELL)
+        if time.monotonic() - away_since > self._task.queue.redis_retry_seconds:
+            raise Unfinished(f"Redis cannot be used: {one_line(error)}; {_RESUMES}")
 
     def _ensure_worker(self, stack: Stack, record: BatchRecord) -> None:
         if self._task.starts_worker and not stack.has("worker"):
@@ -166,16 +185,16 @@ class BatchRun:
 
     def _farewell(self, batch_id: str) -> str:
         if self._task.redis_url is None:
-            return "Interrupted: what is finished is kept, run the same command again to go on."
+            return _FAREWELL
         return f"Interrupted: the fleet goes on with {batch_id}; `pipeline wait {batch_id}` or the same command comes back for the results."
 
-    def _wind_up(self, batch_id: str, stack: Stack, signals: Signals, progress: Progress) -> None:
+    def _wind_up(self, ended: bool, stack: Stack, signals: Signals, progress: Progress) -> None:
         """Lets the worker end, then the control plane, which keeps what is finished; a second order to stop ends everything at once."""
 
         def insisted() -> bool:
             return signals.stops > 1
 
-        if not signals.stops and self._task.redis_url is None and get_batch(stack.queue.redis, batch_id).ended:
+        if ended and self._task.redis_url is None:
             stack.kill()
             return
         if signals.stops:
@@ -241,4 +260,4 @@ def _failures() -> Iterator[None]:
     except (StoreError, Busy, ServerError) as error:
         raise Unfinished(str(error)) from None
     except QueueUnavailable as error:
-        raise Unfinished(f"{error}; what is finished is kept, run the same command again to go on") from None
+        raise Unfinished(f"{error}; {_RESUMES}") from None

@@ -158,7 +158,7 @@ def check_model_flags(ctx: click.Context) -> None:
 
 def one_model(ctx: click.Context, positional: str | None, option: str | None) -> str | None:
     """The model of a command that takes it in two ways."""
-    if positional is not None and option is not None and given(ctx, "model_option") and positional != option:
+    if positional is not None and option is not None and given_as_flag(ctx, ["model_option"]) and positional != option:
         raise Refused(f"two models are named: {positional} and --model {option}")
     return positional if positional is not None else option
 
@@ -203,6 +203,8 @@ def model_arguments(values: dict[str, Any]) -> list[str]:
     arguments: list[str] = []
     for name in MODEL_FLAGS:
         value = values[name]
+        if name == "gpu_memory_utilization" and values["kv_cache_memory_bytes"] is not None:
+            continue
         if name == "enable_prefix_caching":
             arguments.append(as_flag(name) if value else "--no-enable-prefix-caching")
         elif isinstance(value, list | tuple):
