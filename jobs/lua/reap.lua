@@ -3,8 +3,8 @@
 -- with an error when too many workers died with it.
 -- ARGV: worker or '', lease in ms, most deaths, the error as a result (msgpack), seconds to keep a watched stream, limit
 -- Returns how many requests it took.
--- Without a worker it also notes time and server; when the notes are missing, older than 5 s or another server's, nothing is taken for
--- one lease, since the leases ran out while their workers could not renew them.
+-- Without a worker it also notes time and server; when the notes are missing, older than 5 s, of the future or another server's, nothing
+-- is taken for one lease, since the leases ran out while their workers could not renew them.
 
 local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lost_result, keep, limit = ARGV[4], ARGV[5], tonumber(ARGV[6])
@@ -51,6 +51,12 @@ local function strike_off(dead)
   redis.call('UNLINK', key.control(dead))
 end
 
+local function bring_near(ring, most)
+  for _, member in ipairs(redis.call('ZRANGEBYSCORE', ring, '(' .. digits(most), '+inf')) do
+    redis.call('ZADD', ring, digits(most), member)
+  end
+end
+
 if worker ~= '' then
   -- A claim that the dead worker sent with its last breath, and that arrives late, is refused as an old number.
   redis.call('HSET', key.claim(worker), 'seq', BIGGEST_SEQ, 'set', cmsgpack.pack({}))
@@ -64,16 +70,13 @@ local run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
 local tick = redis.call('HMGET', key.TICK, 'time', 'run_id', 'reap_after')
 local last = tonumber(tick[1])
 local reap_after = tonumber(tick[3] or 0)
-if not last or now - last > LONGEST_GAP or tick[2] ~= run_id then
+if not last or now - last > LONGEST_GAP or now < last or tick[2] ~= run_id then
   reap_after = now + lease
-elseif now < last then
-  -- The clock went back: every deadline and pause moves with it.
-  for _, ring in ipairs({key.LEASES, key.ALIVE}) do
-    for _, member in ipairs(redis.call('ZRANGE', ring, 0, -1)) do
-      redis.call('ZINCRBY', ring, now - last, member)
-    end
-  end
-  reap_after = reap_after + now - last
+end
+if last and now < last then
+  -- The clock went back: deadlines set before are too far away now.
+  bring_near(key.LEASES, now + lease)
+  bring_near(key.ALIVE, now + 3 * lease)
 end
 redis.call('HSET', key.TICK, 'time', now, 'run_id', run_id, 'reap_after', reap_after)
 redis.call('ZREMRANGEBYSCORE', key.WATCHED, '-inf', now)
