@@ -79,6 +79,7 @@ class Replica:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._end()
 
     async def _load(self) -> bool:
