@@ -28,7 +28,7 @@ _MAX = 0xFFFFFFFF
 _ENTRY = struct.Struct("<IQI")
 _BY_PREFIX = struct.Struct(">IIIIIQI")  # three prefixes, longest first within, line, offset, length
 _BY_ORDER = struct.Struct(">IIIIIIIIQI")  # three times (longest in group first, prefix), longest first, line, offset, length
-_RUN_RECORDS = 200_000
+_RUN_RECORDS = 100_000
 
 
 class PlanEntry(NamedTuple):
