@@ -160,7 +160,8 @@ class BatchRun:
         """Redis may be away for a while: a private one is started again by the next check."""
         if signals.stops:
             raise Interrupted(_FAREWELL)
-        if time.monotonic() - away_since > self._task.queue.redis_retry_seconds:
+        tried_long = isinstance(error, QueueUnavailable) and self._task.redis_url is not None
+        if tried_long or time.monotonic() - away_since > self._task.queue.redis_retry_seconds:
             raise Unfinished(f"Redis cannot be used: {one_line(error)}; {_RESUMES}")
 
     def _ensure_worker(self, stack: Stack, record: BatchRecord) -> None:
@@ -260,4 +261,4 @@ def _failures() -> Iterator[None]:
     except (StoreError, Busy, ServerError) as error:
         raise Unfinished(str(error)) from None
     except QueueUnavailable as error:
-        raise Unfinished(f"{error}; {_RESUMES}") from None
+        raise Unfinished(f"{one_line(error)}; {_RESUMES}") from None

@@ -61,7 +61,8 @@ def explain(error: BaseException) -> str | None:
 
 
 def one_line(error: object) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """The error's text as part of a sentence."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _at(error: OSError) -> str:

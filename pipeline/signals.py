@@ -1,15 +1,20 @@
 """Waiting for signals in the main thread without polling: stop orders, the end of a child, or a timeout."""
 
+import os
 import select
 import signal
 import socket
 from types import FrameType, TracebackType
 
+_PATIENCE = 2
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
 class Signals:
-    """A context in which `wait` returns as soon as one of the signals arrives; `stops` counts the orders to stop."""
+    """A context in which `wait` returns as soon as one of the signals arrives; `stops` counts the orders to stop.
+
+    The third such order ends the process there and then, whatever it is waiting for.
+    """
 
     def __init__(self) -> None:
         self.stops = 0
@@ -38,5 +43,8 @@ class Signals:
             self._reader.recv(4096)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGCHLD:
-            self.stops += 1
+        if number == signal.SIGCHLD:
+            return
+        self.stops += 1
+        if self.stops > _PATIENCE:
+            os._exit(128 + signal.SIGINT)  # the children die with this process

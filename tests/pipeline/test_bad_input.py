@@ -1,0 +1,147 @@
+"""What a person gets wrong: one sentence on stderr, no traceback, the right exit code, and before any model is loaded."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import run_pipeline
+
+
+def line(custom_id: Any = "a", **changes: Any) -> dict[str, Any]:
+    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}]}
+    return {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body} | changes
+
+
+def write(path: Path, *lines: dict[str, Any] | bytes) -> Path:
+    path.write_bytes(b"".join((entry if isinstance(entry, bytes) else json.dumps(entry).encode()) + b"\n" for entry in lines))
+    return path
+
+
+def test_every_bad_line_of_a_file_is_named_at_once(tmp_path: Path) -> None:
+    good = line()
+    bad: list[tuple[dict[str, Any] | bytes, str]] = [
+        (b"\xff\xfe", "not valid JSON"),
+        (b'{"custom_id": "b"', "not valid JSON"),
+        (b"[1]", "not a JSON object"),
+        (line(None), "custom_id"),
+        (line("a"), "Duplicate custom_id 'a'"),
+        (line("c", method="GET"), "method"),
+        (line("d", url="/v1/embeddings"), "url"),
+        (line("e", body={**good["body"], "stream": True}), "stream"),
+        (line("f", body=None), "body"),
+        (line("g", body={**good["body"], "model": "other"}), "'other' is not served; there is: demo"),
+    ]
+    source = write(tmp_path / "requests.jsonl", good, *(entry for entry, _ in bad))
+    done = run_pipeline("run-batch", source)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    for number, (_, reason) in enumerate(bad, start=2):
+        found = [text for text in done.stderr.splitlines() if text.startswith(f"{source}:{number}: ")]
+        assert len(found) == 1, done.stderr
+        assert reason in found[0]
+    assert done.stderr.splitlines()[-1] == f"Error: {source} was refused: {len(bad)} bad lines; nothing was run"
+    assert "engine on" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
+
+
+def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
+    source = write(tmp_path / "requests.jsonl", *(b"{" for _ in range(1200)))
+    done = run_pipeline("run-batch", source)
+    assert done.returncode == 2
+    assert done.stderr.count("[invalid_json_line]") == 1000
+    assert "200 more lines are bad" in done.stderr
+
+
+def test_an_empty_file_gives_an_empty_output(tmp_path: Path) -> None:
+    source = write(tmp_path / "requests.jsonl")
+    done = run_pipeline("run-batch", source)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "requests.results.jsonl").read_bytes() == b""
+
+
+def test_an_output_in_a_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
+    source = write(tmp_path / "requests.jsonl")
+    done = run_pipeline("run-batch", source, "-o", tmp_path / "new" / "deep" / "results.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "new" / "deep" / "results.jsonl").read_bytes() == b""
+
+
+CASES: list[tuple[list[str], str]] = [
+    (["run-batch"], "no input is named"),
+    (["run-batch", "{tmp}/absent.jsonl"], "there is no file"),
+    (["run-batch", "{tmp}"], "is a folder"),
+    (["run-batch", "{tmp}/good.jsonl", "-i", "{tmp}/other.jsonl"], "two inputs are named"),
+    (["run-batch", "{tmp}/good.jsonl", "-o", "{tmp}"], "is a folder"),
+    (["run-batch", "{tmp}/good.jsonl", "-o", "{tmp}/good.jsonl"], "is the input itself"),
+    (["run-batch", "{tmp}/good.jsonl", "-o", "{tmp}/good.jsonl/results.jsonl"], "results.jsonl"),
+    (["run-batch", "{tmp}/good.jsonl", "-o", "/proc/1/results.jsonl"], "/proc/1"),
+    (["run-batch", "{tmp}/good.jsonl", "--model", "{tmp}/no-such-model"], "there is no model folder"),
+    (["run-batch", "{tmp}/good.jsonl", "--served-model-name", "other"], "refused: 1 bad line"),
+    (["run-batch", "{tmp}/good.jsonl", "--detach"], "set REDIS_URL"),
+    (["run-batch", "{tmp}/good.jsonl", "--max-num-seqs", "0"], "below 1"),
+    (["run-batch", "{tmp}/good.jsonl", "--no-such-flag"], "--no-such-flag"),
+    (["run-batch", "{tmp}/good.parquet"], "good.parquet"),
+    (["serve", "{tmp}/no-such-model"], "there is no model folder"),
+    (["api"], "set REDIS_URL"),
+    (["worker"], "set REDIS_URL"),
+    (["jobs"], "set REDIS_URL"),
+    (["status"], "set REDIS_URL"),
+    (["tail", "batch_x"], "set REDIS_URL"),
+    (["wait", "batch_x"], "set REDIS_URL"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), CASES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_what_cannot_be_done_as_asked_is_refused(tmp_path: Path, arguments: list[str], reason: str) -> None:
+    write(tmp_path / "good.jsonl", line())
+    write(tmp_path / "good.parquet", b"not parquet")
+    done = run_pipeline(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: "), done.stderr
+    assert reason in done.stderr
+
+
+@pytest.mark.parametrize("content", ["folder without weights", "pickle only"])
+def test_a_model_folder_that_cannot_be_used_is_refused(tmp_path: Path, content: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    demo = Path(__file__).parent.parent.parent / "workers" / "demo_model"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((demo / name).read_bytes())
+    if content == "pickle only":
+        (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
+    source = write(tmp_path / "requests.jsonl", line(body={"model": "m", "messages": [{"role": "user", "content": "x"}]}))
+    done = run_pipeline("run-batch", source, "--model", folder, "--served-model-name", "m")
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "safetensors" in done.stderr.splitlines()[-1]
+
+
+def test_a_port_in_use_is_refused_before_anything_starts() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = run_pipeline("serve", "--port", port)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"Error: cannot listen on 127.0.0.1:{port}: ")
+
+
+@pytest.mark.parametrize("command", [["run-batch", "{tmp}/good.jsonl"], ["status"], ["worker"], ["jobs"], ["api"], ["wait", "batch_x"]])
+def test_a_redis_out_of_reach_is_one_sentence(tmp_path: Path, command: list[str]) -> None:
+    write(tmp_path / "good.jsonl", line())
+    done = run_pipeline(*(word.format(tmp=tmp_path) for word in command), redis_url=f"unix://{tmp_path}/no.sock")
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("Error: Redis cannot be used"), done.stderr
+
+
+def test_an_unknown_batch_is_refused(redis_url: str) -> None:
+    for command in ("wait", "tail"):
+        done = run_pipeline(command, "batch_absent", redis_url=redis_url)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == "Error: there is no batch batch_absent in the queue"

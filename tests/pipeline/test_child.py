@@ -1,0 +1,115 @@
+"""A child is kept running, given up when that is hopeless, and never outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.child import Child, ChildFailed
+from pipeline.private_folder import private_folder, remove_abandoned
+from tests.support.processes import is_running
+from tests.support.waiting import wait_until
+
+FOREVER = "import time; print('up', flush=True); time.sleep(600)"
+Make = Callable[..., Child]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    """What children printed, and what was said about them."""
+    return []
+
+
+@pytest.fixture
+def make(said: list[str]) -> Iterator[Make]:
+    """Starts a child that runs a Python program."""
+    children: list[Child] = []
+
+    def start(program: str, on_death: Callable[[int], None] = lambda pid: None) -> Child:
+        children.append(Child("test", lambda: [sys.executable, "-c", program], {}, said.append, on_death))
+        children[-1].start()
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait_until_stopped(0.0)
+
+
+def test_a_killed_child_is_started_again_and_its_death_told_at_once(make: Make, said: list[str]) -> None:
+    deaths: list[int] = []
+    child = make(FOREVER, deaths.append)
+    wait_until(lambda: said == ["up"], 10, "the child to be up")
+    first = child.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: [child.check(), deaths][1], 10, "the death to be noticed")
+    assert deaths == [first]
+    wait_until(lambda: [child.check(), said.count("up") == 2][1], 10, "the child to be up again")
+    assert child.pid != first
+    assert "was killed by SIGKILL; it is started again" in said[1]
+
+
+def test_pauses_grow_and_hope_ends(make: Make, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.child._DEATHS_ALLOWED", 3)
+    monkeypatch.setattr("pipeline.child._FIRST_PAUSE", 0.01)
+    child = make("print('last words'); raise SystemExit(7)")
+    with pytest.raises(ChildFailed, match=r"exit code 7 and has ended 4 times within a minute; its last words: .*last words") as caught:
+        wait_until(lambda: child.check(), 10, "the end of hope")
+    assert caught.value.exit_code == 1
+    assert next(line for line in said if "started again" in line).endswith("it is started again")
+    assert "in 0.0 s" in said[-2]
+
+
+def test_a_refusal_is_not_tried_again(make: Make, said: list[str]) -> None:
+    child = make("import sys; print('Error: no such model', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(ChildFailed, match=r"^no such model$") as caught:
+        wait_until(lambda: child.check(), 10, "the refusal")
+    assert caught.value.as_exit().exit_code == 2
+    assert "no such model" not in "".join(said)
+
+
+def test_a_child_that_does_not_end_is_killed_at_the_deadline_or_when_insisted(make: Make, said: list[str]) -> None:
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    for options in ((time.monotonic() + 0.2,), (time.monotonic() + 600, lambda: True)):
+        said.clear()
+        child = make(stubborn)
+        wait_until(lambda: said, 10, "the child to be up")
+        child.ask_to_stop()
+        child.wait_until_stopped(*options)
+        assert child.pid is None
+
+
+def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
+    program = (
+        "from pipeline.child import Child; import sys, time\n"
+        f"child = Child('test', lambda: [sys.executable, '-c', {FOREVER!r}], {{}}, print)\n"
+        "child.start(); print(child.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert is_running(pid)
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not is_running(pid), 10, "the child to die")
+    parent.stdout.close()
+
+
+def test_only_abandoned_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with private_folder() as held:
+        abandoned = tmp_path / "pipeline-old"
+        abandoned.mkdir()
+        (abandoned / "owner.lock").touch()
+        foreign = tmp_path / "pipeline-foreign"
+        foreign.mkdir()
+        remove_abandoned()
+        assert sorted(tmp_path.iterdir()) == sorted([held, foreign])
+        assert held.stat().st_mode & 0o777 == 0o700
+    assert list(tmp_path.iterdir()) == [foreign]

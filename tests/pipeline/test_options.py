@@ -1,0 +1,119 @@
+"""Where the values of flags come from, and which flags contradict each other."""
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pipeline.options import (
+    MODEL_FLAGS,
+    Size,
+    check_model_flags,
+    common_options,
+    log_settings,
+    model_arguments,
+    model_options,
+    redis_option,
+)
+
+
+@click.command()
+@model_options
+@redis_option
+@common_options
+@click.pass_context
+def shown(ctx: click.Context, /, **values: object) -> None:
+    check_model_flags(ctx)
+    click.echo(json.dumps(values))
+
+
+def values_of(*arguments: str, **environment: str) -> dict[str, object]:
+    result = CliRunner().invoke(shown, arguments, env=environment, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+@pytest.fixture(params=["toml", "yaml"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / f"config.{request.param}"
+    assign = " = " if request.param == "toml" else ": "
+    path.write_text(f"max-num-seqs{assign}3\nmax_model_len{assign}100\nserved-model-name{assign}['a', 'b']\ndtype{assign}'float16'\n")
+    return path
+
+
+def test_flag_wins_over_environment_over_config_over_default(config: Path) -> None:
+    values = values_of("--config", str(config), "--max-num-seqs", "9", PIPELINE_MAX_NUM_SEQS="5", PIPELINE_MAX_MODEL_LEN="200")
+    assert values["max_num_seqs"] == 9
+    assert values["max_model_len"] == 200
+    assert values["served_model_name"] == ["a", "b"]
+    assert values["dtype"] == "float16"
+    assert values["seed"] == 0
+
+
+def test_the_config_file_may_be_named_by_the_environment(config: Path) -> None:
+    assert values_of(PIPELINE_CONFIG=str(config))["max_num_seqs"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("c.yaml", "no-such-flag: 1", "no flag is called no_such_flag"),
+        ("c.yaml", "- 1", "flag names and values"),
+        ("c.yaml", "a: [", "is not YAML"),
+        ("c.toml", "a = ", "cannot be read as configuration"),
+        ("c.toml", "max-num-seqs = 0", "below 1"),
+    ],
+)
+def test_a_bad_config_file_is_refused(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    (tmp_path / name).write_text(text)
+    result = CliRunner().invoke(shown, ["--config", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert reason in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--max-num-batched-tokens", "8", "--max-num-seqs", "9"], "is below --max-num-seqs"),
+        (["--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.5"], "both size the KV cache"),
+        (["--gpu-memory-utilization", "1.5"], "1.5"),
+        (["--dtype", "int8"], "int8"),
+    ],
+)
+def test_contradictions_and_values_out_of_range_are_refused(arguments: list[str], reason: str) -> None:
+    result = CliRunner().invoke(shown, arguments)
+    assert result.exit_code == 2
+    assert reason in result.stderr
+
+
+def test_sizes_have_units() -> None:
+    sizes = {text: Size().convert(text, None, None) for text in ("7", "4k", "4K", "1.5G")}
+    assert sizes == {"7": 7, "4k": 4000, "4K": 4096, "1.5G": 3 * 2**29}
+
+
+def test_model_flags_reach_a_child_unchanged() -> None:
+    flags = ["--served-model-name", "x", "--served-model-name", "y", "--no-enable-prefix-caching", "--block-size", "8", "--seed", "5"]
+    before = values_of(*flags)
+    after = values_of(*model_arguments(before))
+    assert {name: after[name] for name in MODEL_FLAGS} == {name: before[name] for name in MODEL_FLAGS}
+    assert values_of(*model_arguments(values_of("--kv-cache-memory-bytes", "1M")))["kv_cache_memory_bytes"] == 2**20
+
+
+def test_settings_that_differ_are_logged_without_passwords(caplog: pytest.LogCaptureFixture) -> None:
+    @click.command()
+    @model_options
+    @redis_option
+    @click.pass_context
+    def logged(ctx: click.Context, /, **values: object) -> None:
+        log_settings(ctx)
+
+    with caplog.at_level("INFO"):
+        arguments = ["--seed", "7", "--redis-url", "redis://user:secret@host:1/0", "--dtype", "auto"]
+        CliRunner().invoke(logged, arguments, env={"PIPELINE_BLOCK_SIZE": "8"}, catch_exceptions=False)
+    assert "seed=7 (flag)" in caplog.text
+    assert "block_size=8 (environment)" in caplog.text
+    assert "redis_url=redis://***@host:1/0" in caplog.text
+    assert "secret" not in caplog.text
+    assert "dtype" not in caplog.text

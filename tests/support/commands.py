@@ -1,0 +1,92 @@
+"""The `pipeline` command as a person runs it: a process of its own, with its exit code and what it prints."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.waiting import wait_until
+
+REPOSITORY = Path(__file__).parent.parent.parent
+EXAMPLES = REPOSITORY / "examples" / "requests.jsonl"
+
+
+def run_pipeline(
+    *arguments: object, redis_url: str | None = None, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end."""
+    return subprocess.run(
+        command(*arguments),
+        env=command_environment(redis_url, environment),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=REPOSITORY,
+    )
+
+
+@contextmanager
+def running_pipeline(*arguments: object, redis_url: str | None = None, **environment: str) -> Iterator["RunningCommand"]:
+    """Starts the command; at the end it is told to stop and waited for."""
+    started = RunningCommand(command(*arguments), command_environment(redis_url, environment))
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+class RunningCommand:
+    """A command that runs in the background; its output is kept in a file."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(read_fd, False)
+        self._output = os.fdopen(read_fd, "rb", buffering=0)
+        self._seen = b""
+        self.process = subprocess.Popen(
+            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=write_fd, stderr=write_fd, cwd=REPOSITORY
+        )
+        os.close(write_fd)
+
+    @property
+    def output(self) -> str:
+        """What it printed so far."""
+        while chunk := self._output.read(65536):
+            self._seen += chunk
+        return self._seen.decode(errors="replace")
+
+    def wait_for(self, text: str, timeout: float = 60) -> str:
+        """Waits until `text` was printed; returns everything so far."""
+        wait_until(lambda: text in self.output or self.process.poll() is not None, timeout, f"{text!r} in the output")
+        assert text in self.output, self.output
+        return self.output
+
+    def wait(self, timeout: float = 60) -> int:
+        """Waits for its end; returns the exit code. Goes on reading, so that a full pipe holds nobody up."""
+        wait_until(lambda: [self.output, self.process.poll() is not None][1], timeout, "the command to end")
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+    def stop(self) -> None:
+        """SIGTERM, then the end."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.wait(30)
+            finally:
+                self.process.kill()
+                self.process.wait()
+        self._output.close()
+
+
+def command(*arguments: object) -> list[str]:
+    """The command line."""
+    return [sys.executable, "-m", "pipeline", *(str(argument) for argument in arguments)]
+
+
+def command_environment(redis_url: str | None, more: dict[str, str]) -> dict[str, str]:
+    """This process' environment with one compute thread and no other queue than the one given."""
+    kept = {name: value for name, value in os.environ.items() if name != "REDIS_URL" and not name.startswith("PIPELINE_")}
+    return {**kept, "OMP_NUM_THREADS": "1", **({"REDIS_URL": redis_url} if redis_url else {}), **more}

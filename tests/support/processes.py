@@ -1,0 +1,36 @@
+"""Finding and watching processes by their id, as /proc has them."""
+
+import os
+from pathlib import Path
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process below `pid`, parents before children; those that end meanwhile may be missing."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return found + [below for child in found for below in descendants(child)]
+
+
+def command_line(pid: int) -> str:
+    """The words a process was started with; empty for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and not merely waiting to be noted as ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe") != "" and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
