@@ -7,12 +7,15 @@ Seeds are chosen so that no greedy token is a near tie (the least top-1 margin o
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
+
+# Models this small run slower on several threads, and many times slower where those have to share their processors.
+torch.set_num_threads(1)
 
 VOCAB = 160
 NEW_TOKENS = 64
@@ -107,6 +110,9 @@ MODELS = {
 }
 
 
+_folders: list[TemporaryDirectory[str]] = []  # held so that they are removed at exit
+
+
 @dataclass(frozen=True)
 class Reference:
     """What transformers' `generate` answers, greedily and one prompt at a time."""
@@ -135,7 +141,8 @@ def make(tiny: TinyModel) -> transformers.PreTrainedModel:
 @cache
 def folder(name: str) -> Path:
     """A checkpoint of `MODELS[name]`, as transformers saves it."""
-    path = Path(mkdtemp(prefix=f"{name}-"))
+    _folders.append(TemporaryDirectory(prefix=f"{name}-"))
+    path = Path(_folders[-1].name)
     make(MODELS[name]).save_pretrained(path)
     return path
 
