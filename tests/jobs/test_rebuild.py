@@ -1,5 +1,7 @@
 """A Redis that came back empty gets its batches back from their manifests, and they end as if nothing had happened."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,12 +9,18 @@ import redis
 
 from jobs import advance, control
 from jobs.batches import BatchSpec, cancel_batch, create_batch, get_batch, list_batches
+from jobs.connection import connect
 from jobs.integrity import faults
 from jobs.manifest import load_manifest
+from jobs.parts import merge_parts
 from jobs.queue import Queue
 from jobs.rebuild import rebuild, rebuild_all
-from tests.support.batch_steps import answer_all, run_to_end, step
-from tests.support.control_plane import check_echoes, failing, read_jsonl, write_input
+from jobs.requests import Claim
+from jobs.results import Result
+from tests.support.batch_steps import answer_all, begin, run_to_end, step
+from tests.support.control_plane import Answering, ControlPlane, check_echoes, echo, failing, read_jsonl, write_input
+from tests.support.redis_server import running_server
+from tests.support.waiting import wait_until
 
 
 def in_store(client: redis.Redis, url: str, store: Path, name: str, count: int) -> str:
@@ -107,3 +115,55 @@ def test_jobs_of_the_lost_record_are_of_an_old_generation(redis_client: redis.Re
     manifest = load_manifest(str(tmp_path / "batches" / "b"))
     assert manifest is not None
     assert manifest.generation == old + 1
+
+
+def test_everything_killed_and_started_again(tmp_path: Path) -> None:
+    """The whole stack dies with its private server, twice; what is on disk is never done again, and every line ends once."""
+    source = write_input(tmp_path / "in.jsonl", 4000)
+    output = tmp_path / "out.jsonl"
+    spec = BatchSpec(input=str(source), root=str(tmp_path / "out.parts"), output=str(output), error_file="inline", models=("m",))
+    kept: set[int] = set()
+    for share in (0.2, 0.6, 1.0):
+        seen: set[int] = set()
+
+        def answer(claim: Claim, seen: set[int] = seen) -> Result:
+            seen.add(claim.key.line)
+            return echo(claim)
+
+        with running_server() as server, Answering(server.url, answer, limit=8, pause=0.005) as worker:
+            plane = ControlPlane(server.url)
+            plane.start()
+            client = connect(server.url)
+            batch = create_batch(client, spec).id
+            enough = wait_until(lambda: has_come(client, batch, share), 60, f"{share:.0%} are on disk")  # noqa: B023
+            for name in list(plane.processes):
+                plane.kill(name)
+            os.kill(server.pid, signal.SIGKILL)
+            worker.stop()
+            client.close()
+        assert enough
+        assert not kept & seen
+        manifest = load_manifest(spec.root)
+        assert manifest is not None
+        kept = {record.line for record in merge_parts(spec.root, manifest.parts)}
+    assert manifest.state == "completed"
+    check_echoes(output, 4000)
+
+
+def has_come(client: redis.Redis, batch: str, share: float) -> bool:
+    """Whether so much of a batch is in parts; for all of it, whether it ended."""
+    record = get_batch(client, batch)
+    return record.ended if share == 1 else record.usage.prompt_tokens >= 7 * 4000 * share
+
+
+def test_a_start_that_was_killed_between_manifest_and_record(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_input(tmp_path / "in.jsonl", 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "create_batch", lambda *_, **__: False)  # the record is never made
+        with pytest.raises(KeyError):
+            begin(redis_client, redis_url, source)
+    assert list_batches(redis_client) == []
+    assert run_to_end(redis_client, begin(redis_client, redis_url, source).id).completed == 10
+    check_echoes(tmp_path / "out.jsonl", 10)

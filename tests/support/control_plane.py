@@ -20,6 +20,7 @@ from jobs.registry import WorkerRecord
 from jobs.requests import Claim, Finished
 from jobs.results import ApiError, Result, Usage, chat_body, completion_body, encode_json
 from jobs.scripts import QueueUnavailable
+from jobs.settings import QueueSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +68,7 @@ class Answering:
     """A thread that claims and commits like a worker."""
 
     def __init__(self, url: str, answer: Answer = echo, models: Sequence[str] = ("m",), limit: int = 64, pause: float = 0.0) -> None:
-        self._queue = Queue(connect(url))
+        self._queue = Queue(connect(url), QueueSettings(redis_retry_seconds=1))
         self._answer = answer
         self._models = list(models)
         self._limit = limit
@@ -82,8 +83,12 @@ class Answering:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stop.set()
+        self.stop()
         self._thread.join()
+
+    def stop(self) -> None:
+        """Tells it to end; a server that is gone holds it up for as long as the queue tries again."""
+        self._stop.set()
 
     def _register(self) -> None:
         self._queue.register_worker(WorkerRecord(self.name, self._models, "ready", 4096, time.time(), "test", 1))
