@@ -20,7 +20,7 @@ from jobs.queue import Queue
 from jobs.rebuild import register
 from jobs.results import Usage
 from jobs.scripts import persistently
-from jobs.storage import Busy, StoreError, absolute, exclusive, join, local_path, make_folder, sha256_of, size_of, sweep
+from jobs.storage import Busy, StoreError, absolute, exclusive, join, local_path, make_folder, open_input, sha256_of, size_of, sweep
 
 __all__ = [
     "BatchRecord", "BatchRefused", "BatchSpec", "Busy", "InputChanged", "LineProblem", "StoreError", "cancel_batch", "create_batch",
@@ -189,6 +189,7 @@ def _check_locations(spec: BatchSpec) -> None:
     if size_of(spec.input) is None:
         raise BatchRefused(f"there is no file {spec.input}")
     try:
+        open_input(spec.input).close()
         make_folder(spec.root)
         for location in filter(None, (spec.output, spec.error_output)):
             _check_output(location, spec.input)

@@ -40,6 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent()
     set_up_log(f"jobs-{options.queue}")
+    logging.getLogger("rq").setLevel(logging.ERROR)  # its registries complain of killed jobs that have long run again
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     control.use_server(options.redis_url)

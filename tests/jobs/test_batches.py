@@ -225,6 +225,14 @@ def test_what_cannot_work_is_refused_at_once(redis_client: redis.Redis, redis_ur
     assert list_batches(redis_client) == []
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_an_input_without_permission_is_refused(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 1)
+    source.chmod(0)
+    with pytest.raises(BatchRefused, match="Permission denied"):
+        begin(redis_client, redis_url, source)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_without_permission_is_refused(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 1)
