@@ -1,7 +1,10 @@
 """One run of a batch file: hand it in, keep everything running until it is done, say what came of it."""
 
 import contextlib
+import errno
+import fcntl
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -72,36 +75,55 @@ class BatchRun:
             self._served = worker_settings(task.model, "", task.model_flags).models
         check_input(task.source)
         check_output(task.output, task.source)
-        self._resumes = task.root.exists()
 
     def hand_in(self) -> str:
         """Gives the batch to the fleet and returns its id."""
         assert self._task.redis_url is not None
-        with _failures(), connect(self._task.redis_url) as client:
+        with _failures(), self._folder(), connect(self._task.redis_url) as client:
             check_server(client)
             return self._create(client, self._spec(None)).id
 
     def run(self) -> None:
         """Runs the batch to its end and prints what came of it."""
         task = self._task
-        with (
-            Signals() as signals, make_progress() as progress, _failures(),
-            Stack(task.redis_url, task.queue, progress.say, task.log_level) as stack,
-        ):  # fmt: skip
-            if task.redis_url is None:
-                stack.start_jobs()
-                if not self._resumes and task.source.stat().st_size < _SMALL_BYTES:
-                    self._start_worker(stack)  # it is still importing when the check of so small a file is over
-            batch_id = self._create(stack.queue.redis, self._spec(stack.queue)).id
-            if task.redis_url is None:
-                log.info("batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s", batch_id, stack.redis_url, batch_id)
-            ended = False
-            try:
-                record = self._follow(batch_id, stack, signals, progress)
-                ended = True
-            finally:
-                self._wind_up(ended, stack, signals, progress)
+        with Signals() as signals, make_progress() as progress, _failures(), self._folder():
+            with Stack(task.redis_url, task.queue, progress.say, task.log_level) as stack:
+                record = self._run(stack, signals, progress)
+            if record.state == "failed":
+                print_problems(task.source, record.errors)
+                raise Refused(f"{task.source} was refused: {count_of(record.errors)}; nothing was run")
         self._conclude(record)
+
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[None]:
+        """Holds the folder beside the output for the whole run; a refusal leaves none behind."""
+        root = self._task.root
+        start_over_if_removed(root)
+        resumes = root.exists()
+        try:
+            with contextlib.nullcontext() if self._task.redis_url is not None else alone(root):
+                yield
+        except (Refused, BatchRefused):
+            if not resumes:
+                shutil.rmtree(root, ignore_errors=True)
+            raise
+
+    def _run(self, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
+        task = self._task
+        if task.redis_url is None:
+            stack.start_jobs()
+            if load_manifest(str(task.root)) is None and task.source.stat().st_size < _SMALL_BYTES:
+                self._start_worker(stack)  # it is still importing when the check of so small a file is over
+        batch_id = self._create(stack.queue.redis, self._spec(stack.queue)).id
+        if task.redis_url is None:
+            log.info("batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s", batch_id, stack.redis_url, batch_id)
+        ended = False
+        try:
+            record = self._follow(batch_id, stack, signals, progress)
+            ended = True
+        finally:
+            self._wind_up(ended, stack, signals, progress)
+        return record
 
     def _spec(self, queue: Queue | None) -> BatchSpec:
         """`queue` is given where the workers that are there now must do: then their models are the only ones that lines may name."""
@@ -126,7 +148,6 @@ class BatchRun:
         return tuple(dict.fromkeys([*self._served, *served]))
 
     def _create(self, client: redis.Redis, spec: BatchSpec) -> BatchRecord:
-        start_over_if_removed(self._task.root)
         return create_batch(client, spec, retry_failed=self._task.retry_failed)
 
     def _follow(self, batch_id: str, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
@@ -203,11 +224,6 @@ class BatchRun:
         stack.stop(insisted=insisted)
 
     def _conclude(self, record: BatchRecord) -> None:
-        if record.state == "failed":
-            print_problems(self._task.source, record.errors)
-            if not self._resumes:
-                shutil.rmtree(self._task.root, ignore_errors=True)
-            raise Refused(f"{self._task.source} was refused: {count_of(record.errors)}; nothing was run")
         now = time.monotonic()
         print_summary(Summary(record=record, seconds=now - self._began, answering=now - (self._answering_since or now)))
         if record.state != "completed":
@@ -226,6 +242,26 @@ def check_input(source: Path) -> None:
         raise Refused(f"there is no file {source}") from None
     except OSError as error:
         raise Refused(f"the input {source} cannot be read: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Keeps every other run away from the folder while this process lives. Raises `Refused`."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = os.open(root / ".run", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise Refused(f"cannot make the folder {root}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"another run is at work on {root}: wait for it, or stop it") from None
+        yield
+    finally:
+        os.close(lock)
 
 
 def check_output(output: Path, source: Path) -> None:

@@ -1,13 +1,40 @@
 """What a person gets wrong: one sentence on stderr, no traceback, the right exit code, and before any model is loaded."""
 
 import json
+import logging
+import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.main import main
 from tests.support.commands import run_pipeline
+
+Refusal = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refusal:
+    """Runs the command in this process, which is quick: `invoke(*arguments, REDIS_URL=...)` gives the exit code and stderr."""
+    for name in [name for name in os.environ if name == "REDIS_URL" or name.startswith("PIPELINE_")]:
+        monkeypatch.delenv(name)
+
+    def run(*arguments: object, **environment: str) -> tuple[int, str]:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        handlers = list(logging.root.handlers)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main([str(argument) for argument in arguments])
+        finally:
+            logging.root.handlers[:] = handlers
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, capsys.readouterr().err
+
+    return run
 
 
 def line(custom_id: Any = "a", **changes: Any) -> dict[str, Any]:
@@ -95,14 +122,14 @@ CASES: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "reason"), CASES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_what_cannot_be_done_as_asked_is_refused(tmp_path: Path, arguments: list[str], reason: str) -> None:
+def test_what_cannot_be_done_as_asked_is_refused(tmp_path: Path, invoke: Refusal, arguments: list[str], reason: str) -> None:
     write(tmp_path / "good.jsonl", line())
     write(tmp_path / "good.parquet", b"not parquet")
-    done = run_pipeline(*(argument.format(tmp=tmp_path) for argument in arguments))
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("Error: "), done.stderr
-    assert reason in done.stderr
+    code, stderr = invoke(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert code == 2, stderr
+    assert "Traceback" not in stderr
+    assert stderr.splitlines()[-1].startswith("Error: "), stderr
+    assert reason in stderr
 
 
 @pytest.mark.parametrize("content", ["folder without weights", "pickle only"])
@@ -121,27 +148,27 @@ def test_a_model_folder_that_cannot_be_used_is_refused(tmp_path: Path, content: 
     assert "safetensors" in done.stderr.splitlines()[-1]
 
 
-def test_a_port_in_use_is_refused_before_anything_starts() -> None:
+def test_a_port_in_use_is_refused_before_anything_starts(invoke: Refusal) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        done = run_pipeline("serve", "--port", port)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"Error: cannot listen on 127.0.0.1:{port}: ")
+        code, stderr = invoke("serve", "--port", port)
+    assert code == 2
+    assert stderr.splitlines()[-1].startswith(f"Error: cannot listen on 127.0.0.1:{port}: ")
 
 
 @pytest.mark.parametrize("command", [["run-batch", "{tmp}/good.jsonl"], ["status"], ["worker"], ["jobs"], ["api"], ["wait", "batch_x"]])
-def test_a_redis_out_of_reach_is_one_sentence(tmp_path: Path, command: list[str]) -> None:
+def test_a_redis_out_of_reach_is_one_sentence(tmp_path: Path, invoke: Refusal, command: list[str]) -> None:
     write(tmp_path / "good.jsonl", line())
-    done = run_pipeline(*(word.format(tmp=tmp_path) for word in command), redis_url=f"unix://{tmp_path}/no.sock")
-    assert done.returncode == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("Error: Redis cannot be used"), done.stderr
+    code, stderr = invoke(*(word.format(tmp=tmp_path) for word in command), REDIS_URL=f"unix://{tmp_path}/no.sock")
+    assert code == 1, stderr
+    assert "Traceback" not in stderr
+    assert stderr.splitlines()[-1].startswith("Error: Redis cannot be used"), stderr
 
 
-def test_an_unknown_batch_is_refused(redis_url: str) -> None:
-    for command in ("wait", "tail"):
-        done = run_pipeline(command, "batch_absent", redis_url=redis_url)
-        assert done.returncode == 2
-        assert done.stderr.splitlines()[-1] == "Error: there is no batch batch_absent in the queue"
+@pytest.mark.parametrize("command", ["wait", "tail"])
+def test_an_unknown_batch_is_refused(redis_url: str, invoke: Refusal, command: str) -> None:
+    code, stderr = invoke(command, "batch_absent", REDIS_URL=redis_url)
+    assert code == 2
+    assert stderr.splitlines()[-1] == "Error: there is no batch batch_absent in the queue"
