@@ -18,4 +18,4 @@ def die_with_parent() -> None:
 
 def set_up_log(name: str) -> None:
     """Lines on stderr with time, level and the process' name."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s {name}: %(message)s", datefmt="%H:%M:%S")
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S")

@@ -111,9 +111,9 @@ class BatchRun:
     def _run(self, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
         task = self._task
         if task.redis_url is None:
-            stack.start_jobs()
             if load_manifest(str(task.root)) is None and task.source.stat().st_size < _SMALL_BYTES:
                 self._start_worker(stack)  # it is still importing when the check of so small a file is over
+            stack.start_jobs()
         batch_id = self._create(stack.queue.redis, self._spec(stack.queue)).id
         if task.redis_url is None:
             log.info("batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s", batch_id, stack.redis_url, batch_id)
