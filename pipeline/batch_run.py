@@ -165,6 +165,7 @@ class BatchRun:
                 signals.wait(_SLOW_POLL_SECONDS)
                 continue
             if record.ended:
+                progress.update(self._counts(record))
                 return record
             if signals.stops:
                 raise Interrupted(self._farewell(batch_id))
@@ -201,7 +202,7 @@ class BatchRun:
             note = "checking the input"
         elif record.state == "finalizing":
             note = "writing the results"
-        elif not record.running:
+        elif not record.running and not record.ended:
             note = "waiting for the model to load" if self._task.starts_worker else "waiting for a worker"
         return counts_of(record, note)
 

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 from click.core import ParameterSource
@@ -105,7 +106,22 @@ common_options = all_of(
     flag("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="What the log says."),
 )  # fmt: skip
 
-redis_option = flag("--redis-url", env="REDIS_URL", help="redis://, rediss:// or unix:// URL of the queue. [default: a private one]")
+def _check_url(_ctx: click.Context, _param: click.Parameter, url: str | None) -> str | None:
+    if not url:
+        return None
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("redis", "rediss", "unix") and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise click.BadParameter("it must look like redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/redis.sock")
+    return url
+
+
+redis_option = flag(
+    "--redis-url", env="REDIS_URL", callback=_check_url, help="redis://, rediss:// or unix:// URL of the queue. [default: a private one]"
+)
 
 queue_options = all_of(
     flag("--lease-seconds", env="LEASE_SECONDS", type=click.FloatRange(min=0.2), default=30.0,

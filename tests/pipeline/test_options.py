@@ -80,12 +80,18 @@ def test_a_bad_config_file_is_refused(tmp_path: Path, name: str, text: str, reas
         (["--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.5"], "both size the KV cache"),
         (["--gpu-memory-utilization", "1.5"], "1.5"),
         (["--dtype", "int8"], "int8"),
+        (["--redis-url", "localhost:6379"], "it must look like redis://host:6379/0"),
+        (["--redis-url", "redis://host:port"], "it must look like redis://host:6379/0"),
     ],
 )
 def test_contradictions_and_values_out_of_range_are_refused(arguments: list[str], reason: str) -> None:
     result = CliRunner().invoke(shown, arguments)
     assert result.exit_code == 2
     assert reason in result.stderr
+
+
+def test_an_empty_redis_url_is_none() -> None:
+    assert values_of(REDIS_URL="")["redis_url"] is None
 
 
 def test_sizes_have_units() -> None:
