@@ -11,6 +11,7 @@ import msgspec
 
 from jobs import keys
 from jobs.control import Slice, enqueue, process_queue, run_slice, wake
+from jobs.lines import decode_json, encode_body, read_line
 from jobs.manifest import BatchSpec, save_manifest
 from jobs.parts import drop_unlisted, merge_parts, salvage, to_compact, write_part, write_records
 from jobs.plan import PLAN_NAME, PlanEntry, read_plan
@@ -32,16 +33,6 @@ _ALL_WINDOWS = 8  # all batches together may have as many times the bytes of one
 _SMALLEST_WINDOW = 256 * 1024
 _MOST_PACES = 10_000
 _MASK64 = (1 << 64) - 1
-
-
-class _Line(msgspec.Struct):
-    custom_id: str
-    url: str
-    body: msgspec.Raw
-
-
-class _Model(msgspec.Struct):
-    model: str | None = None
 
 
 class Pace:
@@ -237,14 +228,12 @@ def _read_rows(held: Slice, source: BinaryIO, entries: list[PlanEntry], done: by
 
 
 def _request(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
-    line = msgspec.json.decode(raw, type=_Line)
-    body = bytes(line.body)
-    model = msgspec.json.decode(body, type=_Model).model
+    custom_id, url, model, body = read_line(raw)
     if model is None:
         assert spec.default_model is not None, "validate lets no other line pass"
         model = spec.default_model
-        body = msgspec.json.encode(msgspec.json.decode(body) | {"model": model})
-    return Request(line.url, model, body, seed_of(spec.seed, number), line.custom_id, now)
+        body = encode_body(decode_json(body) | {"model": model})
+    return Request(url, model, body, seed_of(spec.seed, number), custom_id, now)
 
 
 def seed_of(seed: int, line: int) -> int:

@@ -8,6 +8,7 @@ import msgspec
 from jobs.advance import Pace, drain
 from jobs.control import Slice, process_queue, run_long
 from jobs.files import is_parquet, read_lines
+from jobs.lines import read_line
 from jobs.manifest import Manifest
 from jobs.parts import merge_parts
 from jobs.results import ApiError, Result, Usage, batch_request_id, output_line, unanswered_line
@@ -40,10 +41,6 @@ class _Answer(NamedTuple):
     custom_id: str
     result: Result | None
     reason: tuple[str, str]
-
-
-class _CustomId(msgspec.Struct):
-    custom_id: str
 
 
 def run(batch: str, generation: int) -> None:
@@ -110,11 +107,10 @@ def _answers(manifest: Manifest) -> Iterator[_Answer]:
     why = _WHY_UNANSWERED.get(manifest.outcome)
     records = merge_parts(manifest.spec.root, manifest.parts)
     record = next(records, None)
-    decoder = msgspec.json.Decoder(_CustomId)
     assert manifest.source is not None, "finalize before validate"
     with open_input(manifest.source) as file:
         for number, _, raw in read_lines(file):
-            custom_id = decoder.decode(raw or b"").custom_id
+            custom_id = read_line(raw or b"").custom_id
             while record is not None and record.line < number:
                 record = next(records, None)
             if record is not None and record.line == number:

@@ -181,11 +181,18 @@ def _pieces(body: dict[str, Any]) -> Iterator[str]:
     if isinstance(prompt, str):
         yield prompt
     elif isinstance(prompt, list):
-        yield "\0".join(str(item) for item in prompt[: _PREFIX_CHARACTERS[-1]])
+        yield "\0".join(str(item) for item in prompt[: _PREFIX_CHARACTERS[-1]] if isinstance(item, str | int))
     messages = body.get("messages")
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict):
-            yield f"{message.get('role')}\0{message.get('content')}\0"
+            yield f"{_text_of(message.get('role'))}\0{_text_of(message.get('content'))}\0"
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message, without a look into what is nested however deeply."""
+    if isinstance(content, list):
+        return "\0".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+    return content if isinstance(content, str) else ""
 
 
 def read_plan(file: BinaryIO, start: int, count: int) -> list[PlanEntry]:

@@ -10,6 +10,7 @@ import msgspec
 
 from jobs.control import Slice, enqueue, process_queue, run_long
 from jobs.files import MAX_LINE_BYTES, SPOOL_NAME, InputError, InputLine, needs_spool, read_lines, write_spool
+from jobs.lines import decode_json, read_line
 from jobs.manifest import LineProblem
 from jobs.parts import merge_parts
 from jobs.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
@@ -19,7 +20,6 @@ from jobs.validation import LineError, LineRequest, check_line
 MAX_PROBLEMS = 1000
 
 _BEAT_LINES = 1024
-_NO_MODEL = ("missing_required_parameter", "body.model")
 _ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
 
 
@@ -119,7 +119,7 @@ def check_source(held: Slice, source: str) -> Checked:
                 continue
             entry = PlanEntry(line.number, line.offset, len(line.raw or b""))
             ids.add(found.custom_id, entry)
-            plan.add(entry, found.model, msgspec.json.decode(found.body))
+            plan.add(entry, found.model, decode_json(found.body))
             models.add(found.model)
         held.beat()
         repeated, duplicates = ids.duplicates(source)
@@ -133,20 +133,10 @@ def check_source(held: Slice, source: str) -> Checked:
         return Checked(plan.lines, sorted(models), problems, sha256)
 
 
-def with_model(raw: bytes, model: str) -> bytes:
-    """The JSON of a line whose body names no model, with one."""
-    line = msgspec.json.decode(raw)
-    line["body"]["model"] = model
-    return msgspec.json.encode(line)
-
-
 def _check(line: InputLine, endpoint: str | None, default_model: str | None, served: set[str]) -> LineRequest | LineError:
     if line.raw is None:
         return LineError("line_too_long", line.number, None, f"This line is longer than {MAX_LINE_BYTES} bytes.")
-    found = check_line(line.raw, line.number, endpoint, served)
-    if default_model is None or not isinstance(found, LineError) or (found.code, found.param) != _NO_MODEL:
-        return found
-    return check_line(with_model(line.raw, default_model), line.number, endpoint, served)
+    return check_line(line.raw, line.number, endpoint, served, default_model)
 
 
 class _CustomIds:
@@ -192,7 +182,7 @@ def _describe(source: str, found: list[tuple[int, PlanEntry, PlanEntry]]) -> lis
     with open_input(source) as file:
         for _, entry, original in found:
             file.seek(entry.offset)
-            custom_id = msgspec.json.decode(file.read(entry.length))["custom_id"]
+            custom_id = read_line(file.read(entry.length)).custom_id
             message = f"Duplicate custom_id '{custom_id}': line {original.line} has it already."
             problems.append(LineProblem("duplicate_custom_id", message, entry.line, "custom_id"))
     return problems

@@ -1,12 +1,12 @@
 """One validator for lines of batch files and for live calls: `check_line` looks at a line's structure, `parse_call` into its body."""
 
-import json
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from jobs import fields
+from jobs.lines import decode_json, read_line
 from jobs.results import ApiError
 
 CHAT = "/v1/chat/completions"
@@ -27,7 +27,7 @@ class LineRequest(msgspec.Struct, frozen=True):
     custom_id: str
     endpoint: str
     model: str
-    body: bytes  # JSON as it stands in the line
+    body: bytes  # JSON as it stands in the line, so without a model where the line names none
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -58,19 +58,21 @@ class Call(msgspec.Struct, frozen=True):
     include_usage: bool
 
 
-def check_line(raw: bytes, number: int, endpoint: str | None = None, models: Collection[str] | None = None) -> LineRequest | LineError:
+def check_line(
+    raw: bytes, number: int, endpoint: str | None = None, models: Collection[str] | None = None, default_model: str | None = None
+) -> LineRequest | LineError:
     """Checks the structure of line `number` (from 1) of a batch file: what it lacks makes the whole file be refused.
 
-    `endpoint` is the only url allowed (None: any of `ENDPOINTS`), `models` those that are served (None: not looked at).
+    `endpoint` is the only url allowed (None: any of `ENDPOINTS`), `models` those that are served (None: not looked at), `default_model`
+    that of a line that names none (None: every line must).
     """
     try:
         line = decode_json(raw)
+        if not isinstance(line, dict):
+            return LineError("invalid_json_line", number, None, "This line is not a JSON object.")
+        return _read_line(line, raw, endpoint, models, default_model)
     except ValueError as error:
         return LineError("invalid_json_line", number, None, f"This line is not valid JSON: {error}.")
-    if not isinstance(line, dict):
-        return LineError("invalid_json_line", number, None, "This line is not a JSON object.")
-    try:
-        return _read_line(line, raw, endpoint, models)
     except ApiError as error:
         return LineError(error.code or "invalid_value", number, error.param, error.message)
 
@@ -110,33 +112,9 @@ def decode_body(raw: bytes) -> Any:
         raise ApiError(400, f"We could not parse the JSON body of your request: {error}.") from error
 
 
-def decode_json(raw: bytes) -> Any:
-    """JSON as its standard has it: no NaN, but also half characters and numbers out of range, which `parse_call` then names.
-
-    Raises ValueError.
-    """
-    try:
-        return msgspec.json.decode(raw)
-    except UnicodeDecodeError as error:
-        raise ValueError("it is not UTF-8") from error
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    except msgspec.DecodeError as error:
-        try:
-            return json.loads(raw, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError):
-            raise ValueError(str(error)) from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-class _RawBody(msgspec.Struct):
-    body: msgspec.Raw
-
-
-def _read_line(line: dict[str, Any], raw: bytes, endpoint: str | None, models: Collection[str] | None) -> LineRequest:
+def _read_line(
+    line: dict[str, Any], raw: bytes, endpoint: str | None, models: Collection[str] | None, default_model: str | None
+) -> LineRequest:
     custom_id = fields.text(_required(line, "custom_id"), "custom_id")
     if not custom_id:
         fields.fail("Invalid 'custom_id': empty string.", "custom_id", "invalid_value")
@@ -149,17 +127,12 @@ def _read_line(line: dict[str, Any], raw: bytes, endpoint: str | None, models: C
     body = fields.mapping(_required(line, "body"), "body")
     if body.get("stream") is True:
         fields.fail("A batch cannot stream: leave out 'stream' or set it to false.", "body.stream", "streaming_unsupported")
-    model = fields.text(_required(body, "model", "body."), "body.model")
+    model = default_model if body.get("model") is None else None
+    if model is None:
+        model = fields.text(_required(body, "model", "body."), "body.model")
     if models is not None and model not in models:
         fields.fail(f"The model '{model}' is not served; there is: {', '.join(sorted(models)) or 'none'}.", "body.model", "model_not_found")
-    return LineRequest(custom_id, url, model, _body_bytes(raw, body))
-
-
-def _body_bytes(raw: bytes, body: dict[str, Any]) -> bytes:
-    try:
-        return bytes(msgspec.json.decode(raw, type=_RawBody).body)
-    except msgspec.DecodeError:  # what only the lenient reader takes
-        return json.dumps(body).encode()
+    return LineRequest(custom_id, url, model, read_line(raw).body)
 
 
 def _required(values: dict[str, Any], name: str, prefix: str = "") -> Any:

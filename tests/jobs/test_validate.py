@@ -14,11 +14,15 @@ from pyarrow import parquet
 
 from jobs import files, validate
 from jobs.batches import BatchRecord
+from jobs.lines import read_line
 from jobs.plan import Sorter
 from jobs.queue import Queue
 from jobs.registry import WorkerRecord
+from jobs.requests import Claim
+from jobs.results import ApiError, Result
+from jobs.validation import decode_body, parse_call
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
-from tests.support.control_plane import ROOT, chat_line, read_jsonl, write_input
+from tests.support.control_plane import ROOT, chat_line, echo, read_jsonl, write_input
 
 SEED = 20261121
 
@@ -114,6 +118,59 @@ def test_the_default_model_stands_in(redis_client: redis.Redis, redis_url: str, 
     record = run_to_end(redis_client, begin(redis_client, redis_url, source, default_model="m").id)
     assert (record.state, record.completed) == ("completed", 2)
     assert [line["response"]["body"]["model"] for line in read_jsonl(tmp_path / "out.jsonl")] == ["m", "m"]
+
+
+def judge(claim: Claim) -> Result:
+    """What a worker does first with a request."""
+    try:
+        parse_call(claim.request.endpoint, decode_body(claim.request.body))
+    except ApiError as error:
+        return error.result(f"req_{claim.key.line}")
+    return echo(claim)
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("default_model", [None, "m"])
+def test_odd_lines_go_all_the_way_and_stop_nobody(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, output: str, default_model: str | None
+) -> None:
+    """What validation lets pass, every later stage reads; a bad value in a body costs that line alone."""
+    model = None if default_model else "m"
+    ids = ["plain", "\x00\u2028 \U0001f600 e\u0301", '"\\"', "\ufffe\uffff", "ﬀ\t/"]
+    good = [chat_line(custom_id, "yes", model) for custom_id in ids]
+    good.append(chat_line("outer", "yes", model).replace(b'{"custom_id"', b'{"x": "\\ud800", "y": NaN, "z": 1e999, "custom_id"'))
+    good.append(chat_line("ignored", "yes", model, unknown="\ud800", deep=json.loads("[" * 400 + "]" * 400)))
+    bad = [chat_line(f"bad{n}", "no", model, **{name: 0}) for n, name in enumerate(["stop", "temperature", "temperature", "seed", "top_p"])]
+    values = [b'"\\ud800"', b"1e999", b"NaN", b"9" * 5000, b"-Infinity"]
+    bad = [line.replace(b": 0", b": " + value) for line, value in zip(bad, values, strict=True)]
+    bad.append(chat_line("badtext", "\udfff", model))
+    bad.append(chat_line("badrole", "no", model).replace(b'"role": "user"', b'"role": ' + b"[" * 300 + b"]" * 300))
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"".join(line for pair in zip(good, bad, strict=True) for line in pair))
+    batch = begin(redis_client, redis_url, source, default_model=default_model, output=str(tmp_path / output)).id
+    record = run_to_end(redis_client, batch, judge)
+    assert (record.state, record.completed, record.failed) == ("completed", len(good), len(bad))
+    expected = [read_line(line).custom_id for line in source.read_bytes().splitlines()]
+    if output == "out.jsonl":
+        lines = read_jsonl(tmp_path / output)
+        found = [(line["custom_id"], line["response"]["status_code"]) for line in lines]
+    else:
+        table = parquet.read_table(tmp_path / output)
+        found = list(zip(table["custom_id"].to_pylist(), table["status_code"].to_pylist(), strict=True))
+    assert found == [(custom_id, 400 if n % 2 else 200) for n, custom_id in enumerate(expected)]
+
+
+def test_what_is_not_utf8_is_named(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    lines = [b"\xef\xbb\xbf", chat_line("a"), b"\xef\xbb\xbf", chat_line("b"), chat_line("c").replace(b"hi", b"\xfc")]
+    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(lines))
+    assert codes(record) == [(2, "invalid_json_line", None), (3, "invalid_json_line", None)]
+    assert "byte order mark" in record.errors[0].message
+    assert "not UTF-8" in record.errors[1].message
+    for codec in ("utf-16", "utf-16-le"):
+        text = (chat_line("a") + chat_line("b")).decode().encode(codec)
+        record = validated(redis_client, redis_url, tmp_path / "in.jsonl", text)
+        assert record.state == "failed"
+        assert {problem.code for problem in record.errors} == {"invalid_json_line"}
 
 
 def test_only_the_batch_s_endpoint_is_allowed(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

@@ -214,6 +214,10 @@ def line(**changes: Any) -> dict[str, Any]:
     return {"custom_id": "a", "method": "POST", "url": CHAT, "body": chat(), **changes}
 
 
+def written(value: Any) -> str:
+    return "1" + "0" * 4400 if value == 10**4400 else json.dumps(value).replace("1e+300", "1e999")
+
+
 class TestLines:
     def test_a_good_one_keeps_its_body_byte_for_byte(self) -> None:
         body = b'{"model": "m",  "messages":[], "x": 1.50}'
@@ -221,11 +225,13 @@ class TestLines:
         assert check_line(raw, 3) == LineRequest("a", CHAT, "m", body)
 
     def test_bad_values_inside_the_body_pass(self) -> None:
-        raw = json.dumps(line(body=chat(temperature=-1, stop="\ud800", top_p=1e300))).encode().replace(b"1e+300", b"1e999")
-        checked = check_line(raw, 1)
-        assert isinstance(checked, LineRequest)
-        with pytest.raises(ApiError):
-            parse_call(CHAT, decode_body(checked.body))
+        for name, value in (("temperature", -1), ("stop", "\ud800"), ("top_p", 1e300), ("top_p", float("nan")), ("seed", 10**4400)):
+            raw = json.dumps(line(body=chat(**{name: 0}))).replace(f'"{name}": 0', f'"{name}": {written(value)}').encode()
+            checked = check_line(raw, 1)
+            assert isinstance(checked, LineRequest)
+            with pytest.raises(ApiError) as caught:
+                parse_call(CHAT, decode_body(checked.body))
+            assert caught.value.param == name
 
     @pytest.mark.parametrize(
         ("raw", "param", "code"),
@@ -235,11 +241,16 @@ class TestLines:
             (b"[]", None, "invalid_json_line"),
             (b"5", None, "invalid_json_line"),
             (b'{"custom_id": "\xff"}', None, "invalid_json_line"),
-            (b'{"custom_id": NaN}', None, "invalid_json_line"),
-            (json.dumps(line(body=chat(temperature=float("nan")))).encode(), None, "invalid_json_line"),
+            (b'{"custom_id": NaN}', "custom_id", "invalid_type"),
+            (b'{"custom_id": nan}', None, "invalid_json_line"),
+            (b"\xef\xbb\xbf" + json.dumps(line()).encode(), None, "invalid_json_line"),
+            (json.dumps(line()).encode("utf-16"), None, "invalid_json_line"),
+            (json.dumps(line()).encode("utf-16-le"), None, "invalid_json_line"),
+            (json.dumps(line()).encode("utf-32-be"), None, "invalid_json_line"),
+            (json.dumps(line(unknown="ü"), ensure_ascii=False).encode("latin-1"), None, "invalid_json_line"),
             (b"[" * 100_000, None, "invalid_json_line"),
             (b'{"a":' * 100_000, None, "invalid_json_line"),
-            (b'{"body": ' + b"9" * 5000 + b"}", None, "invalid_json_line"),
+            (json.dumps(line(body=0)).encode().replace(b": 0", b": " + b"9" * 5000), "body", "invalid_type"),
             (json.dumps(without(line(), "custom_id")).encode(), "custom_id", "missing_required_parameter"),
             (json.dumps(line(custom_id=None)).encode(), "custom_id", "missing_required_parameter"),
             (json.dumps(line(custom_id=5)).encode(), "custom_id", "invalid_type"),

@@ -1,0 +1,85 @@
+"""The one reading of JSON from outside, used by every stage: strict UTF-8 first, then JSON with whatever values it holds.
+
+Whether a value makes sense is not decided here: what stands in a request's body is judged where the request runs, and by then an odd line
+must be read just as it was when the file was accepted.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+import msgspec
+
+_BOM = b"\xef\xbb\xbf"
+_MOST_DIGITS = 4300  # what Python reads
+
+
+class Line(NamedTuple):
+    """The parts of a line that `validation.check_line` let pass."""
+
+    custom_id: str
+    url: str
+    model: str | None  # None: the line names none
+    body: bytes  # JSON for `decode_json`, as it stands in the line wherever that is possible
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Model(msgspec.Struct):
+    model: str | None = None
+
+
+_line_decoder = msgspec.json.Decoder(_Line)
+_model_decoder = msgspec.json.Decoder(_Model)
+
+
+def decode_json(raw: bytes) -> Any:
+    """The value of JSON text, which may hold halves of characters, NaN and numbers out of range. Raises ValueError, with the reason."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not UTF-8") from error
+    try:
+        return msgspec.json.decode(raw)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except msgspec.DecodeError as error:
+        try:
+            return json.loads(text, parse_int=_integer)
+        except (ValueError, RecursionError):
+            raise ValueError(_reason(raw, error)) from error
+
+
+def encode_body(body: dict[str, Any]) -> bytes:
+    """The JSON that `decode_json` reads back, whatever values it holds. Raises ValueError."""
+    try:
+        return json.dumps(body, separators=(",", ":")).encode()
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_line(raw: bytes) -> Line:
+    """Takes a line apart; for one that `validation.check_line` lets pass."""
+    try:
+        line = _line_decoder.decode(raw)
+        body = bytes(line.body)
+        return Line(line.custom_id, line.url, _model_decoder.decode(body).model, body)
+    except msgspec.DecodeError:  # values that the strict reader refuses
+        values = decode_json(raw)
+        body = values["body"]
+        return Line(values["custom_id"], values["url"], body.get("model"), encode_body(body))
+
+
+def _integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
+
+
+def _reason(raw: bytes, error: Exception) -> str:
+    if raw.startswith(_BOM):
+        return "a byte order mark may stand at the start of the file only"
+    if b"\0" in raw:
+        return "it holds zero bytes; the file must be UTF-8, not UTF-16"
+    return str(error)
