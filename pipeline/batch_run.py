@@ -117,6 +117,8 @@ class BatchRun:
         batch_id = self._create(stack.queue.redis, self._spec(stack.queue)).id
         if task.redis_url is None:
             log.info("batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s", batch_id, stack.redis_url, batch_id)
+        else:
+            log.info("batch %s", batch_id)
         ended = False
         try:
             record = self._follow(batch_id, stack, signals, progress)
