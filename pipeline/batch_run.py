@@ -200,11 +200,13 @@ class BatchRun:
 
     def _counts(self, record: BatchRecord) -> Counts:
         note = ""
+        if record.ended:
+            return counts_of(record)
         if record.state == "validating":
             note = "checking the input"
-        elif record.state == "finalizing":
+        elif record.state == "finalizing" or record.completed + record.failed == record.total:
             note = "writing the results"
-        elif not record.running and not record.ended:
+        elif not record.running:
             note = "waiting for the model to load" if self._task.starts_worker else "waiting for a worker"
         return counts_of(record, note)
 

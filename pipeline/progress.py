@@ -108,7 +108,7 @@ class BarProgress:
 
         self._rate = Rate()
         columns = BarColumn(bar_width=30), TextColumn("{task.description}")
-        self._bar = RichProgress(*columns, console=Console(stderr=True), auto_refresh=False)
+        self._bar = RichProgress(*columns, console=Console(stderr=True), refresh_per_second=5)
         self._task = self._bar.add_task("starting", total=None)
 
     def __enter__(self) -> "BarProgress":
@@ -122,7 +122,7 @@ class BarProgress:
     def update(self, counts: Counts) -> None:
         self._rate.add(counts, time.monotonic())
         line = describe(counts, self._rate)
-        self._bar.update(self._task, total=counts.total or None, completed=counts.done, description=line, refresh=True)
+        self._bar.update(self._task, total=counts.total or None, completed=counts.done, description=line)
 
     def say(self, line: str) -> None:
         self._bar.console.print(line, markup=False, highlight=False)
