@@ -14,7 +14,7 @@ MAX_PART_LINES = 4000
 """Lines that one part may hold, since one script registers it and removes its results."""
 
 FORGOTTEN = "forgotten"
-"""State of a batch whose keys are being removed."""
+"""In place of a state: the batch's keys are being removed. Whoever finds it so takes it for a batch without a record."""
 
 
 class BatchQueue(QueueBase):
@@ -114,7 +114,7 @@ class BatchQueue(QueueBase):
             pass
 
     def forget(self, batch: str) -> None:
-        """Removes every key of a batch."""
+        """Removes every key of a batch; goes on where a killed call stopped. For the holder of `storage.exclusive`."""
         while (state := self.batch_fields(batch).get("state")) not in (None, FORGOTTEN):
             self.transition(batch, [str(state)], FORGOTTEN)
         self.cancel_batch(batch)

@@ -12,6 +12,7 @@ import msgspec
 import redis
 
 from jobs import keys
+from jobs.batch_queue import FORGOTTEN
 from jobs.control import enqueue
 from jobs.manifest import END_STATES, BatchSpec, LineProblem, Manifest, State, load_manifest, mark_cancelled, unmark_cancelled
 from jobs.parts import drop_unlisted, merge_parts, salvage, verify, write_records
@@ -20,6 +21,7 @@ from jobs.queue import Queue
 from jobs.rebuild import register
 from jobs.results import Usage
 from jobs.scripts import persistently
+from jobs.settings import QueueSettings
 from jobs.storage import Busy, StoreError, absolute, exclusive, join, local_path, make_folder, open_input, sha256_of, size_of, sweep
 
 __all__ = [
@@ -28,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 _POLL_SECONDS = 0.03
-_RETRY_SECONDS = 20.0
+_SLOW_POLL_SECONDS = 0.25  # where nothing changes
 _PATIENCE_SECONDS = 5.0
 _COMPRESSED = (".gz", ".zst")
 
@@ -93,10 +95,14 @@ def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = No
     return get_batch(client, manifest.batch_id)
 
 
-def get_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
-    """Raises KeyError if there is no such batch, and `QueueUnavailable`."""
-    fields, held, waiting = persistently(lambda: _read(client, batch_id), _RETRY_SECONDS)
-    if "spec" not in fields:
+def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = None) -> BatchRecord:
+    """Tries for `retry_seconds` (default: the setting) while Redis cannot answer, then raises `QueueUnavailable`.
+
+    Raises KeyError if there is no such batch.
+    """
+    patience = QueueSettings().redis_retry_seconds if retry_seconds is None else retry_seconds
+    fields, held, waiting = persistently(lambda: _read(client, batch_id), patience)
+    if "spec" not in fields or fields["state"] == FORGOTTEN:
         raise KeyError(batch_id)
     counts = [int(fields.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
     return BatchRecord(
@@ -159,24 +165,31 @@ def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
 
 
 def wait_for(
-    client: redis.Redis, batch_id: str, on_progress: Callable[[BatchRecord], None] | None = None, timeout: float | None = None
+    client: redis.Redis,
+    batch_id: str,
+    on_progress: Callable[[BatchRecord], None] | None = None,
+    timeout: float | None = None,
+    retry_seconds: float | None = None,
 ) -> BatchRecord:
     """Waits for the end of a batch, calling `on_progress` each time something changed; it may raise to stop waiting.
 
-    Raises KeyError if there is no such batch, TimeoutError after `timeout` seconds.
+    Looks often while the batch moves and four times a second while it does not. Raises KeyError if there is no such batch, TimeoutError
+    after `timeout` seconds, and `QueueUnavailable` when Redis was away for `retry_seconds` (default: the setting).
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    last = None
+    last, pause = None, _POLL_SECONDS
     while True:
-        record = get_batch(client, batch_id)
+        record = get_batch(client, batch_id, retry_seconds)
+        pause = _POLL_SECONDS if record != last else min(1.5 * pause, _SLOW_POLL_SECONDS)
         if record != last and on_progress is not None:
             on_progress(record)
         last = record
         if record.ended:
             return record
-        if deadline is not None and time.monotonic() >= deadline:
+        left = pause if deadline is None else deadline - time.monotonic()
+        if left <= 0:
             raise TimeoutError(f"{batch_id} is still {record.state} after {timeout} s")
-        time.sleep(_POLL_SECONDS)
+        time.sleep(min(pause, left))
 
 
 def _with_absolute_locations(spec: BatchSpec) -> BatchSpec:
@@ -217,8 +230,9 @@ def _check_output(location: str, source: str) -> None:
 
 
 def _runs(queue: Queue, manifest: Manifest) -> bool:
+    """Whether the queue works on it; a record that a killed start was about to remove does not count."""
     state = queue.batch_fields(manifest.batch_id).get("state")
-    return state is not None and state not in END_STATES
+    return state not in (None, FORGOTTEN, *END_STATES)
 
 
 def _generation(queue: Queue, batch_id: str) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from jobs import keys
+from jobs.batch_queue import FORGOTTEN
 from jobs.control import enqueue
 from jobs.finalize import outcome_fields
 from jobs.manifest import END_STATES, Manifest, State, is_marked_cancelled, load_manifest, save_manifest
@@ -33,8 +34,13 @@ def rebuild(queue: Queue, root: str) -> bool:
     """Makes the record of the batch in `root`; False if it has one, or there is no batch. Raises `StoreError` and `Busy`."""
     with exclusive(root, patience=0):
         manifest = load_manifest(root)
-        if manifest is None or queue.batch_fields(manifest.batch_id):
+        if manifest is None:
             return False
+        record = queue.batch_fields(manifest.batch_id)
+        if record and record.get("state") != FORGOTTEN:
+            return False
+        queue.forget(manifest.batch_id)  # what a start that was killed while it removed a record has left
+        manifest.generation = max(manifest.generation, int(record.get("generation", 0)))
         register(queue, manifest)
     return True
 

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,10 @@ from jobs.batches import (
     list_batches,
     wait_for,
 )
+from jobs.connection import connect
 from jobs.manifest import load_manifest
-from jobs.queue import Queue
+from jobs.queue import Queue, QueueUnavailable
+from jobs.rebuild import rebuild
 from jobs.storage import StoreError, exclusive
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, failing, read_jsonl, write_input
@@ -283,6 +286,55 @@ def test_waiting_reports_changes_and_stops_in_time(redis_client: redis.Redis, re
     other = begin(redis_client, redis_url, write_input(tmp_path / "other" / "in.jsonl", 3)).id
     with pytest.raises(TimeoutError, match="is still validating"):
         wait_for(redis_client, other, timeout=0)
+
+
+@pytest.mark.parametrize("step_of_it", ["cancel_batch", "_command"])
+@pytest.mark.parametrize("by", ["start", "rebuild"])
+def test_a_kill_while_a_record_is_removed_holds_nobody_up(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_of_it: str, by: str
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    source = write_input(tmp_path / "in.jsonl", 10)
+    batch = begin(redis_client, redis_url, source).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    answer_all(redis_client, most=4)
+    step(redis_client, batch)
+    real = getattr(Queue, step_of_it)
+
+    def die(queue: Queue, *arguments: object) -> object:
+        if step_of_it == "_command" and arguments[0] != "UNLINK":
+            return real(queue, *arguments)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, step_of_it, die)
+        with pytest.raises(Killed):
+            Queue(redis_client).forget(batch)
+    assert list_batches(redis_client) == []
+    with pytest.raises(KeyError):
+        get_batch(redis_client, batch)
+    if by == "start":
+        assert begin(redis_client, redis_url, source).id == batch
+    else:
+        assert rebuild(Queue(redis_client), str(tmp_path / "out.parts"))
+    assert run_to_end(redis_client, batch).completed == 10
+    check_echoes(tmp_path / "out.jsonl", 10)
+
+
+def test_the_caller_decides_how_long_a_look_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = connect(f"unix://{tmp_path}/nobody.sock")
+    started = time.monotonic()
+    with pytest.raises(QueueUnavailable):
+        get_batch(client, "batch_x", retry_seconds=0)
+    with pytest.raises(QueueUnavailable):
+        wait_for(client, "batch_x", retry_seconds=0.1)
+    monkeypatch.setenv("REDIS_RETRY_SECONDS", "0.1")
+    with pytest.raises(QueueUnavailable):
+        get_batch(client, "batch_x")
+    assert time.monotonic() - started < 5
 
 
 def test_the_manifest_is_plain_json(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
