@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools.demo_greedy import LONGEST_ANSWER, answer_ids, prompt_ids
+from tools.demo_greedy import answer_ids, prompt_ids
 from tools.demo_movement import largest_movement
 from tools.demo_tasks import LONG_ANSWER_TASKS, Question, long_system_prompt, question
 from tools.train_demo_model import MODEL_FOLDER
@@ -77,7 +77,7 @@ def checked_rows(model, tokenizer, drawn: dict[str, tuple[int, Iterator[dict]]],
         enough = len(kept) + wanted
         while len(kept) < enough:
             row = next(rows)
-            answer, row["min_margin"] = answer_alone(model, tokenizer, row["messages"])
+            answer, row["min_margin"] = answer_alone(model, tokenizer, row)
             outcome = "wrong" if answer != row["answer"] else "narrow" if row["min_margin"] <= margin else "kept"
             outcomes[outcome] += 1
             if outcome == "kept":
@@ -87,14 +87,14 @@ def checked_rows(model, tokenizer, drawn: dict[str, tuple[int, Iterator[dict]]],
 
 
 @torch.inference_mode()
-def answer_alone(model, tokenizer, messages: list[dict[str, str]]) -> tuple[str, float]:
+def answer_alone(model, tokenizer, row: dict) -> tuple[str, float]:
     """The greedy answer of a batch of one, and the smallest lead of its best logit over the second."""
-    prompt = torch.tensor([prompt_ids(tokenizer, messages)])
+    prompt = torch.tensor([prompt_ids(tokenizer, row["messages"])])
     output = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
-        max_new_tokens=LONGEST_ANSWER,
+        max_new_tokens=row["max_tokens"],
         return_dict_in_generate=True,
         output_logits=True,
     )

@@ -4,17 +4,16 @@ import torch
 
 from tools.demo_tasks import Question
 
-LONGEST_ANSWER = 320
-
 
 def greedy_answers(model, tokenizer, questions: list[Question], batch: int = 64) -> list[str]:
-    """Answers in the order of the questions; batches hold prompts of similar length to waste little padding."""
-    prompts = [prompt_ids(tokenizer, question.messages) for question in questions]
-    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    answers = [""] * len(prompts)
+    """Answers in the order of the questions. Batches hold answers of similar length and end with the longest right one."""
+    lengths = [len(answer_ids(tokenizer, asked.answer)) for asked in questions]
+    order = sorted(range(len(questions)), key=lengths.__getitem__)
+    answers = [""] * len(questions)
     for start in range(0, len(order), batch):
         members = order[start : start + batch]
-        for index, answer in zip(members, _batch_answers(model, tokenizer, [prompts[index] for index in members]), strict=True):
+        prompts = [prompt_ids(tokenizer, questions[index].messages) for index in members]
+        for index, answer in zip(members, _batch_answers(model, tokenizer, prompts, lengths[members[-1]]), strict=True):
             answers[index] = answer
     return answers
 
@@ -30,7 +29,7 @@ def answer_ids(tokenizer, answer: str) -> list[int]:
 
 
 @torch.inference_mode()
-def _batch_answers(model, tokenizer, prompts: list[list[int]]) -> list[str]:
+def _batch_answers(model, tokenizer, prompts: list[list[int]], most_tokens: int) -> list[str]:
     padded = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    output = model.generate(**padded, do_sample=False, max_new_tokens=LONGEST_ANSWER)
+    output = model.generate(**padded, do_sample=False, max_new_tokens=most_tokens)
     return tokenizer.batch_decode(output[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)

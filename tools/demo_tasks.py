@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 HELD_OUT_SHARE = 1 / 8
 DIGIT_COLUMNS = 4
-LONG_ANSWER_TASKS = ("repeat_words", "repeat_numbers", "spell", "count", "tally")
+LONG_ANSWER_TASKS = ("repeat_words", "repeat_numbers", "spell", "tally")
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def _columns(a: int, b: int, sign: str, moved: str) -> str:
 def _compare(rng: random.Random, size: float) -> Exercise:
     a, b = _number(rng), _number(rng)
     if rng.random() < 0.5:
-        b = int(str(a)[: rng.randrange(len(str(a)))] + "".join(rng.choice("0123456789") for _ in str(a)))
-        b = int(str(b)[: len(str(a))])
+        b = _number_beginning_like(rng, a)
     if a == b:
         return _compare(rng, size)
     word, result = rng.choice([("larger", max(a, b)), ("smaller", min(a, b))])
@@ -112,6 +111,12 @@ def _compare(rng: random.Random, size: float) -> Exercise:
     return Exercise((a, b, word), phrasing.format(word, a, b), "\n".join([*lines, f"The {word} number: {result}"]))
 
 
+def _number_beginning_like(rng: random.Random, number: int) -> int:
+    digits = str(number)
+    kept = digits[: rng.randrange(len(digits))]
+    return int(kept + "".join(rng.choice("0123456789") for _ in digits[len(kept) :]))
+
+
 def _sort_numbers(rng: random.Random, size: float) -> Exercise:
     numbers = [10 * tens + rng.randrange(10) for tens in rng.sample(range(1, 10), rng.randint(3, 5))]
     phrasing = rng.choice(["Sort these numbers: {}", "Sort from smallest to largest: {}", "Put these numbers in ascending order: {}"])
@@ -120,14 +125,16 @@ def _sort_numbers(rng: random.Random, size: float) -> Exercise:
 
 def _sort_words(rng: random.Random, size: float) -> Exercise:
     by_initial = {word[0]: word for word in rng.sample(WORDS, 40)}
-    words = [by_initial[initial] for initial in rng.sample(sorted(by_initial), rng.randint(3, 6))]
+    words = [by_initial[initial] for initial in rng.sample(sorted(by_initial), rng.randint(3, 4))]
     phrasing = rng.choice(["Sort these words alphabetically: {}", "Put these words in alphabetical order: {}", "Sort from A to Z: {}"])
-    return Exercise(tuple(words), phrasing.format(_commas(words)), f"Sorted: {_commas(sorted(words))}")
+    initials = [word[0] for word in words]
+    working = f"Initials: {' '.join(initials)}\nIn order: {' '.join(sorted(initials))}"
+    return Exercise(tuple(words), phrasing.format(_commas(words)), f"{working}\nSorted: {_commas(sorted(words))}")
 
 
 def _repeat_words(rng: random.Random, size: float) -> Exercise:
     numbered = rng.random() < 0.5
-    short_limit, long_limit = (12, 36) if numbered else (16, 64)
+    short_limit, long_limit = (12, 36) if numbered else (16, 40)
     return _repeat(rng, rng.sample(WORDS, _length(rng, size, 3, short_limit, long_limit)), numbered)
 
 
@@ -152,13 +159,13 @@ def _spell(rng: random.Random, size: float) -> Exercise:
 
 def _count(rng: random.Random, size: float) -> Exercise:
     first = _number(rng, widest=3)
-    last = first + _length(rng, size, 3, 12, 36) - 1
+    last = first + rng.randint(3, 10) - 1
     phrasing = rng.choice(["Count from {} to {}.", "List the numbers from {} to {}.", "Write all whole numbers from {} to {}."])
     return Exercise((first, last), phrasing.format(first, last), f"Count: {_commas(range(first, last + 1))}")
 
 
 def _pick(rng: random.Random, size: float) -> Exercise:
-    words = rng.sample(WORDS, _length(rng, size, 4, 10, 24))
+    words = rng.sample(WORDS, rng.randint(4, 9))
     place = rng.randint(1, len(words))
     phrasing = rng.choice(["Which word is number {} in this list?{}", "What is item {} of this list?{}", "Give me word number {}.{}"])
     return Exercise((place, *words), phrasing.format(place, _listing(words, numbered=True)), f"{place}. {words[place - 1]}")
@@ -203,15 +210,15 @@ def _commas(items) -> str:
 TASKS: dict[str, tuple[float, Callable[[random.Random, float], Exercise]]] = {
     "sum": (1.5, _sum),
     "difference": (1.5, _difference),
-    "compare": (1.0, _compare),
-    "sort_numbers": (1.2, _sort_numbers),
+    "compare": (1.5, _compare),
+    "sort_numbers": (1.0, _sort_numbers),
     "sort_words": (1.5, _sort_words),
-    "repeat_words": (1.0, _repeat_words),
+    "repeat_words": (1.2, _repeat_words),
     "repeat_numbers": (1.0, _repeat_numbers),
     "spell": (1.2, _spell),
     "count": (1.0, _count),
-    "pick": (1.0, _pick),
-    "reverse": (1.0, _reverse),
+    "pick": (0.8, _pick),
+    "reverse": (0.8, _reverse),
     "tally": (1.0, _tally),
 }
 
