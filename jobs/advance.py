@@ -13,13 +13,14 @@ from jobs import keys
 from jobs.control import Slice, enqueue, process_queue, run_slice, wake
 from jobs.lines import decode_json, encode_body, read_line
 from jobs.manifest import BatchSpec, save_manifest
-from jobs.parts import drop_unlisted, merge_parts, salvage, to_compact, write_part, write_records
+from jobs.parts import drop_unlisted, merge_parts, salvage, to_compact, verify, write_part, write_records
 from jobs.plan import PLAN_NAME, PlanEntry, read_plan
 from jobs.queue import Queue
 from jobs.requests import Request
 from jobs.results import Result
 from jobs.scripts import MAX_ITEMS
-from jobs.storage import StoreError, join, open_input, size_of
+from jobs.source import open_source
+from jobs.storage import StoreError, join, open_input
 
 SLICE_SECONDS = 1.0
 DRAIN_SECONDS = 1.0
@@ -128,7 +129,7 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
     done = queue.done(batch) if "restored" in fields else b""
     most_bytes = _window_bytes(queue)
     start = cursor
-    with open_input(join(held.root, PLAN_NAME)) as plan, _open_source(held) as source:
+    with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest) as source:
         while cursor < total and shortest_ready(queue, batch, fields) < window and queue.window_bytes(batch) < most_bytes:
             held.beat()
             entries = read_plan(plan, cursor, MAX_ITEMS)
@@ -193,10 +194,13 @@ def settle(held: Slice, pace: Pace) -> None:
 
 
 def compact(held: Slice) -> bool:
-    """Makes one part of many small ones; the last one stays as it is, since Redis may not know it yet."""
+    """Makes one part of many small ones; the last one stays as it is, since Redis may not know it yet.
+
+    A part that is not what was written stays too, for `recovery.repair`: its originals' lines must not vanish unnoticed.
+    """
     parts = held.manifest.parts
-    tier = to_compact(parts[:-1])
-    if not tier:
+    tier = [part for part in to_compact(parts[:-1]) if verify(held.root, part)]
+    if len(tier) < 2:
         return False
     merged = write_records(held.root, _next_name(held), merge_parts(held.root, tier))
     names = {part.name for part in tier}
@@ -246,14 +250,6 @@ def seed_of(seed: int, line: int) -> int:
 
 def _is_done(bitmap: bytes, line: int) -> bool:
     return line >> 3 < len(bitmap) and bool(bitmap[line >> 3] & 0x80 >> (line & 7))
-
-
-def _open_source(held: Slice) -> BinaryIO:
-    manifest = held.manifest
-    assert manifest.source is not None, "validate names it"
-    if size_of(manifest.source) != manifest.source_bytes:
-        raise StoreError(f"{manifest.source} changed while its batch runs; put the file back, or cancel the batch")
-    return open_input(manifest.source)
 
 
 def _active(queue: Queue) -> Any:

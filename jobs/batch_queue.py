@@ -96,7 +96,8 @@ class BatchQueue(QueueBase):
         return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
 
     def set_parts(self, batch: str, parts: Mapping[str, int]) -> None:
-        """Registers the parts of a batch that is rebuilt, before it goes in progress."""
+        """Registers the parts of a batch that is rebuilt, and no others, before it goes in progress."""
+        self._command("DEL", keys.parts(batch))
         if parts:
             self._command("HSET", keys.parts(batch), *flat(parts.items()))
 

@@ -15,13 +15,15 @@ from jobs import keys
 from jobs.batch_queue import FORGOTTEN
 from jobs.control import enqueue
 from jobs.manifest import END_STATES, BatchSpec, LineProblem, Manifest, State, load_manifest, mark_cancelled, unmark_cancelled
-from jobs.parts import drop_unlisted, merge_parts, salvage, verify, write_records
+from jobs.parts import drop_unlisted, merge_parts, write_records
 from jobs.plan import PLAN_NAME
 from jobs.queue import Queue
 from jobs.rebuild import register
+from jobs.recovery import repair
 from jobs.results import Usage
 from jobs.scripts import persistently
 from jobs.settings import QueueSettings
+from jobs.source import is_whole
 from jobs.storage import Busy, StoreError, absolute, exclusive, join, local_path, make_folder, open_input, sha256_of, size_of, sweep
 
 __all__ = [
@@ -256,26 +258,16 @@ def _taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool) -> Manifest 
         return None
     _check_same(found, spec)
     manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=time.time())
-    _repair(manifest)
+    repair(manifest)
     _drop_failures(manifest, 400 if retry_failed else 500)
     plan = join(spec.root, PLAN_NAME)
     served = spec.models is None or set(found.models) <= set(spec.models)
-    whole = size_of(manifest.source or spec.input) == manifest.source_bytes
-    if found.plan_sha256 is None or not served or not whole or size_of(plan) is None or sha256_of(plan) != found.plan_sha256:
+    planned = found.plan_sha256 is not None and size_of(plan) is not None and sha256_of(plan) == found.plan_sha256
+    if not served or not planned or (manifest.source != spec.input and not is_whole(manifest)):
         manifest.plan_sha256 = None
     manifest.timestamps = {}
     manifest.enter("validating")
     return manifest
-
-
-def _repair(manifest: Manifest) -> None:
-    """Replaces damaged parts by what can be read of them; the rest runs again."""
-    root = manifest.spec.root
-    for index, part in enumerate(manifest.parts):
-        if not verify(root, part):
-            manifest.next_part += 1
-            name = f"{manifest.next_part:06d}-repaired"
-            manifest.parts[index] = write_records(root, name, salvage(root, part.name))
 
 
 def _drop_failures(manifest: Manifest, status: int) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import gzip
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -46,32 +46,42 @@ def needs_spool(location: str) -> bool:
     return location.lower().endswith((*_PARQUET_SUFFIXES, ".gz", ".zst"))
 
 
-def read_lines(file: BinaryIO) -> Iterator[InputLine]:
-    """Every line that is not blank, in order, holding one at a time; a byte order mark at the start is passed over."""
+def read_lines(file: BinaryIO, note: Callable[[bytes], object] = len) -> Iterator[InputLine]:
+    """Every line that is not blank, in order, holding one at a time; a byte order mark at the start is passed over.
+
+    `note` is handed every byte of the file, which a hash of it is made from.
+    """
     number, offset = 0, 0
     if file.read(len(_BOM)) == _BOM:
         offset = len(_BOM)
+        note(_BOM)
     file.seek(offset)
     while raw := file.readline(MAX_LINE_BYTES + 1):
+        note(raw)
         number += 1
         length = len(raw)
         if length > MAX_LINE_BYTES:
             yield InputLine(number, offset, None)
             while not raw.endswith(b"\n") and (raw := file.readline(MAX_LINE_BYTES)):
+                note(raw)
                 length += len(raw)
         elif not raw.isspace():
             yield InputLine(number, offset, raw)
         offset += length
 
 
-def write_spool(location: str, spool: str) -> None:
-    """Writes the lines of a Parquet or compressed file as JSONL, in bounded memory. Raises `InputError` and `StoreError`."""
+def write_spool(location: str, spool: str) -> str:
+    """Writes the lines of a Parquet or compressed file as JSONL, in bounded memory, and returns the hash of that.
+
+    Raises `InputError` and `StoreError`.
+    """
     with open_input(location) as file, AtomicWriter(spool) as writer:
         if is_parquet(location):
             _spool_parquet(location, file, writer)
         else:
             _spool_compressed(location, file, writer)
         writer.commit()
+        return writer.sha256
 
 
 def _spool_compressed(location: str, file: BinaryIO, writer: AtomicWriter) -> None:

@@ -1,18 +1,21 @@
 """Finalise: merges a batch's parts into its result files, in input order. Running it again writes the same bytes."""
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from jobs.advance import Pace, drain
-from jobs.control import Slice, process_queue, run_long
+from jobs.control import Slice, enqueue, process_queue, run_long
 from jobs.files import is_parquet, read_lines
 from jobs.lines import read_line
-from jobs.manifest import Manifest
-from jobs.parts import merge_parts
-from jobs.results import ApiError, Result, Usage, batch_request_id, output_line, unanswered_line
-from jobs.storage import AtomicWriter, join, open_input
+from jobs.manifest import Manifest, save_manifest
+from jobs.parts import drop_unlisted, merge_parts
+from jobs.recovery import repair, restore_progress
+from jobs.results import Result, Usage, batch_request_id, output_line, unanswered_line
+from jobs.source import open_source
+from jobs.storage import AtomicWriter, join
 
 _FLUSH_BYTES = 1 << 18
 _ROWS = 2048
@@ -21,7 +24,11 @@ _WHY_UNANSWERED = {
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
 }
-RESULT_LOST = ApiError(500, "The result was lost because its part file is damaged; run the line again.", "server_error", code="result_lost")
+log = logging.getLogger(__name__)
+
+
+class ResultsMissing(Exception):
+    """A line of a finished batch has no result on disk, since the part that held it broke."""
 
 
 class Outcome(NamedTuple):
@@ -58,9 +65,26 @@ def finalize(held: Slice) -> None:
     pace = Pace()
     while drain(held, pace, everything=True):
         held.beat()
-    outcome = Outcome(0, 0, Usage(), None, None) if manifest.plan_sha256 is None else write_outputs(manifest, held.beat)
+    try:
+        outcome = Outcome(0, 0, Usage(), None, None) if manifest.plan_sha256 is None else write_outputs(manifest, held.beat)
+    except ResultsMissing as error:
+        log.error("%s: %s; they run again", held.batch, error)
+        run_again(held)
+        return
     manifest.completed, manifest.failed, manifest.usage, manifest.output, manifest.error_output = outcome
     held.end(manifest.outcome, outcome_fields(manifest))
+
+
+def run_again(held: Slice) -> None:
+    """Moves a batch whose parts broke back to `in_progress`, with what can still be read of them."""
+    manifest = held.manifest
+    repair(manifest)
+    save_manifest(manifest)
+    drop_unlisted(held.root, manifest.parts)
+    manifest.timestamps.pop("finalizing", None)
+    progress = {"completed": 0, "failed": 0, "restored": 1, **restore_progress(held)}
+    held.move("in_progress", {**progress, "cursor": 0})
+    enqueue(held.queue.redis, "advance", held.batch, held.generation)
 
 
 def outcome_fields(manifest: Manifest) -> dict[str, Any]:
@@ -74,7 +98,7 @@ def outcome_fields(manifest: Manifest) -> dict[str, Any]:
 
 
 def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
-    """Writes the output and error files durably, calling `beat` often. Raises `StoreError` or what `beat` raises."""
+    """Writes the output and error files durably, calling `beat` often. Raises `StoreError`, `ResultsMissing` or what `beat` raises."""
     spec = manifest.spec
     output = spec.output or join(spec.root, "output.parquet" if is_parquet(spec.input) else "output.jsonl")
     inline = spec.error_file == "inline"
@@ -100,15 +124,11 @@ def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
 
 
 def _answers(manifest: Manifest) -> Iterator[_Answer]:
-    """Every line of the source, joined with its result.
-
-    A batch whose part breaks on disk still ends: lines lost with it get an error, and a second start runs them again.
-    """
+    """Every line of the source, joined with its result. Raises `ResultsMissing` where a completed batch lacks one."""
     why = _WHY_UNANSWERED.get(manifest.outcome)
     records = merge_parts(manifest.spec.root, manifest.parts)
     record = next(records, None)
-    assert manifest.source is not None, "finalize before validate"
-    with open_input(manifest.source) as file:
+    with open_source(manifest) as file:
         for number, _, raw in read_lines(file):
             custom_id = read_line(raw or b"").custom_id
             while record is not None and record.line < number:
@@ -118,7 +138,7 @@ def _answers(manifest: Manifest) -> Iterator[_Answer]:
             elif why is not None:
                 yield _Answer(number, custom_id, None, why)
             else:
-                yield _Answer(number, custom_id, RESULT_LOST.result(f"req_lost_{number}"), ("", ""))
+                raise ResultsMissing(f"the results of line {number} and perhaps others were lost with a damaged part")
 
 
 def _writer(manifest: Manifest, location: str, unused: bool = False) -> "_JsonlWriter | _ParquetWriter":

@@ -56,6 +56,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     input_sha256: str | None = None
     source: str | None = None  # JSONL that the plan's offsets point into
     source_bytes: int = 0
+    source_mtime_ns: int = 0
+    source_sha256: str | None = None
     plan_sha256: str | None = None
     total: int = 0
     models: list[str] = msgspec.field(default_factory=list)  # that the lines name

@@ -60,6 +60,19 @@ def size_of(location: str) -> int | None:
     return int(info.size) if info.is_file else None
 
 
+def stamp_of(location: str) -> tuple[int, int] | None:
+    """Bytes and time of the last change (ns; 0 if the store knows none) of a file, or None if there is none."""
+    path = local_path(location)
+    if path is not None:
+        if not path.is_file():
+            return None
+        status = path.stat()
+        return status.st_size, status.st_mtime_ns
+    filesystem, inside = _remote(location)
+    info = filesystem.get_file_info(inside)
+    return (int(info.size), int(info.mtime_ns or 0)) if info.is_file else None
+
+
 def read_bytes(location: str) -> bytes:
     """The whole of a small file. Raises `StoreError`."""
     with open_input(location) as file:

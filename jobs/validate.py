@@ -3,8 +3,9 @@
 import contextlib
 import hashlib
 import heapq
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,9 +13,10 @@ from jobs.control import Slice, enqueue, process_queue, run_long
 from jobs.files import MAX_LINE_BYTES, SPOOL_NAME, InputError, InputLine, needs_spool, read_lines, write_spool
 from jobs.lines import decode_json, read_line
 from jobs.manifest import LineProblem
-from jobs.parts import merge_parts
 from jobs.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
-from jobs.storage import join, local_path, open_input, sha256_of, size_of
+from jobs.recovery import restore_progress
+from jobs.source import note_source
+from jobs.storage import join, local_path, open_input, sha256_of, stamp_of
 from jobs.validation import LineError, LineRequest, check_line
 
 MAX_PROBLEMS = 1000
@@ -57,50 +59,32 @@ def validate(held: Slice) -> None:
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
 
 
-def restore_progress(held: Slice) -> dict[str, Any]:
-    """Sets the done bitmap and the registered parts from the manifest; returns counts and usage as fields of the record."""
-    manifest = held.manifest
-    if not manifest.parts:
-        return {}
-    bitmap = bytearray()
-    counts = {True: 0, False: 0}
-    prompt, completion, cached = 0, 0, 0
-    for record in merge_parts(held.root, manifest.parts):
-        held.beat()
-        byte = record.line >> 3
-        if byte >= len(bitmap):
-            bitmap.extend(bytes(byte + 1 - len(bitmap)))
-        bitmap[byte] |= 0x80 >> (record.line & 7)
-        result = record.result
-        counts[result.succeeded] += 1
-        prompt += result.usage.prompt_tokens
-        completion += result.usage.completion_tokens
-        cached += result.usage.cached_tokens
-    held.queue.set_done(held.batch, bytes(bitmap))
-    held.queue.set_parts(held.batch, {part.name: part.lines for part in manifest.parts})
-    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "cached_tokens": cached}
-    return {"completed": counts[True], "failed": counts[False], "restored": 1, **usage}
-
-
 def _read_input(held: Slice) -> Checked:
     manifest = held.manifest
     location = manifest.spec.input
-    manifest.input_bytes = size_of(location)
-    manifest.input_sha256 = sha256_of(location)
-    held.beat()
-    manifest.source = location
+    before = stamp_of(location)
     if needs_spool(location):
-        manifest.source = join(held.root, SPOOL_NAME)
-        write_spool(location, manifest.source)
-    manifest.source_bytes = size_of(manifest.source) or 0
-    checked = check_source(held, manifest.source)
-    if size_of(location) != manifest.input_bytes:
+        manifest.input_sha256 = sha256_of(location)
+        held.beat()
+        source = join(held.root, SPOOL_NAME)
+        source_sha256 = write_spool(location, source)
+        checked = check_source(held, source)
+    else:
+        digest = hashlib.sha256()
+        source, checked = location, check_source(held, location, digest.update)
+        manifest.input_sha256 = source_sha256 = digest.hexdigest()
+    note_source(manifest, source, source_sha256)
+    if before is None or stamp_of(location) != before:
         raise InputError(f"{location} changed while it was read")
+    manifest.input_bytes = before[0]
     return checked
 
 
-def check_source(held: Slice, source: str) -> Checked:
-    """One pass over JSONL: problems in line order, at most `MAX_PROBLEMS` of them and a note of how many more there are."""
+def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len) -> Checked:
+    """One pass over JSONL: problems in line order, at most `MAX_PROBLEMS` of them and a note of how many more there are.
+
+    `note` is handed every byte.
+    """
     spec = held.manifest.spec
     served = set(spec.models) if spec.models is not None else {model.name for model in held.queue.models()}
     folder = local_path(held.root)
@@ -108,7 +92,7 @@ def check_source(held: Slice, source: str) -> Checked:
     models: set[str] = set()
     bad = 0
     with contextlib.closing(PlanBuilder(folder)) as plan, contextlib.closing(_CustomIds(folder)) as ids, open_input(source) as file:
-        for count, line in enumerate(read_lines(file)):
+        for count, line in enumerate(read_lines(file, note)):
             if count % _BEAT_LINES == 0:
                 held.beat()
             found = _check(line, spec.endpoint, spec.default_model, served)

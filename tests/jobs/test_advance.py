@@ -176,13 +176,35 @@ def test_an_input_that_changes_under_the_batch_is_a_problem_until_it_is_back(
     batch = begin(redis_client, redis_url, source).id
     step(redis_client, batch)
     content = source.read_bytes()
-    source.write_bytes(content + b"\n")
+    source.write_bytes(content.replace(b"say 3", b"say 4"))
     record = step(redis_client, batch)
     assert record.state == "in_progress"
     assert record.problem == f"{source} changed while its batch runs; put the file back, or cancel the batch"
     source.write_bytes(content)
     assert step(redis_client, batch).problem is None
     assert run_to_end(redis_client, batch).completed == 10
+
+
+def test_a_damaged_part_is_not_merged_away(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advance, "DRAIN_SECONDS", 0)
+    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 100)).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    answer_all(redis_client, most=4)
+    step(redis_client, batch)
+    [part] = (tmp_path / "out.parts" / "parts").iterdir()
+    part.write_bytes(part.read_bytes()[:-1])
+    while step(redis_client, batch).state != "finalizing":
+        answer_all(redis_client, most=4)
+    assert part.exists()
+    manifest = load_manifest(str(tmp_path / "out.parts"))
+    assert manifest is not None
+    assert part.name in [listed.name for listed in manifest.parts]
+    assert len(manifest.parts) < 20
+    assert run_to_end(redis_client, batch).completed == 100
+    check_echoes(tmp_path / "out.jsonl", 100)
 
 
 def test_a_slice_of_another_generation_does_nothing(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The client's view: a batch is made once, taken up where it stopped, refused where it would mix results, and always ends."""
 
+import gzip
 import json
 import os
 import threading
@@ -202,6 +203,22 @@ def test_torn_files_are_mended_and_never_trusted(redis_client: redis.Redis, redi
     assert record.completed == 40
     check_echoes(tmp_path / "out.jsonl", 40)
     assert not list(root.glob(".*.tmp"))
+
+
+def test_a_spool_that_was_damaged_is_made_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    plain = write_input(tmp_path / "plain.jsonl", 40).read_bytes()
+    source = tmp_path / "in.jsonl.gz"
+    source.write_bytes(gzip.compress(plain))
+    batch = begin(redis_client, redis_url, source).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    answer_all(redis_client, most=10)
+    step(redis_client, batch)
+    forget_all(redis_client)
+    spool = tmp_path / "out.parts" / "lines.jsonl"
+    spool.write_bytes(plain.replace(b'"say 40"', b'"say 41"'))
+    assert answered_lines(redis_client, redis_url, source)[0].completed == 40
+    check_echoes(tmp_path / "out.jsonl", 40)
 
 
 def test_a_broken_manifest_is_named(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

@@ -10,11 +10,16 @@ import redis
 from pyarrow import parquet
 
 from jobs import control, finalize
-from jobs.batches import cancel_batch
+from jobs.batches import cancel_batch, get_batch
+from jobs.integrity import faults
 from jobs.manifest import Manifest
 from jobs.queue import Queue
+from jobs.requests import Claim
+from jobs.results import Result
+from jobs.source import note_source
+from jobs.storage import sha256_of
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
-from tests.support.control_plane import chat_line, check_echoes, failing, read_jsonl, write_input
+from tests.support.control_plane import chat_line, check_echoes, echo, failing, read_jsonl, write_input
 
 
 def ready_to_finalize(client: redis.Redis, url: str, source: Path, **options: Any) -> str:
@@ -151,18 +156,45 @@ def test_a_cancelled_batch_answers_every_line(redis_client: redis.Redis, redis_u
     assert all(line["response"] is None and line["error"]["code"] == "batch_cancelled" for line in lost)
 
 
-def test_a_part_that_breaks_on_disk_becomes_error_lines(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_lines_of_a_part_that_breaks_on_disk_run_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     batch = ready_to_finalize(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 20))
     [part] = (tmp_path / "out.parts" / "parts").iterdir()
     content = part.read_bytes()
     part.write_bytes(content[: len(content) // 2])
-    record = run_to_end(redis_client, batch)
-    lines = read_jsonl(tmp_path / "out.jsonl")
-    assert [line["custom_id"] for line in lines] == [f"c{n}" for n in range(1, 21)]
-    lost = [line for line in lines if line["error"]]
-    assert 5 < len(lost) < 15
-    assert {line["error"]["code"] for line in lost} == {"result_lost"}
-    assert (record.completed, record.failed) == (20 - len(lost), len(lost))
+    record = step(redis_client, batch)
+    assert (record.state, record.problem) == ("in_progress", None)
+    assert 5 < record.completed < 15
+    seen: list[int] = []
+
+    def answer(claim: Claim) -> Result:
+        seen.append(claim.key.line)
+        return echo(claim)
+
+    again = run_to_end(redis_client, batch, answer)
+    assert (again.state, again.completed, again.failed, again.usage.prompt_tokens) == ("completed", 20, 0, 140)
+    assert len(seen) == 20 - record.completed
+    check_echoes(tmp_path / "out.jsonl", 20)
+    assert faults(redis_client) == []
+
+
+def test_a_part_that_is_gone_runs_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    batch = ready_to_finalize(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 20))
+    [part] = (tmp_path / "out.parts" / "parts").iterdir()
+    part.unlink()
+    assert (step(redis_client, batch).state, get_batch(redis_client, batch).completed) == ("in_progress", 0)
+    assert run_to_end(redis_client, batch).completed == 20
+    check_echoes(tmp_path / "out.jsonl", 20)
+
+
+def test_an_input_that_changed_is_not_written_against(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 5)
+    batch = ready_to_finalize(redis_client, redis_url, source)
+    content = source.read_bytes()
+    source.write_bytes(content.replace(b"c3", b"c4"))
+    assert "changed while its batch runs" in str(step(redis_client, batch).problem)
+    source.write_bytes(content)
+    assert run_to_end(redis_client, batch).completed == 5
+    check_echoes(tmp_path / "out.jsonl", 5)
 
 
 def test_no_space_for_the_output_is_a_problem_until_there_is_some(
@@ -184,10 +216,11 @@ def test_a_line_without_a_result_in_an_unfinished_batch_is_never_left_out(
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 3)
     record = begin(redis_client, redis_url, source)
-    manifest = Manifest(batch_id=record.id, created_at=1.0, spec=record.spec, source=str(source), total=3)
-    outcome = finalize.write_outputs(manifest, lambda: None)
-    assert (outcome.completed, outcome.failed) == (0, 3)
-    assert [line["custom_id"] for line in read_jsonl(tmp_path / "out.jsonl")] == ["c1", "c2", "c3"]
+    manifest = Manifest(batch_id=record.id, created_at=1.0, spec=record.spec, total=3)
+    note_source(manifest, str(source), sha256_of(str(source)))
+    with pytest.raises(finalize.ResultsMissing, match="line 1"):
+        finalize.write_outputs(manifest, lambda: None)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_blank_lines_and_unicode_ids_keep_their_places(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
