@@ -79,10 +79,8 @@ async def _one_pass(engine: AsyncEngine, requests: list[EngineRequest], offset: 
     unfinished, tokens, cached = len(requests), 0, 0
     async for output in engine.steps():
         tokens += len(output.token_ids)
-        for finish, hit in zip(output.finish, output.cached_tokens, strict=True):
-            if finish:
-                unfinished -= 1
-                cached += hit
+        unfinished -= sum(map(bool, output.finish))
+        cached += sum(output.cached_tokens)
         if not unfinished:
             break
     seconds = time.perf_counter() - began

@@ -29,7 +29,7 @@ class RequestInFlight:
 
     __slots__ = (
         "_decoded", "_detokenizer", "_model", "_published_characters", "_published_tokens", "_sampling", "_stops", "_text",
-        "claim", "engine_request", "next_publish", "prompt_tokens", "token_ids",
+        "cached_tokens", "claim", "engine_request", "next_publish", "prompt_tokens", "token_ids",
     )  # fmt: skip
 
     def __init__(self, prepared: Prepared, request_id: int, next_publish: float) -> None:
@@ -38,6 +38,7 @@ class RequestInFlight:
         self.claim = prepared.claim
         self.prompt_tokens = len(prepared.prompt_token_ids)
         self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
+        self.cached_tokens = 0  # of the prompt, from this engine's prefix cache
         self.next_publish = next_publish
         self._model = prepared.model
         self._sampling = prepared.sampling
@@ -86,7 +87,7 @@ class RequestInFlight:
     def already_over(self) -> Finished | None:
         """The end of a request whose checkpoint leaves nothing to generate."""
         if (self._stops is not None and self._stops.matched is not None) or len(self.token_ids) >= self._sampling.max_tokens:
-            return self.finish("length", None, 0)
+            return self.finish("length", None)
         return None
 
     def stop_reason(self, stop_token: int) -> int | None:
@@ -108,7 +109,7 @@ class RequestInFlight:
             self.claim.key, self.claim.fence, index, self.token_ids[index:], self._text[offset:], offset, self.claim.request.reply_to
         )
 
-    def finish(self, reason: FinishReason, stop_reason: int | str | None, cached_tokens: int, stop_token: int = -1) -> Finished:
+    def finish(self, reason: FinishReason, stop_reason: int | str | None, stop_token: int = -1) -> Finished:
         """The result; `stop_token` as for `take`. A stop string that was found goes before any other reason."""
         self._decode(len(self.token_ids) - (stop_token >= 0))
         self._text += self._release(self._detokenizer.finish())
@@ -116,7 +117,7 @@ class RequestInFlight:
             self._text += self._stops.finish()
             if self._stops.matched is not None:
                 reason, stop_reason = "stop", self._stops.matched
-        usage = Usage(self.prompt_tokens, len(self.token_ids), cached_tokens)
+        usage = Usage(self.prompt_tokens, len(self.token_ids), self.cached_tokens)
         endpoint = self.claim.request.endpoint
         created = int(self.claim.request.created or time.time())
         body = response_body(endpoint, new_body_id(endpoint), self._model, self._text, reason, stop_reason, usage, created)

@@ -97,14 +97,16 @@ class Running:
             request = self._requests.get(request_id)
             if request is None:
                 continue
+            if cached:
+                request.cached_tokens = cached
             stopped = request.take(token_ids, stop_token)
             if finish:
                 self._forget(request_id)
-                self._end(self._finished(request, Finish(finish), stop_token, cached, output.errors.get(request_id)))
+                self._end(self._finished(request, Finish(finish), stop_token, output.errors.get(request_id)))
             elif stopped:
                 over.append(request_id)
                 self._forget(request_id)
-                self._end(request.finish("stop", None, cached))
+                self._end(request.finish("stop", None))
             elif request_id in self._watched and request.fresh_tokens:
                 waiting = True
                 first = first or request.fresh_tokens == len(request.token_ids)
@@ -168,11 +170,11 @@ class Running:
             with contextlib.suppress(EngineDeadError):
                 self._engine.abort(request_ids)
 
-    def _finished(self, request: RequestInFlight, finish: Finish, stop_token: int, cached: int, error: str | None) -> Finished:
+    def _finished(self, request: RequestInFlight, finish: Finish, stop_token: int, error: str | None) -> Finished:
         if finish is Finish.STOP:
-            return request.finish("stop", request.stop_reason(stop_token), cached, stop_token)
+            return request.finish("stop", request.stop_reason(stop_token), stop_token)
         if finish is Finish.LENGTH:
-            return request.finish("length", None, cached)
+            return request.finish("length", None)
         return request.fail(ApiError(500, error or "The engine gave this request up.", "server_error", code="engine_error"))
 
     def _end(self, finished: Finished) -> None:

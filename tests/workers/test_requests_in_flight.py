@@ -61,7 +61,7 @@ def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(stop: l
         more, stopped = generate(second, TOKENS[len(published) :], publish)
         deltas += more
         first = second
-    finished = first.finish("length", None, 0)
+    finished = first.finish("length", None)
     assert finished.delta is not None
     deltas.append(finished.delta)
     whole = TOKENIZER.decode(TOKENS, PROMPT)
@@ -77,9 +77,10 @@ def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(stop: l
 @pytest.mark.parametrize("stop", [[], ["never"]])
 def test_the_token_that_stops_counts_but_gives_no_text(stop: list[str]) -> None:
     flight = request(stop)
+    flight.cached_tokens = 3
     assert not flight.take(TOKENS[:5])
     assert not flight.take([TOKENS[5], 5], stop_token=5)
-    finished = flight.finish("stop", flight.stop_reason(5), 3, stop_token=5)
+    finished = flight.finish("stop", flight.stop_reason(5), stop_token=5)
     assert text_of(finished.result.body) == TOKENIZER.decode(TOKENS[:6], PROMPT)
     assert finished.result.usage.completion_tokens == 7
     assert finished.result.usage.cached_tokens == 3
@@ -89,7 +90,7 @@ def test_the_token_that_stops_counts_but_gives_no_text(stop: list[str]) -> None:
 def test_a_stop_string_within_one_step_keeps_no_later_token() -> None:
     flight = request(["words"])
     assert flight.take(TOKENS)
-    finished = flight.finish("stop", None, 0)
+    finished = flight.finish("stop", None)
     assert text_of(finished.result.body) == "Naïve 🙂 "
     assert finished.result.usage.completion_tokens < len(TOKENS)
 

@@ -206,6 +206,7 @@ def test_stop_strings_end_the_answer(shared: tuple[Queue, WorkerProcess]) -> Non
     assert text_of(stopped) == text[: text.index(stop)]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     assert 0 < stopped.usage.completion_tokens < 60
+    assert 0 < stopped.usage.cached_tokens < stopped.usage.prompt_tokens
     _, api = submit_live(queue, endless(60, stop=stop))
     entries = follow(queue, api)
     assert "".join(entry.text for entry in entries) == text_of(stopped)

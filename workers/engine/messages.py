@@ -125,8 +125,8 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     """What one step produced, one entry per request that got a token or ended.
 
     `counts[i]` tokens of request `request_ids[i]` follow each other in the flat `token_ids`. `finish[i]` is a `Finish` value;
-    `stop_token[i]` the id that ended the request, which is the last of its tokens, or -1. `cached_tokens[i]`, the prompt tokens taken
-    from the prefix cache, means something only when the request has ended. `errors` gives a sentence for each request ended by ERROR.
+    `stop_token[i]` the id that ended the request, which is the last of its tokens, or -1. `cached_tokens[i]`, in the request's first
+    entry, counts the prompt tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each request ended by ERROR.
     """
 
     step: int

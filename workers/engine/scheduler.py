@@ -62,6 +62,7 @@ class Scheduler:
         self._step = 0
         self._stats = Stats()
         self._output = _Output()
+        self._fresh_hits: dict[int, int] = {}  # prompt tokens that the cache gave, by request, until its first entry in an output
 
     @property
     def unfinished(self) -> int:
@@ -224,6 +225,8 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         if request.cached_tokens < 0:
             request.cached_tokens = min(hit, request.prompt_length)
+            if request.cached_tokens:
+                self._fresh_hits[request.id] = request.cached_tokens
         self._stats.prefix_hit_tokens += hit
         insort(lane.running, request, key=_URGENCY)
         step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
@@ -302,7 +305,7 @@ class Scheduler:
         stats.waiting = len(self._requests) - stats.running
         stats.free_blocks = self._pool.free
         output, self._output = self._output, _Output()
-        return output.message(self._retired_step, stats)
+        return output.message(self._retired_step, self._fresh_hits, stats)
 
 
 @dataclass(slots=True)
@@ -376,12 +379,14 @@ class _Output:
         if error:
             self.errors[request.id] = error
 
-    def message(self, step: int, stats: Stats) -> StepOutput:
+    def message(self, step: int, fresh_hits: dict[int, int], stats: Stats) -> StepOutput:
+        """Takes out of `fresh_hits` what it tells."""
         rows = len(self.request_ids)
         counts, finish, stop_token, cached_tokens = [1] * rows, [0] * rows, [-1] * rows, [0] * rows
         for index, request, stop, count in self.ended:
             counts[index] = count
             finish[index] = int(request.finish)
             stop_token[index] = stop
-            cached_tokens[index] = max(0, request.cached_tokens)
+        if fresh_hits:
+            cached_tokens = [fresh_hits.pop(request_id, 0) for request_id in self.request_ids]
         return StepOutput(step, self.request_ids, counts, self.token_ids, finish, stop_token, cached_tokens, stats, self.errors)

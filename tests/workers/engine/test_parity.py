@@ -106,8 +106,7 @@ def answers(core: EngineCore, expected: Reference, first_id: int = 0) -> Answers
         flat = iter(output.token_ids)
         for i, request_id in enumerate(output.request_ids):
             tokens[request_id - first_id] += [next(flat) for _ in range(output.counts[i])]
-            if output.finish[i]:
-                cached[request_id - first_id] = output.cached_tokens[i]
+            cached[request_id - first_id] += output.cached_tokens[i]
     return Answers(tokens, cached, preemptions)
 
 

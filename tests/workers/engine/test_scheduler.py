@@ -266,6 +266,15 @@ def test_requests_of_one_step_share_a_prefix() -> None:
     scheduler.check_idle()
 
 
+def test_cached_tokens_come_with_the_first_token() -> None:
+    """For a stop string ends a request without another word from the core."""
+    scheduler = make_scheduler()
+    scheduler.add(EngineRequest(1, [*range(10)], [], SamplingParams(1)))
+    step(scheduler)
+    scheduler.add(EngineRequest(2, [*range(10)], [], SamplingParams(3)))
+    assert [step(scheduler).cached_tokens for _ in range(3)] == [[8], [0], [0]]
+
+
 def test_cached_tokens_are_those_of_the_first_start() -> None:
     scheduler = make_scheduler(seqs=1)
     scheduler.add(request(1, prompt=9, max_tokens=2))

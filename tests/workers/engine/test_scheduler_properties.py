@@ -79,6 +79,7 @@ class TokenDevice:
         assert len({slot for slot, *_ in rows}) == len(rows), "a slot has two rows in one step"
         self._check_writers(rows)
         for slot, start, count, _ in rows:
+            assert start + count < self.max_model_len, "a token was computed that leaves no place for the one it samples"
             for position in range(start, start + count):
                 self.cache[self.tables[slot][position // self.size], position % self.size] = self.tokens[slot][position]
         self.unretired.append([(slot, tuple(self.tables[slot])) for slot, *_ in rows])
@@ -126,6 +127,7 @@ class Run:
     cases: list[Case]
     got: dict[int, list[int]] = field(default_factory=dict)
     finish: dict[int, Finish] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         setup = self.setup
@@ -176,11 +178,12 @@ class Run:
         for row, number in enumerate(output.request_ids):
             assert number not in self.finish, "something came after the end"
             count = output.counts[row]
+            assert 0 <= output.cached_tokens[row] <= (0 if number in self.seen else len(self.cases[number].prompt))
+            self.seen.add(number)
             self.got[number] += output.token_ids[at : at + count]
             at += count
             if output.finish[row]:
                 self.finish[number] = Finish(output.finish[row])
-                assert 0 <= output.cached_tokens[row] <= len(self.cases[number].prompt)
                 if output.finish[row] == Finish.STOP:
                     assert output.stop_token[row] == self.got[number][-1]
         assert at == len(output.token_ids)
