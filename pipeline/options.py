@@ -141,7 +141,6 @@ model_options = all_of(
     flag("--enable-prefix-caching/--no-enable-prefix-caching", default=True, help="Reuse the KV cache of shared prompt beginnings."),
     flag("--gpu-memory-utilization", type=click.FloatRange(0.0, 1.0, min_open=True), default=0.9, help="Share of the GPU's memory to use."),
     flag("--kv-cache-memory-bytes", type=Size(), help="Size of the KV cache. [default: what the machine allows]"),
-    flag("--seed", type=click.IntRange(min=0), default=0, help="Seed of requests that carry none."),
     flag("--chat-template", help="Jinja file, or the template itself. [default: the tokenizer's]"),
 )
 
@@ -156,7 +155,6 @@ MODEL_FLAGS = (
     "enable_prefix_caching",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
-    "seed",
     "chat_template",
 )
 """Parameter names of `model_options`."""

@@ -19,7 +19,6 @@ _ENGINE = (
     "enable_prefix_caching",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
-    "seed",
 )
 
 

@@ -24,6 +24,7 @@ from pipeline.options import (
 @flag("-i", "--input-file", type=click.Path(path_type=Path), help="The file of requests, JSONL or Parquet; the same as INPUT.")
 @flag("-o", "--output-file", type=click.Path(path_type=Path), help="The file of results. [default: INPUT with .results before its suffix]")
 @flag("--model", help="Folder or hub name of the model; with REDIS_URL, the name of a served one. [default: the demo model]")
+@flag("--seed", type=click.IntRange(min=0), default=0, help="From it and its number comes the seed of a line that names none.")
 @flag("--retry-failed", is_flag=True, help="Run the lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 @flag("--local-worker", is_flag=True, help="With REDIS_URL: start a worker on this machine too.")

@@ -7,6 +7,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from pipeline.commands.run_batch import run_batch
+from pipeline.commands.serve import serve
+from pipeline.commands.worker import worker
 from pipeline.options import (
     MODEL_FLAGS,
     Size,
@@ -49,7 +52,7 @@ def test_flag_wins_over_environment_over_config_over_default(config: Path) -> No
     assert values["max_model_len"] == 200
     assert values["served_model_name"] == ["a", "b"]
     assert values["dtype"] == "float16"
-    assert values["seed"] == 0
+    assert values["gpu_memory_utilization"] == 0.9
 
 
 def test_the_config_file_may_be_named_by_the_environment(config: Path) -> None:
@@ -100,7 +103,7 @@ def test_sizes_have_units() -> None:
 
 
 def test_model_flags_reach_a_child_unchanged() -> None:
-    flags = ["--served-model-name", "x", "--served-model-name", "y", "--no-enable-prefix-caching", "--block-size", "8", "--seed", "5"]
+    flags = ["--served-model-name", "x", "--served-model-name", "y", "--no-enable-prefix-caching", "--block-size", "8", "--dtype", "float32"]
     before = values_of(*flags)
     after = values_of(*model_arguments(before))
     assert {name: after[name] for name in MODEL_FLAGS} == {name: before[name] for name in MODEL_FLAGS}
@@ -116,10 +119,16 @@ def test_settings_that_differ_are_logged_without_passwords(caplog: pytest.LogCap
         log_settings(ctx)
 
     with caplog.at_level("INFO"):
-        arguments = ["--seed", "7", "--redis-url", "redis://user:secret@host:1/0", "--dtype", "auto"]
+        arguments = ["--max-num-seqs", "7", "--redis-url", "redis://user:secret@host:1/0", "--dtype", "auto"]
         CliRunner().invoke(logged, arguments, env={"PIPELINE_BLOCK_SIZE": "8"}, catch_exceptions=False)
-    assert "seed=7 (flag)" in caplog.text
+    assert "max_num_seqs=7 (flag)" in caplog.text
     assert "block_size=8 (environment)" in caplog.text
     assert "redis_url=redis://***@host:1/0" in caplog.text
     assert "secret" not in caplog.text
     assert "dtype" not in caplog.text
+
+
+@pytest.mark.parametrize(("command", "has_it"), [(run_batch, True), (worker, False), (serve, False)])
+def test_a_seed_is_a_flag_only_where_there_are_lines_without_one(command: click.Command, has_it: bool) -> None:
+    """A live call that names none gets one of its own when it is submitted."""
+    assert any(param.name == "seed" for param in command.params) == has_it

@@ -28,11 +28,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
-    seed: int = 0
     depth: int | None = None
     threads: int | None = None
     attention_backend: str = "auto"
-    load_format: str = "safetensors"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -44,8 +42,6 @@ class EngineConfig:
             raise ValueError(f"depth must be 0 or 1, got {self.depth}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
-        if self.load_format != "safetensors":
-            raise ValueError(f"load_format must be 'safetensors', got {self.load_format!r}: no other format is read")
 
     def resolve(self) -> "EngineConfig":
         """The same configuration with device, batch limits, block size, depth and threads settled for this machine.
