@@ -72,11 +72,12 @@ def make_progress() -> Progress:
 
 
 class PlainProgress:
-    """A line when something changed, at most every few seconds."""
+    """A line when something changed: at once if it is what is being waited for, else at most every few seconds."""
 
     def __init__(self) -> None:
         self._rate = Rate()
         self._last_line = ""
+        self._last_note = ""
         self._last_time = 0.0
 
     def __enter__(self) -> "PlainProgress":
@@ -89,9 +90,9 @@ class PlainProgress:
         now = time.monotonic()
         self._rate.add(counts, now)
         line = describe(counts, self._rate)
-        if line == self._last_line or (now - self._last_time < _PLAIN_EVERY and self._last_line):
+        if line == self._last_line or (counts.note == self._last_note and now - self._last_time < _PLAIN_EVERY):
             return
-        self._last_line, self._last_time = line, now
+        self._last_line, self._last_note, self._last_time = line, counts.note, now
         self.say(line)
 
     def say(self, line: str) -> None:
