@@ -1,0 +1,89 @@
+"""run-batch with REDIS_URL: the fleet answers, whoever started it."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.results import check_answers, examples, read_results
+from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
+
+
+@pytest.fixture
+def fleet(redis_url: str) -> Iterator[str]:
+    """A control plane and a worker, each a command of its own."""
+    with running_pipeline("jobs", redis_url=redis_url), running_pipeline("worker", redis_url=redis_url) as worker:
+        worker.wait_for("worker INFO ready")
+        yield redis_url
+
+
+def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path) -> None:
+    source, output = examples(tmp_path / "requests.jsonl", 6), tmp_path / "out.jsonl"
+    done = run_pipeline("run-batch", source, "-o", output, redis_url=fleet)
+    assert done.returncode == 0, done.stderr
+    assert "engine on" not in done.stderr
+    check_answers(source, output)
+
+    handed_in = run_pipeline("run-batch", source, "-o", tmp_path / "detached.jsonl", "--detach", redis_url=fleet)
+    assert handed_in.returncode == 0, handed_in.stderr
+    batch_id = handed_in.stdout.strip()
+    assert batch_id.startswith("batch_")
+    waited = run_pipeline("wait", batch_id, "-o", tmp_path / "copy.jsonl", redis_url=fleet)
+    assert waited.returncode == 0, waited.stderr
+    check_answers(source, tmp_path / "detached.jsonl")
+    assert read_results(tmp_path / "copy.jsonl") == read_results(tmp_path / "detached.jsonl")
+
+    status = run_pipeline("status", redis_url=fleet, COLUMNS="200")
+    assert batch_id in status.stdout
+    assert "ready" in status.stdout
+
+    refused = run_pipeline("run-batch", source, "-o", tmp_path / "no.jsonl", "--model", "other", redis_url=fleet)
+    assert refused.returncode == 2
+    assert "no worker serves other; served are: demo" in refused.stderr
+
+
+def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
+    row = json.loads(EXAMPLES.read_text().splitlines()[0])
+    row["body"] |= {"max_tokens": 1500, "ignore_eos": True}
+    source = tmp_path / "long.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    batch_id = run_pipeline("run-batch", source, "--detach", redis_url=fleet).stdout.strip()
+    with running_pipeline("tail", batch_id, redis_url=fleet) as tail:
+        assert tail.wait(60) == 0
+        text = tail.output
+    assert run_pipeline("wait", batch_id, redis_url=fleet).returncode == 0
+    answer = read_results(tmp_path / "long.results.jsonl")[0]["response"]["body"]["choices"][0]["message"]["content"]
+    assert re.sub(rf"(?m)^{batch_id}/\d+: ", "", text) == answer + "\n"
+
+
+def test_without_a_worker_nothing_is_begun(redis_url: str, tmp_path: Path) -> None:
+    source = examples(tmp_path / "requests.jsonl", 2)
+    done = run_pipeline("run-batch", source, redis_url=redis_url)
+    assert done.returncode == 2
+    assert "no worker is there to answer" in done.stderr
+    assert "--local-worker" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
+
+
+def test_a_local_worker_joins_the_fleet_for_one_file(redis_url: str, tmp_path: Path) -> None:
+    source, output = examples(tmp_path / "requests.jsonl", 3), tmp_path / "out.jsonl"
+    with running_pipeline("jobs", redis_url=redis_url):
+        done = run_pipeline("run-batch", source, "-o", output, "--local-worker", "--max-num-seqs", 2, redis_url=redis_url)
+    assert done.returncode == 0, done.stderr
+    check_answers(source, output)
+    assert "ready" not in run_pipeline("status", redis_url=redis_url).stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--max-num-seqs", "4"], "add --local-worker"),
+        (["--detach", "--local-worker"], "give one of them"),
+    ],
+)
+def test_flags_that_contradict_a_fleet_are_refused(redis_url: str, tmp_path: Path, flags: list[str], reason: str) -> None:
+    done = run_pipeline("run-batch", examples(tmp_path / "requests.jsonl", 1), *flags, redis_url=redis_url)
+    assert done.returncode == 2
+    assert reason in done.stderr

@@ -1,0 +1,71 @@
+"""`kill -9` of any process of a run-batch at random moments: every custom_id exactly once, every answer right."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.results import check_answers, examples
+from tests.support.commands import RunningCommand, running_pipeline
+from tests.support.processes import command_line, descendants
+
+LINES = 300
+KILLS = 2
+LONGEST_PAUSE = 6.0
+ROUND_SECONDS = 300
+
+TARGETS = {
+    "core": "workers.engine.core_process",
+    "worker": "pipeline worker",
+    "control plane": "jobs.rq_worker",
+    "ticker": "jobs.ticker",
+    "redis": "redis.sock",
+}
+
+
+def round_of(number: int) -> list[str]:
+    """What is killed in a round: the three that the promise names take turns, and in every fourth round it is anything."""
+    return [["core"], ["worker"], ["run-batch"], ["core", "worker", "run-batch", "control plane", "ticker", "redis"]][number % 4]
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(ROUND_SECONDS + 60)
+@pytest.mark.parametrize("number", range(20))
+def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, number: int) -> None:
+    seed = int(os.environ.get("KILL_SEED", time.time_ns())) + number
+    print(f"seed {seed} (set KILL_SEED={seed - number} to repeat)")
+    rng = random.Random(seed)
+    source, output = examples(tmp_path / "requests.jsonl", LINES), tmp_path / "out.jsonl"
+    flags = ("run-batch", source, "-o", output, "--lease-seconds", 2, "--stream-interval", 0.2, "--max-num-seqs", rng.choice([8, 64]))
+    kills, deadline = 0, time.monotonic() + ROUND_SECONDS
+    while not output.exists():
+        assert time.monotonic() < deadline, "the round takes too long"
+        with running_pipeline(*flags) as run:
+            while run.process.poll() is None and kills < KILLS:
+                next_kill = time.monotonic() + rng.uniform(0.0, LONGEST_PAUSE)
+                while run.process.poll() is None and time.monotonic() < next_kill:
+                    assert run.output is not None
+                    time.sleep(0.005)
+                if run.process.poll() is None:
+                    kills += _kill(run, rng.choice(round_of(number)))
+            code = run.wait(max(1.0, deadline - time.monotonic()))
+            assert code in (0, -signal.SIGKILL), run.output
+    with running_pipeline(*flags) as run:
+        assert run.wait(60) == 0, run.output
+    print(f"{kills} kills")
+    check_answers(source, output)
+
+
+def _kill(run: RunningCommand, target: str) -> int:
+    """Kills one process of that kind; returns how many it found to kill."""
+    if target == "run-batch":
+        run.process.kill()
+        return 1
+    for pid in descendants(run.process.pid):
+        if TARGETS[target] in command_line(pid):
+            os.kill(pid, signal.SIGKILL)
+            return 1
+    return 0

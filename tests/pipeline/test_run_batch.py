@@ -1,0 +1,210 @@
+"""`pipeline run-batch` as a whole: private Redis, control plane, worker, engine, and the files that remain."""
+
+import json
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+from pyarrow import Table, parquet
+
+from tests.pipeline.results import check_answers, custom_ids, examples, read_results
+from tests.support.commands import run_pipeline, running_pipeline
+from tests.support.processes import descendants, is_running
+from tests.support.waiting import wait_until
+
+LINES = 12
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str, str]:
+    """One finished run: input, output, stdout, stderr."""
+    folder = tmp_path_factory.mktemp("finished")
+    source, output = examples(folder / "requests.jsonl", LINES), folder / "requests.results.jsonl"
+    done = run_pipeline("run-batch", source)
+    assert done.returncode == 0, done.stderr
+    return source, output, done.stdout, done.stderr
+
+
+def test_every_line_is_answered_rightly_in_input_order(finished: tuple[Path, Path, str, str]) -> None:
+    source, output, _, _ = finished
+    check_answers(source, output)
+    body = read_results(output)[0]["response"]["body"]
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "demo"
+    assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + body["usage"]["completion_tokens"]
+
+
+def test_the_end_says_where_the_results_are_and_what_they_took(finished: tuple[Path, Path, str, str]) -> None:
+    source, output, stdout, _ = finished
+    lines = stdout.splitlines()
+    assert [line.split(":")[0].strip() for line in lines[:3]] == custom_ids(source)[:3]
+    assert lines[3] == f"results: {output}"
+    assert f"{LINES} requests, 0 failed" in lines[4]
+    assert "output tokens/s" in lines[4]
+
+
+def test_the_log_names_settings_and_processes(finished: tuple[Path, Path, str, str]) -> None:
+    stderr = finished[3]
+    assert "worker INFO ready" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_nothing_but_the_output_and_its_parts_remains(finished: tuple[Path, Path, str, str]) -> None:
+    source, output, _, _ = finished
+    assert sorted(path.name for path in source.parent.iterdir()) == ["requests.jsonl", output.name, f"{output.name}.parts"]
+    size = sum(path.stat().st_size for path in (source.parent / f"{output.name}.parts").rglob("*") if path.is_file())
+    assert size < 3 * (source.stat().st_size + output.stat().st_size)
+
+
+def test_a_finished_run_is_not_run_again(finished: tuple[Path, Path, str, str]) -> None:
+    source, output, _, _ = finished
+    before = output.read_bytes()
+    done = run_pipeline("run-batch", source)
+    assert done.returncode == 0, done.stderr
+    assert "engine on" not in done.stderr
+    assert output.read_bytes() == before
+
+
+def test_a_changed_input_is_refused_with_the_way_out(finished: tuple[Path, Path, str, str]) -> None:
+    source, output, _, _ = finished
+    before, results = source.read_bytes(), output.read_bytes()
+    try:
+        source.write_bytes(before.replace(custom_ids(source)[0].encode(), b"another", 1))
+        done = run_pipeline("run-batch", source)
+    finally:
+        source.write_bytes(before)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "has changed" in last
+    assert "remove that folder, or name another output" in last
+    assert output.read_bytes() == results
+
+
+def test_a_torn_output_is_repaired(finished: tuple[Path, Path, str, str]) -> None:
+    source, output, _, _ = finished
+    whole = output.read_bytes()
+    output.write_bytes(whole[: len(whole) // 2])
+    done = run_pipeline("run-batch", source)
+    assert done.returncode == 0, done.stderr
+    assert output.read_bytes() == whole
+
+
+def test_a_finished_run_whose_output_was_removed_is_run_anew(tmp_path: Path) -> None:
+    source, output = tmp_path / "empty.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"")
+    identities = set()
+    for _ in range(2):
+        assert run_pipeline("run-batch", source, "-o", output).returncode == 0
+        identities.add(json.loads((tmp_path / "out.jsonl.parts" / "manifest.json").read_text())["batch_id"])
+        output.unlink()
+    assert len(identities) == 2
+
+
+def test_errors_in_a_body_are_answers_and_can_be_retried(tmp_path: Path) -> None:
+    source, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
+    message = {"role": "user", "content": "How much is 2 plus 3?"}
+    bodies = [
+        {"messages": [message], "max_tokens": 5},
+        {"messages": [message], "temperature": -1},
+        {"messages": [message], "max_tokens": 5, "an_unknown_parameter": [1]},
+        {"messages": [{"role": "user", "content": "word " * 5000}]},
+        {"prompt": "x", "max_tokens": 3, "ignore_eos": True},
+    ]
+    rows = [
+        {
+            "custom_id": f"line {number}",
+            "method": "POST",
+            "url": "/v1/chat/completions" if "messages" in body else "/v1/completions",
+            "body": {"model": "demo", "temperature": 0, **body},
+        }
+        for number, body in enumerate(bodies)
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run_pipeline("run-batch", source, "-o", output, "--fail-on-error")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == "Error: 2 of 5 requests failed"
+    results = read_results(output)
+    assert [result["custom_id"] for result in results] == [row["custom_id"] for row in rows]
+    assert [result["response"]["status_code"] for result in results] == [200, 400, 200, 400, 200]
+    assert results[1]["response"]["body"]["error"]["param"] == "temperature"
+    assert results[3]["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    assert results[0]["error"] is None
+    assert results[4]["response"]["body"]["object"] == "text_completion"
+    assert results[4]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert results[1]["error"]["message"] == results[1]["response"]["body"]["error"]["message"]
+
+    skipped = run_pipeline("run-batch", source, "-o", output)
+    assert skipped.returncode == 0
+    assert "engine on" not in skipped.stderr
+    again = run_pipeline("run-batch", source, "-o", output, "--retry-failed")
+    assert again.returncode == 0, again.stderr
+    assert "engine on" in again.stderr
+    assert [result["response"]["status_code"] for result in read_results(output)] == [200, 400, 200, 400, 200]
+    assert read_results(output)[0] == results[0]
+
+
+def test_parquet_in_gives_parquet_out(tmp_path: Path) -> None:
+    source = tmp_path / "requests.parquet"
+    columns = {"custom_id": ["a", "b"], "prompt": ["Count", "Spell"], "max_tokens": [1, 6], "temperature": [0.0, 0.0]}
+    parquet.write_table(Table.from_pydict(columns), source)
+    done = run_pipeline("run-batch", source)
+    assert done.returncode == 0, done.stderr
+    table = parquet.read_table(tmp_path / "requests.results.parquet").to_pylist()
+    assert [row["custom_id"] for row in table] == ["a", "b"]
+    assert table[0]["completion_tokens"] == 1
+    assert 1 <= table[1]["completion_tokens"] <= 6
+    assert all(row["status_code"] == 200 and row["text"] is not None for row in table)
+
+
+def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path) -> None:
+    source, output = examples(tmp_path / "requests.jsonl", 60), tmp_path / "out.jsonl"
+    flags = ("run-batch", source, "-o", output, "--max-num-seqs", 4)
+    with running_pipeline(*flags) as run:
+        wait_until(lambda: list(tmp_path.glob("out.jsonl.parts/parts/*")), 60, "a first part")
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(30) == 130
+        assert run.output.splitlines()[-1] == "Interrupted: what is finished is kept, run the same command again to go on."
+        assert "Traceback" not in run.output
+    assert not output.exists()
+    done = run_pipeline("run-batch", source, "-o", output)
+    assert done.returncode == 0, done.stderr
+    check_answers(source, output)
+    first_counts = next(line for line in done.stderr.splitlines() if " of 60 done; " in line)
+    assert int(first_counts.split()[0]) > 0
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    source = examples(tmp_path / "requests.jsonl", 60)
+    private = tmp_path / "tmp"
+    private.mkdir()
+    with running_pipeline("run-batch", source, "--max-num-seqs", 2, TMPDIR=str(private)) as run:
+        run.wait_for("running")
+        children = descendants(run.process.pid)
+        assert len(children) >= 5
+        second = run_pipeline("run-batch", source)
+        assert second.returncode == 2
+        assert "another run is at work on" in second.stderr
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for("once more to stop at once")
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait(10) == 130
+        wait_until(lambda: not any(is_running(pid) for pid in children), 10, "all children to end")
+    assert list(private.iterdir()) == []
+
+
+def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_folder(tmp_path: Path) -> None:
+    source = examples(tmp_path / "requests.jsonl", 60)
+    private = Path(tempfile.mkdtemp(prefix="t"))
+    with running_pipeline("run-batch", source, "--max-num-seqs", 2, TMPDIR=str(private)) as run:
+        run.wait_for("running")
+        children = descendants(run.process.pid)
+        run.process.kill()
+        run.wait(10)
+        wait_until(lambda: not any(is_running(pid) for pid in children), 10, "all children to die with it")
+    assert len(list(private.iterdir())) == 1
+    empty = tmp_path / "empty.jsonl"
+    empty.write_bytes(b"")
+    assert run_pipeline("run-batch", empty, TMPDIR=str(private)).returncode == 0
+    assert list(private.iterdir()) == []
+    private.rmdir()

@@ -1,0 +1,120 @@
+"""`pipeline serve`: the official client against everything on one machine."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.pipeline.results import ANSWERS
+from tests.support.commands import EXAMPLES, RunningCommand, run_pipeline, running_pipeline
+from tests.support.processes import command_line, cpu_seconds, descendants
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[RunningCommand, str]]:
+    """A running `pipeline serve` whose model is ready, and its address."""
+    with running_pipeline("serve", "--port", 0, "--served-model-name", "demo", "--served-model-name", "alias") as command:
+        url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
+        assert url is not None
+        command.wait_for("worker INFO ready")
+        wait_until(lambda: httpx.get(f"{url[1]}/health").json()["models"], 10, "the model to be served")
+        yield command, url[1]
+
+
+@pytest.fixture
+def client(served: tuple[RunningCommand, str]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def longest_example() -> tuple[dict[str, object], str]:
+    """The body of the example request with the longest answer, and that answer."""
+    best = max((json.loads(line) for line in ANSWERS.read_text().splitlines()), key=lambda row: len(row["answer"]))
+    rows = (json.loads(line) for line in EXAMPLES.read_text().splitlines())
+    return next(row["body"] for row in rows if row["custom_id"] == best["custom_id"]), best["answer"]
+
+
+def test_idle_processes_use_next_to_nothing(served: tuple[RunningCommand, str]) -> None:
+    command = served[0]
+    pids = [command.process.pid, *descendants(command.process.pid)]
+    before = {pid: cpu_seconds(pid) for pid in pids}
+    began = time.monotonic()
+    time.sleep(4)  # what is measured is this very time
+    used = {command_line(pid): cpu_seconds(pid) - before[pid] for pid in pids}
+    assert len(used) >= 8
+    assert all(seconds <= 0.01 * (time.monotonic() - began) + 0.01 for seconds in used.values()), used
+
+
+def test_the_official_client_streams_the_right_tokens(client: openai.OpenAI) -> None:
+    body, answer = longest_example()
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
+    assert "".join(texts) == answer
+    assert len(texts) > 5
+    assert chunks[-1].usage.completion_tokens >= len(texts)
+
+
+def test_streamed_and_whole_answers_are_the_same(client: openai.OpenAI) -> None:
+    body, answer = longest_example()
+    whole = client.chat.completions.create(**body)  # type: ignore[call-overload]
+    assert whole.choices[0].message.content == answer
+    assert whole.choices[0].finish_reason == "stop"
+
+
+def test_a_seed_gives_the_same_text_again(client: openai.OpenAI) -> None:
+    calls = [client.completions.create(model="alias", prompt="List", max_tokens=12, temperature=1.0, seed=7) for _ in range(3)]
+    assert len({call.choices[0].text for call in calls}) == 1
+
+
+def test_a_prompt_over_the_context_is_refused_before_the_stream_begins(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="demo", prompt="word " * 5000, stream=True)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_models_are_listed_under_all_their_names(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["alias", "demo"]
+
+
+def test_a_client_that_leaves_frees_its_place(served: tuple[RunningCommand, str], client: openai.OpenAI) -> None:
+    stream = client.completions.create(model="demo", prompt="x", max_tokens=1900, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: httpx.get(f"{served[1]}/health").json()["live_calls"] == 0, 10, "the call to end")
+
+
+@pytest.mark.parametrize("victim", ["pipeline worker", "workers.engine.core_process"])
+def test_a_stream_goes_on_where_it_was_after_a_kill(served: tuple[RunningCommand, str], client: openai.OpenAI, victim: str) -> None:
+    body, answer = longest_example()
+    stream = client.chat.completions.create(**body, stream=True)  # type: ignore[call-overload]
+    texts: list[str] = []
+    for chunk in stream:
+        texts.append(chunk.choices[0].delta.content or "")
+        if len("".join(texts)) > 20 and victim:
+            for pid in descendants(served[0].process.pid):
+                if victim in command_line(pid):
+                    os.kill(pid, signal.SIGKILL)
+            victim = ""
+    assert "".join(texts) == answer
+    assert not victim
+
+
+def test_it_stops_in_order_and_at_once() -> None:
+    with running_pipeline("serve", "--port", 0) as command:
+        command.wait_for("listening on")
+        command.process.send_signal(signal.SIGINT)
+        assert command.wait(20) == 0
+        assert "Traceback" not in command.output
+
+
+def test_status_shows_workers_models_and_batches(redis_url: str) -> None:
+    done = run_pipeline("status", redis_url=redis_url)
+    assert done.returncode == 0, done.stderr
+    assert all(title in done.stdout for title in ("Workers", "Models", "Batches"))
