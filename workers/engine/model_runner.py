@@ -62,8 +62,7 @@ class ModelRunner:
         self.attention: Attention = make_attention(config.attention_backend, shape, model.config.num_heads, model.dtype, model.device)
         self.caches = self.attention.new_cache(model.config.num_layers)
         self.sampler = Sampler(config.max_num_seqs)
-        # One column more than the context: a step that runs ahead samples one token past the last.
-        columns = config.max_model_len + 1
+        columns = config.max_model_len
         self._tokens = torch.zeros((config.max_num_seqs, columns), dtype=torch.int32, device=self.device)
         self._block_tables = np.zeros((config.max_num_seqs, -(-columns // config.block_size)), np.int32)
         self._prompt_lengths = np.zeros(config.max_num_seqs, np.int64)
@@ -106,7 +105,9 @@ class ModelRunner:
         lengths = np.maximum(self._prompt_lengths[slots], positions + 1)
         host = torch.from_numpy(np.stack((slots.astype(np.int64), positions, lengths, mapping)))
         on_device = host.to(self.device)
-        metadata = AttentionMetadata(on_device[3], query_start, plan.starts + plan.counts, self._block_tables[plan.slots])
+        contexts = plan.starts + plan.counts
+        longest = -(-int(contexts.max()) // self._block_size)
+        metadata = AttentionMetadata(on_device[3], query_start, contexts, self._block_tables[:, :longest][plan.slots])
         return StepInputs(self._tokens[on_device[0], on_device[1]].long(), on_device[1], on_device[2], metadata)
 
     def _sample(self, plan: StepPlan, metadata: AttentionMetadata, hidden: Tensor) -> LaunchedStep:

@@ -72,24 +72,28 @@ def test_mixed_rows(window: int | None, per_kv: int, dtype: torch.dtype, monkeyp
         assert (out.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
-def test_stale_blocks_do_no_harm() -> None:
-    """What an earlier request left in a block past a row's end, or in the null block, is never part of the answer."""
+@pytest.mark.parametrize("dirt", [1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("window", [None, 6])
+def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | None) -> None:
+    """In a block past a row's end, or in one that nobody holds: one request's numbers gone wrong stay its own."""
     generator = np.random.default_rng(1)
-    rows = Contexts([5, 29], 1, torch.float32, generator)
+    rows = Contexts([10, 29, 16], 1, torch.float32, generator)
     attention = make_attention("auto", CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))
-    spans, last = [(0, 0, 4), (1, 0, 28)], [(0, 4, 5), (1, 28, 29)]
     outs = []
-    for dirt in (0.0, 1e30):
+    for content in (0.0, dirt):
         cache = attention.new_cache(1)[0]
-        cache.fill_(dirt)
+        cache.fill_(content)
         torch.manual_seed(0)
-        for step in (spans, last):
+        step = [(0, 0, 5), (1, 0, 22), (2, 0, 12)]
+        while step:
             q = torch.randn(sum(b - a for _, a, b in step), 1, DIM)
             k = torch.cat([rows.keys[i][a:b] for i, a, b in step])
             v = torch.cat([rows.values[i][a:b] for i, a, b in step])
-            out = attention.forward(q, k, v, cache, rows.metadata(step), SCALE, None)
-        outs.append(out)
-    assert torch.equal(*outs)
+            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), SCALE, window))
+            step = [(i, b, b + 1) for i, _, b in step if b < rows.contexts[i]]
+    half = len(outs) // 2
+    for clean, dirty in zip(outs[:half], outs[half:], strict=True):
+        assert torch.equal(clean, dirty)
 
 
 def test_unknown_backend_is_refused() -> None:

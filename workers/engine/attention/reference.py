@@ -3,6 +3,9 @@
 The cache is head-major ([2, kv_heads, blocks, block_size, d]), so that blocks gathered for a group of rows are at once the batched matrix
 that the product needs. Decode rows are sorted by context length and attend in groups whose gathered keys fit the processor's cache; rows
 with several tokens attend one by one. There is no loop over tokens.
+
+A row reads no block but its own. What an earlier owner left behind the row's last token is cleared when the row enters the block: masked
+keys and values count for nothing only as long as they are numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from workers.engine.attention import AttentionMetadata, CacheShape
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
+_STALE = "stale"
 
 
 @dataclass(slots=True)
@@ -42,6 +46,8 @@ class PrefillRow:
 
 @dataclass(slots=True)
 class Groups:
+    """A step's rows, for layers of one window."""
+
     decode: list[DecodeGroup]
     prefill: list[PrefillRow]
 
@@ -65,6 +71,11 @@ class TorchAttention:
         self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None
     ) -> Tensor:
         keys, values = layer_cache[0], layer_cache[1]
+        if _STALE not in metadata.derived:
+            metadata.derived[_STALE] = self._stale(metadata)
+        stale = metadata.derived[_STALE]
+        if stale is not None:
+            layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, stale, 0)
         self._write(keys, k, metadata)
         self._write(values, v, metadata)
         groups = metadata.derived.get(window)
@@ -80,6 +91,19 @@ class TorchAttention:
     def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:
         s = self._shape
         cache.view(s.kv_heads, s.num_blocks * s.block_size, s.head_dim).index_copy_(1, metadata.slot_mapping, x.transpose(0, 1))
+
+    def _stale(self, metadata: AttentionMetadata) -> Tensor | None:
+        """Places in the cache behind the last token of each row that enters its last block in this step; None when there are none."""
+        size = self._shape.block_size
+        ends = metadata.context_lens
+        starts = ends - np.diff(metadata.query_start)
+        rows = np.nonzero((ends % size != 0) & (ends // size * size >= starts))[0]
+        if rows.size == 0:
+            return None
+        blocks = metadata.block_tables[rows, ends[rows] // size].astype(np.int64)
+        offsets = np.arange(size)
+        places = (blocks[:, None] * size + offsets)[offsets >= ends[rows, None] % size]
+        return torch.from_numpy(places).to(self._device)
 
     def _gather(self, cache: Tensor, blocks: Tensor, rows: int) -> Tensor:
         """[kv_heads * rows, L, d]"""
@@ -146,16 +170,15 @@ class TorchAttention:
         size = self._shape.block_size
         contexts = metadata.context_lens[rows]
         num_blocks = int(-(-(contexts - first).max() // size))
-        columns = np.minimum(first[:, None] // size + np.arange(num_blocks), metadata.block_tables.shape[1] - 1)
+        # Columns past a row's end name its last block again: others may hold what is not a number, which no mask keeps out.
+        columns = np.minimum(first[:, None] // size + np.arange(num_blocks), (contexts[:, None] - 1) // size)
         positions = first[:, None] + np.arange(num_blocks * size)
         visible = positions < contexts[:, None]
-        # Columns past a row's end may name blocks of an earlier request; the null block keeps such reads harmless.
-        blocks = np.where(visible[:, ::size], metadata.block_tables[rows[:, None], columns], 0)
         if window is not None:
             visible &= positions >= contexts[:, None] - window
         mask = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
         tokens = torch.from_numpy(metadata.query_start[rows].astype(np.int64))
-        return DecodeGroup(tokens.to(self._device), self._flat_blocks(blocks), torch.from_numpy(mask).to(self._device))
+        return DecodeGroup(tokens.to(self._device), self._flat_blocks(metadata.block_tables[rows[:, None], columns]), torch.from_numpy(mask).to(self._device))
 
     def _prefill_row(self, metadata: AttentionMetadata, row: int, window: int | None) -> PrefillRow:
         first_token, last_token = int(metadata.query_start[row]), int(metadata.query_start[row + 1])

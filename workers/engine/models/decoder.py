@@ -36,8 +36,7 @@ class RotaryDecoder(DecoderModel):
         super().__init__(config, dtype, device)
         assert config.rope is not None
         self.embedding = weights.take("*.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        # One more than the context: a step that runs ahead may compute the token after the last.
-        self.rotary = Rotary(config.rope, config.head_dim, max_model_len + 1, dtype, device)
+        self.rotary = Rotary(config.rope, config.head_dim, max_model_len, dtype, device)
         self.layers = [DecoderLayer(config, variant, weights, layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm(weights, "*.norm", config.hidden_size, config.norm_eps)
         self.lm_head = load_head(weights, config, self.embedding)

@@ -54,8 +54,6 @@ class GPT2(DecoderModel):
         self.lm_head = load_head(weights, config, self.embedding)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        # A step that runs ahead may compute one token past the context; it is dropped, but must not index past the table.
-        positions = positions.clamp(max=self.position_embedding.shape[0] - 1)
         hidden = self.embedding[input_ids] + self.position_embedding[positions]
         for layer in self.layers:
             hidden = layer(hidden, attend)
