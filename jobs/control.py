@@ -49,13 +49,28 @@ stopping = threading.Event()
 def enqueue(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
     """Hands a job to RQ, once: False if this generation's is waiting or running already."""
     queue = JobQueue(QUEUES[job], connection=client, serializer=JSONSerializer)
+    name = job_id(job, batch, generation)
+    for _ in range(2):
+        try:
+            queue.enqueue_call(
+                f"jobs.{job}.run", args=(batch, generation), job_id=name, timeout=-1, result_ttl=0, failure_ttl=_FAILURE_TTL, unique=True
+            )
+            return True
+        except DuplicateJobError:
+            if not _removed_if_failed(client, name):
+                return False
+    return False
+
+
+def _removed_if_failed(client: redis.Redis, name: str) -> bool:
+    """RQ keeps a failed job, which would bar the next one of its id."""
     try:
-        queue.enqueue_call(
-            f"jobs.{job}.run", args=(batch, generation), job_id=job_id(job, batch, generation), timeout=-1, result_ttl=0,
-            failure_ttl=_FAILURE_TTL, unique=True,
-        )  # fmt: skip
-    except DuplicateJobError:
+        found = Job.fetch(name, connection=client, serializer=JSONSerializer)
+    except NoSuchJobError:  # it ended meanwhile
+        return True
+    if found.get_status(refresh=False) not in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED):
         return False
+    found.delete()
     return True
 
 
@@ -217,8 +232,6 @@ def run_long(queue: Queue, batch: str, generation: int, states: tuple[State, ...
     def run() -> None:
         try:
             run_slice(queue, batch, generation, states, work, _PATIENCE_SECONDS)
-        except (QueueUnavailable, redis.RedisError) as error:
-            log.warning("%s: Redis cannot be used: %s", batch, error)
         finally:
             slots.release()
 
@@ -229,7 +242,17 @@ def run_long(queue: Queue, batch: str, generation: int, states: tuple[State, ...
 def run_slice(
     queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None], patience: float = 0.0
 ) -> None:
-    """Runs `work` under `hold`. A failure that a person can mend becomes the record's `problem`; the ticker has the job run again."""
+    """Runs `work` under `hold`. A failure that a person can mend becomes the record's `problem`; the ticker has the job run again.
+
+    It raises nothing, so that RQ takes the job for done and never keeps a failed one, whose id would bar the next.
+    """
+    try:
+        _run(queue, batch, generation, states, work, patience)
+    except (QueueUnavailable, redis.RedisError) as error:
+        log.warning("%s: Redis cannot be used: %s", batch, error)
+
+
+def _run(queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None], patience: float) -> None:
     try:
         with hold(queue, batch, generation, states, patience) as held:
             work(held)

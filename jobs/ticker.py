@@ -10,7 +10,7 @@ import secrets
 import signal
 import time
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
@@ -29,7 +29,8 @@ from jobs.streams import FIRST_ID
 TICK_SECONDS = 1.0
 LEAD_SECONDS = 3.0
 
-_RETRY_SECONDS = 0.02
+_FIRST_RETRY_SECONDS = 0.02
+_LONGEST_RETRY_SECONDS = 0.25
 _JOBS: dict[str, JobName] = {"validating": "validate", "in_progress": "advance", "finalizing": "finalize", "cancelling": "finalize"}
 _RECORD = (
     "state",
@@ -71,6 +72,13 @@ def main() -> None:
         ticker.resign()
 
 
+class _Retry(NamedTuple):
+    """When to ask for a batch's slice again (monotonic seconds), and how long was waited for that."""
+
+    when: float
+    pause: float
+
+
 class Ticker:
     """One contender for the lead."""
 
@@ -83,7 +91,7 @@ class Ticker:
         self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
         self._suspects: set[str] = set()  # the same of the tick before
         self._server: Any = None  # run id of the server whose batches are known to be whole
-        self._pending: set[str] = set()  # batches whose slice runs just now and that want another
+        self._pending: dict[str, _Retry] = {}  # batches whose slice runs just now and that want another
 
     def run(self) -> None:
         """Leads whenever it can, for ever."""
@@ -128,23 +136,27 @@ class Ticker:
     def listen(self, seconds: float) -> None:
         """Hands out slices for `seconds`, as soon as claims and commits ask for them."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            wait = min(left, _RETRY_SECONDS) if self._pending else left
+        while (left := deadline - (now := time.monotonic())) > 0:
+            wait = min([left, *(max(0.001, retry.when - now) for retry in self._pending.values())])
             messages = self._queue.control_messages(keys.JOBS_CONTROL, self._last_id, wait)
             if messages:
                 self._last_id = messages[-1].id
-            asked = self._pending | {message.batch for message in messages if message.kind == "batch"}
-            self._pending = set()
-            for batch in asked:
+            for batch in {message.batch for message in messages if message.kind == "batch"}:
                 self._slice(batch)
+            now = time.monotonic()
+            for batch, retry in list(self._pending.items()):
+                if retry.when <= now:
+                    self._slice(batch, min(2 * retry.pause, _LONGEST_RETRY_SECONDS))
 
-    def _slice(self, batch: str) -> None:
+    def _slice(self, batch: str, pause: float = _FIRST_RETRY_SECONDS) -> None:
+        """Enqueues a slice; while one runs that does not end, tries again after ever longer pauses."""
+        self._pending.pop(batch, None)
         fields = self._queue.batch_fields(batch)
         if fields.get("state") != "in_progress":
             return
         generation = int(fields["generation"])
         if not enqueue(self._client, "advance", batch, generation) and not is_waiting(self._client, "advance", batch, generation):
-            self._pending.add(batch)
+            self._pending[batch] = _Retry(time.monotonic() + pause, pause)
 
     def _look_after(self, batch: str, fields: dict[str, str], now: float) -> None:
         state = fields.get("state", "")

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import redis
 
+from jobs import control, ticker
 from jobs.batches import BatchSpec, create_batch, get_batch, wait_for
 from jobs.control import is_waiting
 from jobs.integrity import faults
-from jobs.queue import Queue
+from jobs.queue import Queue, QueueUnavailable
 from jobs.ticker import Ticker
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import Answering, ControlPlane, check_echoes, control_plane, failing, read_jsonl, write_input
@@ -72,12 +73,12 @@ def test_a_window_that_closes_keeps_what_is_done(redis_client: redis.Redis, redi
     step(redis_client, batch)
     step(redis_client, batch)
     answer_all(redis_client, failing(2), most=8)
-    ticker = Ticker(Queue(redis_client))
-    ticker.tick()
+    leader = Ticker(Queue(redis_client))
+    leader.tick()
     assert get_batch(redis_client, batch).state == "in_progress"
     redis_client.hset("{q}:batch:" + batch, "expires_at", time.time() - 1)
-    ticker.tick()
-    ticker.tick()
+    leader.tick()
+    leader.tick()
     record = run_to_end(redis_client, batch)
     assert (record.state, record.total, record.completed + record.failed) == ("expired", 20, 20)
     lines = read_jsonl(tmp_path / "out.jsonl")
@@ -97,21 +98,62 @@ def test_a_job_that_died_runs_again_under_a_new_generation(redis_client: redis.R
     queue, name = Queue(redis_client), "{q}:batch:" + record.id
     job = f"rq:job:validate-{record.id}-1"
     redis_client.hset(name, "heartbeat", 0)
-    ticker = Ticker(queue)
-    ticker.tick()
+    leader = Ticker(queue)
+    leader.tick()
     assert queue.batch_fields(record.id)["generation"] == "1", "the job still waits for a process"
     assert redis_client.lpop("rq:queue:bulk") == job.removeprefix("rq:job:").encode()
     redis_client.hset(job, "status", "started")
     redis_client.hset(name, "heartbeat", int(time.time() * 1000))
-    ticker.tick()
+    leader.tick()
     assert queue.batch_fields(record.id)["generation"] == "1", "it may still be alive"
     redis_client.hset(name, "heartbeat", 0)
-    ticker.tick()
+    leader.tick()
     assert queue.batch_fields(record.id)["generation"] == "1", "it may have begun just now"
-    ticker.tick()
+    leader.tick()
     assert queue.batch_fields(record.id)["generation"] == "2"
     assert redis_client.lrange("rq:queue:bulk", 0, -1) == [f"validate-{record.id}-2".encode()]
     assert run_to_end(redis_client, record.id).completed == 5
+
+
+def test_a_slice_that_redis_failed_leaves_no_job_behind(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
+    step(redis_client, record.id)
+
+    for error in (redis.ConnectionError("away"), QueueUnavailable("away")):
+
+        def fail(held: control.Slice, error: Exception = error) -> None:
+            raise error
+
+        control.run_slice(Queue(redis_client), record.id, 1, ("in_progress",), fail)
+    assert get_batch(redis_client, record.id).problem is None
+
+
+@pytest.mark.parametrize("status", ["failed", "stopped", "canceled"])
+def test_a_failed_job_does_not_bar_the_next(redis_client: redis.Redis, status: str) -> None:
+    assert control.enqueue(redis_client, "advance", "batch_x", 1)
+    assert redis_client.lpop("rq:queue:advance") == b"advance-batch_x-1"
+    redis_client.hset("rq:job:advance-batch_x-1", "status", status)
+    assert control.enqueue(redis_client, "advance", "batch_x", 1)
+    assert not control.enqueue(redis_client, "advance", "batch_x", 1)
+    assert is_waiting(redis_client, "advance", "batch_x", 1)
+
+
+def test_a_slice_that_does_not_end_is_asked_for_less_and_less(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
+    step(redis_client, record.id)
+    redis_client.delete("rq:queue:advance")
+    redis_client.hset(f"rq:job:advance-{record.id}-1", "status", "started")
+    tries = []
+    monkeypatch.setattr(ticker, "enqueue", lambda *arguments: tries.append(arguments) or control.enqueue(*arguments))  # type: ignore[func-returns-value]
+    leader = Ticker(Queue(redis_client))
+    control.wake(redis_client, record.id)
+    leader.listen(1.0)
+    assert 3 <= len(tries) <= 9
+    redis_client.delete(f"rq:job:advance-{record.id}-1")
+    leader.listen(0.5)
+    assert is_waiting(redis_client, "advance", record.id, 1)
 
 
 @pytest.mark.parametrize("name", ["bulk", "advance"])
