@@ -201,9 +201,11 @@ def _with_absolute_locations(spec: BatchSpec) -> BatchSpec:
 
 def _check_locations(spec: BatchSpec) -> None:
     """What can be known to be wrong before anything runs. Raises `BatchRefused`."""
-    if size_of(spec.input) is None:
-        raise BatchRefused(f"there is no file {spec.input}")
+    if local_path(spec.root) is None:
+        raise BatchRefused(f"the batch's folder {spec.root} is remote: it must stand on a file system that has locks")
     try:
+        if size_of(spec.input) is None:
+            raise BatchRefused(f"there is no file {spec.input}")
         open_input(spec.input).close()
         make_folder(spec.root)
         for location in filter(None, (spec.output, spec.error_output)):

@@ -15,7 +15,7 @@ from jobs.parts import drop_unlisted, merge_parts
 from jobs.recovery import repair, restore_progress
 from jobs.results import Result, Usage, batch_request_id, output_line, unanswered_line
 from jobs.source import open_source
-from jobs.storage import AtomicWriter, join
+from jobs.storage import AtomicWriter, join, sweep_beside
 
 _FLUSH_BYTES = 1 << 18
 _ROWS = 2048
@@ -103,6 +103,8 @@ def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
     output = spec.output or join(spec.root, "output.parquet" if is_parquet(spec.input) else "output.jsonl")
     inline = spec.error_file == "inline"
     error_output = None if inline else spec.error_output or join(spec.root, "errors.jsonl")
+    for location in filter(None, (output, error_output)):
+        sweep_beside(location)
     counts = {True: 0, False: 0}
     usage = [0, 0, 0]
     with _writer(manifest, output) as good, _writer(manifest, error_output or output, unused=inline) as bad:
@@ -143,16 +145,16 @@ def _answers(manifest: Manifest) -> Iterator[_Answer]:
 
 def _writer(manifest: Manifest, location: str, unused: bool = False) -> "_JsonlWriter | _ParquetWriter":
     if is_parquet(location):
-        return _ParquetWriter(manifest.batch_id, location, unused)
-    return _JsonlWriter(manifest.batch_id, location, unused)
+        return _ParquetWriter(manifest.batch_id, location, manifest.spec.root, unused)
+    return _JsonlWriter(manifest.batch_id, location, manifest.spec.root, unused)
 
 
 class _JsonlWriter:
     """OpenAI's result lines."""
 
-    def __init__(self, batch_id: str, location: str, unused: bool) -> None:
+    def __init__(self, batch_id: str, location: str, scratch: str, unused: bool) -> None:
         self._batch_id = batch_id
-        self._file = None if unused else AtomicWriter(location)
+        self._file = None if unused else AtomicWriter(location, scratch)
         self._lines: list[bytes] = []
         self._size = 0
 
@@ -207,7 +209,7 @@ class _Body(msgspec.Struct):
 class _ParquetWriter:
     """One row per line, with typed columns; `response` holds the body as JSON, `text` what the model said."""
 
-    def __init__(self, batch_id: str, location: str, unused: bool) -> None:
+    def __init__(self, batch_id: str, location: str, scratch: str, unused: bool) -> None:
         self._batch_id = batch_id
         self._rows: list[dict[str, Any]] = []
         self._file = None
@@ -217,7 +219,7 @@ class _ParquetWriter:
             from pyarrow import parquet
 
             self._pyarrow = pyarrow
-            self._file = AtomicWriter(location)
+            self._file = AtomicWriter(location, scratch)
             self._schema = _parquet_schema()
             self._sink = pyarrow.PythonFile(_Sink(self._file), mode="w")
             self._parquet = parquet.ParquetWriter(self._sink, self._schema, compression="zstd")

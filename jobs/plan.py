@@ -5,6 +5,7 @@ Both sorts spill to disk, so that memory grows by 24 bytes per line at most.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import struct
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from jobs.storage import AtomicWriter
+from jobs.storage import AtomicWriter, StoreError
 
 PLAN_NAME = "plan.bin"
 
@@ -66,14 +67,19 @@ class Sorter:
         """Frees memory and disk."""
         self._records = []
         for run in self._runs:
-            run.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take
+                run.close()
         self._runs = []
 
     def _spill(self) -> None:
         self._records.sort()
-        run = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
-        run.write(b"".join(self._records))
-        self._runs.append(run)
+        try:
+            run = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
+            self._runs.append(run)
+            run.write(b"".join(self._records))
+            run.flush()
+        except OSError as error:
+            raise StoreError(f"cannot sort in {self._folder or tempfile.gettempdir()}: {error.strerror or error}") from error
         self._records = []
 
     def _read(self, run: BinaryIO) -> Iterator[bytes]:

@@ -18,16 +18,21 @@ BATCHES_FOLDER = "batches"
 log = logging.getLogger(__name__)
 
 
-def rebuild_all(queue: Queue, file_store: str) -> int:
-    """Rebuilds every batch that stands under `file_store` and has no record; returns how many. One that cannot be read is passed over."""
-    count = 0
+def rebuild_all(queue: Queue, file_store: str) -> tuple[int, int]:
+    """Rebuilds every batch that stands under `file_store` and has no record, passing over what cannot be read. Raises `StoreError`.
+
+    Returns how many it rebuilt, and how many were in other hands: to be tried again.
+    """
+    count = busy = 0
     folder = join(file_store, BATCHES_FOLDER)
     for name in list_names(folder):
         try:
             count += rebuild(queue, join(folder, name))
-        except (StoreError, Busy) as error:
+        except Busy:
+            busy += 1
+        except StoreError as error:
             log.error("cannot rebuild a batch: %s", error)
-    return count
+    return count, busy
 
 
 def rebuild(queue: Queue, root: str) -> bool:

@@ -13,7 +13,7 @@ class QueueSettings(BaseSettings):
     lease_seconds: float = Field(default=30.0, gt=0, description="how long a claim lasts without being renewed")
     stream_interval: float = Field(default=2.0, gt=0, description="seconds between the checkpoints of a request that nobody watches")
     redis_retry_seconds: float = Field(default=20.0, ge=0, description="how long one call tries again while Redis cannot answer")
-    file_store: str = Field(default="./store", description="folder or URI under which files, manifests, parts and outputs stand")
+    file_store: str = Field(default="./store", description="folder under which files, manifests, parts and outputs stand")
     window_bytes: int = Field(default=64 * 1024 * 1024, gt=0, description="request bodies of one batch that stand in Redis at once")
     undrained_bytes: int = Field(
         default=64 * 1024 * 1024, gt=0, description="results of one batch in Redis above which none of its lines start"

@@ -5,6 +5,9 @@ import fcntl
 import hashlib
 import io
 import os
+import re
+import secrets
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,48 +44,44 @@ def join(root: str, *names: str) -> str:
 def open_input(location: str) -> BinaryIO:
     """A seekable, buffered reader. Raises `StoreError`."""
     path = local_path(location)
-    try:
+    with _named("cannot read", location):
         if path is not None:
             return open(path, "rb", buffering=_BUFFER)
         filesystem, inside = _remote(location)
         return cast(BinaryIO, io.BufferedReader(filesystem.open_input_file(inside), _BUFFER))
-    except OSError as error:
-        raise StoreError(f"cannot read {location}: {_reason(error)}") from error
 
 
 def size_of(location: str) -> int | None:
-    """Bytes of a file, or None if there is none."""
-    path = local_path(location)
-    if path is not None:
-        return path.stat().st_size if path.is_file() else None
-    filesystem, inside = _remote(location)
-    info = filesystem.get_file_info(inside)
-    return int(info.size) if info.is_file else None
+    """Bytes of a file, or None if there is none. Raises `StoreError`."""
+    stamp = stamp_of(location)
+    return None if stamp is None else stamp[0]
 
 
 def stamp_of(location: str) -> tuple[int, int] | None:
-    """Bytes and time of the last change (ns; 0 if the store knows none) of a file, or None if there is none."""
+    """Bytes and time of the last change (ns; 0 if the store knows none) of a file, or None if there is none. Raises `StoreError`."""
     path = local_path(location)
-    if path is not None:
-        if not path.is_file():
+    with _named("cannot read", location):
+        if path is None:
+            filesystem, inside = _remote(location)
+            info = filesystem.get_file_info(inside)
+            return (int(info.size), int(info.mtime_ns or 0)) if info.is_file else None
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        status = path.stat()
-        return status.st_size, status.st_mtime_ns
-    filesystem, inside = _remote(location)
-    info = filesystem.get_file_info(inside)
-    return (int(info.size), int(info.mtime_ns or 0)) if info.is_file else None
+        return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
 def read_bytes(location: str) -> bytes:
     """The whole of a small file. Raises `StoreError`."""
-    with open_input(location) as file:
+    with open_input(location) as file, _named("cannot read", location):
         return file.read()
 
 
 def sha256_of(location: str) -> str:
     """The hash of a file's bytes. Raises `StoreError`."""
     digest = hashlib.sha256()
-    with open_input(location) as file:
+    with open_input(location) as file, _named("cannot read", location):
         while chunk := file.read(_HASH_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
@@ -90,59 +89,60 @@ def sha256_of(location: str) -> str:
 
 def make_folder(location: str) -> None:
     """Makes a folder and those above it. Raises `StoreError`."""
-    try:
+    with _named("cannot make the folder", location):
         path = local_path(location)
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
         else:
             filesystem, inside = _remote(location)
             filesystem.create_dir(inside, recursive=True)
-    except OSError as error:
-        raise StoreError(f"cannot make the folder {location}: {_reason(error)}") from error
 
 
 def list_names(location: str) -> list[str]:
-    """Names of the files and folders in a folder, sorted; empty if there is no such folder."""
+    """Names of the files and folders in a folder, sorted; empty if there is no such folder. Raises `StoreError`."""
     path = local_path(location)
-    if path is not None:
-        return sorted(os.listdir(path)) if path.is_dir() else []
-    from pyarrow.fs import FileSelector
+    with _named("cannot list", location):
+        if path is not None:
+            return sorted(os.listdir(path)) if path.is_dir() else []
+        from pyarrow.fs import FileSelector
 
-    filesystem, inside = _remote(location)
-    return sorted(info.base_name for info in filesystem.get_file_info(FileSelector(inside, allow_not_found=True)))
+        filesystem, inside = _remote(location)
+        return sorted(info.base_name for info in filesystem.get_file_info(FileSelector(inside, allow_not_found=True)))
 
 
 def delete(location: str) -> None:
-    """Removes a file that may be gone already."""
+    """Removes a file that may be gone already. Raises `StoreError`."""
     path = local_path(location)
-    if path is not None:
-        path.unlink(missing_ok=True)
-    elif size_of(location) is not None:
-        filesystem, inside = _remote(location)
-        filesystem.delete_file(inside)
+    with _named("cannot remove", location):
+        if path is not None:
+            path.unlink(missing_ok=True)
+        elif size_of(location) is not None:
+            filesystem, inside = _remote(location)
+            filesystem.delete_file(inside)
 
 
 class AtomicWriter:
     """Writes a file that appears under its name only when `commit` has put all of it on disk; `close` without it leaves nothing.
 
-    `sha256` and `bytes` describe what was written. Raises `StoreError`, also for a full disk.
+    `sha256` and `bytes` describe what was written. `scratch` is a folder to write in until then, used if it stands beside the file.
+    Raises `StoreError`, also for a full disk.
     """
 
-    def __init__(self, location: str) -> None:
+    def __init__(self, location: str, scratch: str | None = None) -> None:
         self.location = location
         self.bytes = 0
         self._digest = hashlib.sha256()
         self._path = local_path(location)
         self._open = True
-        try:
+        with _named("cannot write", location):
             if self._path is not None:
-                self._temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+                self._temporary = _scratch_for(self._path, scratch) / f".{self._path.name}.{os.getpid()}.tmp"
                 self._file: Any = open(self._temporary, "wb", buffering=_BUFFER)  # noqa: SIM115 - closed by `commit` or `close`
             else:
-                filesystem, inside = _remote(location)
-                self._file = filesystem.open_output_stream(inside)
-        except OSError as error:
-            raise StoreError(f"cannot write {location}: {_reason(error)}") from error
+                self._filesystem, self._inside = _remote(location)
+                folder, _, name = self._inside.rpartition("/")
+                self._remote_temporary = f"{folder}/.{name}.{secrets.token_hex(6)}.tmp"
+                self._file = self._filesystem.open_output_stream(self._remote_temporary)
 
     @property
     def sha256(self) -> str:
@@ -151,27 +151,24 @@ class AtomicWriter:
 
     def write(self, data: bytes) -> int:
         """Appends; returns the number of bytes, as files do."""
-        try:
+        with _named("cannot write", self.location):
             self._file.write(data)
-        except OSError as error:
-            raise StoreError(f"cannot write {self.location}: {_reason(error)}") from error
         self._digest.update(data)
         self.bytes += len(data)
         return len(data)
 
     def commit(self) -> None:
         """Makes the file durable, then visible."""
-        try:
+        with _named("cannot write", self.location):
             if self._path is None:
                 self._file.close()
+                self._filesystem.move(self._remote_temporary, self._inside)
             else:
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 self._file.close()
                 os.replace(self._temporary, self._path)
                 sync_folder(self._path.parent)
-        except OSError as error:
-            raise StoreError(f"cannot write {self.location}: {_reason(error)}") from error
         self._open = False
 
     def close(self) -> None:
@@ -180,12 +177,12 @@ class AtomicWriter:
             return
         self._open = False
         with contextlib.suppress(OSError):
-            self._file.close()
-        if self._path is not None:
-            self._temporary.unlink(missing_ok=True)
-        else:
-            with contextlib.suppress(OSError):
-                delete(self.location)
+            self._file.close()  # a remote stream publishes what it has, under the temporary name
+        with contextlib.suppress(OSError):
+            if self._path is not None:
+                self._temporary.unlink(missing_ok=True)
+            else:
+                self._filesystem.delete_file(self._remote_temporary)
 
     def __enter__(self) -> "AtomicWriter":
         return self
@@ -218,16 +215,13 @@ class Busy(Exception):
 def exclusive(root: str, patience: float) -> Iterator[None]:
     """Holds a folder against every other process on this file system, stopped ones included; the kernel lets go when the holder dies.
 
-    Raises `Busy` after `patience` seconds. A remote folder has no such lock: there the record's generation in Redis stands alone.
+    Raises `Busy` after `patience` seconds, and `StoreError`: always for a remote folder, which has no such lock.
     """
     path = local_path(root)
     if path is None:
-        yield
-        return
-    try:
+        raise StoreError(f"{root} is remote: a batch's folder must stand on a file system that has locks")
+    with _named("cannot write to", root):
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise StoreError(f"cannot write to {root}: {_reason(error)}") from error
     try:
         _lock(handle, root, time.monotonic() + patience)
         yield
@@ -253,12 +247,34 @@ def sweep(root: str) -> None:
             delete(join(root, name))
 
 
+def sweep_beside(location: str) -> None:
+    """Removes what killed writers of one file left in its folder; only for the one process that may write it."""
+    folder, _, name = location.rpartition("/")
+    half_written = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]+\.tmp")
+    for found in list_names(folder or "/"):
+        if half_written.fullmatch(found):
+            delete(join(folder, found))
+
+
+def _scratch_for(path: Path, scratch: str | None) -> Path:
+    """`scratch` if a file can be renamed from there to `path`, else the folder of `path`."""
+    folder = None if scratch is None else local_path(scratch)
+    if folder is None or folder.parent != path.parent or folder.stat().st_dev != path.parent.stat().st_dev:
+        return path.parent
+    return folder
+
+
+@contextlib.contextmanager
+def _named(what: str, location: str) -> Iterator[None]:
+    """Turns errors of the file system into `StoreError`."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{what} {location}: {error.strerror or error}") from error
+
+
 def _remote(location: str) -> tuple[Any, str]:
     from pyarrow.fs import FileSystem
 
     filesystem, inside = FileSystem.from_uri(location)
     return filesystem, inside
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)

@@ -52,7 +52,7 @@ def main() -> None:
     """Runs until SIGTERM or SIGINT, through outages of Redis."""
     parser = argparse.ArgumentParser(prog="python -m jobs.ticker", description="Keeps the control plane going.")
     parser.add_argument("--redis-url", required=True)
-    parser.add_argument("--file-store", help="folder or URI from which an empty Redis is rebuilt")
+    parser.add_argument("--file-store", help="folder from which an empty Redis is rebuilt")
     options = parser.parse_args()
     die_with_parent()
     set_up_log("ticker")
@@ -125,8 +125,8 @@ class Ticker:
         was_empty = not self._client.exists(keys.TICK)
         self._queue.reap()
         server = self._client.hget(keys.TICK, "run_id")
-        if self._file_store is not None and (was_empty or server != self._server):
-            self._rebuild(self._file_store)
+        if self._file_store is not None and (was_empty or server != self._server) and not self._rebuild(self._file_store):
+            server = None
         self._server = server
         now = self._now()
         self._suspects, self._silent = self._silent, set()
@@ -217,14 +217,16 @@ class Ticker:
         seconds, micros = self._client.time()
         return float(seconds) + float(micros) / 1e6
 
-    def _rebuild(self, file_store: str) -> None:
+    def _rebuild(self, file_store: str) -> bool:
+        """False when some of it is to be done again at the next tick."""
         try:
-            count = rebuild_all(self._queue, file_store)
+            count, busy = rebuild_all(self._queue, file_store)
         except StoreError as error:
             log.error("%s", error)
-            return
+            return False
         if count:
             log.warning("rebuilt %d batches that Redis had lost", count)
+        return not busy
 
 
 class _Stopped(Exception):

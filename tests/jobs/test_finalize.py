@@ -1,6 +1,9 @@
 """Result files: every line once, in input order, in OpenAI's shape or as typed columns; the same bytes however often they are written."""
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from jobs.queue import Queue
 from jobs.requests import Claim
 from jobs.results import Result
 from jobs.source import note_source
-from jobs.storage import sha256_of
+from jobs.storage import AtomicWriter, sha256_of
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, echo, failing, read_jsonl, write_input
 
@@ -137,6 +140,35 @@ def test_killed_anywhere_it_writes_the_same_bytes(
     assert call != "commit" or (tmp_path / "out.jsonl").read_bytes() == first
     check_echoes(tmp_path / "out.jsonl", 20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.parts"]
+
+
+@pytest.mark.parametrize("output", ["out.jsonl", "elsewhere/out.parquet"])
+def test_a_kill_leaves_nothing_beside_the_output(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    batch = ready_to_finalize(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5), output=str(tmp_path / output))
+
+    def die(writer: AtomicWriter) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AtomicWriter, "commit", die)
+        patch.setattr(AtomicWriter, "close", lambda writer: None)  # a killed process tidies nothing
+        with pytest.raises(Killed):
+            step(redis_client, batch)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["in.jsonl"]
+    with patched_pid(monkeypatch):
+        assert run_to_end(redis_client, batch).completed == 5
+    assert not list(tmp_path.rglob(".*.tmp"))
+    assert (tmp_path / output).exists()
+
+
+@contextmanager
+def patched_pid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next process has another id."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: 1 << 30)
+        yield
 
 
 def test_a_cancelled_batch_answers_every_line(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

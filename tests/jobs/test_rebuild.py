@@ -17,6 +17,8 @@ from jobs.queue import Queue
 from jobs.rebuild import rebuild, rebuild_all
 from jobs.requests import Claim
 from jobs.results import Result
+from jobs.storage import exclusive
+from jobs.ticker import Ticker
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import Answering, ControlPlane, check_echoes, echo, failing, read_jsonl, write_input
 from tests.support.redis_server import running_server
@@ -53,8 +55,8 @@ def test_every_state_comes_back(redis_client: redis.Redis, redis_url: str, tmp_p
     before = {name: get_batch(redis_client, batch) for name, batch in ids.items()}
 
     redis_client.flushall()
-    assert rebuild_all(Queue(redis_client), str(tmp_path)) == len(names)
-    assert rebuild_all(Queue(redis_client), str(tmp_path)) == 0
+    assert rebuild_all(Queue(redis_client), str(tmp_path)) == (len(names), 0)
+    assert rebuild_all(Queue(redis_client), str(tmp_path)) == (0, 0)
     after = {name: get_batch(redis_client, batch) for name, batch in ids.items()}
     for name in ("refused", "ended", "cancelled"):
         assert after[name] == before[name]
@@ -102,8 +104,31 @@ def test_a_broken_manifest_does_not_hold_up_the_others(redis_client: redis.Redis
     (tmp_path / "batches" / "a" / "manifest.json").write_bytes(content)
     (tmp_path / "batches" / "empty").mkdir()
     redis_client.flushall()
-    assert rebuild_all(Queue(redis_client), str(tmp_path)) == 1
+    assert rebuild_all(Queue(redis_client), str(tmp_path)) == (1, 0)
     assert [record.id for record in list_batches(redis_client)] == [batch]
+
+
+def test_a_folder_in_other_hands_is_tried_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    batch = in_store(redis_client, redis_url, tmp_path, "b", 1)
+    redis_client.flushall()
+    ticker = Ticker(Queue(redis_client), str(tmp_path))
+    with exclusive(str(tmp_path / "batches" / "b"), 0):
+        ticker.tick()
+        assert list_batches(redis_client) == []
+    ticker.tick()
+    assert get_batch(redis_client, batch).state == "validating"
+
+
+def test_a_file_store_that_cannot_be_read_does_not_end_the_ticker(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / "batches").mkdir()
+    monkeypatch.setattr(os, "listdir", fail)
+    Ticker(Queue(redis_client), str(tmp_path)).tick()
+    assert "Input/output error" in caplog.text
 
 
 def test_jobs_of_the_lost_record_are_of_an_old_generation(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import redis
 from pyarrow.fs import LocalFileSystem
 
 from jobs import storage
-from jobs.batches import BatchSpec, create_batch
+from jobs.batches import BatchRefused, BatchSpec, create_batch
+from jobs.plan import Sorter
 from jobs.storage import (
     AtomicWriter,
     Busy,
@@ -73,13 +75,38 @@ def test_what_is_not_committed_leaves_nothing(root: str) -> None:
     assert list_names(root) == []
 
 
-def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    storage.write_bytes(str(tmp_path / "a"), b"old")
-    writer = AtomicWriter(str(tmp_path / "a"))
+def test_the_old_file_stays_until_the_new_one_is_whole(root: str) -> None:
+    name = join(root, "a")
+    storage.write_bytes(name, b"old")
+    with AtomicWriter(name) as writer:
+        writer.write(b"dropped" * 1_000_000)
+    assert read_bytes(name) == b"old"
+    writer = AtomicWriter(name)
     writer.write(b"new" * 1_000_000)
-    assert read_bytes(str(tmp_path / "a")) == b"old"
+    assert read_bytes(name) == b"old"
     writer.commit()
-    assert size_of(str(tmp_path / "a")) == 3_000_000
+    assert size_of(name) == 3_000_000
+    assert list_names(root) == ["a"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may do anything")
+def test_what_may_not_be_looked_at_is_named(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(0)
+    for look in (size_of, delete):
+        with pytest.raises(StoreError, match="Permission denied"):
+            look(str(closed / "a"))
+    with pytest.raises(StoreError, match=r"cannot list .*: Permission denied"):
+        list_names(str(closed))
+
+
+def test_a_sort_that_finds_no_space_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(dir: object) -> object:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(StoreError, match=r"cannot sort in .*: No space left on device"):
+        Sorter(1, tmp_path, 1).add(b"x")
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -137,7 +164,9 @@ def test_a_batch_whose_files_are_remote(redis_client: redis.Redis, redis_url: st
     source = write_input(tmp_path / "in.jsonl", 50)
     begin(redis_client, redis_url, write_input(tmp_path / "other" / "in.jsonl", 1))
     store = f"store://{tmp_path}"
-    spec = BatchSpec(input=f"{store}/in.jsonl", root=f"{store}/b", output=f"{store}/out.jsonl", error_file="inline", models=("m",))
+    with pytest.raises(BatchRefused, match="is remote: it must stand on a file system that has locks"):
+        create_batch(redis_client, BatchSpec(input=f"{store}/in.jsonl", root=f"{store}/b", models=("m",)))
+    spec = BatchSpec(input=f"{store}/in.jsonl", root=str(tmp_path / "b"), output=f"{store}/out.jsonl", error_file="inline", models=("m",))
     assert run_to_end(redis_client, create_batch(redis_client, spec).id).completed == 50
     check_echoes(source.with_name("out.jsonl"), 50)
 
