@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from workers.engine.attention import CacheShape
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
-from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype
+from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, weight_bytes
+from workers.engine.memory import available_memory, gib
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.config import ModelConfig
 from workers.engine.step import StepPlan
@@ -33,23 +34,29 @@ class Executor:
 
     def __init__(self, config: EngineConfig) -> None:
         config = config.resolve()
-        device = torch.device(config.device)
+        device = _usable_device(config.device)
         if device.type == "cpu" and config.threads is not None:
             torch.set_num_threads(config.threads)
         started = time.monotonic()
         checkpoint = open_checkpoint(config.model)
         model, dtype = checkpoint.config, resolve_dtype(config.dtype, checkpoint.config, device)
         # On a CPU the cache is planned first, for the context may come out shorter; on a GPU what the weights leave decides.
-        if device.type == "cpu":
-            config, self.num_blocks = plan_cache(config, model, dtype, _cpu_cache_bytes(config, model, dtype))
-            decoder = load_weights(checkpoint, dtype, device, config.max_model_len)
-        else:
-            decoder = load_weights(checkpoint, dtype, device, config.max_model_len)
-            config, self.num_blocks = plan_cache(config, model, dtype, _device_cache_bytes(config, model, device))
-        self.weights_seconds = time.monotonic() - started
-        self.config = _settle_prefix_caching(config, model)
-        self.model_config, self.dtype = model, dtype
-        self.runner = ModelRunner(self.config, decoder, self.num_blocks)
+        try:
+            if device.type == "cpu":
+                budget = _cpu_cache_bytes(config, model, dtype, weight_bytes(checkpoint, dtype), available_memory())
+                config, self.num_blocks = plan_cache(config, model, dtype, budget)
+                decoder = load_weights(checkpoint, dtype, device, config.max_model_len)
+            else:
+                decoder = load_weights(checkpoint, dtype, device, config.max_model_len)
+                config, self.num_blocks = plan_cache(config, model, dtype, _device_cache_bytes(config, model, device))
+            self.weights_seconds = time.monotonic() - started
+            self.config = _settle_prefix_caching(config, model)
+            self.model_config, self.dtype = model, dtype
+            self.runner = ModelRunner(self.config, decoder, self.num_blocks)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "memory" not in str(error):
+                raise
+            raise ModelLoadError(f"weights and KV cache of {config.model} do not fit into memory on {device}: {error}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -77,9 +84,9 @@ def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, bud
     length = config.max_model_len or model.max_model_len
     per_block = block_bytes(model, dtype, config.block_size)
     num_blocks = budget // per_block
-    fits = (num_blocks - 1) * config.block_size - 1  # one token more may be computed by a step that runs ahead
+    fits = (num_blocks - 1) * config.block_size
     if fits < 1 or (length > fits and config.max_model_len is not None):
-        needed = (length // config.block_size + 2) * per_block
+        needed = (-(-length // config.block_size) + 1) * per_block
         raise ModelLoadError(
             f"a context of {length} tokens needs a KV cache of {needed} bytes, but {budget} are available; "
             "lower max_model_len or raise kv_cache_memory_bytes"
@@ -95,13 +102,36 @@ def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
     return CacheShape(1, block_size, model.num_kv_heads, model.head_dim).block_bytes(dtype) * model.num_layers
 
 
-def _cpu_cache_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> int:
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes
+def _cpu_cache_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None) -> int:
+    """What was asked for, else what all requests at their longest need, at most a GiB and what the weights leave of the machine.
+
+    Raises ModelLoadError where `weights` bytes and the cache are more than the `available` ones.
+    """
+    asked = config.kv_cache_memory_bytes
+    if available is not None and weights + (asked or 0) > available:
+        cache, advice = (f" and a KV cache of {gib(asked)}", "lower kv_cache_memory_bytes, or ") if asked else ("", "")
+        raise ModelLoadError(
+            f"weights of {gib(weights)}{cache} do not fit into the {gib(available)} of memory that are available; {advice}free some"
+        )
+    if asked is not None:
+        return asked
     assert config.block_size is not None
     assert config.max_num_seqs is not None
-    per_request = (config.max_model_len or model.max_model_len) // config.block_size + 2
-    return min(_CPU_CACHE_BYTES, (config.max_num_seqs * per_request + 1) * block_bytes(model, dtype, config.block_size))
+    per_request = -(-(config.max_model_len or model.max_model_len) // config.block_size)
+    wanted = min(_CPU_CACHE_BYTES, (config.max_num_seqs * per_request + 1) * block_bytes(model, dtype, config.block_size))
+    return wanted if available is None else min(wanted, available - weights)
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"unknown device {name!r}; choose auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelLoadError(f"the device is {name}, but torch {torch.__version__} finds {torch.cuda.device_count()} GPUs here")
+    return device
 
 
 def _device_cache_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:

@@ -83,6 +83,12 @@ def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     return model
 
 
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """About how much memory the weights take as `dtype`. Raises ModelLoadError where there are none."""
+    stored = _DTYPES.get(checkpoint.config.dtype or "float32", torch.float32)
+    return sum(file.stat().st_size for file in _weight_files(checkpoint.folder)) * dtype.itemsize // stored.itemsize
+
+
 def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """What the model runs with. "auto": on a GPU the checkpoint's own dtype, bfloat16 for a float32 checkpoint; on a CPU bfloat16 where it
     has instructions for it, else float32. Raises ModelLoadError for an unknown name."""

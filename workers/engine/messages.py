@@ -126,7 +126,8 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
 
     `counts[i]` tokens of request `request_ids[i]` follow each other in the flat `token_ids`. `finish[i]` is a `Finish` value;
     `stop_token[i]` the id that ended the request, which is the last of its tokens, or -1. `cached_tokens[i]`, in the request's first
-    entry, counts the prompt tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each request ended by ERROR.
+    entry, counts the prompt tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each request
+    ended by ERROR.
     """
 
     step: int

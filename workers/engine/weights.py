@@ -31,6 +31,21 @@ class Weights:
 
         Raises ModelLoadError where it is absent or has another shape.
         """
+        size = (shape[1], shape[0]) if transpose else tuple(shape)
+        target = torch.empty(size, dtype=self._dtype, device=self._device)
+        self._read(name, shape, target.t() if transpose else target)
+        return target
+
+    def take_rows(self, names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
+        """Several tensors of [rows, columns] (or [rows] where `columns` is None) stacked into one, for projections that run as one."""
+        rest = () if columns is None else (columns,)
+        target = torch.empty((sum(rows), *rest), dtype=self._dtype, device=self._device)
+        for name, part in zip(names, torch.split(target, list(rows)), strict=True):
+            self._read(name, part.shape, part)
+        return target
+
+    def _read(self, name: str, shape: Sequence[int], target: Tensor) -> None:
+        """Copies a tensor: a file that is replaced under a memory map would kill the process."""
         resolved = self._resolve(name)
         if resolved not in self._readers:
             raise ModelLoadError(f"the checkpoint has no tensor {resolved!r}; is it whole, and of the architecture in config.json?")
@@ -38,15 +53,7 @@ class Weights:
         if tuple(tensor.shape) != tuple(shape):
             raise ModelLoadError(f"tensor {resolved!r} has shape {list(tensor.shape)}, but config.json implies {list(shape)}")
         self._taken.add(resolved)
-        if transpose:
-            tensor = tensor.t()
-        # A copy of its own: a file that is replaced under a memory map would kill the process.
-        return tensor.to(device=self._device, dtype=self._dtype, copy=True).contiguous()
-
-    def take_rows(self, names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
-        """Several tensors of [rows, columns] (or [rows] where `columns` is None) stacked into one, for projections that run as one."""
-        shapes = [(count,) if columns is None else (count, columns) for count in rows]
-        return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
+        target.copy_(tensor)
 
     def unused(self) -> list[str]:
         """Names that no layer took."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests.workers.engine.tiny_models import MODELS, folder, make
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
-from workers.engine.executor import Executor, block_bytes
-from workers.engine.loader import load_model, open_checkpoint
+from workers.engine.executor import Executor, _cpu_cache_bytes, block_bytes
+from workers.engine.loader import load_model, open_checkpoint, weight_bytes
 from workers.engine.models.base import DecoderModel
 
 CPU = torch.device("cpu")
@@ -238,7 +239,34 @@ def test_cache_too_small_for_the_asked_context_is_refused() -> None:
 def test_context_is_shortened_to_the_cache_when_not_asked_for() -> None:
     per_block = block_bytes(open_checkpoint(str(folder("llama"))).config, torch.float32, 16)
     executor = Executor(config(kv_cache_memory_bytes=5 * per_block))
-    assert (executor.num_blocks, executor.config.max_model_len) == (5, 4 * 16 - 1)
+    assert (executor.num_blocks, executor.config.max_model_len) == (5, 4 * 16)
+
+
+def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ModelLoadError, match=r"weights of 0\.00 GiB and a KV cache of 1048576\.00 GiB do not fit into the \d+\.\d\d GiB"):
+        Executor(config(kv_cache_memory_bytes=1 << 50))
+
+
+def test_a_cache_that_nobody_sized_takes_what_the_weights_leave() -> None:
+    settings = config(max_num_seqs=8).resolve()
+    model = open_checkpoint(settings.model).config
+    free, tight = (_cpu_cache_bytes(settings, model, torch.float32, 1000, available) for available in (None, 9000))
+    assert tight == 8000 < free
+    with pytest.raises(ModelLoadError, match="weights of .* do not fit"):
+        _cpu_cache_bytes(settings, model, torch.float32, 1000, 999)
+
+
+def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:
+    checkpoint = open_checkpoint(str(folder("llama")))
+    full = weight_bytes(checkpoint, torch.float32)
+    assert full == (folder("llama") / "model.safetensors").stat().st_size
+    assert weight_bytes(checkpoint, torch.bfloat16) == full // 2
+
+
+@pytest.mark.parametrize(("device", "why"), [("gpu", "unknown device 'gpu'"), ("mps", "unknown device 'mps'"), ("cuda:99", r"finds \d+ GPUs")])
+def test_a_device_that_is_not_there_is_refused(device: str, why: str) -> None:
+    with pytest.raises(ModelLoadError, match=why):
+        Executor(replace(config(), device=device))
 
 
 @pytest.mark.parametrize(("name", "kept"), [("llama", True), ("rope-dynamic", False), ("rope-longrope", False)])

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.engine.errors import ModelLoadError
+
 BACKENDS = ("torch",)
 
 
@@ -55,9 +57,9 @@ class Attention(Protocol):
 
 
 def make_attention(name: str, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
-    """Raises ValueError for a backend that does not exist."""
+    """Raises ModelLoadError for a backend that does not exist."""
     if name not in ("auto", *BACKENDS):
-        raise ValueError(f"unknown attention backend {name!r}; choose auto or {', '.join(BACKENDS)}")
+        raise ModelLoadError(f"unknown attention backend {name!r}; choose auto or {', '.join(BACKENDS)}")
     from workers.engine.attention.reference import TorchAttention
 
     return TorchAttention(shape, num_heads, dtype, device)

@@ -10,6 +10,7 @@ keys and values count for nothing only as long as they are numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from workers.engine.attention import AttentionMetadata, CacheShape
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _STALE = "stale"
+_ALIGNMENT = 64  # bytes, as torch aligns its own
 
 
 @dataclass(slots=True)
@@ -65,7 +67,9 @@ class TorchAttention:
     def new_cache(self, num_layers: int) -> list[Tensor]:
         s = self._shape
         size = (2, s.kv_heads, s.num_blocks, s.block_size, s.head_dim)
-        return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
+        if self._device.type != "cpu":
+            return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
+        return [_lazy_zeros(size, self._dtype) for _ in range(num_layers)]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None
@@ -178,7 +182,8 @@ class TorchAttention:
             visible &= positions >= contexts[:, None] - window
         mask = np.where(visible, np.float32(0), np.float32(-np.inf))[:, None]
         tokens = torch.from_numpy(metadata.query_start[rows].astype(np.int64))
-        return DecodeGroup(tokens.to(self._device), self._flat_blocks(metadata.block_tables[rows[:, None], columns]), torch.from_numpy(mask).to(self._device))
+        flat = self._flat_blocks(metadata.block_tables[rows[:, None], columns])
+        return DecodeGroup(tokens.to(self._device), flat, torch.from_numpy(mask).to(self._device))
 
     def _prefill_row(self, metadata: AttentionMetadata, row: int, window: int | None) -> PrefillRow:
         first_token, last_token = int(metadata.query_start[row]), int(metadata.query_start[row + 1])
@@ -201,3 +206,11 @@ class TorchAttention:
     def _flat_blocks(self, blocks: NDArray[np.int32]) -> Tensor:
         flat = torch.from_numpy(blocks.astype(np.int64).reshape(1, -1)) + self._head_offset
         return flat.view(-1).to(self._device)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose pages the system provides when they are first touched. Raises MemoryError."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)  # calloc; torch.zeros would write every page
+    start = -raw.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(raw[start : start + size]).view(dtype).view(shape)

@@ -1,0 +1,42 @@
+"""How much memory this process may still take. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int | None:
+    """Bytes that the machine and the container's limit leave, whichever is fewer; None where neither says."""
+    known = [size for size in (_machine(_MEMINFO), _container(_CGROUP)) if size is not None]
+    return min(known, default=None)
+
+
+def gib(size: int) -> str:
+    """A size as a person reads it."""
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _machine(meminfo: Path) -> int | None:
+    return _field(meminfo, "MemAvailable:", 1024)
+
+
+def _container(cgroup: Path) -> int | None:
+    """What the limit leaves; files that are only cached can be dropped, so they count as free."""
+    try:
+        limit, used = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    return max(0, int(limit) - used + (_field(cgroup / "memory.stat", "inactive_file", 1) or 0))
+
+
+def _field(file: Path, name: str, unit: int) -> int | None:
+    try:
+        rows = (line.split() for line in file.read_text().splitlines())
+        return next((int(row[1]) * unit for row in rows if row and row[0] == name), None)
+    except OSError:
+        return None
