@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from workers.engine.messages import MAX_SEED, SamplingParams
 from workers.requests_in_flight import Prepared, rejected
 from workers.text.errors import TemplateError
 from workers.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Preparation:
         self._tokenizer = tokenizer
         self._models = frozenset(models)
         self._limits = limits
+        self._eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)  # beside those that the engine knows
 
     def prepare(self, claims: Sequence[Claim]) -> tuple[list[Prepared], list[Finished]]:
         """What can run, in order, and the error results of what cannot."""
@@ -49,14 +53,14 @@ class Preparation:
         for claim in claims:
             try:
                 pending.append(self._parse(claim))
-            except ApiError as error:
-                errors.append(rejected(claim, error))
+            except Exception as error:
+                errors.append(rejected(claim, _answer_for(error, claim)))
         prepared: list[Prepared] = []
         for item, token_ids in zip(pending, self._tokenise(pending), strict=True):
             try:
                 prepared.append(self._check(item, token_ids))
-            except ApiError as error:
-                errors.append(rejected(item.claim, error))
+            except Exception as error:
+                errors.append(rejected(item.claim, _answer_for(error, item.claim)))
         return prepared, errors
 
     def _parse(self, claim: Claim) -> _Pending:
@@ -70,9 +74,9 @@ class Preparation:
         except TemplateError as error:
             raise ApiError(400, str(error), param="messages") from None
 
-    def _tokenise(self, pending: Sequence[_Pending]) -> list[list[int] | None]:
-        """Token ids of every prompt; None where the text cannot be encoded."""
-        token_ids: list[list[int] | None] = [item.prompt if isinstance(item.prompt, list) else None for item in pending]
+    def _tokenise(self, pending: Sequence[_Pending]) -> list[list[int] | Exception]:
+        """Token ids of every prompt, or why its text cannot be encoded."""
+        token_ids: list[list[int] | Exception] = [item.prompt if isinstance(item.prompt, list) else [] for item in pending]
         for chat in (True, False):
             rows = [row for row, item in enumerate(pending) if isinstance(item.prompt, str) and (item.param == "messages") == chat]
             encoded = self._encode([str(pending[row].prompt) for row in rows], special_tokens=not chat)
@@ -80,18 +84,20 @@ class Preparation:
                 token_ids[row] = ids
         return token_ids
 
-    def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int] | None]:
+    def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int] | Exception]:
         try:
             return [*self._tokenizer.encode(texts, special_tokens)] if texts else []
-        except (TypeError, ValueError):  # half a character (a surrogate) somewhere, which the tokenizer cannot take
+        except Exception as error:  # which text it was for is not said, and the library raises plain Exception
             if len(texts) == 1:
-                return [None]
+                return [error]
             return [ids for text in texts for ids in self._encode([text], special_tokens)]
 
-    def _check(self, item: _Pending, token_ids: list[int] | None) -> Prepared:
+    def _check(self, item: _Pending, token_ids: list[int] | Exception) -> Prepared:
         call, param = item.call, item.param
-        if token_ids is None:
+        if isinstance(token_ids, TypeError | ValueError):  # half a character (a surrogate), which the tokenizer cannot take
             raise ApiError(400, f"The {param} cannot be encoded as UTF-8.", param=param)
+        if isinstance(token_ids, Exception):
+            raise token_ids
         if not token_ids:
             token_ids = self._tokenizer.empty_prompt
         if not token_ids:
@@ -109,11 +115,12 @@ class Preparation:
                 top_k=call.top_k,
                 seed=seed & MAX_SEED,
                 ignore_eos=call.ignore_eos,
-                stop_token_ids=tuple(call.stop_token_ids),
+                stop_token_ids=(*call.stop_token_ids, *(() if call.ignore_eos else self._eos)),
             )
         except ValueError as error:
             raise ApiError(400, f"{error}.") from None
-        return Prepared(item.claim, call.model, token_ids, sampling, call.stop, self._tokenizer.detokenizer(token_ids))
+        detokenizer = self._tokenizer.detokenizer(token_ids)
+        return Prepared(item.claim, call.model, token_ids, sampling, call.stop, frozenset(call.stop_token_ids), detokenizer)
 
     def _max_tokens(self, call: Call, prompt: int, param: str) -> int:
         """How many tokens to generate at most. Raises ApiError when prompt and output do not fit together."""
@@ -133,3 +140,12 @@ class Preparation:
                 param=param, code="context_length_exceeded",
             )  # fmt: skip
         return call.max_tokens
+
+
+def _answer_for(error: Exception, claim: Claim) -> ApiError:
+    """What the caller hears of an error; one that nobody foresaw ends this request alone."""
+    if isinstance(error, ApiError):
+        return error
+    logger.error("%s cannot be prepared", claim.key, exc_info=error)
+    reason = " ".join(str(error).split())[:500] or type(error).__name__
+    return ApiError(500, f"The request cannot be prepared: {reason}", "server_error", code="internal_error")

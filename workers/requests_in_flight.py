@@ -21,6 +21,7 @@ class Prepared:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     stop: list[str]
+    stop_token_ids: frozenset[int]  # those that the request names itself
     detokenizer: Detokenizer
 
 
@@ -28,8 +29,8 @@ class RequestInFlight:
     """Output tokens become text only when someone needs the text: at once for stop strings, else when they are published or at the end."""
 
     __slots__ = (
-        "_decoded", "_detokenizer", "_model", "_published_characters", "_published_tokens", "_sampling", "_stops", "_text",
-        "cached_tokens", "claim", "engine_request", "next_publish", "prompt_tokens", "token_ids",
+        "_decoded", "_detokenizer", "_model", "_published_characters", "_published_tokens", "_sampling", "_stop_token_ids", "_stops",
+        "_text", "cached_tokens", "claim", "engine_request", "next_publish", "prompt_tokens", "token_ids",
     )  # fmt: skip
 
     def __init__(self, prepared: Prepared, request_id: int, next_publish: float) -> None:
@@ -42,6 +43,7 @@ class RequestInFlight:
         self.next_publish = next_publish
         self._model = prepared.model
         self._sampling = prepared.sampling
+        self._stop_token_ids = prepared.stop_token_ids
         self._stops = StopStrings(prepared.stop) if prepared.stop else None
         self._detokenizer = prepared.detokenizer
         self._decoded = 0
@@ -92,7 +94,7 @@ class RequestInFlight:
 
     def stop_reason(self, stop_token: int) -> int | None:
         """What the response says about the token that ended it: its id if the request asked for that, nothing for the model's own."""
-        return stop_token if stop_token in self._sampling.stop_token_ids else None
+        return stop_token if stop_token in self._stop_token_ids else None
 
     def accepted(self) -> Delta:
         """The first message of a live call, before its first tokens."""

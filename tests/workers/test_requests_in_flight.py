@@ -24,7 +24,7 @@ def request(stop: list[str] | None = None, checkpoint: Checkpoint | None = None,
     call = Request("/v1/completions", "demo", b"{}", 1, reply_to="api")
     claim = Claim(RequestKey("live_a", 0), 7, call, checkpoint, 1, True)
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(5,))
-    return RequestInFlight(Prepared(claim, "demo", PROMPT, sampling, stop or [], TOKENIZER.detokenizer(PROMPT)), 1, 0.0)
+    return RequestInFlight(Prepared(claim, "demo", PROMPT, sampling, stop or [], frozenset([5]), TOKENIZER.detokenizer(PROMPT)), 1, 0.0)
 
 
 def text_of(body: bytes) -> str:

@@ -55,6 +55,11 @@ class TextTokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, if the tokenizer names one."""
+        return self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
+
+    @property
     def empty_prompt(self) -> list[int]:
         """What stands for a prompt without tokens: the token that begins a text, else the one that ends one; [] without either."""
         ids = (self._tokenizer.token_to_id(self.special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))

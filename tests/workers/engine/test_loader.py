@@ -252,7 +252,7 @@ def test_a_cache_that_nobody_sized_takes_what_the_weights_leave() -> None:
     model = open_checkpoint(settings.model).config
     free, tight = (_cpu_cache_bytes(settings, model, torch.float32, 1000, available) for available in (None, 9000))
     assert tight == 8000 < free
-    with pytest.raises(ModelLoadError, match="weights of .* do not fit"):
+    with pytest.raises(ModelLoadError, match=r"weights of .* do not fit"):
         _cpu_cache_bytes(settings, model, torch.float32, 1000, 999)
 
 
@@ -263,7 +263,7 @@ def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:
     assert weight_bytes(checkpoint, torch.bfloat16) == full // 2
 
 
-@pytest.mark.parametrize(("device", "why"), [("gpu", "unknown device 'gpu'"), ("mps", "unknown device 'mps'"), ("cuda:99", r"finds \d+ GPUs")])
+@pytest.mark.parametrize(("device", "why"), [("gpu", "unknown device 'gpu'"), ("mps", "unknown device"), ("cuda:99", r"finds \d+ GPUs")])
 def test_a_device_that_is_not_there_is_refused(device: str, why: str) -> None:
     with pytest.raises(ModelLoadError, match=why):
         Executor(replace(config(), device=device))
