@@ -22,10 +22,10 @@ from jobs.requests import (
     unpack_tokens,
 )
 from jobs.results import ApiError
-from jobs.scripts import MAX_ITEMS, QueueUnavailable
+from jobs.scripts import MAX_ITEMS, QueueFull, QueueUnavailable
 from jobs.streams import Streams
 
-__all__ = ["Queue", "QueueUnavailable"]
+__all__ = ["Queue", "QueueFull", "QueueUnavailable"]
 
 Held = tuple[RequestKey, int]
 """A request and the fence of the lease on it."""

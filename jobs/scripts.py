@@ -43,6 +43,10 @@ class QueueUnavailable(Exception):
     """Redis could not do what was asked within the time given; nothing is lost, and the same call may be made again."""
 
 
+class QueueFull(QueueUnavailable):
+    """Redis has no memory left for what was asked; commits and drains still work, and make room."""
+
+
 class Scripts:
     """The scripts on one client. Thread-safe, as the client is."""
 
@@ -76,7 +80,8 @@ def persistently(action: Callable[[], T], retry_seconds: float) -> T:
                 raise
             left = deadline - time.monotonic()
             if left <= 0:
-                raise QueueUnavailable(f"{reason}: {error}") from error
+                kind = QueueFull if reason == _PASSING_ERRORS["OOM"] else QueueUnavailable
+                raise kind(f"{reason}: {error}") from error
         time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
         pause = min(2 * pause, _LONGEST_PAUSE)
 

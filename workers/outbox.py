@@ -1,6 +1,7 @@
 """What goes back to Redis: tokens that are due, and results. One delivery at a time, so that a request's tokens come before its end.
 
-While Redis is away nothing is lost and nothing piles up: results wait here, tokens wait with their requests.
+While Redis is away nothing is lost and nothing piles up: results wait here, tokens wait with their requests. A Redis without memory
+refuses tokens but takes results, which make room once they are drained: then results go first, with the tokens that belong to them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from jobs.queue import Queue, QueueUnavailable
+import msgspec
+
+from jobs.queue import Queue, QueueFull, QueueUnavailable
 from jobs.requests import Delta, Finished
 from workers.leases import Held
 
@@ -41,6 +44,7 @@ class Outbox:
         self._on_ended = on_ended
         self._on_lost = on_lost
         self._accepted: list[Delta] = []
+        self._refused: list[Delta] = []  # by a full Redis; they come before any later ones of the same requests
         self._finished: list[Finished] = []
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -81,7 +85,7 @@ class Outbox:
         """Publishes these tokens and commits the results there are; returns once Redis has them."""
         loop = asyncio.get_running_loop()
         async with self._sending:
-            deltas, self._accepted = self._accepted + deltas, []
+            deltas, self._accepted, self._refused = self._refused + self._accepted + deltas, [], []
             finished, self._finished = self._finished, []
             if deltas or finished:
                 lost = await loop.run_in_executor(self._thread, self._send, deltas, finished)
@@ -103,20 +107,28 @@ class Outbox:
         """The leases that turned out to be lost; None when it was closed before Redis answered."""
         while not self._closed.is_set():
             try:
-                lost = set(self._queue.publish(self._worker, deltas)) if deltas else set()
+                try:
+                    lost = set(self._queue.publish(self._worker, deltas)) if deltas else set()
+                except QueueFull as error:
+                    self._warn(error)
+                    finished, self._refused = with_their_tokens(finished, deltas)
+                    deltas, lost = [], set()
                 if finished:
                     self._queue.commit(self._worker, finished)
             except QueueUnavailable as error:
-                if not self._failing:
-                    logger.warning("results wait until Redis is back: %s", error)
-                self._failing = True
+                self._warn(error)
                 self._closed.wait(_PAUSE_AFTER_ERROR)
                 continue
-            if self._failing:
+            if self._failing and not self._refused:
                 logger.info("Redis is back")
                 self._failing = False
             return [(delta.key, delta.fence) for delta in deltas if delta.key in lost]
         return None
+
+    def _warn(self, error: QueueUnavailable) -> None:
+        if not self._failing:
+            logger.warning("tokens and results wait until Redis is back: %s", error)
+        self._failing = True
 
     def _wake_at(self, when: float) -> None:
         loop = asyncio.get_running_loop()
@@ -126,3 +138,20 @@ class Outbox:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = loop.call_at(when, self._wake.set)
+
+
+def with_their_tokens(finished: list[Finished], deltas: list[Delta]) -> tuple[list[Finished], list[Delta]]:
+    """Results that carry all tokens of their requests, and the deltas that are left, of requests that go on."""
+    by_lease: dict[Held, list[Delta]] = {(item.key, item.fence): [] for item in finished}
+    left: list[Delta] = []
+    for delta in deltas:
+        by_lease.get((delta.key, delta.fence), left).append(delta)
+    joined = [(item, [*by_lease[item.key, item.fence], *([item.delta] if item.delta is not None else [])]) for item in finished]
+    return [msgspec.structs.replace(item, delta=_join(parts)) for item, parts in joined], left
+
+
+def _join(deltas: list[Delta]) -> Delta | None:
+    if not deltas:
+        return None
+    token_ids = [token for delta in deltas for token in delta.token_ids]
+    return msgspec.structs.replace(deltas[0], token_ids=token_ids, text="".join(delta.text for delta in deltas), accepted=False)
