@@ -2,12 +2,12 @@
 
 import contextlib
 import gzip
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-import msgspec
-
+from jobs.lines import decode_json
 from jobs.storage import AtomicWriter, StoreError, open_input
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -112,19 +112,20 @@ def _spool_parquet(location: str, file: BinaryIO, writer: AtomicWriter) -> None:
             raise InputError(f"{location} needs a column custom_id, and one of body, prompt and messages; it has: {found}")
         columns = [name for name in (*_LINE_COLUMNS, *_BODY_COLUMNS) if name in names]
         for rows in table.iter_batches(batch_size=_ROWS, columns=columns):
-            writer.write(b"".join(msgspec.json.encode(_line_of(row)) + b"\n" for row in rows.to_pylist()))
+            writer.write(b"".join(_encoded(_line_of(row)) for row in rows.to_pylist()))
+    except _BadColumn as error:
+        raise InputError(f"{location} has a column {error} that holds bytes which are not UTF-8 text") from error
     except pyarrow.ArrowException as error:
         raise InputError(f"{location} is not a readable Parquet file: {error}") from error
 
 
 def _line_of(row: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's line for one row; what the row lacks stays absent, so that validation names it."""
-    row = {name: value for name, value in row.items() if value is not None}
+    row = {name: _plain(value, name) for name, value in row.items() if value is not None and value == value}  # NaN: pandas' null
     body = _parsed(row["body"]) if "body" in row else _body_of(row)
     line: dict[str, Any] = {"method": row.get("method", "POST"), "body": body}
     if "custom_id" in row:
-        custom_id = row["custom_id"]
-        line["custom_id"] = custom_id.decode(errors="replace") if isinstance(custom_id, bytes) else str(custom_id)
+        line["custom_id"] = str(row["custom_id"])
     if "url" in row:
         line["url"] = row["url"]
     elif isinstance(body, dict):
@@ -133,9 +134,9 @@ def _line_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _body_of(row: dict[str, Any]) -> dict[str, Any]:
-    body = {name: _without_nulls(row[name]) for name in _BODY_COLUMNS if name in row}
+    body = {name: row[name] for name in _BODY_COLUMNS if name in row}
     if "messages" in row:
-        body["messages"] = _without_nulls(_parsed(row["messages"]))
+        body["messages"] = _parsed(row["messages"])
     elif "prompt" in row:
         body["prompt"] = row["prompt"]
     return body
@@ -143,17 +144,30 @@ def _body_of(row: dict[str, Any]) -> dict[str, Any]:
 
 def _parsed(value: Any) -> Any:
     """A cell that holds JSON text or a nested value."""
-    if isinstance(value, str | bytes):
-        with contextlib.suppress(msgspec.DecodeError):
-            return msgspec.json.decode(value)
-        return value
-    return _without_nulls(value)
-
-
-def _without_nulls(value: Any) -> Any:
-    """A struct column holds null for every field that a row lacks."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return decode_json(value.encode())
     return value
+
+
+class _BadColumn(Exception):
+    """A cell is no text; names its column."""
+
+
+def _plain(value: Any, column: str) -> Any:
+    """A cell as JSON knows it: bytes as text, and structs without the fields that a row lacks. Raises `_BadColumn`."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise _BadColumn(column) from error
+    if isinstance(value, dict):
+        return {name: _plain(item, column) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item, column) for item in value]
+    return value
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    """With whatever values the body holds, for validation to judge."""
+    return json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n"

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,37 @@ def test_parquet_with_messages(tmp_path: Path, as_text: bool) -> None:
     [line] = spooled(write_table(tmp_path / "in.parquet", rows))
     assert line["url"] == "/v1/chat/completions"
     assert line["body"] == {"model": "m", "stop": ["x", "y"], "messages": messages}
+
+
+def test_parquet_with_binary_columns_holds_text(tmp_path: Path) -> None:
+    rows = [{"custom_id": b"\xc3\xbc", "prompt": "grüß".encode(), "model": b"m", "stop": [b"x"]}]
+    [line] = spooled(write_table(tmp_path / "in.parquet", rows))
+    assert line["custom_id"] == "ü"
+    assert line["body"] == {"prompt": "grüß", "model": "m", "stop": ["x"]}
+    rows = [{"custom_id": "a", "messages": [{"role": b"user", "content": b"hi"}]}]
+    assert spooled(write_table(tmp_path / "in.parquet", rows))[0]["body"] == {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize("column", ["custom_id", "prompt", "stop"])
+def test_parquet_bytes_that_are_no_text_are_refused_by_name(tmp_path: Path, column: str) -> None:
+    row = {"custom_id": b"a", "prompt": b"b", "stop": [b"c"]}
+    row[column] = [b"\xff"] if column == "stop" else b"\xff"
+    with pytest.raises(InputError, match=rf"in\.parquet has a column {column} that holds bytes which are not UTF-8 text"):
+        spooled(write_table(tmp_path / "in.parquet", [row]))
+
+
+def test_parquet_bodies_with_odd_values_stay_for_validation(tmp_path: Path) -> None:
+    bodies = ['{"prompt":"\\ud800"}', '{"prompt":"a","temperature":NaN}', '{"prompt":"a","top_p":1e999}']
+    source = write_table(tmp_path / "in.parquet", [{"custom_id": str(n), "body": body} for n, body in enumerate(bodies)])
+    found = [line["body"] for line in spooled(source)]
+    assert found[0] == {"prompt": "\ud800"}
+    assert math.isnan(found[1]["temperature"])
+    assert found[2]["top_p"] == math.inf
+
+
+def test_parquet_nulls_of_pandas_are_nulls(tmp_path: Path) -> None:
+    rows = [{"custom_id": "a", "prompt": "x", "temperature": math.nan}, {"custom_id": "b", "prompt": "x", "temperature": 0.5}]
+    assert [line["body"].get("temperature") for line in spooled(write_table(tmp_path / "in.parquet", rows))] == [None, 0.5]
 
 
 def test_parquet_rows_with_gaps_stay_visible_to_validation(tmp_path: Path) -> None:
