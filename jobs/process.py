@@ -6,14 +6,19 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded before a fork, after which nothing may be
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when its parent ends, however it ends; nothing of a batch is lost by that (Linux)."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+def die_with_parent(parent: int | None = None) -> None:
+    """The kernel kills this process once the thread that started it is gone, however it ends; nothing of a batch is lost by that (Linux).
+
+    `parent` is the process that must still be there, by default the present one. As `preexec_fn=partial(die_with_parent, os.getpid())`,
+    or as the first thing that a process does.
+    """
+    expected = os.getppid() if parent is None else parent
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != expected:  # it ended before the order above took hold
+        os._exit(1)
 
 
 def set_up_log(name: str) -> None:

@@ -1,13 +1,11 @@
 """A Redis or Valkey server of our own for one machine: found, started, watched and stopped here."""
 
-import ctypes
 import fcntl
 import importlib.util
 import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -19,11 +17,10 @@ from typing import IO
 import redis
 
 from jobs.connection import ServerError, connect
+from jobs.process import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
 _OLDEST_MAJOR = 7
-_libc = ctypes.CDLL(None, use_errno=True)
 
 THREE_WAYS = (
     "No Redis found: set REDIS_URL to a running Redis 7.0 / Valkey 7.2 or later, or put redis-server or valkey-server (7.0 or later) "
@@ -167,13 +164,6 @@ def find_server() -> Path:
         if os.access(bundled, os.X_OK):
             return bundled
     raise ServerError(THREE_WAYS)
-
-
-def die_with_parent(parent: int) -> None:
-    """For `preexec_fn=partial(die_with_parent, os.getpid())`: the kernel kills this child once the thread that started it is gone."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the order above took hold
-        os._exit(1)
 
 
 def _major_version(binary: str) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 
 import click
 
-from jobs.server import die_with_parent
+from jobs.process import die_with_parent
 from pipeline.errors import Refused, Unfinished
 
 ERROR_PREFIX = "Error: "

@@ -15,8 +15,8 @@ import time
 import redis
 
 from jobs.connection import ServerError, check_server, connect
+from jobs.process import die_with_parent
 from jobs.queue import Queue, QueueUnavailable
-from jobs.server import die_with_parent
 from workers.engine.async_engine import EngineDeadError
 from workers.errors import WorkerError
 from workers.replica import Replica
