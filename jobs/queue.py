@@ -65,7 +65,7 @@ class Queue(BatchQueue, Streams, Registry):
         for group in list(chunks([str(key), fence] for key, fence in held)) or [[]]:
             known, *more = self._scripts.call("renew", [worker, self._lease_ms, *flat(group)])
             lost += more
-            if not known:
+            if not known or worker in self._unwritten:
                 self._register_again(worker)
         return [RequestKey.parse(name) for name in lost]
 

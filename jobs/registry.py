@@ -1,5 +1,6 @@
 """Workers and models that the queue knows."""
 
+import threading
 from typing import Literal
 
 import msgspec
@@ -11,6 +12,9 @@ from jobs.requests import pack
 from jobs.settings import QueueSettings
 
 WorkerState = Literal["loading", "initializing", "ready", "draining", "stopped"]
+
+STOPPED_SECONDS = 10.0
+"""How long a worker that ended in good order is still shown."""
 
 ENDPOINTS = ["/v1/chat/completions", "/v1/completions"]
 
@@ -37,21 +41,33 @@ class ModelRecord(msgspec.Struct):
 
 
 class Registry(QueueBase):
-    """Records of workers last three leases beyond their last `renew`; those of models stay."""
+    """Records of workers last three leases beyond their last `renew`; those of models stay.
+
+    A record that did not arrive is written again by the next `renew`.
+    """
 
     def __init__(self, client: redis.Redis, settings: QueueSettings | None = None) -> None:
         super().__init__(client, settings)
         self._records: dict[str, WorkerRecord] = {}
+        self._unwritten: set[str] = set()
+        self._writing = threading.Lock()  # so that an older record never replaces a newer one
 
     def register_worker(self, record: WorkerRecord) -> None:
         """Writes the record; a ready worker's models are registered too, and it hears of live calls from then on."""
         if not record.id or " " in record.id:
             raise ValueError(f"not a worker id: {record.id!r}")
-        self._records[record.id] = record
+        with self._writing:
+            self._records[record.id] = record
+            self._write(record)
+
+    def _write(self, record: WorkerRecord) -> None:
+        self._unwritten.add(record.id)
         ready = record.state == "ready"
         models = [ModelRecord(name, record.max_model_len, ENDPOINTS, record.started) for name in record.models]
         named = [value for model in models for value in (model.name, pack(model))]
-        self._scripts.call("register", [record.id, self._lease_ms, pack(record), int(ready), *named])
+        lasts = int(STOPPED_SECONDS * 1000) if record.state == "stopped" else 3 * self._lease_ms
+        self._scripts.call("register", [record.id, lasts, pack(record), int(ready), *named])
+        self._unwritten.discard(record.id)
 
     def set_worker_state(self, worker: str, state: WorkerState) -> None:
         """Changes the state of a worker that this process registered."""
@@ -73,6 +89,7 @@ class Registry(QueueBase):
 
     def _register_again(self, worker: str) -> None:
         """A server that came back empty, or a long stop, loses the record; the next renewal restores it."""
-        record = self._records.get(worker)
-        if record is not None:
-            self.register_worker(record)
+        with self._writing:
+            record = self._records.get(worker)
+            if record is not None:
+                self._write(record)

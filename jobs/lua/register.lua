@@ -1,11 +1,11 @@
 #!lua flags=allow-oom
 -- Writes a worker's record, and those of its models when it is ready.
--- ARGV: worker, lease in ms, record (msgpack), ready 0/1, then (model, record) each
+-- ARGV: worker, ms that the record lasts without being renewed, record (msgpack), ready 0/1, then (model, record) each
 -- Returns 1.
 
-local worker, lease, record, ready = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4] == '1'
+local worker, lasts, record, ready = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4] == '1'
 redis.call('HSET', key.WORKERS, worker, record)
-redis.call('ZADD', key.ALIVE, now_ms() + 3 * lease, worker)
+redis.call('ZADD', key.ALIVE, now_ms() + lasts, worker)
 for i = 5, #ARGV, 2 do
   local model = ARGV[i]
   if ready then

@@ -1,13 +1,17 @@
 """Workers and models, orders to workers, bells and watchers."""
 
+import tempfile
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import redis
 
 from jobs import keys
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
+from jobs.connection import connect
+from jobs.queue import Queue, QueueUnavailable
+from jobs.registry import STOPPED_SECONDS, WorkerRecord
 from jobs.requests import RequestKey
 from jobs.settings import QueueSettings
 from jobs.streams import FIRST_ID, ControlMessage
@@ -34,6 +38,31 @@ class TestWorkers:
         assert queue.workers() == []
         assert [(model.name, model.max_model_len) for model in queue.models()] == [(MODEL, 2048)]
         assert {name.decode() for name in redis_client.scan_iter() if redis_client.ttl(name) < 0} <= keys.PERMANENT
+
+    def test_one_that_stopped_is_shown_for_a_moment(self, queue: Queue, redis_client: redis.Redis) -> None:
+        queue.register_worker(record())
+        queue.remove_worker("w1")
+        queue.register_worker(record(state="stopped"))
+        assert [worker.state for worker in queue.workers()] == ["stopped"]
+        assert not redis_client.exists(keys.serving(MODEL))
+        left = float(redis_client.zscore(keys.ALIVE, "w1")) / 1000 - time.time()
+        assert 0 < left <= STOPPED_SECONDS
+
+    def test_a_state_that_did_not_arrive_is_written_by_the_next_renewal(self, redis_client: redis.Redis, redis_url: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            way = Path(folder) / "redis.sock"
+            way.symlink_to(redis_url.removeprefix("unix://"))
+            queue = Queue(connect(f"unix://{way}"), QueueSettings(redis_retry_seconds=0.0))
+            queue.register_worker(record(state="initializing"))
+            way.unlink()
+            queue.redis.connection_pool.disconnect()
+            with pytest.raises(QueueUnavailable):
+                queue.set_worker_state("w1", "ready")
+            way.symlink_to(redis_url.removeprefix("unix://"))
+            queue.renew("w1", [])
+            queue.redis.close()
+        assert [worker.state for worker in Queue(redis_client).workers()] == ["ready"]
+        assert redis_client.smembers(keys.serving(MODEL)) == {b"w1"}
 
     @pytest.mark.parametrize("worker", ["", "a b"])
     def test_ids_that_cannot_be(self, queue: Queue, worker: str) -> None:
