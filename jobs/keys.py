@@ -5,7 +5,7 @@ SCHEMA_VERSION = "1"
 SCHEMA = "{q}:schema"
 FENCE = "{q}:fence"  # counter; each claim of a request takes the next number
 LEASES = "{q}:leases"  # zset: request key -> deadline, ms of Redis TIME
-LEASE = "{q}:lease"  # hash: request key -> "<fence> <attempt> <worker>"
+LEASE = "{q}:lease"  # hash: request key -> "<fence> <attempt> <worker> <model>"
 TRIES = "{q}:tries"  # hash: request key -> "<attempts> <deaths> <suspicions>", only once it was released unfinished
 WATCHED = "{q}:watched"  # zset: request key or batch id -> until when somebody reads its tokens, ms of Redis TIME
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
@@ -91,7 +91,7 @@ def tenants(model: str) -> str:
 
 def ring(model: str, tenant: str) -> str:
     """Zset: batch with waiting lines -> service received."""
-    return f"{{q}}:ring:{model}:{tenant}"
+    return f"{{q}}:ring:{model}\0{tenant}"  # either may hold colons
 
 
 def waiting(model: str) -> str:
@@ -119,5 +119,5 @@ def lua_table(names: set[str]) -> str:
             continue
         arguments = ["a", "b"][: value.__code__.co_argcount]
         text = value(*(f"' .. {argument} .. '" for argument in arguments))
-        lines.append(f"key.{name} = function({', '.join(arguments)}) return '{text}' end".replace(" .. ''", ""))
+        lines.append(f"key.{name} = function({', '.join(arguments)}) return '{text}' end".replace(" .. ''", "").replace("\0", "\\0"))
     return "\n".join(lines)

@@ -21,7 +21,7 @@ class ControlMessage(msgspec.Struct, frozen=True):
     id: str  # of the stream entry; reading goes on after it
     kind: Literal["bell", "cancel", "drain", "watch", "batch"]
     keys: list[RequestKey] = []
-    batch: str = ""  # watch: every request of this batch; batch: its ready list fell low, or its last line was committed
+    batch: str = ""  # cancel, watch: every request of this batch; batch: its ready list fell low, or its last line was committed
     seconds: int = 0  # watch: for how long
 
 

@@ -1,14 +1,15 @@
 #!lua flags=allow-oom
--- Ends requests without a result, waiting or running; workers that run them are told.
+-- Ends requests without a result, waiting or running; workers that run them are told: once by the name of a batch, however many
+-- of its lines they run, so that no order falls out of their control stream.
 -- ARGV: 'requests', 0, names...   or   'batch', limit, batch
 -- Returns how many lines of the batch may be left (0: none); for requests always 0.
 
+-- Returns the worker that ran it, if one did.
 local function drop(name)
   local batch, line = split(name)
   local _, _, holder = lease_of(name)
   if holder then
     release(holder, name)
-    tell(holder, 'cancel', name)
   elseif is_live(batch) then
     local waits_for = redis.call('HGET', key.bodies(batch), 'model')
     if waits_for then
@@ -26,11 +27,15 @@ local function drop(name)
   redis.call('HDEL', key.TRIES, name)
   redis.call('ZREM', key.WATCHED, name)
   redis.call('UNLINK', key.tokens(name))
+  return holder
 end
 
 if ARGV[1] == 'requests' then
   for i = 3, #ARGV do
-    drop(ARGV[i])
+    local holder = drop(ARGV[i])
+    if holder then
+      tell(holder, 'cancel', ARGV[i])
+    end
   end
   return 0
 end
@@ -44,7 +49,14 @@ for _, model in ipairs(redis.call('SMEMBERS', key.batch_models(batch))) do
   end
 end
 local lines = redis.call('HRANDFIELD', key.bodies(batch), limit)
+local holders = {}
 for _, line in ipairs(lines) do
-  drop(batch .. '/' .. line)
+  local holder = drop(batch .. '/' .. line)
+  if holder then
+    holders[holder] = true
+  end
+end
+for holder in pairs(holders) do
+  tell(holder, 'cancel', batch)
 end
 return #lines == limit and 1 or 0

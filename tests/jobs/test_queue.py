@@ -437,6 +437,13 @@ class TestReap:
         assert entry.result.status == 500
 
 
+def test_names_with_colons_keep_apart(queue: Queue) -> None:
+    for batch, model, tenant in (("batch_a", "m", "a:b"), ("batch_b", "m:a", "b")):
+        start_batch(queue, batch, 1, tenant=tenant, model=model)
+    assert [claim.key.batch for claim in take(queue, "w1", 1, models=["m"])] == ["batch_a"]
+    assert [claim.key.batch for claim in take(queue, "w2", 1, models=["m:a"])] == ["batch_b"]
+
+
 class TestCancel:
     def test_waiting_live_call(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.submit("live_a", request())
@@ -459,12 +466,16 @@ class TestCancel:
     def test_batch(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1100)
         claims = take(queue, "w1", 1, 20)
+        take(queue, "w2", 1, 400)
         commit_all(queue, "w1", claims[:5])
         assert queue.transition("batch_a", ["in_progress"], "cancelling")
         for _ in range(2):
             queue.cancel_batch("batch_a")
+        for worker in ("w1", "w2"):
+            orders = queue.control_messages(worker, "0-0", 0)
+            assert [(order.batch, order.keys) for order in orders if order.kind == "cancel"] == [("batch_a", [])] * len(orders)
+            assert 1 <= len(orders) <= 3, "one for each call of the script that found lines of the worker"
         assert (queue.ready_length("batch_a"), queue.window_bytes("batch_a")) == (0, 0)
-        assert len(queue.control_messages("w1", "0-0", 0)) == 15
         assert queue.renew("w1", held(claims[5:])) == [claim.key for claim in claims[5:]]
         assert queue.hand_back("w1", held(claims[5:6])) == [claims[5].key]
         assert len(queue.results("batch_a")) == 5
