@@ -32,6 +32,11 @@ class QueueBase:
         execute: Callable[..., Any] = self.redis.execute_command
         return persistently(lambda: execute(name, *arguments), self.settings.redis_retry_seconds)
 
+    def now(self) -> float:
+        """Unix seconds by the clock of Redis, the only one that all processes share."""
+        seconds, micros = self._command("TIME")
+        return int(seconds) + int(micros) / 1e6
+
     @property
     def _lease_ms(self) -> int:
         return int(self.settings.lease_seconds * 1000)

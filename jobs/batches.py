@@ -83,10 +83,10 @@ def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = No
         if found is not None and _runs(queue, found):
             _check_same(found, spec)
             return get_batch(client, found.batch_id)
-        manifest = _taken_up(found, spec, retry_failed) if found is not None else None
+        manifest = _taken_up(found, spec, retry_failed, queue.now()) if found is not None else None
         if manifest is None:
             identity = batch_id or (found.batch_id if found is not None else f"batch_{secrets.token_hex(12)}")
-            manifest = Manifest(batch_id=identity, created_at=time.time(), spec=spec)
+            manifest = Manifest(batch_id=identity, created_at=queue.now(), spec=spec)
             manifest.enter("validating")
             drop_unlisted(spec.root, [])
         sweep(spec.root)
@@ -254,12 +254,12 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
             raise InputChanged(f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output")
 
 
-def _taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool) -> Manifest | None:
+def _taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -> Manifest | None:
     """The manifest to go on with; None if nothing in the folder is worth keeping."""
     if not found.parts:
         return None
     _check_same(found, spec)
-    manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=time.time())
+    manifest = msgspec.structs.replace(found, spec=spec, outcome="completed", problems=[], created_at=now)
     repair(manifest)
     _drop_failures(manifest, 400 if retry_failed else 500)
     plan = join(spec.root, PLAN_NAME)

@@ -191,7 +191,10 @@ def clean_up(client: redis.Redis, batch: str) -> None:
 
 @contextlib.contextmanager
 def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], patience: float) -> Iterator[Slice]:
-    """The hold of one job. Raises `Superseded` if the batch is not in one of `states` and `generation`, or in another's hands."""
+    """The hold of one job. Raises `Superseded` if the batch is not in one of `states` and `generation`, or in another's hands.
+
+    So it is too where another start, with another server, took the folder over: its manifest names that server's record.
+    """
     fields = queue.batch_fields(batch)
     if fields.get("state") not in states or fields.get("generation") != str(generation):
         raise Superseded(batch)
@@ -199,8 +202,11 @@ def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], p
         manifest = load_manifest(fields["root"])
         if manifest is None:
             raise StoreError(f"the manifest of {batch} is gone from {fields['root']}")
-        if manifest.batch_id != batch:
+        if manifest.batch_id != batch or manifest.owner != fields.get("owner", "") or manifest.generation > generation:
             raise Superseded(batch)
+        if manifest.generation < generation:
+            manifest.generation = generation
+            save_manifest(manifest)
         sweep(fields["root"])
         held = Slice(queue, batch, generation, fields, manifest)
         held.note({})

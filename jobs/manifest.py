@@ -47,7 +47,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
     version: int = 1
     batch_id: str
-    created_at: float
+    created_at: float  # unix seconds by the clock of Redis, from which the completion window counts
     spec: BatchSpec
     state: State = "validating"
     outcome: Literal["completed", "expired", "cancelled"] = "completed"  # what the batch ends as
@@ -61,7 +61,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     plan_sha256: str | None = None
     total: int = 0
     models: list[str] = msgspec.field(default_factory=list)  # that the lines name
-    generation: int = 0  # of the record in Redis when it was last made
+    generation: int = 0  # the highest of the record in Redis that a job has begun under
+    owner: str = ""  # names the record in Redis that may work here; of a server that was left behind, it is another one
     parts: list[Part] = msgspec.field(default_factory=list)
     next_part: int = 0
     problems: list[LineProblem] = msgspec.field(default_factory=list)

@@ -1,6 +1,7 @@
 """Rebuild: makes the record of a batch in an empty Redis from its manifest. The job that comes next takes up parts and plan."""
 
 import logging
+import secrets
 from typing import Any
 
 import msgspec
@@ -58,6 +59,7 @@ def register(queue: Queue, manifest: Manifest) -> None:
     state = _state_after(manifest)
     manifest.enter(state)
     manifest.generation += 1
+    manifest.owner = secrets.token_hex(8)
     save_manifest(manifest)
     fields = _record(manifest)
     if state not in END_STATES:  # before there is a record, so that no kill leaves one that nobody looks after
@@ -85,6 +87,7 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "spec": msgspec.json.encode(spec),
         "created_at": manifest.created_at,
         "generation": manifest.generation,
+        "owner": manifest.owner,
         "outcome": manifest.outcome,
     }
     fields |= {f"{state}_at": moment for state, moment in manifest.timestamps.items()}

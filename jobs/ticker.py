@@ -128,7 +128,7 @@ class Ticker:
         if self._file_store is not None and (was_empty or server != self._server) and not self._rebuild(self._file_store):
             server = None
         self._server = server
-        now = self._now()
+        now = self._queue.now()
         self._suspects, self._silent = self._silent, set()
         for batch, fields in self._records().items():
             self._look_after(batch, fields, now)
@@ -211,11 +211,6 @@ class Ticker:
             batch: {name: value.decode() for name, value in zip(_RECORD, row, strict=True) if value is not None}
             for batch, row in zip(batches, rows, strict=True)
         }
-
-    def _now(self) -> float:
-        """Unix seconds by the clock of Redis, which heartbeats are written in."""
-        seconds, micros = self._client.time()
-        return float(seconds) + float(micros) / 1e6
 
     def _rebuild(self, file_store: str) -> bool:
         """False when some of it is to be done again at the next tick."""

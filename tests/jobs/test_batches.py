@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from jobs import control
 from jobs.batches import (
     BatchRecord,
     BatchRefused,
@@ -29,6 +30,7 @@ from jobs.rebuild import rebuild
 from jobs.storage import StoreError, exclusive
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, failing, read_jsonl, write_input
+from tests.support.redis_server import running_server
 
 
 def forget_all(client: redis.Redis) -> None:
@@ -339,6 +341,38 @@ def test_a_kill_while_a_record_is_removed_holds_nobody_up(
         assert rebuild(Queue(redis_client), str(tmp_path / "out.parts"))
     assert run_to_end(redis_client, batch).completed == 10
     check_echoes(tmp_path / "out.jsonl", 10)
+
+
+def test_a_control_plane_that_was_left_behind_writes_nothing(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 10)
+    batch = begin(redis_client, redis_url, source).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    answer_all(redis_client, most=5)
+    manifest = tmp_path / "out.parts" / "manifest.json"
+    with running_server() as server:
+        other = connect(server.url)
+        assert begin(other, server.url, source).id == batch
+        taken_over = manifest.read_bytes()
+        control.use_server(redis_url)
+        for generation in range(1, 5):  # however often the old server's ticker revives it
+            step(redis_client, batch)
+            redis_client.hset("{q}:batch:" + batch, "generation", generation + 1)
+        assert manifest.read_bytes() == taken_over
+        control.use_server(server.url)
+        assert run_to_end(other, batch).completed == 10
+        other.close()
+    control.use_server(redis_url)
+    check_echoes(tmp_path / "out.jsonl", 10)
+
+
+def test_the_completion_window_counts_by_the_clock_of_redis(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 86400)
+    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 1), completion_window_seconds=60.0)
+    assert record.timestamps["expires"] == pytest.approx(now + 60, abs=20)
 
 
 def test_the_caller_decides_how_long_a_look_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
