@@ -1,5 +1,6 @@
 """Redis clients with timeouts and retries stated, because redis-py's defaults repeat writes silently (see `connect`)."""
 
+import logging
 import re
 from typing import Any
 
@@ -19,6 +20,9 @@ _CALL_TIMEOUT = 15.0
 _OLDEST_VERSION = (7, 0)
 
 
+log = logging.getLogger(__name__)
+
+
 class ServerError(Exception):
     """The Redis server cannot be used as it is; the text is one sentence that says why and what to do."""
 
@@ -28,18 +32,13 @@ def connect(url: str) -> redis.Redis:
     return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=_CALL_TIMEOUT, **_common(url))
 
 
-def connect_blocking(url: str) -> redis.Redis:
-    """A client for XREAD BLOCK of up to `MAX_BLOCK_SECONDS`, which the socket outlasts."""
-    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=2 * MAX_BLOCK_SECONDS, **_common(url))
-
-
 def connect_async(url: str) -> redis.asyncio.Redis:
     """An asyncio client, with timeouts that also suit blocking reads of up to `MAX_BLOCK_SECONDS`."""
     return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), socket_timeout=_CALL_TIMEOUT, **_common(url))
 
 
 def blocking_twin(client: redis.Redis) -> redis.Redis:
-    """A second client to the same server, for blocking reads."""
+    """A second client to the same server, for XREAD BLOCK of up to `MAX_BLOCK_SECONDS`, which its socket outlasts."""
     pool = client.connection_pool
     options = {**pool.connection_kwargs, "socket_timeout": 2 * MAX_BLOCK_SECONDS}
     return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
@@ -56,6 +55,8 @@ def check_server(client: redis.Redis) -> None:
     limit = _config(client, "maxmemory")
     if policy not in (None, "noeviction") and limit != "0":
         raise ServerError(f"The server may evict keys (maxmemory-policy {policy}), which loses requests: set it to noeviction.")
+    if _config(client, "appendonly") == "no":
+        log.warning("the server keeps nothing on disk (appendonly no): what stands only in Redis is lost when it restarts, and runs again")
     client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True)
     stored: Any = client.get(keys.SCHEMA)
     if stored != keys.SCHEMA_VERSION.encode():

@@ -6,7 +6,7 @@ import pytest
 import redis
 
 from jobs import keys
-from jobs.connection import MAX_BLOCK_SECONDS, ServerError, check_server, connect, connect_async, connect_blocking
+from jobs.connection import MAX_BLOCK_SECONDS, ServerError, blocking_twin, check_server, connect, connect_async
 from tests.support.lossy_proxy import LossyProxy
 
 
@@ -20,7 +20,7 @@ def test_a_lost_reply_is_an_error_and_the_command_ran_once(redis_url: str, redis
 
 
 def test_a_blocking_read_outlasts_its_wait(redis_url: str) -> None:
-    client = connect_blocking(redis_url)
+    client = blocking_twin(connect(redis_url))
     assert client.xread({"{q}:none": "0-0"}, block=50) == []
     assert client.connection_pool.connection_kwargs["socket_timeout"] > MAX_BLOCK_SECONDS
 
@@ -57,3 +57,14 @@ def test_a_server_that_evicts_is_refused(redis_client: redis.Redis) -> None:
     finally:
         redis_client.config_set("maxmemory", "0")
         redis_client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_a_server_without_a_log_is_warned_of(redis_client: redis.Redis, caplog: pytest.LogCaptureFixture) -> None:
+    check_server(redis_client)
+    assert not caplog.records
+    redis_client.config_set("appendonly", "no")
+    try:
+        check_server(redis_client)
+    finally:
+        redis_client.config_set("appendonly", "yes")
+    assert "appendonly no" in caplog.text
