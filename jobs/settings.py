@@ -18,5 +18,7 @@ class QueueSettings(BaseSettings):
     undrained_bytes: int = Field(
         default=64 * 1024 * 1024, gt=0, description="results of one batch in Redis above which none of its lines start"
     )
-    worker_deaths: int = Field(default=16, gt=0, description="lost workers after which a request ends with the error worker_lost")
+    worker_deaths: int = Field(
+        default=1000, gt=0, description="lost workers after which a request ends with the error worker_lost; machines die, requests do not"
+    )
     stream_keep_seconds: int = Field(default=300, gt=0, description="how long a finished token stream can still be read")
