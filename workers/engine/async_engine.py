@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -39,6 +40,7 @@ _STDERR_LINES = 5
 _LAST_WORDS = 600  # characters
 _DEATH_GRACE = 0.3  # seconds between the two signs of a death, the closed socket and the ended process
 _READ_BUFFER = 1 << 20
+_LOOKS = 4  # in a row within `step_timeout` that must all find a hung core; one alone may only say that this process was held up
 
 
 class EngineStartError(Exception):
@@ -83,6 +85,9 @@ class AsyncEngine:
         self._tasks: list[asyncio.Task[None]] = []
         self._death: EngineDeadError | None = None
         self._stopping = False
+        self._unfinished = 0
+        self._heard = False
+        self._hung = False
         self._outputs: deque[StepOutput] = deque()
         self._wake = asyncio.Event()
         self._ids = itertools.count(_OWN_IDS)
@@ -105,8 +110,12 @@ class AsyncEngine:
     async def start(self, timeout: float = 600.0) -> None:
         """Starts the core and waits until it has loaded the model. Raises EngineStartError, and leaves no process behind, if that fails."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            core = self._core = _CoreProcess(theirs.fileno(), self.config, asyncio.get_running_loop())
+        try:
+            with theirs:
+                core = self._core = _CoreProcess(theirs.fileno(), self.config, asyncio.get_running_loop())
+        except OSError as error:
+            ours.close()
+            raise EngineStartError(f"the engine core cannot be started: {error}") from error
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=_READ_BUFFER)
             self._writer.write(frame(self.config))
@@ -119,10 +128,12 @@ class AsyncEngine:
             ours.close()
             raise
         self._tasks = [asyncio.create_task(self._watch(reader, core), name="engine-watch")]
+        self._watchdog = asyncio.create_task(self._watch_steps(core), name="engine-watchdog")
 
     def add(self, requests: list[EngineRequest]) -> None:
         """Hands requests to the core. Raises EngineDeadError if there is none any more."""
         self._send(AddRequests(requests))
+        self._unfinished += len(requests)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Ends requests wherever they are; each shows once more in a step, with Finish.ABORT, unless it has ended already."""
@@ -191,6 +202,8 @@ class AsyncEngine:
         if isinstance(message, Failed):
             raise EngineStartError(message.message)
         how = core.how_it_ended() if ended.done() or first.done() else f"was not ready after {timeout:g} s"
+        if core.returncode == -signal.SIGKILL:
+            how += " (the system does that when memory runs out)"
         raise EngineStartError(f"the engine core {how} while loading {self.config.model}{core.last_words()}", core.returncode)
 
     def _send(self, message: ToCore) -> None:
@@ -207,10 +220,11 @@ class AsyncEngine:
         ended = asyncio.create_task(core.ended.wait())
         await asyncio.wait({receiving, ended}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({receiving, ended}, timeout=_DEATH_GRACE)
-        how = core.how_it_ended()
-        returncode = core.returncode
+        how, returncode = core.how_it_ended(), core.returncode
+        if self._hung:
+            how, returncode = f"was killed, for its step hung: nothing came in {self.config.step_timeout:g} s", None
         core.kill()
-        for task in (receiving, ended):
+        for task in (receiving, ended, self._watchdog):
             task.cancel()
         if self._writer is not None:
             self._writer.close()
@@ -221,6 +235,16 @@ class AsyncEngine:
         for arrived in self._readers.values():
             arrived.put_nowait(self._death)
 
+    async def _watch_steps(self, core: "_CoreProcess") -> None:
+        """Kills a core that has requests and says nothing for `step_timeout` seconds; `_watch` sees the end."""
+        quiet = 0
+        while quiet < _LOOKS:
+            await asyncio.sleep(self.config.step_timeout / _LOOKS)
+            quiet = quiet + 1 if self._unfinished and not self._heard else 0
+            self._heard = False
+        self._hung = True
+        core.kill()
+
     async def _receive(self, reader: asyncio.StreamReader, last: list[str]) -> None:
         while (message := await _read(reader)) is not None:
             if isinstance(message, StepOutput):
@@ -230,6 +254,8 @@ class AsyncEngine:
 
     def _hand_out(self, output: StepOutput) -> None:
         self.stats = output.stats
+        self._heard = True
+        self._unfinished -= sum(map(bool, output.finish))
         if not output.request_ids:
             return
         if max(output.request_ids) >= _OWN_IDS:
@@ -262,7 +288,7 @@ class _CoreProcess:
         self._loop = loop
         self._lines: deque[str] = deque(maxlen=_STDERR_LINES)
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "workers.engine.core_process", "--fd", str(fd)],
+            [sys.executable, "-P", "-m", "workers.engine.core_process", "--fd", str(fd), *_log_and_parent()],
             pass_fds=[fd],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -318,6 +344,10 @@ class _CoreProcess:
         self._process.wait()
         with suppress(RuntimeError):  # the loop may be closed by now
             self._loop.call_soon_threadsafe(self.ended.set)
+
+
+def _log_and_parent() -> list[str]:
+    return ["--parent", str(os.getpid()), "--log-level", str(logging.getLogger(__name__).getEffectiveLevel())]
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:

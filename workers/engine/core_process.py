@@ -1,4 +1,5 @@
-"""The engine core's process: `python -m workers.engine.core_process --fd N`. N is its end of a socket pair; the front holds the other.
+"""The engine core's process: `python -m workers.engine.core_process --fd N --parent PID`. N is its end of a socket pair; the front,
+process PID, holds the other.
 
 Reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the front says `Shutdown`, closes its end or dies.
 """
@@ -29,9 +30,13 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    fd = parser.parse_args().fd
+    parser.add_argument("--parent", type=int, required=True, help="the front's process id")
+    parser.add_argument("--log-level", type=int, default=logging.INFO, help="as the logging module counts them")
+    given = parser.parse_args()
+    fd = given.fd
+    _die_with_parent(given.parent)
     _detach_from_terminal(fd)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine-core %(levelname)s %(message)s")
+    _set_up_log(given.log_level)
     connection = socket.socket(fileno=fd)
     reader = FrameReader(connection)
     config = reader.read(msgspec.msgpack.Decoder(EngineConfig))
@@ -68,11 +73,24 @@ def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender
     core.run(inbox, sender.put)
 
 
-def _detach_from_terminal(fd: int) -> None:
-    """Dies with the front, leaves Ctrl-C to it, and keeps its stdout clean."""
+def _die_with_parent(parent: int) -> None:
+    """The kernel kills this process once the thread that started it is gone (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getppid() != parent:  # it ended before the order above took hold
+        os._exit(1)
+
+
+def _set_up_log(level: int) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s core %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    for noisy in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, level))
+
+
+def _detach_from_terminal(fd: int) -> None:
+    """Leaves it to the front to hear Ctrl-C and orders to stop, which may reach a whole group of processes, and keeps its stdout clean."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     os.set_inheritable(fd, False)
     os.dup2(2, 1)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -167,6 +168,45 @@ def test_the_death_of_the_core_reaches_everyone_within_a_second() -> None:
     run(scenario)
 
 
+def test_a_core_that_hangs_is_killed_and_said_to_have_hung() -> None:
+    async def scenario() -> None:
+        async with started(replace(config(), step_timeout=1.0)) as engine:
+            answer = engine.generate([1], ENDLESS)
+            await anext(answer)
+            os.kill(engine.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            with pytest.raises(EngineDeadError, match=r"its step hung: nothing came in 1 s") as death:
+                await exhaust(answer)
+            assert 0.7 < time.monotonic() - began < 5
+            assert death.value.returncode is None
+
+    run(scenario)
+
+
+def test_an_idle_core_may_be_silent_and_heeds_no_sigterm() -> None:
+    async def scenario() -> None:
+        async with started(replace(config(), step_timeout=0.1)) as engine:
+            assert len(await text_of(engine, [1], SamplingParams(3))) == 3
+            os.kill(engine.pid, signal.SIGTERM)
+            await asyncio.sleep(0.5)
+            assert len(await text_of(engine, [1], SamplingParams(3))) == 3
+
+    run(scenario)
+
+
+def test_a_core_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        before = psutil.Process().num_fds()
+        engine = AsyncEngine(config())
+        with pytest.raises(EngineStartError, match="cannot be started"):
+            await engine.start(START_SECONDS)
+        assert psutil.Process().num_fds() == before
+        await engine.stop()
+
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    run(scenario)
+
+
 async def exhaust(items: AsyncIterator[object]) -> None:
     async for _ in items:
         pass
@@ -218,7 +258,7 @@ def test_a_core_that_dies_while_it_loads_is_noticed() -> None:
         await asyncio.sleep(0)
         os.kill(engine.pid, signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(EngineStartError, match="was ended by SIGKILL while loading"):
+        with pytest.raises(EngineStartError, match=r"was ended by SIGKILL \(the system does that when memory runs out\) while loading"):
             await starting
         assert time.monotonic() - began < 1
 
