@@ -5,15 +5,17 @@ between these leaves results in Redis that a part holds already, which the next 
 """
 
 import time
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import msgspec
 
 from jobs import keys
+from jobs.bitmap import Bitmap
 from jobs.control import Slice, enqueue, process_queue, run_slice, wake
 from jobs.lines import decode_json, encode_body, read_line
 from jobs.manifest import BatchSpec, save_manifest
-from jobs.parts import drop_unlisted, merge_parts, salvage, to_compact, verify, write_part, write_records
+from jobs.parts import Record, drop_unlisted, merge_parts, salvage, to_compact, verify, write_part, write_records
 from jobs.plan import PLAN_NAME, PlanEntry, read_plan
 from jobs.queue import Queue
 from jobs.requests import Request
@@ -126,7 +128,7 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
     window = max(_WINDOW_LINES, int(pace.rate * _WINDOW_SECONDS))
     if cursor >= total or shortest_ready(queue, batch, fields) > window // 2:
         return False
-    done = queue.done(batch) if "restored" in fields else b""
+    done = Bitmap(queue.done(batch) if "restored" in fields else b"")
     most_bytes = _window_bytes(queue)
     start = cursor
     with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest) as source:
@@ -177,6 +179,7 @@ def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
     pace.settled, pace.drained_at = part.name, time.monotonic()
     if compacted:
         drop_unlisted(held.root, manifest.parts)
+        queue.set_parts(batch, {part.name: part.lines for part in manifest.parts})
     held.note(_with_usage(fields, [result for _, result in results]))
     return True
 
@@ -202,10 +205,16 @@ def compact(held: Slice) -> bool:
     tier = [part for part in to_compact(parts[:-1]) if verify(held.root, part)]
     if len(tier) < 2:
         return False
-    merged = write_records(held.root, _next_name(held), merge_parts(held.root, tier))
+    merged = write_records(held.root, _next_name(held), _beating(held, merge_parts(held.root, tier)))
     names = {part.name for part in tier}
     held.manifest.parts = [merged, *(part for part in parts if part.name not in names)]
     return True
+
+
+def _beating(held: Slice, records: Iterator[Record]) -> Iterator[Record]:
+    for record in records:
+        held.beat()
+        yield record
 
 
 def _next_name(held: Slice) -> str:
@@ -214,7 +223,7 @@ def _next_name(held: Slice) -> str:
     return f"{held.manifest.next_part:06d}-{held.generation}"
 
 
-def _read_rows(held: Slice, source: BinaryIO, entries: list[PlanEntry], done: bytes) -> tuple[list[tuple[int, Request]], int]:
+def _read_rows(held: Slice, source: BinaryIO, entries: list[PlanEntry], done: Bitmap) -> tuple[list[tuple[int, Request]], int]:
     """Requests for the plan's next entries, less those done already, up to some megabytes; and how many entries that took."""
     rows: list[tuple[int, Request]] = []
     size = taken = 0
@@ -223,7 +232,7 @@ def _read_rows(held: Slice, source: BinaryIO, entries: list[PlanEntry], done: by
         if size > _CHUNK_BYTES:
             break
         taken += 1
-        if _is_done(done, entry.line):
+        if entry.line in done:
             continue
         source.seek(entry.offset)
         rows.append((entry.line, _request(held.manifest.spec, entry.line, source.read(entry.length), now)))
@@ -246,10 +255,6 @@ def seed_of(seed: int, line: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
     return (mixed ^ (mixed >> 31)) >> 1
-
-
-def _is_done(bitmap: bytes, line: int) -> bool:
-    return line >> 3 < len(bitmap) and bool(bitmap[line >> 3] & 0x80 >> (line & 7))
 
 
 def _active(queue: Queue) -> Any:

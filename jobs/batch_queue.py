@@ -44,8 +44,13 @@ class BatchQueue(QueueBase):
         return {text(name): text(value) for name, value in self._command("HGETALL", keys.batch(batch)).items()}
 
     def batches(self) -> list[str]:
-        """Ids of all batches that have a record."""
-        return sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES))
+        """Ids of all batches that have a record; those whose record has expired are struck off."""
+        known = sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES))
+        states = {batch: self._command("HGET", keys.batch(batch), "state") for batch in known}
+        gone = [batch for batch, state in states.items() if state is None]
+        if gone:
+            self._command("SREM", keys.BATCHES, *gone)
+        return [batch for batch, state in states.items() if state not in (None, FORGOTTEN.encode())]
 
     def ingest(self, batch: str, requests: Sequence[tuple[int, Request]], start: int, cursor: int) -> bool:
         """Adds lines to the ready list (at most 500) and moves the batch's cursor from `start` to `cursor`.
@@ -96,7 +101,7 @@ class BatchQueue(QueueBase):
         return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
 
     def set_parts(self, batch: str, parts: Mapping[str, int]) -> None:
-        """Registers the parts of a batch that is rebuilt, and no others, before it goes in progress."""
+        """Registers these parts, of which the last is what counts, and forgets all others; for the holder of `storage.exclusive`."""
         self._command("DEL", keys.parts(batch))
         if parts:
             self._command("HSET", keys.parts(batch), *flat(parts.items()))

@@ -13,6 +13,7 @@ import redis
 
 from jobs import keys
 from jobs.batch_queue import FORGOTTEN
+from jobs.bitmap import Bitmap
 from jobs.control import enqueue
 from jobs.manifest import END_STATES, BatchSpec, LineProblem, Manifest, State, load_manifest, mark_cancelled, unmark_cancelled
 from jobs.parts import drop_unlisted, merge_parts, write_records
@@ -275,8 +276,11 @@ def _taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) 
 def _drop_failures(manifest: Manifest, status: int) -> None:
     """Takes results of `status` and above out of the parts, so that their lines run again."""
     root = manifest.spec.root
-    failed = {record.line for record in merge_parts(root, manifest.parts) if record.result.status >= status}
-    if not failed:
+    failed = Bitmap()
+    for record in merge_parts(root, manifest.parts):
+        if record.result.status >= status:
+            failed.add(record.line)
+    if not failed.bits:
         return
     kept = (record for record in merge_parts(root, manifest.parts) if record.line not in failed)
     manifest.next_part += 1

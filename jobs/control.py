@@ -154,7 +154,7 @@ class Slice:
     def end(self, state: State, fields: dict[str, Any]) -> None:
         """Moves to an end state, and leaves nothing of the batch in Redis but its record."""
         self.move(state, fields)
-        clean_up(self.queue.redis, self.batch)
+        clean_up(self.queue, self.batch)
 
     def keep_beating(self) -> None:
         """Gives a sign of life each second, however long one step of the job takes; the body of a thread."""
@@ -175,15 +175,16 @@ class Slice:
             self.fields |= {name: str(value) for name, value in fields.items()} | {"state": state or known}
 
 
-def clean_up(client: redis.Redis, batch: str) -> None:
-    """Leaves nothing of a batch that ended in Redis but its record. Does nothing while it runs, or when it is just begun again."""
-    with client.pipeline() as pipeline, contextlib.suppress(redis.WatchError):
+def clean_up(queue: Queue, batch: str) -> None:
+    """Leaves nothing of a batch that ended in Redis but its record, for some days. Does nothing while it runs, or is just begun again."""
+    with queue.redis.pipeline() as pipeline, contextlib.suppress(redis.WatchError):
         pipeline.watch(keys.batch(batch))  # type: ignore[no-untyped-call]
         state: Any = pipeline.hget(keys.batch(batch), "state")
         if state is None or state.decode() not in END_STATES:
             return
         pipeline.multi()
         pipeline.srem(keys.ACTIVE, batch)
+        pipeline.expire(keys.batch(batch), queue.settings.ended_batch_seconds)
         names = (keys.bodies, keys.results, keys.done, keys.parts, keys.batch_models)
         pipeline.unlink(*(name(batch) for name in names))
         pipeline.execute()

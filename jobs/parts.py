@@ -20,7 +20,7 @@ MAX_OPEN = 128
 
 _HEADER = struct.Struct("<III")  # line, length of the result, CRC-32 of line and result
 _LINE = struct.Struct("<I")
-_SMALL_TIERS = (1 << 20, 8 << 20)  # bytes; as many small parts of a tier as `_TIER_PARTS` become one
+_SMALL_TIERS = (1 << 20, 8 << 20, 64 << 20)  # bytes; as many small parts of a tier as `_TIER_PARTS` become one
 _TIER_PARTS = 16
 
 

@@ -5,15 +5,14 @@ Both sorts spill to disk, so that memory grows by 24 bytes per line at most.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import struct
 import tempfile
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from jobs.storage import AtomicWriter, StoreError
 
@@ -30,6 +29,7 @@ _ENTRY = struct.Struct("<IQI")
 _BY_PREFIX = struct.Struct(">IIIIIQI")  # three prefixes, longest first within, line, offset, length
 _BY_ORDER = struct.Struct(">IIIIIIIIQI")  # three times (longest in group first, prefix), longest first, line, offset, length
 _RUN_RECORDS = 100_000
+_FAN_IN = 24
 
 
 class PlanEntry(NamedTuple):
@@ -41,46 +41,56 @@ class PlanEntry(NamedTuple):
 
 
 class Sorter:
-    """Sorts records of one size by their bytes, with at most `run_records` of them in memory."""
+    """Sorts records of one size by their bytes, with at most `run_records` of them in memory and few files: sorted runs, of which
+    `_FAN_IN` of one size become one of the next."""
 
     def __init__(self, record_size: int, folder: Path | None = None, run_records: int = _RUN_RECORDS) -> None:
         self._size = record_size
         self._folder = folder
         self._run_records = run_records
         self._records: list[bytes] = []
-        self._runs: list[Any] = []
+        self._levels: list[list[BinaryIO]] = []
 
     def add(self, record: bytes) -> None:
-        """Takes one record in any order."""
+        """Takes one record in any order. Raises `StoreError`."""
         self._records.append(record)
         if len(self._records) >= self._run_records:
-            self._spill()
+            self._records.sort()
+            self._keep(self._write([b"".join(self._records)]), 0)
+            self._records = []
 
     def __iter__(self) -> Iterator[bytes]:
         """All records in order; may be walked again, not twice at once."""
         self._records.sort()
-        if not self._runs:
-            return iter(self._records)
-        return heapq.merge(self._records, *(self._read(run) for run in self._runs))
+        runs = [run for level in self._levels for run in level]
+        return heapq.merge(self._records, *map(self._read, runs)) if runs else iter(self._records)
 
     def close(self) -> None:
         """Frees memory and disk."""
         self._records = []
-        for run in self._runs:
-            with contextlib.suppress(OSError):  # what a full disk did not take
-                run.close()
-        self._runs = []
+        for level in self._levels:
+            _close(level)
+        self._levels = []
 
-    def _spill(self) -> None:
-        self._records.sort()
+    def _keep(self, run: BinaryIO, level: int) -> None:
+        if level == len(self._levels):
+            self._levels.append([])
+        runs = self._levels[level]
+        runs.append(run)
+        if len(runs) == _FAN_IN:
+            merged = self._write(heapq.merge(*map(self._read, runs)))
+            _close(runs)
+            runs.clear()
+            self._keep(merged, level + 1)
+
+    def _write(self, pieces: Iterable[bytes]) -> BinaryIO:
         try:
             run = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
-            self._runs.append(run)
-            run.write(b"".join(self._records))
+            run.writelines(pieces)
             run.flush()
         except OSError as error:
             raise StoreError(f"cannot sort in {self._folder or tempfile.gettempdir()}: {error.strerror or error}") from error
-        self._records = []
+        return cast(BinaryIO, run)
 
     def _read(self, run: BinaryIO) -> Iterator[bytes]:
         run.seek(0)
@@ -88,6 +98,11 @@ class Sorter:
         while chunk := run.read(chunk_size):
             for start in range(0, len(chunk), self._size):
                 yield chunk[start : start + self._size]
+
+
+def _close(runs: list[BinaryIO]) -> None:
+    for run in runs:
+        run.close()
 
 
 class PlanBuilder:

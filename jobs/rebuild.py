@@ -8,7 +8,7 @@ import msgspec
 
 from jobs import keys
 from jobs.batch_queue import FORGOTTEN
-from jobs.control import enqueue
+from jobs.control import clean_up, enqueue
 from jobs.finalize import outcome_fields
 from jobs.manifest import END_STATES, Manifest, State, is_marked_cancelled, load_manifest, save_manifest
 from jobs.queue import Queue
@@ -67,9 +67,11 @@ def register(queue: Queue, manifest: Manifest) -> None:
     total = manifest.total if manifest.plan_sha256 is not None else 0
     if not queue.create_batch(manifest.batch_id, total, tenant=manifest.spec.tenant, state=state, fields=fields):
         return
-    if state == "validating":
+    if state in END_STATES:
+        clean_up(queue, manifest.batch_id)
+    elif state == "validating":
         enqueue(queue.redis, "validate", manifest.batch_id, manifest.generation)
-    elif state not in END_STATES:
+    else:
         enqueue(queue.redis, "finalize", manifest.batch_id, manifest.generation)
 
 

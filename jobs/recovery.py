@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jobs.bitmap import Bitmap
 from jobs.control import Slice
 from jobs.manifest import Manifest
 from jobs.parts import merge_parts, salvage, verify, write_records
@@ -22,21 +23,18 @@ def restore_progress(held: Slice) -> dict[str, Any]:
     manifest = held.manifest
     if not manifest.parts:
         return {}
-    bitmap = bytearray()
+    done = Bitmap()
     counts = {True: 0, False: 0}
     prompt, completion, cached = 0, 0, 0
     for record in merge_parts(held.root, manifest.parts):
         held.beat()
-        byte = record.line >> 3
-        if byte >= len(bitmap):
-            bitmap.extend(bytes(byte + 1 - len(bitmap)))
-        bitmap[byte] |= 0x80 >> (record.line & 7)
+        done.add(record.line)
         result = record.result
         counts[result.succeeded] += 1
         prompt += result.usage.prompt_tokens
         completion += result.usage.completion_tokens
         cached += result.usage.cached_tokens
-    held.queue.set_done(held.batch, bytes(bitmap))
+    held.queue.set_done(held.batch, bytes(done.bits))
     held.queue.set_parts(held.batch, {part.name: part.lines for part in manifest.parts})
     usage = {"prompt_tokens": prompt, "completion_tokens": completion, "cached_tokens": cached}
     return {"completed": counts[True], "failed": counts[False], "restored": 1, **usage}

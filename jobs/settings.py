@@ -21,4 +21,7 @@ class QueueSettings(BaseSettings):
     worker_deaths: int = Field(
         default=1000, gt=0, description="lost workers after which a request ends with the error worker_lost; machines die, requests do not"
     )
+    ended_batch_seconds: int = Field(
+        default=30 * 24 * 3600, gt=0, description="how long the queue knows a batch that ended; its files stay"
+    )
     stream_keep_seconds: int = Field(default=300, gt=0, description="how long a finished token stream can still be read")

@@ -161,7 +161,7 @@ class Ticker:
     def _look_after(self, batch: str, fields: dict[str, str], now: float) -> None:
         state = fields.get("state", "")
         if state in END_STATES:
-            clean_up(self._client, batch)
+            clean_up(self._queue, batch)
         job = _JOBS.get(state)
         if job is None:
             return

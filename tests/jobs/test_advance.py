@@ -165,6 +165,7 @@ def test_small_parts_are_merged(redis_client: redis.Redis, redis_url: str, tmp_p
         manifest = load_manifest(str(tmp_path / "out.parts"))
         assert manifest is not None
         most = max(most, len(manifest.parts))
+        assert len(Queue(redis_client).parts(batch)) <= 18
     assert 10 < most <= 18
     check_echoes(tmp_path / "out.jsonl", 200)
 

@@ -96,6 +96,21 @@ def test_a_second_start_does_only_what_is_left(redis_client: redis.Redis, redis_
     assert [line["custom_id"] for line in read_jsonl(tmp_path / "out.jsonl")] == [f"c{n}" for n in range(1, 31)]
 
 
+def test_an_ended_batch_is_known_for_some_days(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 3)
+    batch = begin(redis_client, redis_url, source).id
+    name = "{q}:batch:" + batch
+    assert redis_client.ttl(name) == -1
+    run_to_end(redis_client, batch)
+    assert 29 * 86400 < int(redis_client.ttl(name)) <= 30 * 86400  # type: ignore[arg-type]
+    redis_client.delete(name)  # what an expiry does
+    assert Queue(redis_client).batches() == []
+    assert rebuild(Queue(redis_client), str(tmp_path / "out.parts"))
+    assert int(redis_client.ttl(name)) > 0  # type: ignore[arg-type]
+    assert begin(redis_client, redis_url, source).id == batch
+    assert redis_client.ttl(name) == -1
+
+
 def test_a_finished_batch_is_not_run_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 10)
     run_to_end(redis_client, begin(redis_client, redis_url, source).id, failing(4))

@@ -90,13 +90,13 @@ def test_merging_goes_on_past_a_damaged_part(tmp_path: Path) -> None:
 
 def test_compaction_keeps_the_number_of_parts_small() -> None:
     listed: list[Part] = []
-    for number in range(5000):
-        listed.append(Part(f"p{number}", 100, 100_000, ""))
+    for number in range(20_000):
+        listed.append(Part(f"p{number}", 100, 1_000_000, ""))
         while tier := to_compact(listed):
             listed = [part for part in listed if part not in tier]
             listed.append(Part(f"c{number}", sum(part.lines for part in tier), sum(part.bytes for part in tier), ""))
-    assert sum(part.lines for part in listed) == 500_000
-    assert len(listed) < 100
+    assert sum(part.lines for part in listed) == 2_000_000
+    assert len(listed) < 200
 
 
 def test_unlisted_files_go(tmp_path: Path) -> None:

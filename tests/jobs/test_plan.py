@@ -1,5 +1,7 @@
 """The plan holds every line once, keeps prefix groups together and runs long answers first."""
 
+import contextlib
+import os
 import random
 from collections import defaultdict
 from itertools import pairwise
@@ -29,6 +31,20 @@ def planned(folder: Path, bodies: list[dict[str, Any]], run_records: int = 1000)
         entries = read_plan(file, 0, len(bodies) + 10)
     assert all(entry.offset == (entry.line - 1) * 1000 and entry.length == entry.line - 1 for entry in entries)
     return [entry.line - 1 for entry in entries]
+
+
+@pytest.mark.parametrize("count", [0, 1, 23, 24, 25, 600, 24 * 24 + 5])
+def test_a_sort_keeps_few_files(tmp_path: Path, count: int) -> None:
+    rng = random.Random(SEED)
+    records = [rng.randbytes(4) for _ in range(count)]
+    open_files = len(os.listdir("/proc/self/fd"))
+    with contextlib.closing(Sorter(4, tmp_path, 1)) as sorter:
+        for record in records:
+            sorter.add(record)
+            assert len(os.listdir("/proc/self/fd")) - open_files <= 3 * 24
+        assert list(sorter) == sorted(records), SEED
+        assert list(sorter) == sorted(records)
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_lines_of_one_system_prompt_stand_together_long_ones_first(tmp_path: Path) -> None:
