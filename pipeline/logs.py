@@ -10,5 +10,6 @@ def configure_logs(process: str, level: str = "info") -> None:
     handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s %(message)s", datefmt="%H:%M:%S"))
     logging.root.handlers[:] = [handler]
     logging.root.setLevel(level.upper())
-    for noisy in ("uvicorn.error", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "huggingface_hub", "rq.worker", "asyncio"):
+    http = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "huggingface_hub")
+    for noisy in (*http, "uvicorn.error", "filelock", "rq.worker", "asyncio"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.root.level))

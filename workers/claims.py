@@ -107,7 +107,7 @@ class Intake:
             rung, self._rung = self._rung, False
             claims = await loop.run_in_executor(self._thread, self._claim, room, self._live_room - in_flight)
             if claims is None:
-                self._rung = rung
+                self._rung = self._rung or rung  # a bell may have rung meanwhile
                 return False
             if room:
                 self._more = len(claims) >= min(room, MAX_ITEMS)

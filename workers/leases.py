@@ -6,13 +6,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-from jobs.queue import Queue, QueueUnavailable
+from jobs.queue import Held, Queue, QueueUnavailable
 from jobs.requests import RequestKey
 
 logger = logging.getLogger(__name__)
-
-Held = tuple[RequestKey, int]
-"""A request and the fence of the lease on it."""
 
 RENEWALS_PER_LEASE = 4
 

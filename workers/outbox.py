@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from jobs.queue import Queue, QueueFull, QueueUnavailable
+from jobs.queue import Held, Queue, QueueFull, QueueUnavailable
 from jobs.requests import Delta, Finished
-from workers.leases import Held
 
 logger = logging.getLogger(__name__)
 

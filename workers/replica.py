@@ -12,20 +12,20 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from jobs.queue import Queue, QueueUnavailable
+from jobs.queue import Held, Queue, QueueUnavailable
 from jobs.registry import WorkerRecord, WorkerState
-from jobs.requests import Delta, Finished
+from jobs.requests import Delta, Finished, RequestKey
 from jobs.streams import ControlMessage
 from workers import statistics
 from workers.claims import Intake
 from workers.control import Control
 from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineStartError
 from workers.errors import WorkerError
-from workers.leases import Held, Leases
+from workers.leases import Leases
 from workers.outbox import Outbox
 from workers.preparation import Limits, Preparation
 from workers.requests_in_flight import Prepared
@@ -38,13 +38,16 @@ logger = logging.getLogger(__name__)
 GOODBYE_SECONDS = 5.0
 """How long a stopping worker waits for Redis to take its last results."""
 
+PACE_SECONDS = 0.5
+"""How long a draining worker looks at its requests before it tells which of them cannot finish in time."""
+
 T = TypeVar("T")
 
 
 class Replica:
     """From the start of an engine core to its end, whichever way that comes."""
 
-    def __init__(self, settings: WorkerSettings, queue: Queue, tokenizer: asyncio.Task[TextTokenizer], stopping: asyncio.Event) -> None:
+    def __init__(self, settings: WorkerSettings, queue: Queue, tokenizer: asyncio.Future[TextTokenizer], stopping: asyncio.Event) -> None:
         """`stopping` is set when it is to end, and may be set here by an order that came through Redis."""
         self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.was_ready = False
@@ -88,11 +91,12 @@ class Replica:
         engine = asyncio.create_task(self._load_engine())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
-            await asyncio.wait({self._tokenizer, stopping, engine}, return_when=asyncio.FIRST_COMPLETED)
+            both: tuple[asyncio.Future[Any], ...] = (engine, self._tokenizer)
+            await asyncio.wait({*both, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if self._tokenizer.done() and not engine.done():
                 self._tokenizer.result()
                 await self._set_state("initializing")
-            for loading in (engine, self._tokenizer):
+            for loading in both:
                 await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 if self._stopping.is_set():
                     return False
@@ -168,21 +172,30 @@ class Replica:
         await self._give_back(unstarted)
         if len(self._running):
             logger.info("draining: %d requests have %.0f s to finish", len(self._running), self._settings.shutdown_timeout)
-        deadline = self._loop.time() + self._settings.shutdown_timeout
-        while len(self._running) and not steps.done() and self._loop.time() < deadline:
+        begun, deadline = 0, self._loop.time() + self._settings.shutdown_timeout
+        look, before = self._loop.time() + PACE_SECONDS, self._running.tokens_left()
+        while len(self._running) and not steps.done() and (now := self._loop.time()) < deadline:
             await asyncio.sleep(0.02)
-        deltas = self._running.checkpoint()
-        held = self._running.drop_all()
+            if now >= look:
+                begun += await self._give_up(self._running.hopeless(before, (deadline - now) / PACE_SECONDS))
+                look = deadline
+        begun += await self._give_up(self._running.keys())
+        logger.info("stopped; %d requests were handed back, %d of them with a beginning", len(unstarted) + begun, begun)
+
+    async def _give_up(self, keys: list[RequestKey]) -> int:
+        """Hands requests back with what they have so far; returns how many."""
+        deltas = self._running.checkpoint(keys)
+        held = self._running.drop(keys)
         await self._deliver_last(deltas)
         await self._give_back(held)
-        logger.info("stopped; %d requests were handed back, %d of them with a beginning", len(unstarted) + len(held), len(held))
+        return len(held)
 
     async def _bury_engine(self, error: EngineDeadError) -> None:
         """Publishes what the dead core had generated, from where its requests go on elsewhere; `_end` then gives up their leases."""
         logger.error("%s; %d requests were with it", error, len(self._running))
         if self._intake is not None:
             await self._intake.pause()
-        await self._deliver_last(self._running.checkpoint())
+        await self._deliver_last(self._running.checkpoint(self._running.keys()))
 
     async def _deliver_last(self, deltas: list[Delta]) -> None:
         try:
@@ -203,6 +216,8 @@ class Replica:
         if self._intake is not None:
             self._intake.close()
         await self._call(lambda: self._queue.remove_worker(self.id))
+        if self._stopping.is_set():
+            await self._set_state("stopped")
         await self._engine.stop()
 
     def _on_orders(self, orders: list[ControlMessage]) -> None:

@@ -69,6 +69,11 @@ class RequestInFlight:
         """Whether this worker generated anything for it."""
         return len(self.token_ids) > len(self.engine_request.output_token_ids)
 
+    @property
+    def tokens_left(self) -> int:
+        """How many more it may get."""
+        return self._sampling.max_tokens - len(self.token_ids)
+
     def take(self, token_ids: list[int], stop_token: int = -1) -> bool:
         """Adds generated tokens, in order; whether a stop string ended the request, after which it keeps no more of them.
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from jobs.queue import Held
 from jobs.requests import Delta, Finished, RequestKey
 from jobs.results import ApiError
 from jobs.streams import ControlMessage
 from workers.engine.async_engine import EngineDeadError
 from workers.engine.messages import EngineRequest, Finish, StepOutput
-from workers.leases import Held
 from workers.requests_in_flight import Prepared, RequestInFlight
 
 WATCHED_SECONDS = 60.0
@@ -127,9 +127,26 @@ class Running:
                     deltas.append(request.delta())
         return deltas
 
-    def checkpoint(self) -> list[Delta]:
-        """Everything that is not published yet, of all requests."""
-        return [request.delta() for request in self._requests.values() if request.fresh_tokens]
+    def keys(self) -> list[RequestKey]:
+        """All requests in flight."""
+        return list(self._by_key)
+
+    def checkpoint(self, keys: Iterable[RequestKey]) -> list[Delta]:
+        """Everything of these requests that is not published yet."""
+        requests = (self._requests[self._by_key[key]] for key in keys if key in self._by_key)
+        return [request.delta() for request in requests if request.fresh_tokens]
+
+    def tokens_left(self) -> dict[RequestKey, int]:
+        """How many tokens each request may still get."""
+        return {request.claim.key: request.tokens_left for request in self._requests.values()}
+
+    def hopeless(self, before: Mapping[RequestKey, int], times: float) -> list[RequestKey]:
+        """Batch requests that at their pace since `before` would need more than `times` as long again to use up their tokens.
+
+        One of them may still end before that by itself; it loses little by going on elsewhere, and a live call's client waits.
+        """
+        left = self.tokens_left()
+        return [key for key, now in left.items() if not key.live and now > max(0, before.get(key, now) - now) * times]
 
     def watch(self, order: ControlMessage) -> None:
         """Somebody reads the tokens of these requests, or of every request of a batch, for a while."""
@@ -160,10 +177,6 @@ class Running:
     def drop_unstarted(self) -> list[Held]:
         """Stops the requests that have no tokens from here yet."""
         return self.drop([request.claim.key for request in self._requests.values() if not request.started])
-
-    def drop_all(self) -> list[Held]:
-        """Stops everything."""
-        return self.drop(list(self._by_key))
 
     def _abort(self, request_ids: list[int]) -> None:
         if request_ids:

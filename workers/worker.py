@@ -10,7 +10,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 import redis
 
@@ -32,6 +37,8 @@ RESTART_WINDOW_SECONDS = 600.0
 
 CALL_RETRY_SECONDS = 2.0
 """How long one call to Redis tries again by itself; who calls decides what happens then."""
+
+T = TypeVar("T")
 
 
 def main(settings: WorkerSettings) -> int:
@@ -63,13 +70,13 @@ class Worker:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         await self._check_redis()
-        tokenizer = asyncio.create_task(asyncio.to_thread(self._load_tokenizer))
+        tokenizer = _in_daemon_thread(self._load_tokenizer)
         try:
             await self._run_replicas(tokenizer)
         finally:
             tokenizer.cancel()
 
-    async def _run_replicas(self, tokenizer: asyncio.Task[TextTokenizer]) -> None:
+    async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer]) -> None:
         deaths: list[float] = []
         while True:
             replica = Replica(self.settings, self._queue, tokenizer, self._stopping)
@@ -79,6 +86,8 @@ class Worker:
             except EngineDeadError as error:
                 now = time.monotonic()
                 deaths = [*(death for death in deaths if now - death < RESTART_WINDOW_SECONDS), now]
+                if self._stopping.is_set():
+                    return
                 if len(deaths) > MAX_ENGINE_RESTARTS:
                     raise WorkerError(f"{error}; {len(deaths)} engine cores have died by now, and no more are started") from error
             finally:
@@ -105,3 +114,24 @@ class Worker:
             raise WorkerError(str(error)) from error
         except (redis.RedisError, QueueUnavailable) as error:
             raise WorkerError(f"Redis cannot be used: {error}") from error
+
+
+def _in_daemon_thread(action: Callable[[], T]) -> asyncio.Future[T]:
+    """What `action` returns or raises. Unlike a thread of a pool this one holds nothing up when the process wants to end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(outcome: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop may be closed by now
+            loop.call_soon_threadsafe(lambda: None if future.done() else outcome())
+
+    def run() -> None:
+        try:
+            value = action()
+        except Exception as error:
+            settle(partial(future.set_exception, error))
+        else:
+            settle(partial(future.set_result, value))
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue
         batch = submit_batch(queue, [endless(TOKENS) for _ in range(12)])  # more than run at once
         wait_published(queue, RequestKey(batch, 0), 50)
         assert worker.stop() == 0
-    assert queue.workers() == []
+    assert [worker.state for worker in queue.workers()] == ["stopped"]
     claims = queue.claim("test", 1, 20, models=["demo"])
     assert [claim.key.line for claim in claims] == list(range(12))
     assert {claim.attempt for claim in claims} == {1}
@@ -132,11 +133,52 @@ def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> Non
     assert len(queue.results(batch)) == 1
 
 
+def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "20") as worker:
+        batch = submit_batch(queue, [{**endless(200), "max_tokens": 40}, endless(200)])
+        _, api = submit_live(queue, endless(5))
+        follow(queue, api)
+        wait_published(queue, RequestKey(batch, 0), 10)
+        os.kill(worker.core_pid, signal.SIGSTOP)  # no pace at all, so that nothing can finish
+        began = time.monotonic()
+        worker.process.terminate()
+        wait_until(lambda: queue.ready_length(batch) == 2, 10, "both to be handed back")
+        assert time.monotonic() - began < 10
+        os.kill(worker.core_pid, signal.SIGCONT)
+        assert worker.process.wait(20) == 0
+        assert time.monotonic() - began < 15
+
+
+def test_a_stopping_worker_starts_no_other_core(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60") as worker:
+        batch = submit_batch(queue, [endless(1900)])
+        _, api = submit_live(queue, endless(1900))
+        follow(queue, api, until=3)
+        core = worker.core_pid
+        os.kill(core, signal.SIGSTOP)
+        worker.process.terminate()
+        wait_until(lambda: worker.state == "draining", 20, "the worker to drain")
+        os.kill(core, signal.SIGKILL)
+        assert worker.process.wait(20) == 0
+        assert worker.log().count("engine on") == 1
+    assert queue.ready_length(batch) == 1
+
+
 def test_sigterm_while_loading_ends_at_once(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, ready=False) as worker:
         wait_until(lambda: worker.state == "loading", 60, "the worker to appear")
         assert worker.stop() == 0
-    assert queue.workers() == []
+    assert [worker.state for worker in queue.workers()] == ["stopped"]
+
+
+def test_sigterm_does_not_wait_for_a_tokenizer_that_cannot_be_read(queue: Queue, redis_url: str, tmp_path: Path) -> None:
+    template = tmp_path / "endless"
+    os.mkfifo(template)
+    with running_worker(queue, redis_url, *FLAGS, "--chat-template", str(template), ready=False) as worker:
+        wait_until(lambda: worker.state == "loading", 60, "the worker to appear")
+        began = time.monotonic()
+        assert worker.stop() == 0
+        assert time.monotonic() - began < 5
 
 
 def test_a_second_sigterm_ends_at_once(queue: Queue, redis_url: str) -> None:
@@ -154,7 +196,7 @@ def test_an_order_to_drain_ends_a_worker(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS) as worker:
         queue.drain(worker.wait_ready().id)
         assert worker.process.wait(30) == 0
-    assert queue.workers() == []
+    assert [worker.state for worker in queue.workers()] == ["stopped"]
 
 
 def test_a_worker_outlives_redis(tmp_path: Path) -> None:
