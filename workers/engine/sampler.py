@@ -15,6 +15,8 @@ from workers.engine.messages import SamplingParams
 from workers.engine.noise import gumbel, request_keys, signed_seed
 
 _FIRST_CANDIDATES = 128
+_BINS = 4096
+_BINNED = 32.0  # how far below the largest value the bins reach; the last one takes the rest, which is next to nothing
 _LIST_COST = 8  # what a listed candidate costs, in tokens of a row that is computed whole
 _NOISE_ROWS = 4  # unfiltered rows whose noise is computed at once on a CPU, so that its temporaries stay in the processor's cache
 
@@ -42,16 +44,18 @@ class Sampler:
 
         Changes `logits`.
         """
-        tokens = logits.argmax(-1)
         drawn = np.nonzero(self._temperature[slots] > 0)[0]
         if drawn.size == 0:
-            return tokens
+            return logits.argmax(-1)
         slots, device = slots[drawn], logits.device
         rows = torch.from_numpy(drawn).to(device)
         z = logits if drawn.size == logits.shape[0] else logits[rows]
         # From the largest down, so that a tiny temperature cannot overflow.
         z = z.sub_(z.amax(-1, keepdim=True)).div_(self._column(self._temperature, slots, device))
         keys = request_keys(*(torch.from_numpy(x).to(device) for x in (self._seed[slots], self._choice[slots], indices[drawn])))
+        if drawn.size == logits.shape[0]:
+            return self._draw(z, keys, slots)
+        tokens = logits.argmax(-1)
         tokens[rows] = self._draw(z, keys, slots)
         return tokens
 
@@ -89,19 +93,29 @@ class Sampler:
 def top_p_threshold(z: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
     """Raises each row's threshold to the smallest value of its nucleus: the fewest largest candidates whose probability reaches top_p.
 
-    z [R, vocab] with no value far above 0, threshold and top_p [R, 1]. Looks at the largest few candidates, and sorts only the rows whose
-    nucleus is wider.
+    z [R, vocab] with no value far above 0, threshold and top_p [R, 1]. Looks at the largest few candidates first, and at all of a row
+    only where its nucleus is wider.
     """
     total = torch.where(z >= threshold, z.exp(), 0).sum(-1, keepdim=True)
     if z.is_cuda:
         return _nucleus(z.sort(-1, descending=True).values, total, threshold, top_p)[0]
     lowest, reached = _nucleus(z.topk(min(_FIRST_CANDIDATES, z.shape[1]), -1).values, total, threshold, top_p)
-    wide = (~reached[:, 0]).nonzero()[:, 0]
-    if wide.numel():
-        # numpy sorts floats several times faster than torch does.
-        ordered = torch.from_numpy(np.sort(z[wide].numpy(), -1)).flip(-1)
-        lowest[wide] = _nucleus(ordered, total[wide], threshold[wide], top_p[wide])[0]
+    for row in (~reached[:, 0]).nonzero()[:, 0].tolist():
+        lowest[row] = _wide_nucleus(z[row].numpy(), float(threshold[row]), float(top_p[row]))
     return lowest
+
+
+def _wide_nucleus(z: NDArray[np.float32], threshold: float, top_p: float) -> float:
+    """The same for one row [vocab]: a histogram of the probability finds the bin in which the nucleus ends, and only that is sorted."""
+    bins = np.clip(z * np.float32(-_BINS / _BINNED), 0, _BINS - 1).astype(np.int32)  # bin 0 holds the largest
+    weight = np.where(z >= threshold, np.exp(z), np.float32(0))
+    mass = np.bincount(bins, weights=weight, minlength=_BINS)
+    before = np.cumsum(mass) - mass
+    goal = top_p * mass.sum()
+    last = np.nonzero((before < goal) & (mass > 0))[0][-1]
+    members = np.sort(z[(bins == last) & (weight > 0)])[::-1]
+    weights = np.exp(members.astype(np.float64))
+    return float(members[before[last] + np.cumsum(weights) - weights < goal][-1])
 
 
 def _nucleus(ordered: Tensor, total: Tensor, threshold: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,4 +145,5 @@ def draw_kept(z: Tensor, threshold: Tensor, keys: Tensor) -> Tensor:
     winners = scores == best[rows]
     # The first of equals, as argmax has it; a row without a candidate (its logits are not numbers) gives its argmax.
     first = torch.full_like(keys, z.shape[1]).scatter_reduce_(0, rows[winners], tokens[winners], "amin")
-    return torch.where(first < z.shape[1], first, z.argmax(-1))
+    none = first == z.shape[1]
+    return torch.where(none, z.argmax(-1), first) if none.any() else first

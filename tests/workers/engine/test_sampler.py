@@ -94,6 +94,25 @@ def test_flat_distribution_needs_many_candidates() -> None:
         assert int((logits[row] >= threshold[row]).sum()) == pytest.approx(int(plain_kept(logits[row], params[row]).sum()), abs=1)
 
 
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999999])
+def test_a_wide_nucleus_ends_where_sorting_everything_says(scale: float, top_p: float) -> None:
+    z = torch.randn(6, 30_000, generator=torch.Generator().manual_seed(1)) * scale
+    z[1, 100:] = -torch.inf
+    z[2, ::3] = z[2, 0]
+    z[3] = z[3].round()
+    z -= z.amax(-1, keepdim=True)
+    limits = torch.tensor([-torch.inf, -torch.inf, -torch.inf, -torch.inf, -1.5, -0.2])[:, None]
+    got = top_p_threshold(z, limits, torch.full((6, 1), top_p))
+    for row in range(6):
+        ordered = z[row].double().sort(descending=True).values
+        weights = torch.where(ordered >= limits[row], ordered.exp(), 0)
+        before = (weights.cumsum(0) - weights) / weights.sum()
+        # The accuracy of the sums may move the end by a few candidates, never further.
+        few = [ordered[(before < share) & (weights > 0)][-1] for share in (top_p + 2e-6, top_p - 2e-6)]
+        assert few[0] - 1e-6 <= got[row] <= few[1] + 1e-6
+
+
 def test_kept_and_all_draw_the_same() -> None:
     """Whether candidates are listed or not, the noise is theirs."""
     logits, keys = random_logits(9), torch.arange(9) * 12345
