@@ -111,7 +111,8 @@ def needs_slice(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
 
 def feed_needed(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
     """Whether the plan goes on and a ready list is low."""
-    return int(fields["cursor"]) < int(fields["total"]) and shortest_ready(queue, batch, fields) <= int(fields.get("low_water", 0))
+    models = _feeding(queue, fields)
+    return bool(models) and min(ready_lengths(queue, batch, models).values()) <= int(fields.get("low_water", 0))
 
 
 def all_done(fields: dict[str, str]) -> bool:
@@ -120,24 +121,33 @@ def all_done(fields: dict[str, str]) -> bool:
 
 
 def feed(held: Slice, pace: Pace, deadline: float) -> bool:
-    """Fills the batch's window from the plan; False when there was nothing to add."""
+    """Fills the batch's window from the plan; False when there was nothing to add.
+
+    Lines of a model that no worker serves may take their share of the window; those beyond it are passed over, so that they do not
+    hold up the others, and come in another pass over the plan, when that model's list falls low.
+    """
     queue, batch = held.queue, held.batch
     fields = queue.batch_fields(batch)
     pace.measure(int(fields["completed"]) + int(fields["failed"]))
-    cursor, total = int(fields["cursor"]), int(fields["total"])
     window = max(_WINDOW_LINES, int(pace.rate * _WINDOW_SECONDS))
-    if cursor >= total or shortest_ready(queue, batch, fields) > window // 2:
+    models = _feeding(queue, fields)
+    if not models or min(ready_lengths(queue, batch, models).values()) > window // 2:
         return False
+    if int(fields["cursor"]) >= int(fields["total"]):
+        held.note({"cursor": 0, "restored": 1, "open_models": fields["passed_over"], "passed_over": "[]"})
+        fields = queue.batch_fields(batch)
+    cursor, total = int(fields["cursor"]), int(fields["total"])
     done = Bitmap(queue.done(batch) if "restored" in fields else b"")
     most_bytes = _window_bytes(queue)
     start = cursor
     with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest) as source:
-        while cursor < total and shortest_ready(queue, batch, fields) < window and queue.window_bytes(batch) < most_bytes:
+        while cursor < total and min(ready_lengths(queue, batch, models).values()) < window and queue.window_bytes(batch) < most_bytes:
             held.beat()
             entries = read_plan(plan, cursor, MAX_ITEMS)
             if not entries:
                 raise StoreError(f"the plan of {batch} ends at line {cursor} of {total}")
             rows, taken = _read_rows(held, source, entries, done)
+            rows = _without_full(held, rows, models, window, most_bytes)
             if not queue.ingest(batch, rows, cursor, cursor + taken):
                 break
             cursor += taken
@@ -145,17 +155,47 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
                 break
     if cursor > start:
         # At this length the next claim asks for another slice; half of what fits, where large bodies fill the window early.
-        held.note({"low_water": min(window, shortest_ready(queue, batch, fields)) // 2})
+        lengths = [length for length in ready_lengths(queue, batch, models).values() if length]
+        held.note({"low_water": min(window, *lengths) // 2 if lengths else 0})
     return cursor > start
 
 
-def shortest_ready(queue: Queue, batch: str, fields: dict[str, str]) -> int:
-    """Lines that wait for the model that has the fewest of them, since its workers are the first to run dry."""
+def ready_lengths(queue: Queue, batch: str, models: list[str]) -> dict[str, int]:
+    """How many lines wait for each model."""
     with queue.redis.pipeline(transaction=False) as pipeline:
-        for model in msgspec.json.decode(fields["line_models"], type=list[str]):
+        for model in models:
             pipeline.llen(keys.ready(batch, model))
-        lengths: list[int] = pipeline.execute()
-    return min(lengths, default=0)
+        return dict(zip(models, pipeline.execute(), strict=True))
+
+
+def _feeding(queue: Queue, fields: dict[str, str]) -> list[str]:
+    """The models whose ready lists say how far to feed: those of which the plan has more lines, if they are served, else all of these."""
+    if int(fields["cursor"]) >= int(fields["total"]):
+        return _names(fields.get("passed_over", "[]"))
+    models = _names(fields.get("open_models", fields["line_models"]))
+    served = [model for model in models if len(models) == 1 or queue.redis.exists(keys.serving(model))]
+    return served or models
+
+
+def _without_full(
+    held: Slice, rows: list[tuple[int, Request]], models: list[str], window: int, most_bytes: int
+) -> list[tuple[int, Request]]:
+    """The rows less those to be passed over, which is noted before the cursor moves past them."""
+    queue, batch, fields = held.queue, held.batch, held.fields
+    idle = sorted({request.model for _, request in rows} - set(models))
+    if not idle:
+        return rows
+    size = queue.window_bytes(batch) / max(1, queue.window_lines(batch))
+    share = most_bytes / len(_names(fields["line_models"]))
+    full = {model for model, length in ready_lengths(queue, batch, idle).items() if length >= window or length * size >= share}
+    noted = set(_names(queue.batch_fields(batch).get("passed_over", "[]")))
+    if full - noted:
+        held.note({"passed_over": msgspec.json.encode(sorted(full | noted)).decode()})
+    return [(line, request) for line, request in rows if request.model not in full]
+
+
+def _names(encoded: str) -> list[str]:
+    return msgspec.json.decode(encoded, type=list[str])
 
 
 def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:

@@ -72,6 +72,10 @@ class BatchQueue(QueueBase):
         """Bytes of the request bodies in Redis, waiting or running."""
         return int(self._command("HGET", keys.batch(batch), "body_bytes") or 0)
 
+    def window_lines(self, batch: str) -> int:
+        """Lines in Redis, waiting or running."""
+        return int(self._command("HLEN", keys.bodies(batch)))
+
     def undrained_bytes(self, batch: str) -> int:
         """Bytes of the results in Redis."""
         return int(self._command("HGET", keys.batch(batch), "result_bytes") or 0)

@@ -83,7 +83,7 @@ def run_again(held: Slice) -> None:
     drop_unlisted(held.root, manifest.parts)
     manifest.timestamps.pop("finalizing", None)
     progress = {"completed": 0, "failed": 0, "restored": 1, **restore_progress(held)}
-    held.move("in_progress", {**progress, "cursor": 0})
+    held.move("in_progress", {**progress, "cursor": 0, "open_models": held.fields["line_models"], "passed_over": "[]"})
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
 
 

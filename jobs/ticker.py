@@ -44,6 +44,8 @@ _RECORD = (
     "result_bytes",
     "low_water",
     "line_models",
+    "open_models",
+    "passed_over",
 )
 log = logging.getLogger(__name__)
 

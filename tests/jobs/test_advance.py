@@ -15,6 +15,7 @@ from jobs.integrity import faults
 from jobs.manifest import load_manifest
 from jobs.parts import merge_parts
 from jobs.queue import Queue
+from jobs.registry import WorkerRecord
 from jobs.settings import QueueSettings
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, failing, write_input
@@ -121,6 +122,33 @@ def test_lines_of_an_unserved_model_do_not_hold_up_the_others(
         step(redis_client, batch)
         answer_all(redis_client)
     assert step(redis_client, batch).completed == 400
+
+
+def test_an_absent_model_does_not_fill_the_window_of_the_others(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines wait on disk once they have their share, and run when its worker comes."""
+    monkeypatch.setattr(advance, "_CHUNK_BYTES", 20_000)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(
+        b"".join(chat_line(f"c{n}", f"say {n}", model="away" if n % 2 else "m", max_tokens=9, user="x" * 2000) for n in range(1, 401))
+    )
+    batch = begin(redis_client, redis_url, source, models=("m", "away")).id
+    queue = Queue(redis_client, QueueSettings(window_bytes=100_000))
+    monkeypatch.setattr(control, "_process_queue", queue)
+    step(redis_client, batch)
+    for _ in range(100):
+        answer_all(redis_client, most=10)
+        record = step(redis_client, batch)
+        assert queue.window_bytes(batch) < 160_000
+        if record.completed == 200:
+            break
+    assert record.completed == 200
+    assert 0 < record.waiting < 60
+    queue.register_worker(WorkerRecord("w2", ["away"], "ready", 4096, 1.0, "test", 1))
+    record = run_to_end(redis_client, batch, models=("m", "away"), steps=100)
+    assert (record.state, record.completed) == ("completed", 400)
+    check_echoes(source.with_name("out.jsonl"), 400)
 
 
 @pytest.mark.parametrize("point", ["write_part", "save_manifest", "drained", "_with_usage"])
