@@ -76,10 +76,6 @@ class BatchQueue(QueueBase):
         """Lines in Redis, waiting or running."""
         return int(self._command("HLEN", keys.bodies(batch)))
 
-    def undrained_bytes(self, batch: str) -> int:
-        """Bytes of the results in Redis."""
-        return int(self._command("HGET", keys.batch(batch), "result_bytes") or 0)
-
     def results(self, batch: str, limit: int = MAX_PART_LINES) -> list[tuple[int, Result]]:
         """Finished lines that no part holds yet, lowest line first. They stay."""
         lines = sorted(int(line) for line in self._command("HKEYS", keys.results(batch)))[:limit]

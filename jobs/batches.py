@@ -29,7 +29,7 @@ from jobs.storage import Busy, StoreError, absolute, exclusive, join, local_path
 
 __all__ = [
     "BatchRecord", "BatchRefused", "BatchSpec", "Busy", "InputChanged", "LineProblem", "StoreError", "cancel_batch", "create_batch",
-    "get_batch", "list_batches", "wait_for",
+    "get_batch", "wait_for",
 ]  # fmt: skip
 
 _POLL_SECONDS = 0.03
@@ -136,17 +136,6 @@ def _read(client: redis.Redis, batch_id: str) -> tuple[dict[str, str], int, int]
         for model in msgspec.json.decode(fields.get("line_models", "[]"), type=list[str]) if held else []:
             pipeline.llen(keys.ready(batch_id, model))
         return fields, held, sum(pipeline.execute())
-
-
-def list_batches(client: redis.Redis) -> list[BatchRecord]:
-    """All batches that have a record, oldest first."""
-    records = []
-    for batch_id in Queue(client).batches():
-        try:
-            records.append(get_batch(client, batch_id))
-        except KeyError:  # it is being removed
-            continue
-    return sorted(records, key=lambda record: (record.timestamps["created"], record.id))
 
 
 def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:

@@ -11,7 +11,6 @@ import redis
 from jobs import advance, control
 from jobs.advance import seed_of
 from jobs.batches import cancel_batch
-from jobs.integrity import faults
 from jobs.manifest import load_manifest
 from jobs.parts import merge_parts
 from jobs.queue import Queue
@@ -19,6 +18,7 @@ from jobs.registry import WorkerRecord
 from jobs.settings import QueueSettings
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, failing, write_input
+from tests.support.integrity import faults
 
 
 class Killed(BaseException):

@@ -5,9 +5,9 @@ import redis
 
 from jobs import keys
 from jobs.batch_queue import MAX_PART_LINES
-from jobs.integrity import faults
 from jobs.queue import Queue
 from jobs.requests import RequestKey
+from tests.support.integrity import faults
 from tests.support.requests import MODEL, finished, request, start_batch
 
 
@@ -104,7 +104,7 @@ class TestDrain:
         there = [line for line, _ in queue.results("batch_a")]
         assert there == list(range(MAX_PART_LINES))
         assert queue.drained("batch_a", "part-0", there)
-        assert queue.undrained_bytes("batch_a") == 0
+        assert int(queue.batch_fields("batch_a")["result_bytes"]) == 0
         assert redis_client.exists(keys.results("batch_a")) == 0
         with pytest.raises(ValueError, match="in one part"):
             queue.drained("batch_a", "part-1", range(MAX_PART_LINES + 1))

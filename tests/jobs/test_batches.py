@@ -20,7 +20,6 @@ from jobs.batches import (
     cancel_batch,
     create_batch,
     get_batch,
-    list_batches,
     wait_for,
 )
 from jobs.connection import connect
@@ -28,7 +27,7 @@ from jobs.manifest import load_manifest
 from jobs.queue import Queue, QueueUnavailable
 from jobs.rebuild import rebuild
 from jobs.storage import StoreError, exclusive
-from tests.support.batch_steps import answer_all, begin, run_to_end, step
+from tests.support.batch_steps import answer_all, begin, list_batches, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, failing, read_jsonl, write_input
 from tests.support.redis_server import running_server
 

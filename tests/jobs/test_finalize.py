@@ -14,7 +14,6 @@ from pyarrow import parquet
 
 from jobs import control, finalize
 from jobs.batches import cancel_batch, get_batch
-from jobs.integrity import faults
 from jobs.manifest import Manifest
 from jobs.queue import Queue
 from jobs.requests import Claim
@@ -23,6 +22,7 @@ from jobs.source import note_source
 from jobs.storage import AtomicWriter, sha256_of
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, echo, failing, read_jsonl, write_input
+from tests.support.integrity import faults
 
 
 def ready_to_finalize(client: redis.Redis, url: str, source: Path, **options: Any) -> str:

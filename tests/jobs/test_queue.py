@@ -6,10 +6,10 @@ import pytest
 import redis
 
 from jobs import keys
-from jobs.integrity import faults
 from jobs.queue import Queue
 from jobs.requests import Checkpoint, RequestKey
 from jobs.settings import QueueSettings
+from tests.support.integrity import faults
 from tests.support.requests import MODEL, delta, finished, held, lines, request, start_batch
 from tests.support.waiting import wait_until
 
@@ -94,7 +94,7 @@ class TestClaim:
         queue = Queue(redis_client, QueueSettings(undrained_bytes=100))
         start_batch(queue, "batch_a", 4)
         commit_all(queue, "w1", take(queue, "w1", 1, 2))
-        assert queue.undrained_bytes("batch_a") > 100
+        assert int(queue.batch_fields("batch_a")["result_bytes"]) > 100
         assert take(queue, "w1", 2) == []
         assert queue.drained("batch_a", "part-0", [0, 1])
         assert lines(take(queue, "w1", 3)) == [2, 3]

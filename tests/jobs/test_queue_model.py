@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from jobs import keys
-from jobs.integrity import faults
 from jobs.queue import Queue
 from jobs.requests import Claim, RequestKey
+from tests.support.integrity import faults
 from tests.support.requests import MODEL, delta, finished, request, start_batch
 
 LINES = 6

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from jobs.connection import connect
-from jobs.integrity import faults
 from jobs.queue import Queue
 from jobs.requests import Claim, RequestKey
 from jobs.server import PrivateServer
 from jobs.settings import QueueSettings
+from tests.support.integrity import faults
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.requests import MODEL, delta, finished, held, start_batch
 from tests.support.waiting import wait_until

@@ -11,12 +11,12 @@ import redis
 
 from jobs import keys
 from jobs.connection import connect
-from jobs.integrity import faults
 from jobs.queue import Queue
 from jobs.registry import WorkerRecord
 from jobs.requests import RequestKey
 from jobs.scripts import NAMES, QueueUnavailable, passing_reason, source
 from jobs.settings import QueueSettings
+from tests.support.integrity import faults
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.redis_server import running_server
 from tests.support.requests import MODEL, delta, finished, held, lines, request, start_batch

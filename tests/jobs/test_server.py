@@ -10,9 +10,9 @@ import pytest
 
 from jobs import server as server_module
 from jobs.connection import ServerError, connect
-from jobs.integrity import faults
 from jobs.queue import Queue
 from jobs.server import PrivateServer, find_server
+from tests.support.integrity import faults
 from tests.support.requests import MODEL, delta, finished, held, lines, start_batch
 from tests.support.waiting import wait_until
 

@@ -10,11 +10,11 @@ import redis
 from jobs import control, ticker
 from jobs.batches import BatchSpec, create_batch, get_batch, wait_for
 from jobs.control import is_waiting
-from jobs.integrity import faults
 from jobs.queue import Queue, QueueUnavailable
 from jobs.ticker import Ticker
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import Answering, ControlPlane, check_echoes, control_plane, failing, read_jsonl, write_input
+from tests.support.integrity import faults
 from tests.support.waiting import wait_until
 
 SEED = 20261121

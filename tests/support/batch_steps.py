@@ -23,6 +23,11 @@ def begin(client: redis.Redis, url: str, source: Path, **options: Any) -> BatchR
     return create_batch(client, BatchSpec(input=str(source), root=str(source.with_name("out.parts")), **options), retry_failed=retry_failed)
 
 
+def list_batches(client: redis.Redis) -> list[BatchRecord]:
+    """All batches that have a record."""
+    return [get_batch(client, batch) for batch in Queue(client).batches()]
+
+
 def step(client: redis.Redis, batch: str) -> BatchRecord:
     """Runs the job that the state asks for, once."""
     fields = Queue(client).batch_fields(batch)

@@ -1,4 +1,4 @@
-"""What must hold of all keys together at any moment; tests ask after every step, and it may be asked of a running system."""
+"""What must hold of all keys together at any moment; tests ask after every step."""
 
 from collections import Counter
 from typing import Any
@@ -10,7 +10,7 @@ from jobs.requests import RequestKey, unpack_request
 
 
 def faults(client: redis.Redis) -> list[str]:
-    """Sentences about what contradicts itself in the queue; empty when all is well. Reads every key: for tests and emergencies."""
+    """Sentences about what contradicts itself in the queue; empty when all is well. Reads every key."""
     found: list[str] = []
     leases = _leases(client)
     found += _lease_faults(client, leases)
