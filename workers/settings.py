@@ -28,7 +28,6 @@ class WorkerSettings:
     chat_template: str | None = None  # a file, or Jinja text
     start_timeout: float = 600.0
     shutdown_timeout: float = 10.0  # what running requests get to finish in, before the rest is handed back
-    parent: int | None = None  # process id; the worker dies with it
 
     def __post_init__(self) -> None:
         for name in ("start_timeout", "shutdown_timeout"):

@@ -20,7 +20,6 @@ from typing import TypeVar
 import redis
 
 from jobs.connection import ServerError, check_server, connect
-from jobs.process import die_with_parent
 from jobs.queue import Queue, QueueUnavailable
 from workers.engine.async_engine import EngineDeadError
 from workers.errors import WorkerError
@@ -43,8 +42,6 @@ T = TypeVar("T")
 
 def main(settings: WorkerSettings) -> int:
     """Runs a worker to its end; returns the exit code: 0 when it was told to stop, 1 when it could not go on, 2 when it could not start."""
-    if settings.parent is not None:
-        die_with_parent(settings.parent)
     worker = Worker(settings)
     try:
         asyncio.run(worker.run())

@@ -9,8 +9,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+from jobs.process import die_with_parent
 from jobs.queue import Queue
 from jobs.registry import WorkerRecord
 from tests.support.waiting import wait_until
@@ -63,12 +65,13 @@ class WorkerProcess:
 
 @contextmanager
 def running_worker(queue: Queue, redis_url: str, *flags: str, ready: bool = True) -> Iterator[WorkerProcess]:
-    """A worker with these flags of `workers.main`; killed at the end if it still runs."""
+    """A worker with these flags of `pipeline worker`; killed at the end if it still runs."""
     with tempfile.NamedTemporaryFile("wb", suffix=".log") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "workers.main", "--redis-url", redis_url, "--dtype", "float32", "--parent", str(os.getpid()), *flags],
+            [sys.executable, "-m", "pipeline", "worker", "--redis-url", redis_url, "--dtype", "float32", *flags],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stderr=log,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         worker = WorkerProcess(process, queue, log.name)
         try:

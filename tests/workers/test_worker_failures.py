@@ -224,18 +224,18 @@ def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) ->
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "code", "words"),
     [
-        (("--model", "/nowhere/model"), "does not exist"),
-        (("--redis-url", "unix:///nowhere/redis.sock"), "Redis cannot be used"),
-        (("--chat-template", "{% for %}"), "not valid Jinja"),
+        (("--model", "/proc/self"), 2, "has no config.json"),
+        (("--redis-url", "unix:///nowhere/redis.sock"), 1, "Redis cannot be used"),
+        (("--chat-template", "{% for %}"), 2, "not valid Jinja"),
+        (("--kv-cache-memory-bytes", "999999G"), 2, "do not fit into the"),
     ],
 )
-def test_a_worker_that_cannot_start_says_why_in_one_sentence(redis_url: str, flags: tuple[str, ...], words: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "workers.main", "--redis-url", redis_url, *flags], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 2
+def test_a_worker_that_cannot_start_says_why_in_one_sentence(redis_url: str, flags: tuple[str, ...], code: int, words: str) -> None:
+    command = [sys.executable, "-m", "pipeline", "worker", "--redis-url", redis_url, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code
     last = done.stderr.strip().splitlines()[-1]
     assert words in last
     assert "Traceback" not in done.stderr
@@ -243,8 +243,9 @@ def test_a_worker_that_cannot_start_says_why_in_one_sentence(redis_url: str, fla
 
 def test_a_worker_dies_with_its_parent(queue: Queue, redis_url: str) -> None:
     script = (
-        "import os, subprocess, sys, time;"
-        "p = subprocess.Popen([sys.executable, '-m', 'workers.main', '--redis-url', sys.argv[1], '--parent', str(os.getpid())]);"
+        "import functools, os, subprocess, sys, time; from jobs.process import die_with_parent;"
+        "p = subprocess.Popen([sys.executable, '-m', 'pipeline', 'worker', '--redis-url', sys.argv[1]],"
+        " preexec_fn=functools.partial(die_with_parent, os.getpid()));"
         "print(p.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script, redis_url], stdout=subprocess.PIPE, text=True)

@@ -56,7 +56,7 @@ class EngineRequest(msgspec.Struct):
     """One sequence to generate.
 
     `request_id` is chosen by the front and unique in the core's life. `output_token_ids` is what an earlier worker generated already:
-    it counts towards `max_tokens` and is never sent again. `priority`: lower is more urgent among live, or among batch, requests.
+    it counts towards `max_tokens` and is never sent again.
     """
 
     request_id: int
@@ -64,7 +64,6 @@ class EngineRequest(msgspec.Struct):
     output_token_ids: list[int]
     sampling: SamplingParams
     live: bool = False
-    priority: int = 0
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True):

@@ -42,7 +42,7 @@ class Request:
         self.prompt_length = len(request.prompt_token_ids)
         self.sampling = sampling
         self.live = request.live
-        self.urgency = (not request.live, request.priority, arrival)
+        self.urgency = (not request.live, arrival)
         self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
         stops = frozenset(sampling.stop_token_ids)
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids

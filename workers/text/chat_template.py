@@ -58,16 +58,20 @@ def read_chat_template(given: str) -> str:
 
 
 def _compile(source: str, origin: str) -> Callable[..., str]:
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils import chat_template_utils
-
     try:
-        chat_template_utils._compile_jinja_template(source)  # the very cache that render_jinja_template reads
+        from jinja2 import TemplateSyntaxError
+        from transformers.utils.chat_template_utils import render_jinja_template
+    except ImportError as error:
+        raise TokenizerError(f"Chat templates need another version of transformers: {error}.") from None
+    try:
+        render_jinja_template([[]], chat_template=source)  # compiled once, and kept there for the calls to come
     except TemplateSyntaxError as error:
         raise TokenizerError(f"The chat template of {origin} is not valid Jinja: {error.message}, line {error.lineno}.") from None
+    except Exception as error:
+        logger.debug("the chat template of %s does not render an empty conversation, which nobody asks for: %s", origin, error)
 
     def render(conversations: list[list[dict[str, Any]]], **variables: Any) -> str:
-        result: Any = chat_template_utils.render_jinja_template(conversations, chat_template=source, **variables)
+        result: Any = render_jinja_template(conversations, chat_template=source, **variables)
         return str(result[0][0])  # the annotation upstream says str; it is (rendered chats, generation indices)
 
     return render

@@ -163,15 +163,6 @@ def test_a_preempted_request_comes_back_before_newer_ones() -> None:
     assert order == [3, 3, 1, 1, 2, 2, 2]
 
 
-def test_lower_priority_numbers_come_first_among_equals() -> None:
-    scheduler = make_scheduler(seqs=1)
-    for number, priority in ((1, 1), (2, 0)):
-        added = request(number, max_tokens=1)
-        added.priority = priority
-        scheduler.add(added)
-    assert [step(scheduler).request_ids, step(scheduler).request_ids] == [[2], [1]]
-
-
 def test_no_request_enters_whose_prompt_does_not_fit_beside_the_running_ones() -> None:
     scheduler = make_scheduler(blocks=9, caching=False, budget=8)
     scheduler.add(request(1, prompt=20, max_tokens=8))

@@ -35,7 +35,6 @@ class Case:
     max_tokens: int
     arrives: int
     live: bool
-    priority: int
     forced: int
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
@@ -168,7 +167,7 @@ class Run:
                 sampling = SamplingParams(case.max_tokens, ignore_eos=case.ignore_eos, stop_token_ids=case.stop_token_ids)
                 forced = self.answers[number][0][: case.forced]
                 self.got[number] = list(forced)
-                self.scheduler.add(EngineRequest(number, list(case.prompt), list(forced), sampling, case.live, case.priority))
+                self.scheduler.add(EngineRequest(number, list(case.prompt), list(forced), sampling, case.live))
         self.scheduler.abort([number for number, case in enumerate(self.cases) if case.aborted == turn])
 
     def _take(self, output: StepOutput | None) -> None:
@@ -223,7 +222,6 @@ CASES = st.builds(
     max_tokens=st.integers(0, 16),
     arrives=st.integers(0, 12),
     live=st.sampled_from([False, False, True]),
-    priority=st.sampled_from([0, 0, 0, 1]),
     forced=st.sampled_from([0, 0, 0, 1, 3, 16]),
     ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), (), (2,), (3, 5)]),
@@ -271,7 +269,6 @@ def random_case(draw: random.Random) -> Case:
         max_tokens=draw.randint(0, 24),
         arrives=draw.randint(0, 20),
         live=draw.random() < 0.3,
-        priority=draw.choice([0, 0, 1]),
         forced=draw.choice([0, 0, 0, 1, 5, 24]),
         ignore_eos=draw.random() < 0.7,
         stop_token_ids=draw.choice([(), (), (2,), (3, 5)]),
@@ -294,7 +291,7 @@ def test_many_more_schedules_without_shrinking() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_schedules_exercise_what_they_should(depth: int) -> None:
     """Preemption, prefix hits and slot shortage do occur in schedules like the ones above."""
-    cases = [Case((1, 2, 3, 4, 5, number), 14, number, number % 3 == 2, 0, 0, True, (), None) for number in range(8)]
+    cases = [Case((1, 2, 3, 4, 5, number), 14, number, number % 3 == 2, 0, True, (), None) for number in range(8)]
     run = check(Setup(2, 16, 4, 6, 40, depth, True), cases)
     assert run.stats.preemptions > 0
     assert run.stats.prefix_hit_tokens > 0

@@ -121,3 +121,10 @@ def test_the_configurations_template_and_its_list_form(tmp_path: Path) -> None:
     two = write_folder(tmp_path / "two", byte_level(), config={"chat_template": several})
     assert TextTokenizer.load(str(one)).render(chat) == "one"
     assert TextTokenizer.load(str(two)).render(chat) == "plain"
+
+
+def test_a_transformers_without_the_renderer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails too when a new version moves it, as do the tests above."""
+    monkeypatch.delattr("transformers.utils.chat_template_utils.render_jinja_template")
+    with pytest.raises(TokenizerError, match="need another version of transformers: cannot import name 'render_jinja_template'"):
+        ChatTemplate(CHATML, {})
