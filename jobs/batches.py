@@ -79,11 +79,12 @@ def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = No
     spec = _with_absolute_locations(spec)
     _check_locations(spec)
     queue = Queue(client)
+    if running := _running(queue, spec, retry_failed):  # asked first without the lock, which a long job of its own may hold
+        return get_batch(client, running)
     with exclusive(spec.root, _PATIENCE_SECONDS):
+        if running := _running(queue, spec, retry_failed):
+            return get_batch(client, running)
         found = load_manifest(spec.root)
-        if found is not None and _runs(queue, found):
-            _check_same(found, spec)
-            return get_batch(client, found.batch_id)
         manifest = _taken_up(found, spec, retry_failed, queue.now()) if found is not None else None
         if manifest is None:
             identity = batch_id or (found.batch_id if found is not None else f"batch_{secrets.token_hex(12)}")
@@ -223,10 +224,18 @@ def _check_output(location: str, source: str) -> None:
         raise BatchRefused(f"cannot write {location}: {error.strerror}") from error
 
 
-def _runs(queue: Queue, manifest: Manifest) -> bool:
-    """Whether the queue works on it; a record that a killed start was about to remove does not count."""
-    state = queue.batch_fields(manifest.batch_id).get("state")
-    return state not in (None, FORGOTTEN, *END_STATES)
+def _running(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
+    """The id of the batch in the root while the queue works on it; a record that a killed start was about to remove does not count.
+
+    Raises `BatchRefused` if that is not what is asked for.
+    """
+    found = load_manifest(spec.root)
+    if found is None or queue.batch_fields(found.batch_id).get("state") in (None, FORGOTTEN, *END_STATES):
+        return None
+    _check_same(found, spec)
+    if retry_failed:
+        raise BatchRefused(f"{found.batch_id} is at work on {spec.root}: failed lines can be run again when it has ended")
+    return found.batch_id
 
 
 def _generation(queue: Queue, batch_id: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import redis
 
+from jobs import keys
 from jobs.batches import BatchRecord, BatchRefused, BatchSpec, Busy, StoreError, create_batch, get_batch
 from jobs.connection import ServerError, check_server, connect
 from jobs.manifest import load_manifest
@@ -114,18 +115,27 @@ class BatchRun:
             if load_manifest(str(task.root)) is None and task.source.stat().st_size < _SMALL_BYTES:
                 self._start_worker(stack)  # it is still importing when the check of so small a file is over
             stack.start_jobs()
-        batch_id = self._create(stack.queue.redis, self._spec(stack.queue)).id
+        spec = self._spec(None if self._is_under_way(stack.queue.redis) else stack.queue)
+        batch_id = self._create(stack.queue.redis, spec).id
         if task.redis_url is None:
             log.info("batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s", batch_id, stack.redis_url, batch_id)
         else:
             log.info("batch %s", batch_id)
         ended = False
         try:
-            record = self._follow(batch_id, stack, signals, progress)
+            record = self._follow(batch_id, spec, stack, signals, progress)
             ended = True
         finally:
             self._wind_up(ended, stack, signals, progress)
         return record
+
+    def _is_under_way(self, client: redis.Redis) -> bool:
+        """Whether the fleet has this run's batch already, so that it matters no more who is there to answer."""
+        manifest = load_manifest(str(self._task.root))
+        try:
+            return self._task.redis_url is not None and manifest is not None and not get_batch(client, manifest.batch_id).ended
+        except KeyError:
+            return False
 
     def _spec(self, queue: Queue | None) -> BatchSpec:
         """`queue` is given where the workers that are there now must do: then their models are the only ones that lines may name."""
@@ -152,15 +162,22 @@ class BatchRun:
     def _create(self, client: redis.Redis, spec: BatchSpec) -> BatchRecord:
         return create_batch(client, spec, retry_failed=self._task.retry_failed)
 
-    def _follow(self, batch_id: str, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
-        """Supervises until the batch has ended; the worker starts once the input has been found good and something is left to do."""
+    def _follow(self, batch_id: str, spec: BatchSpec, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
+        """Supervises until the batch has ended; the worker starts once the input has been found good and something is left to do.
+
+        A Redis that came back empty gets the batch again, from its manifest.
+        """
         troubled_since: float | None = None
         away_since: float | None = None
         while True:
             pause = stack.check()
             try:
-                record = get_batch(stack.queue.redis, batch_id)
+                record = get_batch(stack.queue.redis, batch_id, retry_seconds=0.0)
                 away_since = None
+            except KeyError:
+                log.warning("Redis knows nothing of %s any more: it is made again from %s", batch_id, self._task.root)
+                self._create(stack.queue.redis, spec)
+                continue
             except (redis.RedisError, QueueUnavailable) as error:
                 away_since = away_since or time.monotonic()
                 self._check_patience(error, away_since, signals)
@@ -177,16 +194,27 @@ class BatchRun:
             now = time.monotonic()
             troubled_since = (troubled_since or now) if record.problem else None
             if troubled_since is not None and now - troubled_since > _PROBLEM_SECONDS:
-                raise Unfinished(f"{record.problem}; {_RESUMES}")
+                raise Unfinished(f"{record.problem}; {self._shared_files()}{_RESUMES}")
+            self._check_control_plane(record, stack)
             signals.wait(min(pause, _POLL_SECONDS if now - self._began < _QUICK_FOR else _SLOW_POLL_SECONDS))
 
     def _check_patience(self, error: Exception, away_since: float, signals: Signals) -> None:
         """Redis may be away for a while: a private one is started again by the next check."""
         if signals.stops:
             raise Interrupted(_FAREWELL)
-        tried_long = isinstance(error, QueueUnavailable) and self._task.redis_url is not None
-        if tried_long or time.monotonic() - away_since > self._task.queue.redis_retry_seconds:
+        if time.monotonic() - away_since > self._task.queue.redis_retry_seconds:
             raise Unfinished(f"Redis cannot be used: {one_line(error)}; {_RESUMES}")
+
+    def _check_control_plane(self, record: BatchRecord, stack: Stack) -> None:
+        """A batch that nobody validates would wait for ever. Raises `Unfinished`."""
+        waits = self._task.redis_url is not None and record.state == "validating"
+        if waits and time.monotonic() - self._began > _PROBLEM_SECONDS and not stack.queue.redis.exists(keys.LEADER):
+            raise Unfinished(f"no control plane is at work on this queue, so {record.id} waits: start `pipeline jobs`")
+
+    def _shared_files(self) -> str:
+        if self._task.redis_url is None:
+            return ""
+        return "the fleet's `pipeline jobs` works on the same paths, so put input and output where it sees them; "
 
     def _ensure_worker(self, stack: Stack, record: BatchRecord) -> None:
         if self._task.starts_worker and not stack.has("worker"):

@@ -6,6 +6,7 @@ import sys
 import click
 
 INTERRUPTED = 130
+_OF_THE_SURROUNDINGS = (("jobs.connection", "ServerError"), ("jobs.scripts", "QueueUnavailable"), ("jobs.storage", "StoreError"))
 
 
 class Refused(click.ClickException):
@@ -51,7 +52,7 @@ def explain(error: BaseException) -> str | None:
     redis = sys.modules.get("redis")
     if redis is not None and isinstance(error, redis.exceptions.RedisError):
         return f"Redis cannot be used: {one_line(error)}"
-    if type(error).__name__ == "ServerError":
+    if any(_is(error, module, name) for module, name in _OF_THE_SURROUNDINGS):
         return one_line(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space is left on the device{_at(error)}: free some and run the same command again, it resumes"
@@ -63,6 +64,12 @@ def explain(error: BaseException) -> str | None:
 def one_line(error: object) -> str:
     """The error's text as part of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _is(error: BaseException, module: str, name: str) -> bool:
+    """isinstance, without importing a module that nothing has needed."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(error, getattr(loaded, name))
 
 
 def _at(error: OSError) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.batches import BatchRecord, LineProblem
+from jobs.files import is_parquet
 from jobs.storage import local_path
 from pipeline.progress import duration
 
@@ -58,7 +59,7 @@ def describe(summary: Summary) -> str:
 
 def first_answers(output: Path) -> list[str]:
     """The first few results, shortened, one line each."""
-    rows = _parquet_rows(output) if output.suffix == ".parquet" else _jsonl_rows(output)
+    rows = _parquet_rows(output) if is_parquet(str(output)) else _jsonl_rows(output)
     return [f"  {custom_id}: {_shorten(text)}" for custom_id, text in rows]
 
 

@@ -74,8 +74,10 @@ def run_batch(
 
 def default_output(source: Path) -> Path:
     """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet -> requests.results.parquet."""
+    from jobs.files import is_parquet
+
     plain = source.with_suffix("") if source.suffix.lower() in (".gz", ".zst") else source
-    return plain.with_name(f"{plain.stem}.results{'.parquet' if plain.suffix.lower() == '.parquet' else '.jsonl'}")
+    return plain.with_name(f"{plain.stem}.results{'.parquet' if is_parquet(str(plain)) else '.jsonl'}")
 
 
 def _one_input(ctx: click.Context, positional: Path | None, option: Path | None) -> Path:

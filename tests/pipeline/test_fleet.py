@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests.pipeline.results import check_answers, examples, read_results
 from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
@@ -87,3 +88,34 @@ def test_flags_that_contradict_a_fleet_are_refused(redis_url: str, tmp_path: Pat
     done = run_pipeline("run-batch", examples(tmp_path / "requests.jsonl", 1), *flags, redis_url=redis_url)
     assert done.returncode == 2
     assert reason in done.stderr
+
+
+def test_the_same_command_comes_back_to_a_batch_though_no_worker_is_left(redis_url: str, tmp_path: Path) -> None:
+    source, output = examples(tmp_path / "requests.jsonl", 4), tmp_path / "out.jsonl"
+    with running_pipeline("jobs", redis_url=redis_url):
+        with running_pipeline("worker", redis_url=redis_url) as worker:
+            worker.wait_for("worker INFO ready")
+        assert run_pipeline("run-batch", source, "-o", output, "--detach", "--model", "demo", redis_url=redis_url).returncode == 0
+        with running_pipeline("run-batch", source, "-o", output, "--model", "demo", redis_url=redis_url) as again:
+            again.wait_for("waiting for a worker")
+            with running_pipeline("worker", redis_url=redis_url):
+                assert again.wait(60) == 0
+    check_answers(source, output)
+
+
+def test_a_queue_that_came_back_empty_gets_the_batch_again(fleet: str, redis_client: redis.Redis, tmp_path: Path) -> None:
+    source, output = examples(tmp_path / "requests.jsonl", 60), tmp_path / "out.jsonl"
+    with running_pipeline("run-batch", source, "-o", output, redis_url=fleet) as run:
+        run.wait_for("batch batch_")
+        redis_client.flushall()
+        assert run.wait(90) == 0, run.output
+    check_answers(source, output)
+
+
+def test_a_fleet_without_a_control_plane_is_named(redis_url: str, tmp_path: Path) -> None:
+    with running_pipeline("worker", redis_url=redis_url) as worker:
+        worker.wait_for("worker INFO ready")
+        done = run_pipeline("run-batch", examples(tmp_path / "requests.jsonl", 1), redis_url=redis_url)
+    assert done.returncode == 1
+    assert "start `pipeline jobs`" in done.stderr
+    assert "Traceback" not in done.stderr
