@@ -1,5 +1,6 @@
 """What the demo model that ships with the package promises: its size and format, and that it answers its tasks."""
 
+import gzip
 import json
 import random
 from collections import Counter
@@ -18,6 +19,7 @@ from tools.train_demo_model import MODEL_FOLDER
 
 ROOT = MODEL_FOLDER.parents[1]
 LARGEST_FOLDER_BYTES = 6_000_000
+LARGEST_POOL_BYTES = 400_000
 QUESTIONS_PER_TASK = 20
 SMALLEST_ACCURACY = 0.98
 
@@ -106,3 +108,14 @@ def test_the_examples_are_300_requests_with_an_answer_each(tokenizer):
     assert 12_000 <= sum(outputs) <= 20_000
     assert sum(tokens > 500 for tokens in prompts) >= 50
     assert sum(tokens > 100 for tokens in outputs) >= 30
+
+
+def test_the_pool_holds_distinct_questions_with_wide_margins(tokenizer):
+    packed = (ROOT / "tests" / "data" / "pool.jsonl.gz").read_bytes()
+    rows = [json.loads(line) for line in gzip.decompress(packed).splitlines()]
+    assert len(packed) <= LARGEST_POOL_BYTES
+    assert len(rows) == len({row["id"] for row in rows}) == len({row["messages"][-1]["content"] for row in rows}) == 3000
+    assert min(row["min_margin"] for row in rows) >= 1.5
+    assert all(len(tokenizer.tokenize(row["answer"])) == row["answer_tokens"] < row["max_tokens"] for row in rows)
+    assert sum(row["answer_tokens"] > 100 for row in rows) >= 300
+    assert sum(len(prompt_ids(tokenizer, row["messages"])) > 500 for row in rows) >= 300
