@@ -1,0 +1,44 @@
+"""The pool of checked questions through the whole system: every answer right means every one."""
+
+import gzip
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.results import read_results, text_of
+from tests.support.commands import run_pipeline
+
+POOL = Path(__file__).parents[1] / "data" / "pool.jsonl.gz"
+
+
+def test_a_sample_of_the_pool_is_answered_right(tmp_path: Path) -> None:
+    seed = time.time_ns()
+    print(f"seed {seed}")
+    answer_pool(random.Random(seed).sample(pool(), 300), tmp_path)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_the_whole_pool_is_answered_right(tmp_path: Path) -> None:
+    answer_pool(pool(), tmp_path)
+
+
+def pool() -> list[dict[str, object]]:
+    with gzip.open(POOL, "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def answer_pool(questions: list[dict[str, object]], folder: Path) -> None:
+    source, output = folder / "requests.jsonl", folder / "results.jsonl"
+    with source.open("w") as file:
+        for question in questions:
+            body = {"model": "demo", "messages": question["messages"], "max_tokens": question["max_tokens"], "temperature": 0}
+            line = {"custom_id": question["id"], "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+    done = run_pipeline("run-batch", source, "-o", output, timeout=800)
+    assert done.returncode == 0, done.stderr
+    answers = {row["custom_id"]: text_of(row) for row in read_results(output)}
+    assert answers == {question["id"]: question["answer"] for question in questions}
