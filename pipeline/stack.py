@@ -11,13 +11,13 @@ from types import TracebackType
 from jobs.connection import check_server, connect
 from jobs.queue import Queue
 from jobs.scripts import QueueUnavailable
-from jobs.server import PrivateServer
 from jobs.settings import QueueSettings
 from pipeline.child import Child, ChildFailed
+from pipeline.errors import Unfinished
+from pipeline.kept_server import KeptServer
 from pipeline.options import CHILD_VARIABLE
 from pipeline.private_folder import private_folder
 
-_REDIS_STARTS = 10
 _STOP_SECONDS = 15.0
 
 
@@ -32,8 +32,7 @@ class Stack:
         self._log_level = log_level
         self._given_url = redis_url
         self._say = say
-        self._server: PrivateServer | None = None
-        self._server_starts = 0
+        self._server: KeptServer | None = None
         self._children: list[Child] = []
         self._exit = contextlib.ExitStack()
         self._environment: dict[str, str] = {}
@@ -42,7 +41,7 @@ class Stack:
         with contextlib.ExitStack() as undo:
             if self._given_url is None:
                 folder = undo.enter_context(private_folder())
-                self._server = undo.enter_context(PrivateServer(folder / "redis"))
+                self._server = undo.enter_context(KeptServer(folder / "redis", self._say))
             self._client = connect(self.redis_url)
             undo.callback(self._client.close)
             check_server(self._client)
@@ -86,7 +85,8 @@ class Stack:
 
     def check(self) -> float:
         """Starts again what ended. Returns the seconds until it should be called again at the latest. Raises `ChildFailed`."""
-        self._check_server()
+        if self._server is not None and self._server.failure is not None:
+            raise ChildFailed(self._server.failure, Unfinished.exit_code)
         for child in self._children:
             child.check()
         pauses = [child.pause_left for child in self._children]
@@ -129,16 +129,6 @@ class Stack:
             for record in self.queue.workers():
                 if record.pid == pid and record.host == socket.gethostname():
                     self.queue.remove_worker(record.id)
-
-    def _check_server(self) -> None:
-        if self._server is None or self._server.is_running():
-            return
-        if self._server_starts >= _REDIS_STARTS:
-            raise ChildFailed(f"the private Redis ended {self._server_starts} times", 1)
-        self._server_starts += 1
-        self._say("the private Redis ended; it is started again")
-        self._server.stop()
-        self._server.start()
 
 
 def _python(module: str, *arguments: str) -> list[str]:

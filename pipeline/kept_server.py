@@ -1,0 +1,71 @@
+"""The private Redis of one command, started again whenever it ends, by a thread that no call to Redis can hold up."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from jobs.connection import ServerError
+from jobs.server import PrivateServer
+
+_LOOK_SECONDS = 0.1
+_STARTS_ALLOWED = 10
+
+
+class KeptServer:
+    """A context in which a private server runs. Whoever waits for Redis to come back does so in other threads than the one that sees to it.
+
+    The kernel ties the server to the thread that started it, so one thread does all of it: start, restarts and stop.
+    """
+
+    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
+        self.failure: str | None = None  # why it is not started any more
+        self._server = PrivateServer(directory)
+        self._say = say
+        self._started = threading.Event()
+        self._stopping = threading.Event()
+        self._start_error: Exception | None = None
+        self._thread = threading.Thread(target=self._keep, name="private-redis", daemon=True)
+        self.url = ""
+
+    def __enter__(self) -> "KeptServer":
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            self._thread.join()
+            raise self._start_error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        try:
+            try:
+                self._server.start()
+                self.url = self._server.url
+            except Exception as error:
+                self._start_error = error
+                return
+            finally:
+                self._started.set()
+            starts = 1
+            while not self._stopping.wait(_LOOK_SECONDS):
+                if self._server.is_running():
+                    continue
+                if starts > _STARTS_ALLOWED:
+                    self.failure = f"the private Redis ended {starts} times"
+                    return
+                starts += 1
+                self._start_again()
+        finally:
+            self._server.stop()
+
+    def _start_again(self) -> None:
+        self._say("the private Redis ended; it is started again")
+        self._server.stop()
+        try:
+            self._server.start()
+        except (ServerError, OSError) as error:
+            self._say(f"the private Redis does not start: {error}")

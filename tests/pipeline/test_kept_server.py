@@ -1,0 +1,49 @@
+"""The private Redis of a command is there again soon after it was killed, with what it held, for whoever waits for it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from jobs.connection import ServerError, connect
+from jobs.queue import Queue
+from pipeline.kept_server import KeptServer
+from tests.support.processes import command_line, descendants
+from tests.support.waiting import wait_until
+
+
+def kill_server(directory: Path) -> None:
+    pid = next(pid for pid in descendants(os.getpid()) if str(directory) in command_line(pid))
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_calls_made_while_it_is_away_succeed(tmp_path: Path) -> None:
+    said: list[str] = []
+    with KeptServer(tmp_path / "redis", said.append) as server, connect(server.url) as client:
+        queue = Queue(client)
+        queue.create_batch("batch_x", 3)
+        for _ in range(3):
+            kill_server(tmp_path)
+            assert queue.batch_fields("batch_x")["total"] == "3"
+        assert said == ["the private Redis ended; it is started again"] * 3
+
+
+def test_one_that_ends_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.kept_server._STARTS_ALLOWED", 1)
+    with KeptServer(tmp_path / "redis", lambda line: None) as server:
+        kill_server(tmp_path)
+        with connect(server.url) as client:
+            Queue(client).batches()
+        kill_server(tmp_path)
+        wait_until(lambda: server.failure, 10, "it to be given up")
+        assert server.failure == "the private Redis ended 2 times"
+
+
+def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with (
+        KeptServer(tmp_path / "redis", lambda line: None),
+        pytest.raises(ServerError, match="Another process runs a private Redis"),
+        KeptServer(tmp_path / "redis", lambda line: None),
+    ):
+        pass
