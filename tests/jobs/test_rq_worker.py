@@ -20,6 +20,7 @@ from jobs.manifest import load_manifest
 from jobs.queue import Queue
 from tests.support.batch_steps import answer_all
 from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
+from tests.support.processes import is_running
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
@@ -103,12 +104,12 @@ def test_children_die_with_their_parent(redis_client: redis.Redis, redis_url: st
     script = f"import subprocess, sys, time\nprint({start}.pid, flush=True)\ntime.sleep(60)"
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
+    child = int(parent.stdout.readline())
     ready = (lambda: redis_client.exists("{q}:leader")) if name == "ticker" else (lambda: redis_client.smembers("rq:workers"))
     wait_until(ready, 30, "the child is up")
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 10, "the child is gone")
+    wait_until(lambda: not is_running(child), 10, "the child is gone")
 
 
 def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:

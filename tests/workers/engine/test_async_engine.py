@@ -16,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.support.processes import is_running
 from tests.support.waiting import wait_until
 from tests.workers.engine.tiny_models import NEW_TOKENS, folder, reference
 from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineRequestError, EngineStartError
@@ -58,10 +59,6 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_one_core_from_start_to_stop(depth: int) -> None:
     """One start, since each costs seconds: answers, refusals, aborts, readers that leave, idleness, a clean end."""
@@ -82,7 +79,7 @@ def test_one_core_from_start_to_stop(depth: int) -> None:
             waiting = asyncio.create_task(anext(engine.steps(), None))
             await engine.stop()
             assert time.monotonic() - began < 5
-            assert gone(process.pid)
+            assert not is_running(process.pid)
             assert await waiting is None
             with pytest.raises(EngineDeadError, match="was stopped") as death:
                 engine.abort([1])
@@ -233,7 +230,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyP
         engine = AsyncEngine(EngineConfig(model="/nowhere/at/all", device="cpu", threads=1))
         with pytest.raises(EngineStartError, match="/nowhere/at/all"):
             await engine.start(START_SECONDS)
-        assert await asyncio.to_thread(wait_until, lambda: gone(engine.pid), 5, "the core's end")
+        assert await asyncio.to_thread(wait_until, lambda: not is_running(engine.pid), 5, "the core's end")
         with pytest.raises(RuntimeError, match="has not been started"):
             _ = engine.info
         await engine.stop()
@@ -246,7 +243,7 @@ def test_a_start_that_takes_too_long_says_so() -> None:
         engine = AsyncEngine(config())
         with pytest.raises(EngineStartError, match=r"was not ready after 0\.05 s while loading"):
             await engine.start(0.05)
-        assert await asyncio.to_thread(wait_until, lambda: gone(engine.pid), 5, "the core's end")
+        assert await asyncio.to_thread(wait_until, lambda: not is_running(engine.pid), 5, "the core's end")
 
     run(scenario)
 
@@ -273,7 +270,7 @@ def test_a_start_that_is_given_up_leaves_no_core() -> None:
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        assert await asyncio.to_thread(wait_until, lambda: gone(engine.pid), 5, "the core's end")
+        assert await asyncio.to_thread(wait_until, lambda: not is_running(engine.pid), 5, "the core's end")
         with pytest.raises(RuntimeError, match="has not been started"):
             engine.add([])
 
@@ -306,9 +303,9 @@ def test_the_core_dies_with_its_front(when: str) -> None:
     with front:
         pid, torch_imported = front.stdout.readline().split()
         assert torch_imported == "False"
-        assert not gone(int(pid))
+        assert is_running(int(pid))
         front.kill()
-    wait_until(lambda: gone(int(pid)), 5, "the core's end")
+    wait_until(lambda: not is_running(int(pid)), 5, "the core's end")
 
 
 def test_a_front_that_does_not_read_holds_nothing_up() -> None:
