@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class DetokenizerFactory:
         return _TableDetokenizer(self._table, at_start)
 
 
-class _TokenBytes(dict[int, bytes]):
+class _TokenBytes(dict[int, bytes], ABC):
     """From token id to the bytes it stands for, filled as tokens are met; special and unknown ids stand for nothing."""
 
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
@@ -65,8 +66,8 @@ class _TokenBytes(dict[int, bytes]):
         self[token_id] = value
         return value
 
-    def to_bytes(self, token: str) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def to_bytes(self, token: str) -> bytes: ...
 
 
 class _ByteLevelBytes(_TokenBytes):
