@@ -4,7 +4,14 @@ import sys
 
 import click
 
-from pipeline.commands import api, jobs, run_batch, serve, status, tail, wait, worker
+from pipeline.commands.api import api
+from pipeline.commands.jobs import jobs
+from pipeline.commands.run_batch import run_batch
+from pipeline.commands.serve import serve
+from pipeline.commands.status import status
+from pipeline.commands.tail import tail
+from pipeline.commands.wait import wait
+from pipeline.commands.worker import worker
 from pipeline.errors import exit_code_of
 
 
@@ -14,16 +21,7 @@ def cli() -> None:
     """Runs batch files of language-model requests as fast as the hardware allows, and answers live calls meanwhile."""
 
 
-for command in (
-    run_batch.run_batch,
-    serve.serve,
-    worker.worker,
-    api.api,
-    jobs.jobs,
-    status.status,
-    tail.tail,
-    wait.wait,
-):
+for command in (run_batch, serve, worker, api, jobs, status, tail, wait):
     cli.add_command(command)
 
 
