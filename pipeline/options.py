@@ -81,10 +81,8 @@ def _parse_config(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
             return tomllib.loads(text)
-        try:
-            import yaml  # type: ignore[import-untyped]
-        except ImportError:
-            raise Refused(f"{path}: reading YAML needs PyYAML (pip install pyyaml), or write the file as TOML") from None
+        import yaml  # type: ignore[import-untyped]
+
         try:
             values = yaml.safe_load(text)
         except yaml.YAMLError as error:
