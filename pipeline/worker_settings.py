@@ -6,20 +6,11 @@ from typing import Any
 
 from jobs.settings import QueueSettings
 from pipeline.errors import Refused
+from pipeline.options import MODEL_FLAGS
 from workers.engine.config import EngineConfig
 from workers.settings import DEMO_MODEL, WorkerSettings
 
-_ENGINE = (
-    "tokenizer",
-    "dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "enable_prefix_caching",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-)
+_ENGINE = tuple(name for name in MODEL_FLAGS if name not in ("served_model_name", "chat_template"))
 
 
 def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
