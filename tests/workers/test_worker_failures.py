@@ -126,8 +126,8 @@ def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue
 
 
 def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "30") as worker:
-        batch = submit_batch(queue, [endless(200)])
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60") as worker:
+        batch = submit_batch(queue, [endless(1900)])
         wait_published(queue, RequestKey(batch, 0), 10)
         assert worker.stop() == 0
     assert len(queue.results(batch)) == 1
@@ -135,9 +135,7 @@ def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> Non
 
 def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "20") as worker:
-        batch = submit_batch(queue, [{**endless(200), "max_tokens": 40}, endless(200)])
-        _, api = submit_live(queue, endless(5))
-        follow(queue, api)
+        batch = submit_batch(queue, [endless(1900), endless(1900)])  # long enough to be running still when the core is stopped
         wait_published(queue, RequestKey(batch, 0), 10)
         os.kill(worker.core_pid, signal.SIGSTOP)  # no pace at all, so that nothing can finish
         began = time.monotonic()
