@@ -27,6 +27,33 @@ class Usage(msgspec.Struct, frozen=True):
         }
 
 
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+    """One token's log probability, from the model's own distribution (before temperature and all else)."""
+
+    token_id: int
+    token: bytes  # its text; may be a part of a character
+    logprob: float | None  # natural logarithm; None for the first token of a prompt
+    rank: int  # 1 for the most likely
+
+
+class PositionLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """What stands at one position, and the most likely tokens there, as many as were asked for, best first."""
+
+    chosen: TokenLogprob
+    top: list[TokenLogprob]
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """One answer of a response, whole."""
+
+    index: int
+    text: str  # with echo the prompt's first
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None  # the stop string or token id that ended it
+    logprobs: list[PositionLogprobs] | None = None  # of `text`'s tokens, when asked for
+    prompt_logprobs: list[PositionLogprobs] | None = None  # vLLM's field, when asked for
+
+
 class Result(msgspec.Struct, frozen=True):
     """The finished response of one request. `body` is JSON: a completion, or an error object when `status` is 400 or more."""
 
