@@ -22,9 +22,10 @@ from api.fleet import Fleet
 from api.reader import Inbox, Reader
 from api.state import ApiState, state_of
 from jobs import requests
+from jobs.bodies import chat_chunk, completion_chunk, new_body_id, usage_chunk
 from jobs.queue import Queue
 from jobs.requests import RequestKey, StreamEntry
-from jobs.results import ApiError, Result, chat_chunk, completion_chunk, new_body_id, usage_chunk
+from jobs.results import ApiError, Result
 from jobs.validation import CHAT, COMPLETIONS, Call, decode_body, parse_call
 
 _WORKER_CHECK_SECONDS = 5.0

@@ -1,4 +1,4 @@
-"""What a finished request gives: usage, response bodies and stream chunks in OpenAI's shape, and the lines of result files."""
+"""What a finished request gives: choices, usage, the result or the error, and the lines of result files."""
 
 import json
 import uuid
@@ -103,74 +103,6 @@ def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
 
 
-def new_body_id(endpoint: str) -> str:
-    """The `id` of a response body; a stream carries one through all its chunks."""
-    return ("chatcmpl-" if endpoint == "/v1/chat/completions" else "cmpl-") + uuid.uuid4().hex
-
-
-def completion_body(
-    body_id: str, model: str, text: str, finish_reason: FinishReason, stop_reason: int | str | None, usage: Usage, created: int
-) -> dict[str, Any]:
-    """The body of `/v1/completions`; `stop_reason` is the stop string or token id that ended it, `created` unix seconds."""
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
-    return _envelope(body_id, "text_completion", model, created, [choice]) | {"usage": usage.as_openai()}
-
-
-def chat_body(
-    body_id: str, model: str, text: str, finish_reason: FinishReason, stop_reason: int | str | None, usage: Usage, created: int
-) -> dict[str, Any]:
-    """The body of `/v1/chat/completions`; arguments as for `completion_body`."""
-    message = {"role": "assistant", "content": text, "refusal": None}
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
-    return _envelope(body_id, "chat.completion", model, created, [choice]) | {"usage": usage.as_openai()}
-
-
-def response_body(
-    endpoint: str,
-    body_id: str,
-    model: str,
-    text: str,
-    finish_reason: FinishReason,
-    stop_reason: int | str | None,
-    usage: Usage,
-    created: int,
-) -> dict[str, Any]:
-    """The body of either endpoint."""
-    build = chat_body if endpoint == "/v1/chat/completions" else completion_body
-    return build(body_id, model, text, finish_reason, stop_reason, usage, created)
-
-
-def completion_chunk(
-    body_id: str, model: str, text: str, finish_reason: FinishReason | None, created: int, stop_reason: int | str | None = None
-) -> dict[str, Any]:
-    """One server-sent event of a streamed `/v1/completions`."""
-    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason}
-    return _envelope(body_id, "text_completion", model, created, [choice])
-
-
-def chat_chunk(
-    body_id: str,
-    model: str,
-    text: str | None,
-    finish_reason: FinishReason | None,
-    created: int,
-    stop_reason: int | str | None = None,
-    first: bool = False,
-) -> dict[str, Any]:
-    """One server-sent event of a streamed `/v1/chat/completions`; the first one carries the role."""
-    delta: dict[str, Any] = {"role": "assistant", "content": text or ""} if first else {} if text is None else {"content": text}
-    choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-    if finish_reason is not None:
-        choice["stop_reason"] = stop_reason
-    return _envelope(body_id, "chat.completion.chunk", model, created, [choice])
-
-
-def usage_chunk(endpoint: str, body_id: str, model: str, usage: Usage, created: int) -> dict[str, Any]:
-    """The last event of a stream that asked for `include_usage`."""
-    kind = "chat.completion.chunk" if endpoint == "/v1/chat/completions" else "text_completion"
-    return _envelope(body_id, kind, model, created, []) | {"usage": usage.as_openai()}
-
-
 def batch_request_id(batch: str, line: int) -> str:
     """The `id` of a result line: the same however often the line is written."""
     return f"batch_req_{batch.removeprefix('batch_')}_{line}"
@@ -187,10 +119,6 @@ def output_line(custom_id: str, result: Result, batch_request_id: str) -> bytes:
 def unanswered_line(custom_id: str, code: str, message: str, batch_request_id: str) -> bytes:
     """One line of an error file for a request that never ran, such as `batch_cancelled` or `batch_expired`."""
     return encode_json({"id": batch_request_id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}})
-
-
-def _envelope(body_id: str, kind: str, model: str, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": body_id, "object": kind, "created": created, "model": model, "choices": choices, "system_fingerprint": None}
 
 
 def _line_error(body: bytes) -> bytes:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from jobs.bodies import new_body_id, response_body
 from jobs.requests import Claim, Delta, Finished
-from jobs.results import ApiError, FinishReason, Result, Usage, encode_json, new_body_id, new_request_id, response_body
+from jobs.results import ApiError, Choice, FinishReason, Result, Usage, encode_json, new_request_id
 from workers.engine.messages import EngineRequest, SamplingParams
 from workers.text.detokenizer import Detokenizer
 from workers.text.stop_strings import StopStrings
@@ -127,7 +128,8 @@ class RequestInFlight:
         usage = Usage(self.prompt_tokens, len(self.token_ids), self.cached_tokens)
         endpoint = self.claim.request.endpoint
         created = int(self.claim.request.created or time.time())
-        body = response_body(endpoint, new_body_id(endpoint), self._model, self._text, reason, stop_reason, usage, created)
+        choices = [Choice(0, self._text, reason, stop_reason)]
+        body = response_body(endpoint, new_body_id(endpoint), self._model, choices, usage, created)
         return self._end(Result(200, encode_json(body), usage, new_request_id()))
 
     def fail(self, error: ApiError) -> Finished:

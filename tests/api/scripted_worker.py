@@ -5,10 +5,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 
+from jobs.bodies import new_body_id, response_body
 from jobs.queue import Queue
 from jobs.registry import WorkerRecord
 from jobs.requests import Claim, Delta, Finished, RequestKey
-from jobs.results import ApiError, Result, Usage, encode_json, new_body_id, new_request_id, response_body
+from jobs.results import ApiError, Choice, Result, Usage, encode_json, new_request_id
 
 Answer = Iterable[str] | ApiError
 MODEL = "scripted"
@@ -76,6 +77,6 @@ class ScriptedWorker:
         usage = Usage(7, index, 3)
         endpoint = claim.request.endpoint
         created = int(claim.request.created)
-        body = response_body(endpoint, new_body_id(endpoint), claim.request.model, text, "stop", None, usage, created)
+        body = response_body(endpoint, new_body_id(endpoint), claim.request.model, [Choice(0, text, "stop")], usage, created)
         result = Result(200, encode_json(body), usage, new_request_id())
         self.queue.commit(self.id, [Finished(claim.key, claim.fence, result, None, reply_to)])

@@ -14,11 +14,12 @@ from typing import Any
 
 import redis
 
+from jobs.bodies import chat_body, completion_body
 from jobs.connection import connect
 from jobs.queue import Queue
 from jobs.registry import WorkerRecord
 from jobs.requests import Claim, Finished
-from jobs.results import ApiError, Result, Usage, chat_body, completion_body, encode_json
+from jobs.results import ApiError, Choice, Result, Usage, encode_json
 from jobs.scripts import QueueUnavailable
 from jobs.settings import QueueSettings
 
@@ -47,9 +48,10 @@ def echo(claim: Claim) -> Result:
     body = json.loads(claim.request.body)
     usage = Usage(7, 3, 2)
     if "messages" in body:
-        answer = chat_body(f"chatcmpl-{claim.key.line}", body["model"], body["messages"][-1]["content"], "stop", None, usage, 1)
+        said = body["messages"][-1]["content"]
+        answer = chat_body(f"chatcmpl-{claim.key.line}", body["model"], [Choice(0, said, "stop")], usage, 1)
     else:
-        answer = completion_body(f"cmpl-{claim.key.line}", body["model"], body["prompt"], "length", None, usage, 1)
+        answer = completion_body(f"cmpl-{claim.key.line}", body["model"], [Choice(0, body["prompt"], "length")], usage, 1)
     return Result(200, encode_json(answer), usage, f"req_{claim.key.line}")
 
 
