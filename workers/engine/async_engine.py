@@ -154,9 +154,7 @@ class AsyncEngine:
             self._wake.clear()
             await self._wake.wait()
 
-    async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, live: bool = False
-    ) -> AsyncIterator[TokenDelta]:
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, live: bool = False) -> AsyncIterator[TokenDelta]:
         """One request's tokens as they come; left early, it is aborted. Raises EngineRequestError or EngineDeadError."""
         request_id = next(self._ids)
         arrived: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()

@@ -25,7 +25,11 @@ class Finish(IntEnum):
 class SamplingParams(msgspec.Struct, frozen=True):
     """How one request's tokens are drawn and when it ends. Raises ValueError for a value out of range.
 
-    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `choice` tells the choices of one request apart in the noise.
+    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `choice` tells the choices of one request apart in the noise. Repetition counts
+    prompt and output, presence and frequency the output. Stop and end-of-text tokens cannot come among the first `min_tokens`.
+    `logit_bias` holds pairs of token and what is added to its logit; `bad_words` are runs of tokens that never come about in the output.
+    `logprobs` and `prompt_logprobs`: how many of the most likely tokens to tell at each position beside the one that stands there; -1 for
+    no log probabilities at all.
     """
 
     max_tokens: int
@@ -36,6 +40,15 @@ class SamplingParams(msgspec.Struct, frozen=True):
     choice: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int = -1
+    prompt_logprobs: int = -1
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
@@ -50,13 +63,32 @@ class SamplingParams(msgspec.Struct, frozen=True):
             raise ValueError(f"seed must be an unsigned 64-bit number, got {self.seed}")
         if self.choice < 0:
             raise ValueError(f"choice must not be negative, got {self.choice}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise ValueError(f"{name} must lie in [-2, 2], got {getattr(self, name)}")
+        if not (self.repetition_penalty > 0.0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must not be negative, got {self.min_tokens}")
+        for token, bias in self.logit_bias:
+            if token < 0 or not math.isfinite(bias):
+                raise ValueError(f"logit_bias must map token ids to finite numbers, got {token}: {bias}")
+        for word in self.bad_words:
+            if not word or min(word) < 0:
+                raise ValueError(f"bad_words must hold runs of token ids, got {list(word)}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) < -1:
+                raise ValueError(f"{name} must be at least -1, got {getattr(self, name)}")
 
 
 class EngineRequest(msgspec.Struct):
     """One sequence to generate.
 
     `request_id` is chosen by the front and unique in the core's life. `output_token_ids` is what an earlier worker generated already:
-    it counts towards `max_tokens` and is never sent again.
+    it counts towards `max_tokens`, as output in everything else, and is never sent again. A lower `priority` runs first, among live and
+    among batch requests; equals run in the order in which they came.
     """
 
     request_id: int
@@ -64,6 +96,7 @@ class EngineRequest(msgspec.Struct):
     output_token_ids: list[int]
     sampling: SamplingParams
     live: bool = False
+    priority: int = 0
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True):
@@ -120,13 +153,26 @@ class Stats(msgspec.Struct, array_like=True):
     preemptions: int = 0
 
 
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Natural log probabilities at one position, from the model's own distribution: before bias, penalties, temperature and all else.
+
+    The token that stands there comes first, then the most likely ones, best first, so that it may come twice. `rank` is its place among
+    all tokens, 1 for the most likely.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
 class StepOutput(msgspec.Struct, tag="step", array_like=True):
     """What one step produced, one entry per request that got a token or ended.
 
     `counts[i]` tokens of request `request_ids[i]` follow each other in the flat `token_ids`. `finish[i]` is a `Finish` value;
     `stop_token[i]` the id that ended the request, which is the last of its tokens, or -1. `cached_tokens[i]`, in the request's first
     entry, counts the prompt tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each request
-    ended by ERROR.
+    ended by ERROR. `logprobs` has, by request id, one item per token of the entry; `prompt_logprobs`, with the first token of a request,
+    one per prompt token from the second on. Both hold only requests that asked.
     """
 
     step: int
@@ -138,6 +184,8 @@ class StepOutput(msgspec.Struct, tag="step", array_like=True):
     cached_tokens: list[int]
     stats: Stats
     errors: dict[int, str] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
 
 
 ToCore = AddRequests | AbortRequests | Shutdown

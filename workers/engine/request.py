@@ -35,14 +35,14 @@ class Request:
     )
 
     def __init__(self, request: EngineRequest, arrival: int, max_model_len: int, eos_token_ids: Set[int]) -> None:
-        """`arrival` orders equals; `max_model_len` caps prompt and output together."""
+        """`arrival` orders equals in priority; `max_model_len` caps prompt and output together."""
         sampling = request.sampling
         self.id = request.request_id
         self.tokens = request.prompt_token_ids + request.output_token_ids
         self.prompt_length = len(request.prompt_token_ids)
         self.sampling = sampling
         self.live = request.live
-        self.urgency = (not request.live, arrival)
+        self.urgency = (not request.live, request.priority, arrival)
         self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
         stops = frozenset(sampling.stop_token_ids)
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids

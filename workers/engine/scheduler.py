@@ -23,8 +23,8 @@ class Scheduler:
     """Gives every step one budget of tokens: live requests first, and among live or batch ones those that run before those that wait.
 
     A request has tokens known and tokens computed, and a step computes some of the difference; when it reaches the last known token it
-    samples the next. When blocks run out, the least urgent running request (batch before live, newest first) is preempted: it keeps its
-    tokens and waits for its turn by arrival, so the most urgent request always goes on and nobody starves.
+    samples the next. When blocks run out, the least urgent running request (batch before live, then the highest number for priority, then
+    the newest) is preempted: it keeps its tokens and waits for its turn, so the most urgent always goes on and no equal starves.
 
     With `depth` 1, `schedule` may be called once more before `update` has brought the tokens of the step before. Then slots and blocks
     given up by a request that a launched step still uses stay taken until that step has been retired, and a token sampled for a request

@@ -7,7 +7,7 @@ import pytest
 
 from workers.engine import config as module
 from workers.engine.config import EngineConfig
-from workers.engine.messages import SamplingParams
+from workers.engine.messages import AddRequests, EngineRequest, FromCore, SamplingParams, Stats, StepOutput, ToCore, TokenLogprobs
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,33 @@ def test_a_configuration_travels_as_msgpack() -> None:
         {"seed": -1},
         {"seed": 2**64},
         {"choice": -1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+        {"min_tokens": -1},
+        {"logit_bias": ((-1, 1.0),)},
+        {"logit_bias": ((1, float("nan")),)},
+        {"bad_words": ((),)},
+        {"bad_words": ((1, -1),)},
+        {"logprobs": -2},
+        {"prompt_logprobs": -2},
     ],
 )
 def test_a_sampling_parameter_out_of_range_never_reaches_the_core(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         SamplingParams(**{"max_tokens": 1, **settings})
+
+
+def test_what_a_request_asks_for_travels_as_msgpack() -> None:
+    sampling = SamplingParams(
+        3, min_p=0.1, repetition_penalty=1.2, min_tokens=2, logit_bias=((5, -1.5),), bad_words=((1,), (2, 3)), logprobs=0, prompt_logprobs=4
+    )
+    added = AddRequests([EngineRequest(1, [1, 2], [3], sampling, live=True, priority=-7)])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(added), type=ToCore) == added
+    told = TokenLogprobs([7, 7, 9], [-0.5, -0.5, -3.0], 1)
+    output = StepOutput(1, [1], [1], [7], [0], [-1], [0], Stats(), logprobs={1: [told]}, prompt_logprobs={1: [told, told]})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=FromCore) == output

@@ -21,9 +21,11 @@ def make_scheduler(
     return Scheduler(seqs, budget, max_model_len, KVCache(blocks, SIZE, caching), depth, vocab_size=100, eos_token_ids=[EOS])
 
 
-def request(number: int, prompt: int = 5, max_tokens: int = 10, *, live: bool = False, output: tuple[int, ...] = ()) -> EngineRequest:
+def request(
+    number: int, prompt: int = 5, max_tokens: int = 10, *, live: bool = False, output: tuple[int, ...] = (), priority: int = 0
+) -> EngineRequest:
     tokens = [number % 50 + 1] * prompt
-    return EngineRequest(number, tokens, list(output), SamplingParams(max_tokens, stop_token_ids=(98,)), live)
+    return EngineRequest(number, tokens, list(output), SamplingParams(max_tokens, stop_token_ids=(98,)), live, priority)
 
 
 def plan_of(scheduler: Scheduler) -> StepPlan:
@@ -161,6 +163,26 @@ def test_a_preempted_request_comes_back_before_newer_ones() -> None:
     while scheduler.unfinished:
         order += step(scheduler).request_ids
     assert order == [3, 3, 1, 1, 2, 2, 2]
+
+
+def test_the_waiting_come_in_by_priority_and_then_by_arrival() -> None:
+    scheduler = make_scheduler(seqs=1)
+    for number, priority, live in ((1, 1, False), (2, 0, False), (3, -5, False), (4, 9, True), (5, 0, False), (6, 8, True)):
+        scheduler.add(request(number, max_tokens=1, priority=priority, live=live))
+    order = []
+    while scheduler.unfinished:
+        order += step(scheduler).request_ids
+    assert order == [6, 4, 3, 2, 5, 1]
+
+
+def test_the_least_urgent_by_priority_is_preempted_though_it_came_first() -> None:
+    scheduler = make_scheduler(blocks=9, caching=False)
+    scheduler.add(request(1, prompt=5, max_tokens=20, priority=1))
+    scheduler.add(request(2, prompt=5, max_tokens=20))
+    while (output := step(scheduler)).stats.preemptions == 0:
+        assert output.request_ids == [2, 1]
+    assert output.request_ids == [2]
+    assert list(run_dry(scheduler)) == [2, 1]
 
 
 def test_no_request_enters_whose_prompt_does_not_fit_beside_the_running_ones() -> None:

@@ -39,6 +39,7 @@ class Case:
     ignore_eos: bool
     stop_token_ids: tuple[int, ...]
     aborted: int | None
+    priority: int = 0
 
     def answer(self, max_model_len: int) -> tuple[list[int], Finish]:
         tokens = list(self.prompt)
@@ -167,7 +168,7 @@ class Run:
                 sampling = SamplingParams(case.max_tokens, ignore_eos=case.ignore_eos, stop_token_ids=case.stop_token_ids)
                 forced = self.answers[number][0][: case.forced]
                 self.got[number] = list(forced)
-                self.scheduler.add(EngineRequest(number, list(case.prompt), list(forced), sampling, case.live))
+                self.scheduler.add(EngineRequest(number, list(case.prompt), list(forced), sampling, case.live, case.priority))
         self.scheduler.abort([number for number, case in enumerate(self.cases) if case.aborted == turn])
 
     def _take(self, output: StepOutput | None) -> None:
@@ -226,6 +227,7 @@ CASES = st.builds(
     ignore_eos=st.booleans(),
     stop_token_ids=st.sampled_from([(), (), (2,), (3, 5)]),
     aborted=st.one_of(st.none(), st.none(), st.integers(0, 30)),
+    priority=st.sampled_from([0, 0, -3, 1]),
 )
 
 
@@ -273,6 +275,7 @@ def random_case(draw: random.Random) -> Case:
         ignore_eos=draw.random() < 0.7,
         stop_token_ids=draw.choice([(), (), (2,), (3, 5)]),
         aborted=draw.choice([None, None, draw.randint(0, 40)]),
+        priority=draw.choice([0, 0, -3, 1]),
     )
 
 
