@@ -13,7 +13,7 @@ from jobs.requests import Claim, Finished
 from jobs.scripts import MAX_ITEMS
 from workers.leases import Leases
 from workers.preparation import Preparation
-from workers.requests_in_flight import Prepared
+from workers.prepared import Prepared
 
 logger = logging.getLogger(__name__)
 

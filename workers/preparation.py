@@ -10,7 +10,8 @@ from jobs.requests import Claim, Finished
 from jobs.results import ApiError
 from jobs.validation import CHAT, Call, decode_body, parse_call
 from workers.engine.messages import MAX_SEED, SamplingParams
-from workers.requests_in_flight import Prepared, rejected
+from workers.prepared import Prepared, Prompt
+from workers.requests_in_flight import rejected
 from workers.text.errors import TemplateError
 from workers.text.tokenizer import TextTokenizer
 
@@ -19,10 +20,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine can take: tokens of prompt and output together, and token ids."""
+    """What the engine can take, tokens of prompt and output together and token ids, and which of these end a text."""
 
     max_model_len: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -44,7 +46,8 @@ class Preparation:
         self._tokenizer = tokenizer
         self._models = frozenset(models)
         self._limits = limits
-        self._eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)  # beside those that the engine knows
+        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self._eos = tuple(dict.fromkeys((*limits.eos_token_ids, *own)))
 
     def prepare(self, claims: Sequence[Claim]) -> tuple[list[Prepared], list[Finished]]:
         """What can run, in order, and the error results of what cannot."""
@@ -119,8 +122,7 @@ class Preparation:
             )
         except ValueError as error:
             raise ApiError(400, f"{error}.") from None
-        detokenizer = self._tokenizer.detokenizer(token_ids)
-        return Prepared(item.claim, call.model, token_ids, sampling, call.stop, frozenset(call.stop_token_ids), detokenizer)
+        return Prepared(item.claim, call, [Prompt(token_ids, sampling)], self._tokenizer)
 
     def _max_tokens(self, call: Call, prompt: int, param: str) -> int:
         """How many tokens to generate at most. Raises ApiError when prompt and output do not fit together."""

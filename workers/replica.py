@@ -28,7 +28,7 @@ from workers.errors import WorkerError
 from workers.leases import Leases
 from workers.outbox import Outbox
 from workers.preparation import Limits, Preparation
-from workers.requests_in_flight import Prepared
+from workers.prepared import Prepared
 from workers.running import Running
 from workers.settings import WorkerSettings
 from workers.text.tokenizer import TextTokenizer
@@ -123,7 +123,7 @@ class Replica:
 
     async def _become_ready(self, tokenizer: TextTokenizer) -> None:
         info, models = self._engine.info, self._settings.models
-        preparation = Preparation(tokenizer, models, Limits(info.max_model_len, info.vocab_size))
+        preparation = Preparation(tokenizer, models, Limits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids)))
         in_flight = self._running.__len__
         self._intake = Intake(self._queue, self.id, models, info.max_num_seqs, self._leases, preparation, in_flight, self._start_requests)
         self._record = msgspec.structs.replace(self._record, max_model_len=info.max_model_len)

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from jobs.bodies import new_body_id, response_body
 from jobs.requests import Claim, Delta, Finished
 from jobs.results import ApiError, Choice, FinishReason, Result, Usage, encode_json, new_request_id
-from workers.engine.messages import EngineRequest, SamplingParams
-from workers.text.detokenizer import Detokenizer
+from workers.engine.messages import EngineRequest
+from workers.prepared import Prepared
 from workers.text.stop_strings import StopStrings
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A claimed request that can run: parsed, rendered, tokenised and checked against the model's limits."""
-
-    claim: Claim
-    model: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    stop: list[str]
-    stop_token_ids: frozenset[int]  # those that the request names itself
-    detokenizer: Detokenizer
 
 
 class RequestInFlight:
@@ -36,17 +22,17 @@ class RequestInFlight:
 
     def __init__(self, prepared: Prepared, request_id: int, next_publish: float) -> None:
         """`next_publish` is when its first tokens are due, on the monotonic clock."""
-        checkpoint = prepared.claim.checkpoint
+        checkpoint, call, (prompt,) = prepared.claim.checkpoint, prepared.call, prepared.prompts
         self.claim = prepared.claim
-        self.prompt_tokens = len(prepared.prompt_token_ids)
+        self.prompt_tokens = len(prompt.token_ids)
         self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
         self.cached_tokens = 0  # of the prompt, from this engine's prefix cache
         self.next_publish = next_publish
-        self._model = prepared.model
-        self._sampling = prepared.sampling
-        self._stop_token_ids = prepared.stop_token_ids
-        self._stops = StopStrings(prepared.stop) if prepared.stop else None
-        self._detokenizer = prepared.detokenizer
+        self._model = call.model
+        self._sampling = prompt.sampling
+        self._stop_token_ids = call.stop_token_ids
+        self._stops = StopStrings(call.stop) if call.stop else None
+        self._detokenizer = prepared.tokenizer.detokenizer(prompt.token_ids)
         self._decoded = 0
         self._text = ""
         self._published_tokens = len(self.token_ids)
@@ -54,9 +40,9 @@ class RequestInFlight:
         self._decode(len(self.token_ids))
         self.engine_request = EngineRequest(
             request_id=request_id,
-            prompt_token_ids=prepared.prompt_token_ids,
+            prompt_token_ids=prompt.token_ids,
             output_token_ids=list(self.token_ids),
-            sampling=prepared.sampling,
+            sampling=prompt.sampling,
             live=prepared.claim.live,
         )
 

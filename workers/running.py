@@ -14,7 +14,8 @@ from jobs.results import ApiError
 from jobs.streams import ControlMessage
 from workers.engine.async_engine import EngineDeadError
 from workers.engine.messages import EngineRequest, Finish, StepOutput
-from workers.requests_in_flight import Prepared, RequestInFlight
+from workers.prepared import Prepared
+from workers.requests_in_flight import RequestInFlight
 
 WATCHED_SECONDS = 60.0
 """How long a request counts as watched that was when it was claimed; whoever watches says so again before that."""

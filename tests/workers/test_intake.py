@@ -13,7 +13,7 @@ from jobs.requests import Finished, Request, RequestKey
 from workers.claims import LOOK_SECONDS, Intake
 from workers.leases import Leases
 from workers.preparation import Limits, Preparation
-from workers.requests_in_flight import Prepared
+from workers.prepared import Prepared
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 

@@ -33,7 +33,7 @@ def test_an_error_that_nobody_foresaw_ends_its_own_request_alone(tmp_path: Path)
     claims = [claim(0, prompt="one two"), claim(1, prompt="one three"), claim(2, prompt="two"), claim(3, prompt="\ud800")]
     prepared, errors = preparation.prepare(claims)
     assert [item.claim.key.line for item in prepared] == [0, 2]
-    assert [item.prompt_token_ids for item in prepared] == [[0, 1], [1]]
+    assert [[prompt.token_ids for prompt in item.prompts] for item in prepared] == [[[0, 1]], [[1]]]
     assert {item.key.line: item.result.status for item in errors} == {1: 500, 3: 400}
     error = next(json.loads(item.result.body)["error"] for item in errors if item.key.line == 1)
     assert (error["type"], error["code"]) == ("server_error", "internal_error")
@@ -46,11 +46,11 @@ def test_the_tokenizers_own_end_ends_an_answer(tmp_path: Path) -> None:
     claims = [claim(0, prompt="one"), claim(1, **ends_at_two), claim(2, **ends_at_two, ignore_eos=True)]
     prepared, errors = preparation.prepare(claims)
     assert errors == []
-    assert [item.sampling.stop_token_ids for item in prepared] == [(2,), (1, 2), (1,)]
-    assert [item.stop_token_ids for item in prepared] == [frozenset(), {1}, {1}]
+    assert [item.prompts[0].sampling.stop_token_ids for item in prepared] == [(2,), (1, 2), (1,)]
+    assert [item.call.stop_token_ids for item in prepared] == [[], [1], [1]]
 
 
 def test_a_seed_of_the_request_goes_before_the_stored_one() -> None:
     preparation = Preparation(TextTokenizer.load(DEMO_MODEL), ["m"], Limits(100, 1000))
     prepared, _ = preparation.prepare([claim(7, prompt="x"), claim(7, prompt="x", seed=3), claim(7, prompt="x", seed=-1)])
-    assert [item.sampling.seed for item in prepared] == [7, 3, 2**64 - 1]
+    assert [item.prompts[0].sampling.seed for item in prepared] == [7, 3, 2**64 - 1]

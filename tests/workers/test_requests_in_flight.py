@@ -9,8 +9,10 @@ import random
 import pytest
 
 from jobs.requests import Checkpoint, Claim, Delta, Request, RequestKey
+from jobs.validation import parse_call
 from workers.engine.messages import SamplingParams
-from workers.requests_in_flight import Prepared, RequestInFlight
+from workers.prepared import Prepared, Prompt
+from workers.requests_in_flight import RequestInFlight
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 
@@ -21,10 +23,10 @@ TOKENS = TOKENIZER.encode([TEXT], special_tokens=False)[0]
 
 
 def request(stop: list[str] | None = None, checkpoint: Checkpoint | None = None, max_tokens: int = 1000) -> RequestInFlight:
-    call = Request("/v1/completions", "demo", b"{}", 1, reply_to="api")
-    claim = Claim(RequestKey("live_a", 0), 7, call, checkpoint, 1, True)
+    claim = Claim(RequestKey("live_a", 0), 7, Request("/v1/completions", "demo", b"{}", 1, reply_to="api"), checkpoint, 1, True)
+    call = parse_call("/v1/completions", {"model": "demo", "prompt": PROMPT, "stop": stop, "stop_token_ids": [5]})
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(5,))
-    return RequestInFlight(Prepared(claim, "demo", PROMPT, sampling, stop or [], frozenset([5]), TOKENIZER.detokenizer(PROMPT)), 1, 0.0)
+    return RequestInFlight(Prepared(claim, call, [Prompt(PROMPT, sampling)], TOKENIZER), 1, 0.0)
 
 
 def text_of(body: bytes) -> str:

@@ -1,0 +1,29 @@
+"""What preparation makes of a claim: all that is known of a request before its first token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jobs.requests import Claim
+from jobs.validation import Call
+from workers.engine.messages import SamplingParams
+from workers.text.tokenizer import TextTokenizer
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt of a request, as the engine takes it."""
+
+    token_ids: list[int]
+    sampling: SamplingParams  # of its first choice; `stop_token_ids` are all that can end it, the model's own among them
+    text: str = ""  # with echo: what stands before every choice's text
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A claimed request that can run: parsed, rendered, tokenised and checked against the model's limits."""
+
+    claim: Claim
+    call: Call
+    prompts: list[Prompt]  # one for chats
+    tokenizer: TextTokenizer  # for the way back
