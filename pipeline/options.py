@@ -139,6 +139,8 @@ model_options = all_of(
     flag("--enable-prefix-caching/--no-enable-prefix-caching", default=True, help="Reuse the KV cache of shared prompt beginnings."),
     flag("--gpu-memory-utilization", type=click.FloatRange(0.0, 1.0, min_open=True), default=0.9, help="Share of the GPU's memory to use."),
     flag("--kv-cache-memory-bytes", type=Size(), help="Size of the KV cache. [default: what the machine allows]"),
+    flag("--step-timeout", type=click.FloatRange(min=1),
+         help="Seconds without a step after which the engine core counts as hung. [default: 300, and less once steps have been seen]"),
     flag("--chat-template", help="Jinja file, or the template itself. [default: the tokenizer's]"),
 )
 
@@ -153,6 +155,7 @@ MODEL_FLAGS = (
     "enable_prefix_caching",
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
+    "step_timeout",
     "chat_template",
 )
 """Parameter names of `model_options`."""

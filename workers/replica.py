@@ -24,6 +24,7 @@ from workers import statistics
 from workers.claims import Intake
 from workers.control import Control
 from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineStartError
+from workers.engine.watchdog import Patience
 from workers.errors import WorkerError
 from workers.leases import Leases
 from workers.outbox import Outbox
@@ -47,7 +48,14 @@ T = TypeVar("T")
 class Replica:
     """From the start of an engine core to its end, whichever way that comes."""
 
-    def __init__(self, settings: WorkerSettings, queue: Queue, tokenizer: asyncio.Future[TextTokenizer], stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        queue: Queue,
+        tokenizer: asyncio.Future[TextTokenizer],
+        patience: Patience,
+        stopping: asyncio.Event,
+    ) -> None:
         """`stopping` is set when it is to end, and may be set here by an order that came through Redis."""
         self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.was_ready = False
@@ -57,7 +65,7 @@ class Replica:
         self._stopping = stopping
         self._loop = asyncio.get_running_loop()
         self._record = WorkerRecord(self.id, settings.models, "loading", 0, time.time(), socket.gethostname(), os.getpid())
-        self._engine = AsyncEngine(settings.engine)
+        self._engine = AsyncEngine(settings.engine, patience)
         self._leases = Leases(queue, self.id, settings.queue.lease_seconds, self._from_thread(self._on_lost))
         self._control = Control(queue, self.id, self._from_thread(self._on_orders))
         interval = settings.queue.stream_interval

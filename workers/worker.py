@@ -22,6 +22,7 @@ import redis
 from jobs.connection import ServerError, check_server, connect
 from jobs.queue import Queue, QueueUnavailable
 from workers.engine.async_engine import EngineDeadError
+from workers.engine.watchdog import Patience
 from workers.errors import WorkerError
 from workers.replica import Replica
 from workers.settings import WorkerSettings
@@ -75,8 +76,9 @@ class Worker:
 
     async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer]) -> None:
         deaths: list[float] = []
+        patience = Patience(self.settings.engine.step_timeout)
         while True:
-            replica = Replica(self.settings, self._queue, tokenizer, self._stopping)
+            replica = Replica(self.settings, self._queue, tokenizer, patience, self._stopping)
             try:
                 await replica.run()
                 return

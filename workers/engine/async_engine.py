@@ -34,13 +34,20 @@ from workers.engine.messages import (
     ToCore,
 )
 from workers.engine.transport import frame, read_frame
+from workers.engine.watchdog import Patience
+
+logger = logging.getLogger(__name__)
 
 _OWN_IDS = 1 << 62  # ids from here on belong to `generate`
 _STDERR_LINES = 5
 _LAST_WORDS = 600  # characters
-_DEATH_GRACE = 0.3  # seconds between the two signs of a death, the closed socket and the ended process
+_DEATH_GRACE = 0.3  # seconds from the ended process to the end of what it said
+_EXIT_GRACE = 5.0  # seconds from the closed socket to the ended process, which may have a device to leave
+_GONE_LOOK = 10.0  # seconds between two complaints about a killed process that does not end
+_CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
 _READ_BUFFER = 1 << 20
-_LOOKS = 4  # in a row within `step_timeout` that must all find a hung core; one alone may only say that this process was held up
+_LOOKS = 4  # in a row at least that must all find a hung core; one alone may only say that this process was held up
+_LONGEST_LOOK = 2.5  # seconds
 
 
 class EngineStartError(Exception):
@@ -52,11 +59,17 @@ class EngineStartError(Exception):
 
 
 class EngineDeadError(Exception):
-    """The core has ended. `returncode` is its exit status, negative for a signal, or None if it had to be killed here."""
+    """The core has ended. `returncode` is its exit status, negative for a signal, or None if it had to be killed here.
 
-    def __init__(self, message: str, returncode: int | None) -> None:
+    `by_itself` tells an end that its requests may have brought about, by an error, a crash or a hang, from one that came from outside.
+    `reason` is the message without what the core wrote at last.
+    """
+
+    def __init__(self, message: str, returncode: int | None, *, by_itself: bool = False, reason: str = "") -> None:
         super().__init__(message)
         self.returncode = returncode
+        self.by_itself = by_itself
+        self.reason = reason or message
 
 
 class EngineRequestError(Exception):
@@ -76,8 +89,10 @@ class TokenDelta:
 class AsyncEngine:
     """One engine core and what it says. For one event loop, which must run in a thread that outlives the engine: the core dies with it."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, patience: Patience | None = None) -> None:
+        """`patience` is what earlier cores of this configuration taught."""
         self.config = config
+        self.patience = patience or Patience(config.step_timeout)
         self.stats = Stats()
         self._info: Ready | None = None
         self._core: _CoreProcess | None = None
@@ -87,7 +102,7 @@ class AsyncEngine:
         self._stopping = False
         self._unfinished = 0
         self._heard = False
-        self._hung = False
+        self._hung = ""  # how long it said nothing, in words
         self._outputs: deque[StepOutput] = deque()
         self._wake = asyncio.Event()
         self._ids = itertools.count(_OWN_IDS)
@@ -127,8 +142,8 @@ class AsyncEngine:
                 self._writer = None
             ours.close()
             raise
-        self._tasks = [asyncio.create_task(self._watch(reader, core), name="engine-watch")]
         self._watchdog = asyncio.create_task(self._watch_steps(core), name="engine-watchdog")
+        self._tasks = [asyncio.create_task(self._watch(reader, core), name="engine-watch")]
 
     def add(self, requests: list[EngineRequest]) -> None:
         """Hands requests to the core. Raises EngineDeadError if there is none any more."""
@@ -173,7 +188,10 @@ class AsyncEngine:
                 self.abort([request_id])
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Lets the core finish its step and leave, and kills it after `timeout` seconds. Requests under way get EngineDeadError."""
+        """Lets the core finish its step and leave, and kills it after `timeout` seconds. Requests under way get EngineDeadError.
+
+        Returns once the process is gone, with all that it had of the device.
+        """
         core = self._core
         if core is None:
             return
@@ -183,6 +201,8 @@ class AsyncEngine:
         if not await core.wait_ended(timeout):
             core.kill()
         await asyncio.gather(*self._tasks)
+        while not await core.wait_ended(_GONE_LOOK):
+            logger.error("the engine core (process %d) was killed and does not end; waiting for it", core.pid)
 
     async def _await_ready(self, reader: asyncio.StreamReader, core: "_CoreProcess", timeout: float) -> Ready:
         first = asyncio.create_task(_read(reader))
@@ -216,31 +236,41 @@ class AsyncEngine:
         last: list[str] = []
         receiving = asyncio.create_task(self._receive(reader, last))
         ended = asyncio.create_task(core.ended.wait())
-        await asyncio.wait({receiving, ended}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait({receiving, ended}, timeout=_DEATH_GRACE)
-        how, returncode = core.how_it_ended(), core.returncode
-        if self._hung:
-            how, returncode = f"was killed, for its step hung: nothing came in {self.config.step_timeout:g} s", None
+        await asyncio.wait({receiving, ended, self._watchdog}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({receiving, ended}, timeout=_DEATH_GRACE if ended.done() or self._hung else _EXIT_GRACE)
+        death = self._death_of(core, last)
         core.kill()
         for task in (receiving, ended, self._watchdog):
             task.cancel()
         if self._writer is not None:
             self._writer.close()
-        if self._stopping:
-            how = "was stopped"
-        self._death = EngineDeadError(f"the engine core {how}" + (f": {last[0]}" if last else core.last_words()), returncode)
+        self._death = death
         self._wake.set()
         for arrived in self._readers.values():
             arrived.put_nowait(self._death)
 
+    def _death_of(self, core: "_CoreProcess", last: list[str]) -> EngineDeadError:
+        """What is to be said of its end. `last`: the error that it gave as the reason, if it could."""
+        returncode = None if self._hung else core.returncode
+        how, by_itself = core.how_it_ended(), returncode is not None and (returncode >= 0 or -returncode in _CRASHES)
+        if self._stopping:
+            how, by_itself = "was stopped", False
+        elif self._hung:
+            how, by_itself = f"was killed, for its step hung: nothing came in {self._hung}", True
+        elif last:
+            how, by_itself = f"{how}: {last[0]}", True
+        reason = f"the engine core {how}"
+        return EngineDeadError(reason if last else reason + core.last_words(), returncode, by_itself=by_itself, reason=reason)
+
     async def _watch_steps(self, core: "_CoreProcess") -> None:
-        """Kills a core that has requests and says nothing for `step_timeout` seconds; `_watch` sees the end."""
-        quiet = 0
-        while quiet < _LOOKS:
-            await asyncio.sleep(self.config.step_timeout / _LOOKS)
-            quiet = quiet + 1 if self._unfinished and not self._heard else 0
+        """Kills a core that has requests and says nothing for longer than there is patience; `_watch` sees the end."""
+        quiet = 0.0
+        while quiet < self.patience.seconds:
+            look = min(self.patience.seconds / _LOOKS, _LONGEST_LOOK)
+            await asyncio.sleep(look)
+            quiet = quiet + look if self._unfinished and not self._heard else 0.0
             self._heard = False
-        self._hung = True
+        self._hung = f"{self.patience.seconds:g} s"
         core.kill()
 
     async def _receive(self, reader: asyncio.StreamReader, last: list[str]) -> None:
@@ -252,6 +282,7 @@ class AsyncEngine:
 
     def _hand_out(self, output: StepOutput) -> None:
         self.stats = output.stats
+        self.patience.learn(output.stats.full_step_seconds)
         self._heard = True
         self._unfinished -= sum(map(bool, output.finish))
         if not output.request_ids:

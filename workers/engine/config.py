@@ -14,8 +14,8 @@ class EngineConfig:
 
     `max_model_len` and `max_num_batched_tokens` count tokens, `kv_cache_memory_bytes` bytes, `gpu_memory_utilization` is a fraction of
     the device's memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1. `step_timeout`:
-    seconds without a step, while there are requests, after which the core counts as hung and is killed. `debug` turns on the integrity
-    check each time the core becomes idle. Raises ValueError for a value out of range.
+    seconds without a step, while there are requests, after which the core counts as hung and is killed (None: as `watchdog.Patience`
+    learns). `debug` turns on the integrity check each time the core becomes idle. Raises ValueError for a value out of range.
     """
 
     model: str
@@ -32,7 +32,7 @@ class EngineConfig:
     depth: int | None = None
     threads: int | None = None
     attention_backend: str = "auto"
-    step_timeout: float = 300.0
+    step_timeout: float | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.depth not in (None, 0, 1):
             raise ValueError(f"depth must be 0 or 1, got {self.depth}")
-        if not self.step_timeout > 0:
+        if self.step_timeout is not None and not self.step_timeout > 0:
             raise ValueError(f"step_timeout must be above 0 s, got {self.step_timeout}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")

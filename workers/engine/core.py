@@ -1,5 +1,7 @@
 """The engine core's loop over scheduler and executor. Runs in a process of its own, or synchronously inside a test."""
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
@@ -30,6 +32,7 @@ class EngineCore:
         self._debug = config.debug
         self._depth = config.depth
         self._launched: deque[tuple[StepPlan, LaunchedStep]] = deque()
+        self._pace = _Pace(config.max_num_batched_tokens)
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -57,8 +60,11 @@ class EngineCore:
     def run(self, inbox: SimpleQueue[ToCore], emit: Callable[[StepOutput], None]) -> None:
         """Serves until a `Shutdown` comes. Raises what the executor raises; then nothing of this core can be used any more."""
         while self._take_in(inbox):
+            began = time.monotonic()
             output = self.step()
             if output is not None:
+                self._pace.note(time.monotonic() - began, output.stats.computed_tokens)
+                output.stats.full_step_seconds = self._pace.full_step
                 emit(output)
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
@@ -109,3 +115,25 @@ class EngineCore:
             case Shutdown():
                 return False
         return True
+
+
+class _Pace:
+    """How long a full step may take, by the longest so far and by the least that a token took: short steps say little about a long one."""
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self._full = max_num_batched_tokens
+        self._longest = 0.0
+        self._per_token = math.inf
+        self._computed = 0
+
+    def note(self, seconds: float, computed_tokens: int) -> None:
+        """A turn of the loop, and how many tokens all steps together have computed."""
+        if computed_tokens > self._computed:
+            self._longest = max(self._longest, seconds)
+            self._per_token = min(self._per_token, seconds / (computed_tokens - self._computed))
+            self._computed = computed_tokens
+
+    @property
+    def full_step(self) -> float:
+        """Seconds; 0 before the first step."""
+        return max(self._longest, self._per_token * self._full) if self._computed else 0.0

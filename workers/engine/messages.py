@@ -141,6 +141,7 @@ class Stats(msgspec.Struct, array_like=True):
     """Counters of the core. `running`, `waiting` and `free_blocks` are the present; the rest only grow.
 
     `tokens` counts generated tokens, `computed_tokens` those run through the model, `prefix_hit_tokens` those that the cache gave instead.
+    `full_step_seconds` is how long a step of the largest size may take, judged by the steps so far.
     """
 
     running: int = 0
@@ -151,6 +152,7 @@ class Stats(msgspec.Struct, array_like=True):
     computed_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    full_step_seconds: float = 0.0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

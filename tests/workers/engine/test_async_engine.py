@@ -23,6 +23,7 @@ from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineRequ
 from workers.engine.config import EngineConfig
 from workers.engine.messages import EngineRequest, Failed, Finish, FromCore, SamplingParams, StepOutput
 from workers.engine.transport import FrameReader, FrameSender
+from workers.engine.watchdog import LONGEST_PATIENCE, SHORTEST_PATIENCE, STEPS, Patience
 
 MODEL = "llama"
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
@@ -83,7 +84,7 @@ def test_one_core_from_start_to_stop(depth: int) -> None:
             assert await waiting is None
             with pytest.raises(EngineDeadError, match="was stopped") as death:
                 engine.abort([1])
-            assert death.value.returncode == 0
+            assert (death.value.returncode, death.value.by_itself) == (0, False)
 
     run(scenario)
 
@@ -158,7 +159,7 @@ def test_the_death_of_the_core_reaches_everyone_within_a_second() -> None:
             assert time.monotonic() - began < 1
             assert {type(end) for end in ends} == {EngineDeadError}
             assert {str(end) for end in ends} == {"the engine core was ended by SIGKILL"}
-            assert {getattr(end, "returncode", None) for end in ends} == {-signal.SIGKILL}
+            assert {(getattr(end, "returncode", None), getattr(end, "by_itself", None)) for end in ends} == {(-signal.SIGKILL, False)}
             with pytest.raises(EngineDeadError):
                 engine.add([])
 
@@ -175,7 +176,59 @@ def test_a_core_that_hangs_is_killed_and_said_to_have_hung() -> None:
             with pytest.raises(EngineDeadError, match=r"its step hung: nothing came in 1 s") as death:
                 await exhaust(answer)
             assert 0.7 < time.monotonic() - began < 5
-            assert death.value.returncode is None
+            assert (death.value.returncode, death.value.by_itself) == (None, True)
+            await engine.stop()
+            assert not is_running(engine.pid)
+
+    run(scenario)
+
+
+def test_steps_teach_how_long_silence_may_last() -> None:
+    """A small model's hang is found long before the five minutes that an unknown one gets, by the next core too."""
+
+    async def scenario() -> None:
+        patience = Patience()
+        assert patience.seconds == LONGEST_PATIENCE
+        engine = AsyncEngine(config(), patience)
+        await engine.start(START_SECONDS)
+        try:
+            assert len(await text_of(engine, [1] * 200, SamplingParams(3))) == 3
+        finally:
+            await engine.stop()
+        assert AsyncEngine(config(), patience).patience.seconds == SHORTEST_PATIENCE
+
+    run(scenario)
+
+
+def test_patience_stays_within_its_bounds() -> None:
+    patience = Patience()
+    patience.learn(0.0)
+    assert patience.seconds == LONGEST_PATIENCE
+    patience.learn(2.0)
+    assert patience.seconds == 2.0 * STEPS
+    patience.learn(1.0)
+    assert patience.seconds == 2.0 * STEPS
+    patience.learn(1000.0)
+    assert patience.seconds == LONGEST_PATIENCE
+    asked = Patience(7.0)
+    asked.learn(1000.0)
+    assert asked.seconds == 7.0
+
+
+@pytest.mark.parametrize(
+    ("number", "by_itself"),
+    [(signal.SIGSEGV, True), (signal.SIGABRT, True), (signal.SIGBUS, True), (signal.SIGUSR1, False), (signal.SIGXCPU, False)],
+)
+def test_a_crash_is_told_from_an_end_that_came_from_outside(number: signal.Signals, by_itself: bool) -> None:
+    async def scenario() -> None:
+        async with started(config()) as engine:
+            answer = engine.generate([1], ENDLESS)
+            await anext(answer)
+            os.kill(engine.pid, number)
+            with pytest.raises(EngineDeadError) as death:
+                await exhaust(answer)
+            assert (death.value.returncode, death.value.by_itself) == (-number, by_itself)
+            assert death.value.reason == f"the engine core was ended by {number.name}"
 
     run(scenario)
 
@@ -215,7 +268,8 @@ def test_an_error_in_the_core_says_what_it_was() -> None:
             engine.add([EngineRequest(1, [5], [], ENDLESS), EngineRequest(1, [5], [], ENDLESS)])
             with pytest.raises(EngineDeadError, match=r"ended with status 1: ValueError: request id 1 is in use") as death:
                 await exhaust(engine.steps())
-            assert death.value.returncode == 1
+            assert (death.value.returncode, death.value.by_itself) == (1, True)
+            assert death.value.reason == "the engine core ended with status 1: ValueError: request id 1 is in use"
 
     run(scenario)
 
