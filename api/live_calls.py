@@ -154,7 +154,7 @@ class Chunks:
 
     def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
         """The chunks for one entry: text, then at the end the reason and, if it was asked for, the usage."""
-        chunks = [self._chunk(entry.text, None)] if entry.text else []
+        chunks = [self._chunk(chunk.text, None) for chunk in entry.chunks if chunk.choice == 0 and chunk.text]
         if entry.result is not None:
             chunks += self._ending(entry.result)
         return [self._with_usage(chunk) for chunk in chunks]

@@ -17,7 +17,7 @@ import redis.asyncio
 from jobs import keys
 from jobs.connection import MAX_BLOCK_SECONDS
 from jobs.queue import Queue
-from jobs.requests import RequestKey, StreamEntry
+from jobs.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.scripts import QueueUnavailable
 from jobs.streams import FIRST_ID, parse_api_entry
 
@@ -35,28 +35,31 @@ class Inbox:
         self.key = key
         self._queue = queue
         self._entries: deque[StreamEntry] = deque()
-        self._arrived = asyncio.Event()
+        self._news = asyncio.Event()
         self._missed = False
         self._failure: Exception | None = None
-        self._last_id = FIRST_ID
-        self._length = 0
+        self._arrived = FIRST_ID  # the last entry that was put
+        self._last_id = FIRST_ID  # the last entry that was got
+        self._seen: dict[int, tuple[int, int]] = {}  # tokens and characters that were got of each choice
 
     def put(self, entry: StreamEntry) -> None:
-        """Called by the reader; never waits."""
-        if len(self._entries) >= QUEUE_LENGTH:
+        """Called by the reader; never waits. After a gap, `get` goes on in the request's stream."""
+        gap = _position(entry.entry_id)[0] - sum(len(chunk.token_ids) for chunk in entry.chunks) > _position(self._arrived)[0]
+        self._arrived = max(self._arrived, entry.entry_id, key=_position)
+        if gap or len(self._entries) >= QUEUE_LENGTH:
             self._entries.clear()
             self._missed = True
         if not self._missed:
             self._entries.append(entry)
-        self._arrived.set()
+        self._news.set()
 
     def fail(self, error: Exception) -> None:
         """Ends the call: `get` raises `error` from now on."""
         self._failure = error
-        self._arrived.set()
+        self._news.set()
 
     async def get(self) -> StreamEntry:
-        """The next entry that brings something new; its text begins where the last one's ended. Raises what `fail` was given."""
+        """The next entry that brings something new; each choice goes on where it ended. Raises what `fail` was given."""
         while True:
             if self._missed:
                 await self._catch_up()
@@ -64,13 +67,12 @@ class Inbox:
                 entry = self._trim(self._entries.popleft())
                 if entry is not None:
                     return entry
-                if self._missed:
-                    break
-            else:
-                if self._failure is not None:
-                    raise self._failure
-                self._arrived.clear()
-                await self._arrived.wait()
+            if self._missed:
+                continue
+            if self._failure is not None:
+                raise self._failure
+            self._news.clear()
+            await self._news.wait()
 
     async def _catch_up(self) -> None:
         """Reads on from the request's own stream. What arrives meanwhile stands behind it, and is dropped where it says the same again."""
@@ -80,18 +82,25 @@ class Inbox:
         self._entries.extendleft(reversed(history))
 
     def _trim(self, entry: StreamEntry) -> StreamEntry | None:
-        """The entry without text that was seen; None if it says nothing new. Notes a gap, which sends `get` to the request's stream."""
-        if entry.text_offset > self._length:
-            self._missed = True
+        """The entry without what was got before; None when it came before."""
+        if _position(entry.entry_id) <= _position(self._last_id) and entry.result is None:
             return None
-        self._last_id = max(self._last_id, entry.entry_id, key=_position)
-        end = entry.text_offset + len(entry.text)
-        if end <= self._length and entry.result is None and not entry.accepted:
-            return None
-        entry.text = entry.text[self._length - entry.text_offset :]
-        entry.text_offset = self._length
-        self._length = max(self._length, end)
+        self._last_id = entry.entry_id
+        entry.chunks = [self._rest(chunk) for chunk in entry.chunks]
         return entry
+
+    def _rest(self, chunk: TokenChunk) -> TokenChunk:
+        """A server that was rolled back may say the end of a choice again, and differently cut."""
+        tokens, characters = self._seen.get(chunk.choice, (0, 0))
+        old, known = max(0, tokens - chunk.index), max(0, characters - chunk.text_offset)
+        self._seen[chunk.choice] = (
+            max(tokens, chunk.index + len(chunk.token_ids)),
+            max(characters, chunk.text_offset + len(chunk.text)),
+        )
+        if not old and not known:
+            return chunk
+        logprobs = None if chunk.logprobs is None else chunk.logprobs[old:]
+        return TokenChunk(chunk.choice, chunk.index + old, chunk.token_ids[old:], chunk.text[known:], chunk.text_offset + known, logprobs)
 
 
 class Reader:

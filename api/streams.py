@@ -29,7 +29,8 @@ _EVENT_ID = re.compile(r"\d+-\d+")
 
 @router.get("/v1/streams/{name:path}")
 async def stream(request: Request, name: str) -> Response:
-    """Events `{"id", "index", "token_ids", "text", "text_offset"}`, then one with `status` and `response`, then `[DONE]`.
+    """Events `{"id", "choices": [{"index", "token_offset", "token_ids", "text", "text_offset"}]}`, the last one also with `status` and
+    `response`, then `[DONE]`.
 
     `name` is a request of a batch (`batch_x/17`) or a live call (`live_x`).
     """
@@ -75,13 +76,17 @@ async def _is_known(state: ApiState, key: RequestKey) -> bool:
 
 
 def _as_json(entry: StreamEntry) -> dict[str, Any]:
-    value: dict[str, Any] = {
-        "id": str(entry.key),
-        "index": entry.index,
-        "token_ids": entry.token_ids,
-        "text": entry.text,
-        "text_offset": entry.text_offset,
-    }
+    choices = [
+        {
+            "index": chunk.choice,
+            "token_offset": chunk.index,
+            "token_ids": chunk.token_ids,
+            "text": chunk.text,
+            "text_offset": chunk.text_offset,
+        }
+        for chunk in entry.chunks
+    ]
+    value: dict[str, Any] = {"id": str(entry.key), "choices": choices}
     if entry.result is not None:
         value |= {"status": entry.result.status, "response": msgspec.json.decode(entry.result.body)}
     return value

@@ -60,7 +60,7 @@ def live(model: str) -> str:
 
 
 def tokens(key: str) -> str:
-    """Stream of the deltas of one request; the id of an entry is `<output tokens so far>-<0 tokens | 1 accepted | 2 finished>`."""
+    """Stream of the deltas of one request; the id of an entry is `<tokens of all choices so far>-<0 tokens | 1 accepted | 2 finished>`."""
     return f"{{q}}:tok:{key}"
 
 

@@ -12,14 +12,15 @@ from jobs.batch_queue import BatchQueue
 from jobs.registry import Registry
 from jobs.requests import (
     Checkpoint,
+    ChoiceCheckpoint,
     Claim,
     Delta,
     Finished,
     Request,
     RequestKey,
     pack,
+    unpack_chunks,
     unpack_request,
-    unpack_tokens,
 )
 from jobs.results import ApiError
 from jobs.scripts import MAX_ITEMS, QueueFull, QueueUnavailable
@@ -108,17 +109,13 @@ class Queue(BatchQueue, Streams, Registry):
 
 
 def _delta_arguments(delta: Delta) -> list[Any]:
-    return [str(delta.key), delta.fence, *_token_arguments(delta), delta.reply_to or "", int(delta.accepted)]
+    return [str(delta.key), delta.fence, delta.total, pack(delta.chunks), delta.reply_to or "", int(delta.accepted)]
 
 
 def _finished_arguments(finished: Finished) -> list[Any]:
-    tokens: list[Any] = ["", "", "", "", ""] if finished.delta is None else _token_arguments(finished.delta)
+    tokens: list[Any] = ["", ""] if finished.delta is None else [finished.delta.total, pack(finished.delta.chunks)]
     result = finished.result
     return [str(finished.key), finished.fence, *tokens, finished.reply_to or "", int(result.succeeded), pack(result)]
-
-
-def _token_arguments(delta: Delta) -> list[Any]:
-    return [delta.index, len(delta.token_ids), pack(delta.token_ids), delta.text.encode(errors="replace"), delta.text_offset]
 
 
 def _read_claim(row: list[Any]) -> Claim:
@@ -130,11 +127,12 @@ def _read_claim(row: list[Any]) -> Claim:
     )  # fmt: skip
 
 
-def _read_checkpoint(published: list[list[bytes]]) -> Checkpoint | None:
-    """From (tokens, text, offset) of every entry of the token stream."""
-    token_ids: list[int] = []
-    length = 0
-    for tokens, text, offset in published:
-        token_ids += unpack_tokens(tokens)
-        length = int(offset) + len(text.decode())
-    return Checkpoint(token_ids, length) if token_ids else None
+def _read_checkpoint(published: list[bytes]) -> Checkpoint | None:
+    """From the chunks of every entry of the token stream."""
+    choices: dict[int, ChoiceCheckpoint] = {}
+    for chunk in (chunk for entry in published for chunk in unpack_chunks(entry)):
+        choice = choices.setdefault(chunk.choice, ChoiceCheckpoint([], 0, []))
+        choice.token_ids += chunk.token_ids
+        choice.text_length = chunk.text_offset + len(chunk.text)
+        choice.logprobs += chunk.logprobs or []
+    return Checkpoint(choices) if choices else None

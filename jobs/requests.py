@@ -2,7 +2,7 @@
 
 import msgspec
 
-from jobs.results import Result
+from jobs.results import PositionLogprobs, Result
 
 LIVE_PREFIX = "live_"
 
@@ -42,11 +42,18 @@ class Request(msgspec.Struct):
     reply_to: str | None = None  # live: the API process whose stream gets every delta
 
 
-class Checkpoint(msgspec.Struct):
-    """What earlier workers published of a request: the forced prefix for the next one."""
+class ChoiceCheckpoint(msgspec.Struct):
+    """What earlier workers published of one choice."""
 
     token_ids: list[int]
     text_length: int  # characters
+    logprobs: list[PositionLogprobs] = []  # one per token, when asked for
+
+
+class Checkpoint(msgspec.Struct):
+    """What earlier workers published of a request: the forced prefix for the next one."""
+
+    choices: dict[int, ChoiceCheckpoint]
 
 
 class Claim(msgspec.Struct):
@@ -62,15 +69,25 @@ class Claim(msgspec.Struct):
     suspicions: int = 0  # engine cores that died with this request in flight
 
 
-class Delta(msgspec.Struct):
-    """The next tokens of a request, and the text they gave."""
+class TokenChunk(msgspec.Struct, array_like=True):
+    """The next tokens of one choice, and the text they gave."""
 
-    key: RequestKey
-    fence: int
+    choice: int  # index in the response
     index: int  # output index of the first token
     token_ids: list[int]
     text: str
-    text_offset: int  # characters before `text`
+    text_offset: int  # characters of the choice's text before `text`
+    logprobs: list[PositionLogprobs] | None = None  # one per token, when asked for
+    prompt_logprobs: list[PositionLogprobs] | None = None  # with a choice's first chunk, when echo asks for them
+
+
+class Delta(msgspec.Struct):
+    """The next tokens of a request."""
+
+    key: RequestKey
+    fence: int
+    total: int  # output tokens of all choices, these included
+    chunks: list[TokenChunk]
     reply_to: str | None = None
     accepted: bool = False  # the first message of a live call
 
@@ -90,22 +107,27 @@ class StreamEntry(msgspec.Struct):
 
     key: RequestKey
     entry_id: str
-    index: int
-    token_ids: list[int]
-    text: str
-    text_offset: int
+    chunks: list[TokenChunk]
     accepted: bool = False
     result: Result | None = None  # the request's end
 
+    def text(self, choice: int = 0) -> str:
+        """What it adds to the text of one choice."""
+        return "".join(chunk.text for chunk in self.chunks if chunk.choice == choice)
 
-def pack(value: msgspec.Struct | list[int]) -> bytes:
+    def token_ids(self, choice: int = 0) -> list[int]:
+        """What it adds to the tokens of one choice."""
+        return [token_id for chunk in self.chunks if chunk.choice == choice for token_id in chunk.token_ids]
+
+
+def pack(value: msgspec.Struct | list[TokenChunk]) -> bytes:
     """Msgpack, the form of every internal message."""
     return msgspec.msgpack.encode(value)
 
 
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _result_decoder = msgspec.msgpack.Decoder(Result)
-_tokens_decoder = msgspec.msgpack.Decoder(list[int])
+_chunks_decoder = msgspec.msgpack.Decoder(list[TokenChunk])
 
 
 def unpack_request(data: bytes) -> Request:
@@ -118,6 +140,6 @@ def unpack_result(data: bytes) -> Result:
     return _result_decoder.decode(data)
 
 
-def unpack_tokens(data: bytes) -> list[int]:
-    """The opposite of `pack` for token ids."""
-    return _tokens_decoder.decode(data)
+def unpack_chunks(data: bytes) -> list[TokenChunk]:
+    """The opposite of `pack` for the tokens of a delta."""
+    return _chunks_decoder.decode(data)

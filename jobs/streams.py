@@ -8,7 +8,7 @@ import msgspec
 from jobs import keys
 from jobs.base import QueueBase, text
 from jobs.connection import MAX_BLOCK_SECONDS
-from jobs.requests import RequestKey, StreamEntry, unpack_result, unpack_tokens
+from jobs.requests import RequestKey, StreamEntry, unpack_chunks, unpack_result
 from jobs.scripts import persistently
 
 FIRST_ID = "0-0"
@@ -87,10 +87,7 @@ def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -
     return StreamEntry(
         key=key,
         entry_id=entry_id,
-        index=int(fields[b"i"]),
-        token_ids=unpack_tokens(fields[b"t"]) if fields[b"t"] else [],
-        text=text(fields[b"x"]),
-        text_offset=int(fields[b"o"]),
+        chunks=unpack_chunks(fields[b"p"]),
         accepted=fields.get(b"a") == b"1",
         result=None if result is None else unpack_result(result),
     )

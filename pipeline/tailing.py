@@ -35,7 +35,7 @@ def _tail_request(queue: Queue, key: RequestKey) -> None:
         entries = queue.read_tokens({key: last_id}, _READ_SECONDS)
         for entry in entries:
             last_id = entry.entry_id
-            _write(entry.text)
+            _write(entry.text())
             if entry.result is not None:
                 _write("\n" + _failure(entry))
                 return
@@ -58,7 +58,7 @@ def _tail_batch(queue: Queue, batch: str) -> None:
             positions.setdefault(key, FIRST_ID)
         for entry in queue.read_tokens(positions, _READ_SECONDS):
             positions[entry.key] = entry.entry_id
-            *whole, rest = (lines.get(entry.key, "") + entry.text).split("\n")
+            *whole, rest = (lines.get(entry.key, "") + entry.text()).split("\n")
             lines[entry.key] = rest
             for line in whole:
                 _write(f"{entry.key}: {line}\n")

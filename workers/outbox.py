@@ -152,5 +152,5 @@ def with_their_tokens(finished: list[Finished], deltas: list[Delta]) -> tuple[li
 def _join(deltas: list[Delta]) -> Delta | None:
     if not deltas:
         return None
-    token_ids = [token for delta in deltas for token in delta.token_ids]
-    return msgspec.structs.replace(deltas[0], token_ids=token_ids, text="".join(delta.text for delta in deltas), accepted=False)
+    chunks = [chunk for delta in deltas for chunk in delta.chunks]
+    return msgspec.structs.replace(deltas[-1], chunks=chunks, accepted=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from jobs.bodies import new_body_id, response_body
-from jobs.requests import Claim, Delta, Finished
+from jobs.requests import Claim, Delta, Finished, TokenChunk
 from jobs.results import ApiError, Choice, FinishReason, Result, Usage, encode_json, new_request_id
 from workers.engine.messages import EngineRequest
 from workers.prepared import Prepared
@@ -22,7 +22,8 @@ class RequestInFlight:
 
     def __init__(self, prepared: Prepared, request_id: int, next_publish: float) -> None:
         """`next_publish` is when its first tokens are due, on the monotonic clock."""
-        checkpoint, call, (prompt,) = prepared.claim.checkpoint, prepared.call, prepared.prompts
+        call, (prompt,) = prepared.call, prepared.prompts
+        checkpoint = prepared.claim.checkpoint.choices.get(0) if prepared.claim.checkpoint else None
         self.claim = prepared.claim
         self.prompt_tokens = len(prompt.token_ids)
         self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
@@ -90,8 +91,7 @@ class RequestInFlight:
 
     def accepted(self) -> Delta:
         """The first message of a live call, before its first tokens."""
-        index, offset = self._published_tokens, self._published_characters
-        return Delta(self.claim.key, self.claim.fence, index, [], "", offset, self.claim.request.reply_to, accepted=True)
+        return Delta(self.claim.key, self.claim.fence, self._published_tokens, [], self.claim.request.reply_to, accepted=True)
 
     def delta(self) -> Delta:
         """What is not published yet, which counts as published from now on."""
@@ -99,9 +99,8 @@ class RequestInFlight:
         index, offset = self._published_tokens, self._published_characters
         self._published_tokens = len(self.token_ids)
         self._published_characters = max(offset, len(self._text))
-        return Delta(
-            self.claim.key, self.claim.fence, index, self.token_ids[index:], self._text[offset:], offset, self.claim.request.reply_to
-        )
+        chunk = TokenChunk(0, index, self.token_ids[index:], self._text[offset:], offset)
+        return Delta(self.claim.key, self.claim.fence, self._published_tokens, [chunk], self.claim.request.reply_to)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None, stop_token: int = -1) -> Finished:
         """The result; `stop_token` as for `take`. A stop string that was found goes before any other reason."""

@@ -1,7 +1,7 @@
 #!lua
 -- Gives a worker requests: live calls first, then batches in fair turns; a tenth of what live calls take is kept for batches.
 -- ARGV: worker, number of this claim, limit, limit for live calls, lease in ms, most undrained result bytes of a batch, models...
--- Returns a list of {name, fence, attempt, request, watched, suspicions, {{tokens, text, offset}...}}.
+-- Returns a list of {name, fence, attempt, request, watched, suspicions, {chunks...}}, chunks (msgpack) being what each entry published.
 -- The same number again gives the same requests, as far as the worker still holds them; a smaller number gives nothing.
 
 local worker, seq = ARGV[1], tonumber(ARGV[2])
@@ -13,8 +13,7 @@ local LIVE_PER_BATCH = 9
 local function published(name)
   local entries = redis.call('XRANGE', key.tokens(name), '-', '+')
   for i, entry in ipairs(entries) do
-    local fields = entry[2]
-    entries[i] = {fields[4], fields[6], fields[8]}
+    entries[i] = entry[2][2]
   end
   return entries
 end

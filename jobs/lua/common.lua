@@ -3,6 +3,7 @@
 
 local CONTROL_SECONDS = 600
 local API_SECONDS = 300
+local NO_CHUNKS = '\144' -- an empty list in msgpack
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -138,8 +139,8 @@ end
 
 -- Appends to a request's token stream under the id "<tokens so far>-<kind>". An entry that stands there already is left alone, which
 -- makes repeats harmless; only a new one goes on to the API process.
-local function append(name, entry_id, reply_to, index, tokens, text, offset, more, value)
-  local added = redis.pcall('XADD', key.tokens(name), entry_id, 'i', index, 't', tokens, 'x', text, 'o', offset, more, value)
+local function append(name, entry_id, reply_to, chunks, more, value)
+  local added = redis.pcall('XADD', key.tokens(name), entry_id, 'p', chunks, more, value)
   if type(added) == 'table' and added.err then
     if string.find(added.err, 'equal or smaller', 1, true) then
       return
@@ -148,8 +149,7 @@ local function append(name, entry_id, reply_to, index, tokens, text, offset, mor
   end
   if reply_to ~= '' then
     local stream = key.api(reply_to)
-    redis.call('XADD', stream, 'MAXLEN', '~', 20000, '*',
-      'k', name, 'e', entry_id, 'i', index, 't', tokens, 'x', text, 'o', offset, more, value)
+    redis.call('XADD', stream, 'MAXLEN', '~', 20000, '*', 'k', name, 'e', entry_id, 'p', chunks, more, value)
     redis.call('EXPIRE', stream, API_SECONDS)
   end
 end
@@ -185,20 +185,20 @@ local function record(batch, items)
   end
 end
 
--- The last entry of a token stream, which then lasts `keep` seconds. tokens is {index, count, ids, text, offset}, or {} when there are none.
+-- The last entry of a token stream, which then lasts `keep` seconds.
 local function say_last(item, keep)
-  local index, count, ids, text, offset = unpack(item.tokens)
-  if not count then
+  local total, chunks = item.total, item.chunks
+  if not total or total == '' then
     local last = redis.call('XREVRANGE', key.tokens(item.name), '+', '-', 'COUNT', 1)[1]
-    index, count, ids, text, offset = last and string.match(last[1], '^%d+') or '0', 0, '', '', '0'
+    total, chunks = last and string.match(last[1], '^%d+') or '0', NO_CHUNKS
   end
-  append(item.name, digits(index + count) .. '-2', item.reply_to, index, ids, text, offset, 'f', item.result)
+  append(item.name, total .. '-2', item.reply_to, chunks, 'f', item.result)
   redis.call('EXPIRE', key.tokens(item.name), keep)
   redis.call('ZREM', key.WATCHED, item.name)
 end
 
 -- Ends requests that their caller has just released, each named once: results, counts, last words, and nothing left behind.
--- items: {name, succeeded, result, reply_to, tokens} each
+-- items: {name, succeeded, result, reply_to, total, chunks} each; without a total no tokens are left to publish
 local function finish(items, keep)
   if #items == 0 then
     return

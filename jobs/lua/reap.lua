@@ -24,7 +24,7 @@ local function lose(name)
     return
   end
   local reply_to = redis.call('HGET', key.bodies((split(name))), 'reply_to') or ''
-  finish({{name = name, succeeded = false, result = lost_result, reply_to = reply_to, tokens = {}}}, keep)
+  finish({{name = name, succeeded = false, result = lost_result, reply_to = reply_to}}, keep)
 end
 
 -- Last claimed, first put back: at the front of the queue they stand in the order in which they were claimed.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from jobs.bodies import new_body_id, response_body
 from jobs.queue import Queue
 from jobs.registry import WorkerRecord
-from jobs.requests import Claim, Delta, Finished, RequestKey
+from jobs.requests import Claim, Delta, Finished, RequestKey, TokenChunk
 from jobs.results import ApiError, Choice, Result, Usage, encode_json, new_request_id
 
 Answer = Iterable[str] | ApiError
@@ -62,14 +62,14 @@ class ScriptedWorker:
         if isinstance(answer, ApiError):
             self.queue.commit(self.id, [Finished(claim.key, claim.fence, answer.result(new_request_id()), None, reply_to)])
             return
-        self.queue.publish(self.id, [Delta(claim.key, claim.fence, 0, [], "", 0, reply_to, True)])
+        self.queue.publish(self.id, [Delta(claim.key, claim.fence, 0, [], reply_to, accepted=True)])
         text, index = "", 0
         for piece in answer:
             while self.step is not None and not self.step.acquire(timeout=0.02):
                 if self._stopping.is_set() or self.queue.renew(self.id, [(claim.key, claim.fence)]):
                     self.cancelled.append(claim.key)
                     return
-            delta = Delta(claim.key, claim.fence, index, [index], piece, len(text), reply_to)
+            delta = Delta(claim.key, claim.fence, index + 1, [TokenChunk(0, index, [index], piece, len(text))], reply_to)
             if self.queue.publish(self.id, [delta]):
                 self.cancelled.append(claim.key)
                 return

@@ -7,7 +7,7 @@ import redis
 
 from jobs import keys
 from jobs.queue import Queue
-from jobs.requests import Checkpoint, RequestKey
+from jobs.requests import Checkpoint, ChoiceCheckpoint, RequestKey
 from jobs.settings import QueueSettings
 from tests.support.integrity import faults
 from tests.support.requests import MODEL, delta, finished, held, lines, request, start_batch
@@ -32,6 +32,10 @@ def _sound(redis_client: redis.Redis):
 
 def take(queue: Queue, worker: str, seq: int, limit: int = 10, models: list[str] | None = None, live_limit: int | None = None):
     return queue.claim(worker, seq, limit, models=models or [MODEL], live_limit=live_limit)
+
+
+def checkpoint(token_ids: list[int], text_length: int) -> Checkpoint:
+    return Checkpoint({0: ChoiceCheckpoint(token_ids, text_length)})
 
 
 def commit_all(queue: Queue, worker: str, claims) -> None:
@@ -202,7 +206,7 @@ class TestFences:
         old, new = stale
         assert queue.publish("w1", [delta(old, 2, [9], "x", 2)]) == [old.key]
         entries = queue.read_tokens({new.key: "0-0"})
-        assert [entry.token_ids for entry in entries] == [[1, 2]]
+        assert [entry.token_ids() for entry in entries] == [[1, 2]]
 
     def test_renew(self, queue: Queue, stale, redis_client: redis.Redis) -> None:
         old, new = stale
@@ -261,8 +265,8 @@ class TestCommit:
         assert queue.commit("w1", [item]) == []
         queue.commit("w1", [item])
         entries = queue.read_tokens({claim.key: "0-0"})
-        assert [(entry.entry_id, entry.index, entry.token_ids, entry.text) for entry in entries] == [
-            ("0-1", 0, [], ""), ("2-0", 0, [5, 6], "ab"), ("3-2", 2, [7], "c"),
+        assert [(entry.entry_id, entry.token_ids(), entry.text()) for entry in entries] == [
+            ("0-1", [], ""), ("2-0", [5, 6], "ab"), ("3-2", [7], "c"),
         ]  # fmt: skip
         assert entries[0].accepted
         assert entries[2].result == item.result
@@ -275,7 +279,7 @@ class TestCommit:
         [claim] = take(queue, "w1", 1)
         queue.publish("w1", [delta(claim, 0, [5, 6], "ab")])
         commit_all(queue, "w1", [claim])
-        assert [(entry.entry_id, entry.index) for entry in queue.read_tokens({claim.key: "0-0"})] == [("2-0", 0), ("2-2", 2)]
+        assert [(entry.entry_id, entry.token_ids()) for entry in queue.read_tokens({claim.key: "0-0"})] == [("2-0", [5, 6]), ("2-2", [])]
 
     def test_rejects_a_live_call_that_never_started(self, queue: Queue) -> None:
         queue.submit("live_a", request(reply_to="api1"))
@@ -302,7 +306,7 @@ class TestPublish:
         [claim] = take(queue, "w1", 1)
         for _ in range(2):
             assert queue.publish("w1", [delta(claim, 0, [5], "a"), delta(claim, 1, [6, 7], "bc", 1)]) == []
-        assert [entry.token_ids for entry in queue.read_tokens({claim.key: "0-0"})] == [[5], [6, 7]]
+        assert [entry.token_ids() for entry in queue.read_tokens({claim.key: "0-0"})] == [[5], [6, 7]]
         assert len(queue.read_api("api1", "0-0", 0)) == 2
 
     def test_text_that_is_not_ascii(self, queue: Queue) -> None:
@@ -311,7 +315,7 @@ class TestPublish:
         queue.publish("w1", [delta(claim, 0, [5], "äé😀"), delta(claim, 1, [6], "ß", 3)])
         queue.hand_back("w1", held([claim]))
         [again] = take(queue, "w1", 2)
-        assert again.checkpoint == Checkpoint([5, 6], 4)
+        assert again.checkpoint == checkpoint([5, 6], 4)
 
     def test_reading_waits_for_the_next_entry(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1)
@@ -346,7 +350,7 @@ class TestHandBack:
         queue.publish("w1", [delta(claim, 0, [5, 6], "ab"), delta(claim, 2, [7], "c", 2)])
         queue.hand_back("w1", held([claim]))
         [again] = take(queue, "w2", 1)
-        assert again.checkpoint == Checkpoint([5, 6, 7], 3)
+        assert again.checkpoint == checkpoint([5, 6, 7], 3)
         assert take(queue, "w2", 1) == [again]
         queue.publish("w2", [delta(again, 3, [8], "d", 3)])
         assert [entry.entry_id for entry in queue.read_tokens({again.key: "0-0"})] == ["2-0", "3-0", "4-0"]
@@ -378,7 +382,7 @@ class TestReap:
         queue.publish("w1", [delta(claim, 0, [5, 6], "ab")])
         queue.reap("w1")
         [again] = take(queue, "w2", 1)
-        assert (again.attempt, again.checkpoint) == (2, Checkpoint([5, 6], 2))
+        assert (again.attempt, again.checkpoint) == (2, checkpoint([5, 6], 2))
 
     def test_leases_that_ran_out(self, hasty: Queue) -> None:
         start_batch(hasty, "batch_a", 2)

@@ -79,7 +79,7 @@ class QueueModel(RuleBasedStateMachine):
             assert claim.key in waiting
             assert claim.fence > max((other.fence for other in self.known.values()), default=0)
             assert claim.attempt == known.attempts + 1
-            assert (claim.checkpoint.token_ids if claim.checkpoint else []) == known.tokens
+            assert (claim.checkpoint.choices[0].token_ids if claim.checkpoint else []) == known.tokens
             known.waiting, known.fence, known.worker = False, claim.fence, self.name(slot)
             known.attempts += 1
         self.last[slot] = [claim.key for claim in claims]
@@ -116,7 +116,7 @@ class QueueModel(RuleBasedStateMachine):
             assert self.queue.publish(worker, deltas) == lost
         for item in deltas:
             if item.key not in lost:
-                self.known[item.key].tokens += item.token_ids
+                self.known[item.key].tokens += item.chunks[0].token_ids
 
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:

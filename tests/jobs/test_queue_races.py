@@ -104,7 +104,7 @@ class Race:
     def decode(self, queue: Queue, worker: str, claims: list[Claim], dice: random.Random) -> None:
         """What is published goes on from the checkpoint: token i is i."""
         for claim in claims:
-            before = claim.checkpoint.token_ids if claim.checkpoint else []
+            before = claim.checkpoint.choices[0].token_ids if claim.checkpoint else []
             if before != list(range(len(before))):
                 raise AssertionError(f"{claim.key} has the checkpoint {before}")
             count = dice.randint(1, 3)

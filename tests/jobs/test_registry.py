@@ -151,7 +151,7 @@ class TestWatch:
         queue.publish("w1", [delta(claim, 0, [1], "a") for claim in claims])
         queue.commit("w1", [finished(claim, last=delta(claim, 1, [2], "b", 1)) for claim in claims])
         entries = queue.read_tokens({claim.key: FIRST_ID for claim in claims})
-        assert [(entry.key, entry.token_ids, entry.result is not None) for entry in entries] == [(key, [1], False), (key, [2], True)]
+        assert [(entry.key, entry.token_ids(), entry.result is not None) for entry in entries] == [(key, [1], False), (key, [2], True)]
 
     def test_is_known_to_the_next_worker(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 2)

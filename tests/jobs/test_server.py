@@ -64,7 +64,7 @@ def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
         again = queue.claim("w2", 1, 40, models=[MODEL])
         assert lines(again) == list(range(10, 40))
         assert again[0].checkpoint is not None
-        assert again[0].checkpoint.token_ids == [1, 2]
+        assert again[0].checkpoint.choices[0].token_ids == [1, 2]
         assert again[0].fence > claims[-1].fence
 
 

@@ -1,7 +1,7 @@
 """Small requests, deltas and results for tests of the queue."""
 
 from jobs.queue import Queue
-from jobs.requests import Claim, Delta, Finished, Request
+from jobs.requests import Claim, Delta, Finished, Request, TokenChunk
 from jobs.results import Result, Usage
 
 MODEL = "m"
@@ -20,7 +20,9 @@ def start_batch(queue: Queue, batch: str, lines: int, *, tenant: str = "", model
 
 
 def delta(claim: Claim, index: int, token_ids: list[int], text: str = "", offset: int = 0, accepted: bool = False) -> Delta:
-    return Delta(claim.key, claim.fence, index, token_ids, text, offset, claim.request.reply_to, accepted)
+    """The next tokens of a request with one choice."""
+    chunks = [TokenChunk(0, index, token_ids, text, offset)] if token_ids or text else []
+    return Delta(claim.key, claim.fence, index + len(token_ids), chunks, claim.request.reply_to, accepted)
 
 
 def finished(claim: Claim, text: str = "done", status: int = 200, last: Delta | None = None) -> Finished:

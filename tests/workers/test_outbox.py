@@ -46,5 +46,5 @@ def test_results_reach_a_full_redis_and_their_tokens_with_them(full: redis.Redis
     assert lost == []
     for key in (running.key, watched.key):
         entries = queue.read_tokens({key: "0-0"})
-        assert [token for entry in entries for token in entry.token_ids] == [1, 2, 3]
-        assert "".join(entry.text for entry in entries) == "abc"
+        assert [token for entry in entries for token in entry.token_ids()] == [1, 2, 3]
+        assert "".join(entry.text() for entry in entries) == "abc"

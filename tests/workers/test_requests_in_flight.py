@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from jobs.requests import Checkpoint, Claim, Delta, Request, RequestKey
+from jobs.requests import Checkpoint, ChoiceCheckpoint, Claim, Request, RequestKey, TokenChunk
 from jobs.validation import parse_call
 from workers.engine.messages import SamplingParams
 from workers.prepared import Prepared, Prompt
@@ -29,20 +29,24 @@ def request(stop: list[str] | None = None, checkpoint: Checkpoint | None = None,
     return RequestInFlight(Prepared(claim, call, [Prompt(PROMPT, sampling)], TOKENIZER), 1, 0.0)
 
 
+def stopped_at(token_ids: list[int], text_length: int) -> Checkpoint:
+    return Checkpoint({0: ChoiceCheckpoint(token_ids, text_length)})
+
+
 def text_of(body: bytes) -> str:
     text: str = json.loads(body)["choices"][0]["text"]
     return text
 
 
-def generate(flight: RequestInFlight, token_ids: list[int], publish: list[int]) -> tuple[list[Delta], bool]:
+def generate(flight: RequestInFlight, token_ids: list[int], publish: list[int]) -> tuple[list[TokenChunk], bool]:
     """Feeds tokens one by one, publishing after those numbered; stops at a stop string."""
-    deltas: list[Delta] = []
+    chunks: list[TokenChunk] = []
     for number, token_id in enumerate(token_ids):
         if flight.take([token_id]):
-            return deltas, True
+            return chunks, True
         if number in publish:
-            deltas.append(flight.delta())
-    return deltas, False
+            chunks += flight.delta().chunks
+    return chunks, False
 
 
 @pytest.mark.parametrize("stop", [[], ["STOP"], ["never"], ["; then STOP", "here"]])
@@ -53,27 +57,28 @@ def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(stop: l
     first = request(stop)
     cut = chance.randrange(len(TOKENS))
     publish = sorted(chance.sample(range(len(TOKENS)), 12))
-    deltas, stopped = generate(first, TOKENS[:cut], publish)
+    chunks, stopped = generate(first, TOKENS[:cut], publish)
     if not stopped:
-        published = [token_id for delta in deltas for token_id in delta.token_ids]
-        checkpoint = Checkpoint(published, deltas[-1].text_offset + len(deltas[-1].text)) if published else None
+        published = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        checkpoint = stopped_at(published, chunks[-1].text_offset + len(chunks[-1].text)) if published else None
         second = request(stop, checkpoint)
         assert second.already_over() is None
         assert second.engine_request.output_token_ids == published
         more, stopped = generate(second, TOKENS[len(published) :], publish)
-        deltas += more
+        chunks += more
         first = second
     finished = first.finish("length", None)
     assert finished.delta is not None
-    deltas.append(finished.delta)
+    chunks += finished.delta.chunks
+    assert finished.delta.total == finished.result.usage.completion_tokens
     whole = TOKENIZER.decode(TOKENS, PROMPT)
     ends = [whole.index(one) for one in stop if one in whole]
     expected = whole[: min(ends)] if ends else whole
-    assert text_of(finished.result.body) == "".join(delta.text for delta in deltas) == expected
+    assert text_of(finished.result.body) == "".join(chunk.text for chunk in chunks) == expected
     assert stopped == bool(ends)
-    assert [delta.index for delta in deltas] == [0, *itertools.accumulate(len(delta.token_ids) for delta in deltas[:-1])]
-    assert [delta.text_offset for delta in deltas] == [0, *itertools.accumulate(len(delta.text) for delta in deltas[:-1])]
-    assert finished.result.usage.completion_tokens == sum(len(delta.token_ids) for delta in deltas)
+    assert [chunk.index for chunk in chunks] == [0, *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
+    assert [chunk.text_offset for chunk in chunks] == [0, *itertools.accumulate(len(chunk.text) for chunk in chunks[:-1])]
+    assert finished.result.usage.completion_tokens == sum(len(chunk.token_ids) for chunk in chunks)
 
 
 @pytest.mark.parametrize("stop", [[], ["never"]])
@@ -98,9 +103,9 @@ def test_a_stop_string_within_one_step_keeps_no_later_token() -> None:
 
 
 def test_a_full_checkpoint_leaves_nothing_to_generate() -> None:
-    finished = request(checkpoint=Checkpoint(TOKENS, len(TEXT)), max_tokens=len(TOKENS)).already_over()
+    finished = request(checkpoint=stopped_at(TOKENS, len(TEXT)), max_tokens=len(TOKENS)).already_over()
     assert finished is not None
     assert text_of(finished.result.body) == TOKENIZER.decode(TOKENS, PROMPT)
-    stopped = request(["words"], Checkpoint(TOKENS, 8)).already_over()
+    stopped = request(["words"], stopped_at(TOKENS, 8)).already_over()
     assert stopped is not None
     assert json.loads(stopped.result.body)["choices"][0]["finish_reason"] == "stop"

@@ -166,13 +166,14 @@ def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]
     key, api = submit_live(queue, endless(60))
     entries = follow(queue, api)
     assert entries[0].accepted
-    assert not entries[0].token_ids
+    assert not entries[0].token_ids()
     assert all(entry.key == key for entry in entries)
     result = entries[-1].result
     assert result is not None
-    assert "".join(entry.text for entry in entries) == text_of(result)
-    assert [entry.index for entry in entries[1:]] == list(itertools.accumulate([len(entry.token_ids) for entry in entries[:-1]]))
-    assert sum(len(entry.token_ids) for entry in entries) == 60
+    assert "".join(entry.text() for entry in entries) == text_of(result)
+    chunks = [chunk for entry in entries for chunk in entry.chunks]
+    assert [chunk.index for chunk in chunks] == [0, *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
+    assert sum(len(entry.token_ids()) for entry in entries) == 60
     assert len(entries) > 2  # in pieces, not all at once
     assert answer(result)["choices"][0]["finish_reason"] == "length"
 
@@ -209,14 +210,14 @@ def test_stop_strings_end_the_answer(shared: tuple[Queue, WorkerProcess]) -> Non
     assert 0 < stopped.usage.cached_tokens < stopped.usage.prompt_tokens
     _, api = submit_live(queue, endless(60, stop=stop))
     entries = follow(queue, api)
-    assert "".join(entry.text for entry in entries) == text_of(stopped)
+    assert "".join(entry.text() for entry in entries) == text_of(stopped)
 
 
 def test_stop_token_ids_and_eos(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
     _, api = submit_live(queue, endless(30))
     entries = follow(queue, api)
-    token_ids = [token_id for entry in entries for token_id in entry.token_ids]
+    token_ids = [token_id for entry in entries for token_id in entry.token_ids()]
     stop = token_ids[10]
     (stopped,) = run_batch(queue, [endless(30, stop_token_ids=[stop])])
     assert stopped.usage.completion_tokens == token_ids.index(stop) + 1
@@ -237,10 +238,10 @@ def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, W
         for entry in queue.read_tokens({key: last}, 5.0):
             entries.append(entry)
             last = entry.entry_id
-    assert sum(len(entry.token_ids) for entry in entries) == 300
+    assert sum(len(entry.token_ids()) for entry in entries) == 300
     result = entries[-1].result
     assert result is not None
-    assert "".join(entry.text for entry in entries) == text_of(result)
+    assert "".join(entry.text() for entry in entries) == text_of(result)
 
 
 def test_a_cancelled_call_leaves_no_work_behind(shared: tuple[Queue, WorkerProcess]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -31,7 +32,7 @@ def queue(redis_client: object, redis_url: str) -> Queue:
 
 
 def published(queue: Queue, key: RequestKey) -> int:
-    return sum(len(entry.token_ids) for entry in queue.read_tokens({key: FIRST_ID}))
+    return sum(len(entry.token_ids()) for entry in queue.read_tokens({key: FIRST_ID}))
 
 
 def wait_published(queue: Queue, key: RequestKey, tokens: int) -> None:
@@ -63,7 +64,7 @@ def test_the_next_worker_goes_on_where_a_killed_one_was(queue: Queue, redis_url:
 def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS) as worker:
         _, undisturbed_api = submit_live(queue, endless(TOKENS))
-        whole = "".join(entry.text for entry in follow(queue, undisturbed_api))
+        whole = "".join(entry.text() for entry in follow(queue, undisturbed_api))
         key, api = submit_live(queue, endless(TOKENS))
         wait_published(queue, key, 50)
         worker_id = worker.record.id if worker.record else ""
@@ -71,10 +72,10 @@ def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_
         queue.reap(worker_id)
     with running_worker(queue, redis_url, *FLAGS):
         entries = follow(queue, api)
-    tokens = [entry for entry in entries if entry.token_ids]
-    assert [entry.index for entry in tokens] == [sum(len(entry.token_ids) for entry in tokens[:n]) for n in range(len(tokens))]
-    assert "".join(entry.text for entry in entries) == whole
-    assert all(entry.text_offset == len("".join(before.text for before in entries[:n])) for n, entry in enumerate(entries))
+    chunks = [chunk for entry in entries for chunk in entry.chunks]
+    assert [chunk.index for chunk in chunks] == [0, *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
+    assert [chunk.text_offset for chunk in chunks] == [0, *itertools.accumulate(len(chunk.text) for chunk in chunks[:-1])]
+    assert "".join(chunk.text for chunk in chunks) == whole
 
 
 def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, redis_url: str) -> None:
@@ -122,7 +123,7 @@ def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue
     assert {claim.suspicions for claim in claims} == {0}
     begun = [claim for claim in claims if claim.checkpoint is not None]
     assert len(begun) >= 8
-    assert all(claim.checkpoint is not None and len(claim.checkpoint.token_ids) >= 1 for claim in begun)
+    assert all(claim.checkpoint is not None and len(claim.checkpoint.choices[0].token_ids) >= 1 for claim in begun)
 
 
 def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> None:
