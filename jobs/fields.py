@@ -1,12 +1,18 @@
 """Reading a call's body with errors that name the exact parameter, in OpenAI's words."""
 
 import math
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 from jobs.results import ApiError
 
+Read = TypeVar("Read")
+Default = TypeVar("Default")
+
+INT32 = 2**31 - 1
+_MOST_SHOWN = 100  # characters of a bad value that an error repeats
 _NAMES: dict[type, str] = {
-    str: "a string", bool: "a boolean", int: "an integer", float: "a decimal number", list: "an array", dict: "an object",
+    str: "a string", bool: "a boolean", int: "an integer", float: "a decimal", list: "an array", dict: "an object",
     type(None): "null",
 }  # fmt: skip
 
@@ -28,14 +34,45 @@ def missing(param: str) -> NoReturn:
 
 
 def unsupported(param: str, why: str) -> NoReturn:
-    """A value that OpenAI's API knows and this one cannot honour."""
+    """A value that OpenAI's API or vLLM's knows and this one cannot honour."""
     fail(f"Unsupported value: '{param}' {why}", param, "unsupported_value")
 
 
-def text(value: Any, param: str) -> str:
-    """A string of whole characters."""
+def unknown_choice(value: str, param: str, choices: tuple[str, ...]) -> NoReturn:
+    """A string that is none of the choices."""
+    known = ", ".join(f"'{choice}'" for choice in choices)
+    fail(f"Invalid value: '{shown(value)}'. Supported values are: {known}.", param, "invalid_value")
+
+
+def shown(value: str) -> str:
+    """A bad value as an error repeats it, however long it is."""
+    return value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}…"
+
+
+def required(values: dict[str, Any], name: str, prefix: str = "") -> Any:
+    """The value of a field that must be there and not null."""
+    value = values.get(name)
+    if value is None:
+        missing(prefix + name)
+    return value
+
+
+def optional(values: dict[str, Any], name: str, read: Callable[[Any, str], Read], default: Default) -> Read | Default:
+    """The value of a field as `read` gives it, or the default when it is absent or null."""
+    value = values.get(name)
+    return default if value is None else read(value, name)
+
+
+def text(value: Any, param: str, most: int | None = None, least: int = 0) -> str:
+    """A string of whole characters, at least `least` and at most `most` of them."""
     if not isinstance(value, str):
         wrong_type(value, "a string", param)
+    if len(value) < least:
+        fail(f"Invalid '{param}': empty string. Expected a string with minimum length {least}, but got an empty string instead.", param,
+             "empty_string")  # fmt: skip
+    if most is not None and len(value) > most:
+        fail(f"Invalid '{param}': string too long. Expected a string with maximum length {most}, but got a string with length {len(value)} "
+             "instead.", param, "string_above_max_length")  # fmt: skip
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -58,10 +95,17 @@ def integer(value: Any, param: str, low: int, high: int) -> int:
     return value
 
 
+def integers(value: list[Any], param: str, low: int, high: int) -> list[int]:
+    """Many of them at once."""
+    if set(map(type, value)) <= {int} and (not value or (low <= min(value) and max(value) <= high)):
+        return value
+    return [integer(item, f"{param}[{i}]", low, high) for i, item in enumerate(value)]
+
+
 def number(value: Any, param: str, low: float, high: float, above_low: bool = False) -> float:
     """A finite number of at least (or, with `above_low`, above) `low` and at most `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        wrong_type(value, "a decimal number", param)
+        wrong_type(value, "a decimal", param)
     if isinstance(value, float) and math.isnan(value):
         fail(f"Invalid '{param}': not a number.", param, "invalid_value")
     _check_range(value, param, "decimal", low, high)
@@ -76,10 +120,11 @@ def array(value: Any, param: str, most: int | None = None, least: int = 0) -> li
     if not isinstance(value, list):
         wrong_type(value, "an array", param)
     if len(value) < least:
-        fail(f"Invalid '{param}': empty array. Expected an array with at least {least} item, but got none.", param, "empty_array")
+        fail(f"Invalid '{param}': empty array. Expected an array with minimum length {least}, but got an empty array instead.", param,
+             "empty_array")  # fmt: skip
     if most is not None and len(value) > most:
-        fail(f"Invalid '{param}': array too long. Expected at most {most} items, but got {len(value)} instead.", param,
-             "array_above_max_length")  # fmt: skip
+        fail(f"Invalid '{param}': array too long. Expected an array with maximum length {most}, but got an array with length {len(value)} "
+             "instead.", param, "array_above_max_length")  # fmt: skip
     return value
 
 
@@ -91,10 +136,10 @@ def mapping(value: Any, param: str) -> dict[str, Any]:
 
 
 def _check_range(value: int | float, param: str, kind: str, low: float, high: float) -> None:
-    shown = str(value) if abs(value) < 1e20 else "a very large one"
+    got = str(value) if abs(value) < 1e20 else "a very large one"
     if value < low:
-        fail(f"Invalid '{param}': {kind} below minimum value. Expected a value >= {low}, but got {shown} instead.", param,
+        fail(f"Invalid '{param}': {kind} below minimum value. Expected a value >= {low}, but got {got} instead.", param,
              f"{kind}_below_min_value")  # fmt: skip
     if value > high:
-        fail(f"Invalid '{param}': {kind} above maximum value. Expected a value <= {high}, but got {shown} instead.", param,
+        fail(f"Invalid '{param}': {kind} above maximum value. Expected a value <= {high}, but got {got} instead.", param,
              f"{kind}_above_max_value")  # fmt: skip

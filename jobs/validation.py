@@ -1,24 +1,19 @@
 """One validator for lines of batch files and for live calls: `check_line` looks at a line's structure, `parse_call` into its body."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
 
-from jobs import fields
+from jobs import fields, parameters
 from jobs.lines import decode_json, read_line
+from jobs.prompts import read_messages, read_prompts
 from jobs.results import ApiError
+from jobs.unsupported import refuse_unsupported
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 ENDPOINTS = (CHAT, COMPLETIONS)
-
-MOST_STOP_STRINGS = 16
-MOST_STOP_TOKEN_IDS = 1024
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_INT32 = 2**31 - 1
-_INT64 = 2**63 - 1
-_COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 
 class LineRequest(msgspec.Struct, frozen=True):
@@ -40,22 +35,42 @@ class LineError(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A valid call; either `prompts` or `messages` is set."""
+    """A valid call; either `prompts` or `messages` is set. Counts of tokens fit 32 bits."""
 
     endpoint: str
     model: str
-    prompts: list[str | list[int]]  # one text, or one list of token ids
+    prompts: list[str | list[int]]  # texts, or lists of token ids
     messages: list[dict[str, Any]]  # role, content (a string), and name, tool_calls, tool_call_id as given
+    n: int  # answers to each prompt
+    best_of: int  # answers to generate, of which the best `n` count
     max_tokens: int | None  # None: the rest of the context
+    min_tokens: int
     temperature: float
     top_p: float
     top_k: int  # 0: all
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float]  # by token id
     seed: int | None
     stop: list[str]
     stop_token_ids: list[int]
+    bad_words: list[str]
     ignore_eos: bool
+    skip_special_tokens: bool
+    logprobs: int | None  # how many of the most likely tokens beside the answer's own; None: no log probabilities
+    prompt_logprobs: int | None  # the same for the prompt's, in vLLM's field
+    echo: bool
+    truncate_prompt_tokens: int | None  # how many of the prompt's last tokens are kept; -1: as many as the model can take
+    priority: int  # lower ones first
     stream: bool
     include_usage: bool
+
+    @property
+    def sequences(self) -> int:
+        """How many the engine generates for it."""
+        return max(1, len(self.prompts)) * self.best_of
 
 
 def check_line(
@@ -80,27 +95,43 @@ def check_line(
 def parse_call(endpoint: str, body: Any) -> Call:
     """Reads the body of a call. Raises `ApiError` 400 for a bad value, naming it; parameters that nobody knows are ignored."""
     body = fields.mapping(body, "body")
-    model = fields.text(_required(body, "model"), "model")
-    for name, is_neutral in _NOT_YET.items():
-        if body.get(name) is not None:
-            is_neutral(body[name], name)
+    model = fields.text(fields.required(body, "model"), "model")
+    refuse_unsupported(body)
     chat = endpoint == CHAT
-    stream = _optional(body, "stream", fields.boolean, False)
+    stream = fields.optional(body, "stream", fields.boolean, False)
+    n = fields.optional(body, "n", parameters.answers, 1)
+    best_of = parameters.best_of(body, n, stream)
+    max_tokens = parameters.max_tokens(body, chat)
     return Call(
         endpoint=endpoint,
         model=model,
-        prompts=[] if chat else [_prompt(_required(body, "prompt"))],
-        messages=_messages(_required(body, "messages")) if chat else [],
-        max_tokens=_max_tokens(body, chat),
-        temperature=_optional(body, "temperature", lambda value, name: fields.number(value, name, 0, 2), 1.0),
-        top_p=_optional(body, "top_p", lambda value, name: fields.number(value, name, 0, 1, above_low=True), 1.0),
-        top_k=max(0, _optional(body, "top_k", lambda value, name: fields.integer(value, name, -1, _INT32), 0)),
-        seed=_optional(body, "seed", lambda value, name: fields.integer(value, name, -_INT64 - 1, _INT64), None),
-        stop=_optional(body, "stop", _stop, []),
-        stop_token_ids=_optional(body, "stop_token_ids", _stop_token_ids, []),
-        ignore_eos=_optional(body, "ignore_eos", fields.boolean, False),
+        prompts=[] if chat else read_prompts(fields.required(body, "prompt"), "prompt", best_of),
+        messages=read_messages(fields.required(body, "messages"), "messages") if chat else [],
+        n=n,
+        best_of=best_of,
+        max_tokens=max_tokens,
+        min_tokens=parameters.min_tokens(body, max_tokens),
+        temperature=fields.optional(body, "temperature", parameters.temperature, 1.0),
+        top_p=fields.optional(body, "top_p", parameters.top_p, 1.0),
+        top_k=fields.optional(body, "top_k", parameters.top_k, 0),
+        min_p=fields.optional(body, "min_p", parameters.min_p, 0.0),
+        presence_penalty=fields.optional(body, "presence_penalty", parameters.penalty, 0.0),
+        frequency_penalty=fields.optional(body, "frequency_penalty", parameters.penalty, 0.0),
+        repetition_penalty=fields.optional(body, "repetition_penalty", parameters.repetition_penalty, 1.0),
+        logit_bias=fields.optional(body, "logit_bias", parameters.logit_bias, {}),
+        seed=fields.optional(body, "seed", parameters.seed, None),
+        stop=fields.optional(body, "stop", parameters.stop_strings, []),
+        stop_token_ids=fields.optional(body, "stop_token_ids", parameters.stop_token_ids, []),
+        bad_words=fields.optional(body, "bad_words", parameters.bad_words, []),
+        ignore_eos=fields.optional(body, "ignore_eos", fields.boolean, False),
+        skip_special_tokens=fields.optional(body, "skip_special_tokens", fields.boolean, True),
+        logprobs=parameters.logprobs(body, chat),
+        prompt_logprobs=parameters.prompt_logprobs(body, stream),
+        echo=parameters.echo(body, chat),
+        truncate_prompt_tokens=fields.optional(body, "truncate_prompt_tokens", parameters.truncation, None),
+        priority=fields.optional(body, "priority", parameters.int32, 0),
         stream=stream,
-        include_usage=_include_usage(body, stream),
+        include_usage=parameters.include_usage(body, stream),
     )
 
 
@@ -115,184 +146,20 @@ def decode_body(raw: bytes) -> Any:
 def _read_line(
     line: dict[str, Any], raw: bytes, endpoint: str | None, models: Collection[str] | None, default_model: str | None
 ) -> LineRequest:
-    custom_id = fields.text(_required(line, "custom_id"), "custom_id")
-    if not custom_id:
-        fields.fail("Invalid 'custom_id': empty string.", "custom_id", "invalid_value")
-    method = _required(line, "method")
+    custom_id = fields.text(fields.required(line, "custom_id"), "custom_id", least=1)
+    method = fields.required(line, "method")
     if method != "POST":
         fields.fail("Invalid method: each request of a batch must be a 'POST'.", "method", "invalid_method")
-    url = _required(line, "url")
+    url = fields.required(line, "url")
     if url not in (ENDPOINTS if endpoint is None else (endpoint,)):
         fields.fail(f"Invalid url: expected {endpoint or ' or '.join(ENDPOINTS)}.", "url", "invalid_url")
-    body = fields.mapping(_required(line, "body"), "body")
+    body = fields.mapping(fields.required(line, "body"), "body")
     if body.get("stream") is True:
         fields.fail("A batch cannot stream: leave out 'stream' or set it to false.", "body.stream", "streaming_unsupported")
     model = default_model if body.get("model") is None else None
     if model is None:
-        model = fields.text(_required(body, "model", "body."), "body.model")
+        model = fields.text(fields.required(body, "model", "body."), "body.model")
     if models is not None and model not in models:
-        fields.fail(f"The model '{model}' is not served; there is: {', '.join(sorted(models)) or 'none'}.", "body.model", "model_not_found")
+        served = ", ".join(sorted(models)) or "none"
+        fields.fail(f"The model '{fields.shown(model)}' is not served; there is: {served}.", "body.model", "model_not_found")
     return LineRequest(custom_id, url, model, read_line(raw).body)
-
-
-def _required(values: dict[str, Any], name: str, prefix: str = "") -> Any:
-    value = values.get(name)
-    if value is None:
-        fields.missing(prefix + name)
-    return value
-
-
-def _optional(values: dict[str, Any], name: str, read: Callable[[Any, str], Any], default: Any) -> Any:
-    value = values.get(name)
-    return default if value is None else read(value, name)
-
-
-def _prompt(value: Any) -> str | list[int]:
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            fields.unsupported("prompt", "must be one text or one list of token ids; send one request for each.")
-        value = value[0]
-    if isinstance(value, str):
-        if not value:
-            fields.fail("Invalid 'prompt': empty string.", "prompt", "invalid_value")
-        return fields.text(value, "prompt")
-    if not isinstance(value, list):
-        fields.wrong_type(value, "a string or an array of token ids", "prompt")
-    return [fields.integer(token, f"prompt.[{i}]", 0, _INT32) for i, token in enumerate(fields.array(value, "prompt", least=1))]
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
-    return [_message(message, f"messages.[{i}]") for i, message in enumerate(fields.array(value, "messages", least=1))]
-
-
-def _message(value: Any, param: str) -> dict[str, Any]:
-    given = fields.mapping(value, param)
-    role = fields.text(_required(given, "role", f"{param}."), f"{param}.role")
-    if role not in _ROLES:
-        choices = ", ".join(f"'{known}'" for known in _ROLES)
-        fields.fail(f"Invalid value: '{role}'. Supported values are: {choices}.", f"{param}.role", "invalid_value")
-    message: dict[str, Any] = {"role": role, "content": _content(given, role, f"{param}.content")}
-    for name in ("name", "tool_call_id"):
-        if given.get(name) is not None:
-            message[name] = fields.text(given[name], f"{param}.{name}")
-    if given.get("tool_calls") is not None:
-        message["tool_calls"] = _tool_calls(given["tool_calls"], f"{param}.tool_calls")
-    return message
-
-
-def _content(message: dict[str, Any], role: str, param: str) -> str:
-    content = message.get("content")
-    if content is None:
-        if role == "assistant" and message.get("tool_calls"):
-            return ""
-        fields.missing(param)
-    if isinstance(content, str):
-        return fields.text(content, param)
-    if not isinstance(content, list):
-        fields.wrong_type(content, "a string or an array of text parts", param)
-    return "\n".join(_text_part(part, f"{param}.[{i}]") for i, part in enumerate(fields.array(content, param, least=1)))
-
-
-def _text_part(value: Any, param: str) -> str:
-    part = fields.mapping(value, param)
-    kind = fields.text(_required(part, "type", f"{param}."), f"{param}.type")
-    if kind != "text":
-        fields.fail(f"Invalid value: '{kind}'. Supported values are: 'text'.", f"{param}.type", "invalid_value")
-    return fields.text(_required(part, "text", f"{param}."), f"{param}.text")
-
-
-def _tool_calls(value: Any, param: str) -> list[Any]:
-    calls = fields.array(value, param)
-    for i, call in enumerate(calls):
-        fields.mapping(call, f"{param}.[{i}]")
-    try:
-        msgspec.json.encode(calls)
-    except (UnicodeEncodeError, RecursionError):
-        fields.fail(f"Invalid '{param}': it cannot be written as JSON.", param, "invalid_value")
-    return calls
-
-
-def _max_tokens(body: dict[str, Any], chat: bool) -> int | None:
-    name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    default = None if chat else _COMPLETION_MAX_TOKENS
-    limit: int | None = _optional(body, name, lambda value, param: fields.integer(value, param, 1, _INT32), default)
-    return limit
-
-
-def _stop(value: Any, param: str) -> list[str]:
-    if isinstance(value, str):
-        value, names = [value], [param]
-    elif isinstance(value, list):
-        names = [f"{param}.[{i}]" for i in range(len(fields.array(value, param, most=MOST_STOP_STRINGS)))]
-    else:
-        fields.wrong_type(value, "a string or an array of strings", param)
-    for item, name in zip(value, names, strict=True):
-        if not fields.text(item, name):
-            fields.fail(f"Invalid '{name}': empty string.", name, "invalid_value")
-    return list(value)
-
-
-def _stop_token_ids(value: Any, param: str) -> list[int]:
-    ids = fields.array(value, param, most=MOST_STOP_TOKEN_IDS)
-    return [fields.integer(token, f"{param}.[{i}]", 0, _INT32) for i, token in enumerate(ids)]
-
-
-def _include_usage(body: dict[str, Any], stream: bool) -> bool:
-    options = body.get("stream_options")
-    if options is None:
-        return False
-    if not stream:
-        fields.fail("The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options", "invalid_value")
-    value = fields.mapping(options, "stream_options").get("include_usage")
-    return value is not None and fields.boolean(value, "stream_options.include_usage")
-
-
-def _only_one(value: Any, param: str) -> None:
-    if fields.integer(value, param, 1, 128) != 1:
-        fields.unsupported(param, "must be 1.")
-
-
-def _only_off(value: Any, param: str) -> None:
-    if value is not False and value != 0:
-        fields.unsupported(param, "must be left out: log probabilities are not given.")
-
-
-def _only_number(neutral: float) -> Callable[[Any, str], None]:
-    def check(value: Any, param: str) -> None:
-        if fields.number(value, param, -1e9, 1e9) != neutral:
-            fields.unsupported(param, f"must be {neutral:g}.")
-
-    return check
-
-
-def _only_empty(value: Any, param: str) -> None:
-    if value not in ("", [], {}, False):
-        fields.unsupported(param, "must be left out.")
-
-
-def _only_plain_text(value: Any, param: str) -> None:
-    kind = fields.mapping(value, param).get("type")
-    if kind != "text":
-        fields.unsupported(f"{param}.type", "must be 'text'.")
-
-
-# Parameters that change an answer and cannot be honoured: only their neutral values pass.
-_NOT_YET: dict[str, Callable[[Any, str], None]] = {
-    "n": _only_one,
-    "best_of": _only_one,
-    "logprobs": _only_off,
-    "top_logprobs": _only_off,
-    "prompt_logprobs": _only_off,
-    "echo": _only_empty,
-    "suffix": _only_empty,
-    "logit_bias": _only_empty,
-    "bad_words": _only_empty,
-    "tools": _only_empty,
-    "functions": _only_empty,
-    "presence_penalty": _only_number(0),
-    "frequency_penalty": _only_number(0),
-    "repetition_penalty": _only_number(1),
-    "min_p": _only_number(0),
-    "min_tokens": _only_number(0),
-    "response_format": _only_plain_text,
-}

@@ -70,6 +70,8 @@ class Preparation:
         call = parse_call(claim.request.endpoint, decode_body(claim.request.body))
         if call.model not in self._models:
             raise ApiError(404, f"The model {call.model!r} is not served here.", "not_found_error", param="model", code="model_not_found")
+        if call.sequences > 1 or call.logprobs is not None or call.prompt_logprobs is not None or call.echo or call.max_tokens == 0:
+            raise ApiError(400, "Several answers, log probabilities and echo cannot be given yet.", code="unsupported_value")
         if call.endpoint != CHAT:
             return _Pending(claim, call, call.prompts[0])
         try:
