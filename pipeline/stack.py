@@ -69,11 +69,12 @@ class Stack:
         assert self._server is not None
         return self._server.url
 
-    def start_jobs(self) -> None:
-        """The control plane: one RQ worker for each queue, and the ticker."""
+    def start_jobs(self, file_store: str | None = None) -> None:
+        """The control plane: one RQ worker for each queue, and the ticker, which rebuilds an empty Redis from the `file_store`."""
         for queue in ("advance", "bulk"):
             self._add(f"jobs-{queue}", partial(_python, "jobs.rq_worker", "--queue", queue, "--redis-url", self.redis_url))
-        self._add("ticker", partial(_python, "jobs.ticker", "--redis-url", self.redis_url))
+        store = ["--file-store", file_store] if file_store is not None else []
+        self._add("ticker", partial(_python, "jobs.ticker", "--redis-url", self.redis_url, *store))
 
     def start_worker(self, arguments: list[str]) -> None:
         """One model replica. `arguments` are the flags of `pipeline worker`."""

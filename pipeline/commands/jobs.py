@@ -3,15 +3,16 @@
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import common_options, log_settings, queue_options, redis_option
+from pipeline.options import common_options, flag, log_settings, queue_options, redis_option
 
 
 @click.command()
+@flag("--file-store", env="FILE_STORE", default="./store", help="Folder whose manifests bring back the batches of a Redis that lost them.")
 @redis_option
 @queue_options
 @common_options
 @click.pass_context
-def jobs(ctx: click.Context, redis_url: str | None, lease_seconds: float, stream_interval: float, log_level: str) -> None:
+def jobs(ctx: click.Context, file_store: str, redis_url: str | None, lease_seconds: float, stream_interval: float, log_level: str) -> None:
     """Validates, feeds and finishes batches: RQ workers for two queues, and the ticker."""
     from pipeline.logs import configure_logs
 
@@ -27,7 +28,7 @@ def jobs(ctx: click.Context, redis_url: str | None, lease_seconds: float, stream
     settings = QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval)
     try:
         with Stack(redis_url, settings, print_line, log_level) as stack:
-            stack.start_jobs()
+            stack.start_jobs(file_store)
             run_until_stopped(stack)
     except ChildFailed as error:
         raise error.as_exit() from None
