@@ -1,4 +1,4 @@
-"""A proxy before Redis that lets a command through and loses its reply: what a broken network does to a caller."""
+"""A proxy before Redis that loses replies, or holds everything up: what a broken network does to a caller."""
 
 import contextlib
 import socket
@@ -13,7 +13,10 @@ _LONGEST = 1 << 20
 
 
 class LossyProxy:
-    """Listens on a unix socket. `lose(n)` cuts the connection instead of passing on each of the next n replies to scripts."""
+    """Listens on a unix socket. `lose(n)` cuts the connection instead of passing on each of the next n replies to scripts.
+
+    Between `part()` and `join()` nothing gets through in either direction; what was sent meanwhile arrives then, late.
+    """
 
     def __init__(self, redis_url: str) -> None:
         self._target = parse_url(redis_url)["path"]
@@ -21,12 +24,20 @@ class LossyProxy:
         self._listener = socket.socket(socket.AF_UNIX)
         self._left = 0
         self._lock = threading.Lock()
+        self._joined = threading.Event()
+        self._joined.set()
         self.lost = 0
         self.url = f"unix://{Path(self._folder.name) / 'p.sock'}"
 
     def lose(self, replies: int) -> None:
         with self._lock:
             self._left = replies
+
+    def part(self) -> None:
+        self._joined.clear()
+
+    def join(self) -> None:
+        self._joined.set()
 
     def __enter__(self) -> "LossyProxy":
         self._listener.bind(self.url.removeprefix("unix://"))
@@ -36,6 +47,7 @@ class LossyProxy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._listener.close()
+        self._joined.set()
         self._folder.cleanup()
 
     def _accept(self) -> None:
@@ -49,10 +61,12 @@ class LossyProxy:
     def _serve(self, client: socket.socket) -> None:
         """One command at a time, as redis-py sends them. Whatever breaks, both sides see their connection end."""
         with client, socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
+            self._joined.wait()
             server.connect(self._target)
             in_script = threading.Event()
             threading.Thread(target=self._pass_replies, args=(server, client, in_script), daemon=True).start()
             while command := client.recv(_LONGEST):
+                self._joined.wait()
                 if command.startswith(b"*"):
                     (in_script.set if b"\r\nEVAL" in command[:20] else in_script.clear)()
                 server.sendall(command)
@@ -60,6 +74,7 @@ class LossyProxy:
     def _pass_replies(self, server: socket.socket, client: socket.socket, in_script: threading.Event) -> None:
         with contextlib.suppress(OSError):
             while (reply := server.recv(_LONGEST)) and not self._loses(reply, in_script):
+                self._joined.wait()
                 client.sendall(reply)
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)

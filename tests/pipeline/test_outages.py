@@ -1,0 +1,209 @@
+"""Redis, the network and the clocks break one by one under a whole fleet at work: no process ends, nothing is lost, nothing runs twice.
+
+Each test looks at the answers of a batch and of a live call that run meanwhile, and counts how often requests were claimed: the fence
+moves by one for each claim, so it also tells of those that were made in vain.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import openai
+import pytest
+
+from jobs import keys
+from jobs.batches import BatchRecord, BatchSpec, create_batch, get_batch
+from tests.pipeline.results import read_results, text_of
+from tests.support.fleet import Fleet, running_fleet
+from tests.support.integrity import faults
+
+LINES = 8
+TOKENS = 500
+LEASE_SECONDS = 2.0
+LONGER_THAN_A_LEASE = 1.6 * LEASE_SECONDS
+END_SECONDS = 90
+
+
+@pytest.fixture(scope="module")
+def whole() -> Iterator[Fleet]:
+    with running_fleet(workers=2, lease_seconds=LEASE_SECONDS, stream_interval=0.2, max_num_seqs=8, api=True) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole: Fleet) -> list[str]:
+    """What the lines of `Work` are answered with; the last is the live call's."""
+    work = Work(whole)
+    return work.check_end(None)
+
+
+@pytest.fixture
+def fleet(whole: Fleet, undisturbed: list[str]) -> Iterator[Fleet]:
+    """All at work before, and all still there after the test, none of them restarted."""
+    whole.wait_ready()
+    exits = {name: list(codes) for name, codes in whole.exits.items()}
+    yield whole
+    assert whole.exits == exits, {name: member.log[-2000:] for name, member in whole.members.items()}
+    assert faults(whole.client) == []
+
+
+class Work:
+    """A batch and a live call, all claimed and under way."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.claimed_before = fences(fleet)
+        folder = fleet.folder / f"work-{time.time_ns()}"
+        folder.mkdir()
+        source, self._output = folder / "in.jsonl", folder / "out.jsonl"
+        source.write_text("".join(json.dumps(line(number)) + "\n" for number in range(LINES)))
+        root = fleet.store / "batches" / folder.name
+        self._batch = create_batch(fleet.client, BatchSpec(input=str(source), root=str(root), output=str(self._output))).id
+        self._live = LiveCall(fleet, question(LINES))
+        fleet.wait(lambda: self.claims >= LINES + 1, END_SECONDS, "all to be claimed")
+
+    @property
+    def claims(self) -> int:
+        """How many were made since the start."""
+        return fences(self._fleet) - self.claimed_before
+
+    @property
+    def record(self) -> BatchRecord:
+        return get_batch(self._fleet.client, self._batch, retry_seconds=0)
+
+    def check_end(self, answers: list[str] | None) -> list[str]:
+        """Waits for the end: every line once and in order, the live call whole, all with the right answer."""
+        self._fleet.wait(lambda: self.record.ended, END_SECONDS, "the batch to end")
+        self._fleet.wait(lambda: not self._live.is_running, END_SECONDS, "the live call to end")
+        record = self.record
+        assert (record.state, record.total, record.completed, record.failed) == ("completed", LINES, LINES, 0)
+        results = read_results(self._output)
+        assert [result["custom_id"] for result in results] == [f"c{number}" for number in range(LINES)]
+        texts = [*map(text_of, results), self._live.text]
+        assert answers is None or texts == answers
+        return texts
+
+
+class LiveCall:
+    """A streamed call by the official client, in a thread."""
+
+    def __init__(self, fleet: Fleet, request: dict[str, Any]) -> None:
+        self._url = f"{fleet.api_url}/v1"
+        self._request = request
+        self._texts: list[str] = []
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def text(self) -> str:
+        """All that came. Raises what ended the call."""
+        if self._error is not None:
+            raise self._error
+        return "".join(self._texts)
+
+    def _run(self) -> None:
+        try:
+            with openai.OpenAI(base_url=self._url, api_key="none", max_retries=0, timeout=END_SECONDS) as client:
+                for chunk in client.chat.completions.create(**self._request, stream=True, extra_body={"ignore_eos": True}):
+                    self._texts.append(chunk.choices[0].delta.content or "")
+        except Exception as error:
+            self._error = error
+
+
+def question(number: int) -> dict[str, Any]:
+    content = f"Repeat this list in order: one two {number}"
+    return {"model": "demo", "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": TOKENS}
+
+
+def line(number: int) -> dict[str, object]:
+    return {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": {**question(number), "ignore_eos": True}}
+
+
+def fences(fleet: Fleet) -> int:
+    return int(fleet.client.get(keys.FENCE) or 0)  # type: ignore[arg-type]
+
+
+def pass_time(fleet: Fleet, seconds: float) -> None:
+    """Lets an outage last."""
+    ends = time.monotonic() + seconds
+    fleet.wait(lambda: time.monotonic() > ends, seconds + 5, "the outage to end")
+
+
+def killed(fleet: Fleet, seconds: float) -> None:
+    fleet.redis.kill()
+    pass_time(fleet, seconds)
+    fleet.redis.start()
+
+
+def stopped(fleet: Fleet, seconds: float) -> None:
+    fleet.redis.hang()
+    pass_time(fleet, seconds)
+    fleet.redis.go_on()
+
+
+def disk_full(fleet: Fleet, seconds: float) -> None:
+    fleet.redis.fill_disk()
+    fleet.wait(partial(refuses_writes, fleet, "MISCONF"), 10, "writes to be refused")
+    pass_time(fleet, seconds)
+    fleet.redis.free_disk()
+
+
+def loading(fleet: Fleet, seconds: float) -> None:
+    """A large file, as the server sees it: each key takes its time to load."""
+    fleet.client.mset({f"ballast:{number}": number for number in range(1000)})
+    fleet.client.bgrewriteaof()
+    fleet.wait(lambda: fleet.client.info("persistence")["aof_rewrite_in_progress"] == 0, 20, "a file with nothing but the keys")  # type: ignore[index]
+    delay = int(seconds * 1e6 / fleet.client.dbsize())  # type: ignore[operator]
+    fleet.redis.kill()
+    fleet.redis.start("--key-load-delay", str(delay), "--loading-process-events-interval-bytes", "1024")
+    fleet.client.unlink(*(f"ballast:{number}" for number in range(1000)))
+
+
+def refuses_writes(fleet: Fleet, code: str) -> bool:
+    try:
+        fleet.client.set("ballast", 1)
+    except Exception as error:
+        return str(error).startswith(code)
+    return False
+
+
+OUTAGES = [
+    pytest.param(killed, 0.0, id="killed and started again"),
+    pytest.param(killed, LONGER_THAN_A_LEASE, id="gone for longer than a lease"),
+    pytest.param(stopped, LONGER_THAN_A_LEASE, id="stopped for longer than a lease"),
+    pytest.param(disk_full, LONGER_THAN_A_LEASE, id="disk full for longer than a lease"),
+    pytest.param(loading, LONGER_THAN_A_LEASE, id="loading for longer than a lease"),
+    *(
+        pytest.param(outage, 30.0, id=f"{outage.__name__} for 30 s", marks=pytest.mark.proof)
+        for outage in (killed, stopped, disk_full)
+    ),
+]
+
+
+@pytest.mark.parametrize(("outage", "seconds"), OUTAGES)
+def test_an_outage_of_redis_makes_nothing_run_again(
+    fleet: Fleet, undisturbed: list[str], outage: Callable[[Fleet, float], None], seconds: float
+) -> None:
+    work = Work(fleet)
+    outage(fleet, seconds)
+    work.check_end(undisturbed)
+    assert work.claims == LINES + 1
+
+
+@pytest.mark.parametrize("whose", ["redis", "workers"])
+@pytest.mark.parametrize("seconds", [60.0, -60.0])
+def test_a_clock_that_is_set_makes_nothing_run_again(fleet: Fleet, undisturbed: list[str], whose: str, seconds: float) -> None:
+    work = Work(fleet)
+    clocks = [fleet.redis.clock] if whose == "redis" else [fleet.clocks[worker.name] for worker in fleet.workers]
+    for clock in clocks:
+        clock.step(seconds)
+    work.check_end(undisturbed)
+    assert work.claims == LINES + 1

@@ -1,0 +1,199 @@
+"""A whole fleet on one machine: Redis, control plane, workers and an API, each a command of its own, and a supervisor for all of them.
+
+Every worker reaches Redis through a proxy and has a clock of its own, so that its network and its clock can be broken alone.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import redis
+
+from jobs.connection import connect
+from jobs.process import die_with_parent
+from jobs.queue import Queue
+from jobs.scripts import QueueUnavailable
+from jobs.settings import QueueSettings
+from tests.support.clock import Clock
+from tests.support.commands import command, command_environment
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.processes import command_line, descendants
+from tests.support.redis_machine import RedisMachine
+from tests.support.waiting import wait_until
+
+START_SECONDS = 120.0
+STOP_SECONDS = 60.0
+_RESTART_PAUSE = 0.5  # what a supervisor takes to start a process again
+
+
+class Member:
+    """One process and its successors: whenever it ends, the supervisor starts the next."""
+
+    def __init__(self, name: str, arguments: Sequence[object], environment: Mapping[str, str], log: Path) -> None:
+        self.name = name
+        self.log_path = log
+        self.exits: list[int] = []  # how each but the last ended
+        self._command = command(*arguments)
+        self._environment = dict(environment)
+        self._ended_at = 0.0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def log(self) -> str:
+        """What it and those before it printed."""
+        return self.log_path.read_text(errors="replace")
+
+    def below(self, part: str) -> list[int]:
+        """Its descendants whose command line holds `part`."""
+        return [pid for pid in descendants(self.pid) if part in command_line(pid)]
+
+    def send(self, number: signal.Signals) -> None:
+        """Does nothing to one that has ended."""
+        self._process.send_signal(number)
+
+    def look_after(self) -> None:
+        """What the supervisor does now and then."""
+        if self._process.poll() is None:
+            return
+        if not self._ended_at:
+            self.exits.append(self._process.returncode)
+            self._ended_at = time.monotonic()
+        elif time.monotonic() - self._ended_at > _RESTART_PAUSE:
+            self._start()
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code. One that does not end in time is killed."""
+        self._process.terminate()
+        try:
+            return self._process.wait(STOP_SECONDS)
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> None:
+        self._ended_at = 0.0
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=partial(die_with_parent, os.getpid()), start_new_session=True,
+            )  # fmt: skip
+
+
+class Fleet:
+    """Belongs to the thread that made it, which calls `look_after` (or `wait`) often: the kernel ties processes to their thread."""
+
+    def __init__(
+        self, folder: Path, stack: ExitStack, *, workers: int, lease_seconds: float, stream_interval: float, max_num_seqs: int, api: bool
+    ) -> None:
+        self.folder = folder
+        self.store = folder / "store"
+        self.lease_seconds = lease_seconds
+        self._stack = stack
+        self.redis = RedisMachine(folder / "redis")
+        self.redis.start()
+        stack.callback(self.redis.stop)
+        settings = QueueSettings(lease_seconds=lease_seconds, redis_retry_seconds=2.0)
+        self.client = connect(self.redis.url)
+        self.queue = Queue(self.client, settings)
+        self.proxies = [stack.enter_context(LossyProxy(self.redis.url)) for _ in range(workers)]
+        self.clocks: dict[str, Clock] = {}
+        self.members: dict[str, Member] = {}
+        stack.callback(self.kill)
+        queue_flags = ("--lease-seconds", lease_seconds, "--stream-interval", stream_interval)
+        self._add("jobs", self.redis.url, "jobs", "--file-store", self.store, *queue_flags)
+        self.api_url = None
+        if api:
+            port = _free_port()
+            self._add("api", self.redis.url, "api", "--port", port)
+            self.api_url = f"http://127.0.0.1:{port}"
+        flags = ("--dtype", "float32", "--max-num-seqs", max_num_seqs, "--shutdown-timeout", 2, *queue_flags)
+        for number, proxy in enumerate(self.proxies):
+            self._add(f"worker-{number}", proxy.url, "worker", *flags)
+
+    @property
+    def workers(self) -> list[Member]:
+        return [member for name, member in self.members.items() if name.startswith("worker")]
+
+    @property
+    def exits(self) -> dict[str, list[int]]:
+        """How the processes ended that did."""
+        return {name: member.exits for name, member in self.members.items() if member.exits}
+
+    def look_after(self) -> None:
+        """Starts again what ended; Redis is started again by whoever stopped it."""
+        for member in self.members.values():
+            member.look_after()
+
+    def wait(self, condition: Callable[[], object], timeout: float, what: str) -> None:
+        """Waits as `wait_until`, looking after the fleet; a condition that needs Redis is not yet met while Redis is away."""
+
+        def met() -> bool:
+            self.look_after()
+            try:
+                return bool(condition())
+            except (redis.RedisError, QueueUnavailable):
+                return False
+
+        wait_until(met, timeout, what)
+
+    def wait_ready(self) -> None:
+        """Until every worker takes requests."""
+        self.wait(lambda: self.ready_workers() == len(self.workers), START_SECONDS, "the workers to be ready")
+
+    def ready_workers(self) -> int:
+        return sum(worker.state == "ready" for worker in self.queue.workers())
+
+    def stop(self) -> dict[str, int]:
+        """SIGTERM to all, those first that take work; the exit codes."""
+        return {name: member.stop() for name, member in sorted(self.members.items(), key=lambda item: _STOP_ORDER.index(item[0][:4]))}
+
+    def kill(self) -> None:
+        """Ends everything that still runs."""
+        for member in self.members.values():
+            member.send(signal.SIGKILL)
+        for member in self.members.values():
+            wait_until(lambda member=member: not member.is_running, STOP_SECONDS, f"the end of {member.name}")  # type: ignore[misc]
+
+    def _add(self, name: str, redis_url: str, *arguments: object) -> None:
+        clock = self.clocks[name] = Clock(self.folder / f"{name}.clock")
+        environment = command_environment(redis_url, clock.environment)
+        self.members[name] = Member(name, arguments, environment, self.folder / f"{name}.log")
+
+
+_STOP_ORDER = ["api", "work", "jobs"]
+
+
+@contextmanager
+def running_fleet(
+    *, workers: int = 1, lease_seconds: float = 2.0, stream_interval: float = 0.2, max_num_seqs: int = 16, api: bool = False
+) -> Iterator[Fleet]:
+    """A fleet in a folder of its own, whose workers are ready; nothing of it is left at the end."""
+    with tempfile.TemporaryDirectory(prefix="fleet-") as folder, ExitStack() as stack:
+        fleet = Fleet(
+            Path(folder), stack, workers=workers, lease_seconds=lease_seconds, stream_interval=stream_interval,
+            max_num_seqs=max_num_seqs, api=api,
+        )  # fmt: skip
+        fleet.wait_ready()
+        yield fleet
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
