@@ -3,7 +3,7 @@
 Byte-level BPE and SentencePiece-like vocabularies are decoded by a table from token to bytes and an incremental UTF-8 decoder, which costs
 well under a microsecond per token. Anything else goes through the tokenizer's own decoder over a window of the last tokens.
 
-Pieces put together are what the tokenizer decodes from all ids at once, special tokens skipped, with two differences: an incomplete
+Pieces put together are what the tokenizer decodes from all ids at once, with two differences: an incomplete
 character at the very end is dropped, and a broken byte sequence of a byte-fallback vocabulary does not take its sound neighbours with it.
 """
 
@@ -42,14 +42,21 @@ class DetokenizerFactory:
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._table, self._leading_space_goes = _make_table(tokenizer, self._special)
+        full_table, _ = _make_table(tokenizer, frozenset())
+        self._full_table = _WindowBytes(tokenizer, frozenset()) if full_table is None else full_table
 
-    def start(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+    def start(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
         """A detokenizer for what follows this prompt."""
-        context = [token_id for token_id in prompt_token_ids[-_WINDOW:] if token_id not in self._special]
+        skipped = self._special if skip_special_tokens else frozenset()
+        context = [token_id for token_id in prompt_token_ids[-_WINDOW:] if token_id not in skipped]
         if self._table is None:
-            return _WindowDetokenizer(self._tokenizer, context)
-        at_start = self._leading_space_goes and not context and all(token_id in self._special for token_id in prompt_token_ids)
-        return _TableDetokenizer(self._table, at_start)
+            return _WindowDetokenizer(self._tokenizer, context, skip_special_tokens)
+        at_start = self._leading_space_goes and not context and all(token_id in skipped for token_id in prompt_token_ids)
+        return _TableDetokenizer(self._table if skip_special_tokens else self._full_table, at_start)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for amid a text; special tokens for their names, unknown ids for nothing."""
+        return self._full_table[token_id]
 
 
 class _TokenBytes(dict[int, bytes], ABC):
@@ -93,6 +100,15 @@ class _PieceBytes(_TokenBytes):
         return token.replace(self._replacement, " ").encode()
 
 
+class _WindowBytes(_TokenBytes):
+    """For vocabularies that only the tokenizer's own decoder reads: what a token adds to a text that ends with the same token."""
+
+    def to_bytes(self, token: str) -> bytes:
+        token_id: int = self._tokenizer.token_to_id(token)  # type: ignore[assignment]  # it is one: the caller had it by its id
+        once, twice = (self._tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
+        return (twice[len(once) :] or once).encode()
+
+
 class _TableDetokenizer:
     __slots__ = ("_at_start", "_decoder", "_table")
 
@@ -115,10 +131,11 @@ class _TableDetokenizer:
 class _WindowDetokenizer:
     """Decodes the last tokens with and without the new one; the difference is the new text (as text-generation-inference does it)."""
 
-    __slots__ = ("_known", "_tokenizer", "_window")
+    __slots__ = ("_known", "_skip_special_tokens", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._window = list(context)
         self._known = len(self._window)  # tokens of the window whose text is out
 
@@ -139,7 +156,7 @@ class _WindowDetokenizer:
         return text[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 def _make_table(tokenizer: Tokenizer, special: frozenset[int]) -> tuple[_TokenBytes | None, bool]:

@@ -74,13 +74,17 @@ class TextTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
         """For what follows this prompt."""
-        return self._detokenizers.start(prompt_token_ids)
+        return self._detokenizers.start(prompt_token_ids, skip_special_tokens)
 
-    def decode(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = ()) -> str:
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for amid a text, maybe a part of a character; special tokens for their names."""
+        return self._detokenizers.token_bytes(token_id)
+
+    def decode(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> str:
         """The text of a whole output."""
-        detokenizer = self.detokenizer(prompt_token_ids)
+        detokenizer = self.detokenizer(prompt_token_ids, skip_special_tokens)
         return detokenizer.feed(token_ids) + detokenizer.finish()
 
 

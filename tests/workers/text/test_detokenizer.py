@@ -25,8 +25,10 @@ TOKENIZERS = {name: make() for name, make in KINDS.items()}
 TEXT = "The fox 🙂 says: Naïve café, 東京, 👩‍👩‍👧 and 你好 — 12 + 30 = 42."
 
 
-def pieces(tokenizer: Tokenizer, token_ids: list[int], cuts: list[int], prompt: list[int] | None = None) -> list[str]:
-    detokenizer = DetokenizerFactory(tokenizer).start(prompt or [])
+def pieces(
+    tokenizer: Tokenizer, token_ids: list[int], cuts: list[int], prompt: list[int] | None = None, skip_special_tokens: bool = True
+) -> list[str]:
+    detokenizer = DetokenizerFactory(tokenizer).start(prompt or [], skip_special_tokens)
     bounds = [0, *sorted(cut % (len(token_ids) + 1) for cut in cuts), len(token_ids)]
     return [*(detokenizer.feed(token_ids[start:end]) for start, end in itertools.pairwise(bounds)), detokenizer.finish()]
 
@@ -38,9 +40,10 @@ def test_pieces_make_the_whole(kind: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]
     token_ids = data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=40))
     cuts = data.draw(st.lists(st.integers(0, 40), max_size=8))
-    text = "".join(pieces(tokenizer, token_ids, cuts))
-    one_by_one = "".join(pieces(tokenizer, token_ids, list(range(len(token_ids)))))
-    whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+    skip = data.draw(st.booleans())
+    text = "".join(pieces(tokenizer, token_ids, cuts, skip_special_tokens=skip))
+    one_by_one = "".join(pieces(tokenizer, token_ids, list(range(len(token_ids))), skip_special_tokens=skip))
+    whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
     assert text == one_by_one
     if kind == "byte_fallback":
         # A broken sequence spoils its neighbours in the library's decoder only, so what is not broken must agree.
@@ -72,6 +75,32 @@ def test_special_and_unknown_tokens_stand_for_nothing() -> None:
     end = tokenizer.token_to_id("<|end|>")
     added = tokenizer.token_to_id("→added←")
     assert "".join(pieces(tokenizer, [end, *fox, end, added, 10**6], [1, 2])) == "fox→added←"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_spelled_out_when_asked_for(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    special = sorted(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)[-1]
+    the, *_ = tokenizer.encode("the", add_special_tokens=False).ids
+    text = "".join(pieces(tokenizer, [the, special], [1], prompt=[the], skip_special_tokens=False))
+    assert text.endswith(tokenizer.id_to_token(special))
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_the_bytes_of_tokens_make_the_text(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    factory = DetokenizerFactory(tokenizer)
+    joined = b"".join(map(factory.token_bytes, tokenizer.encode(TEXT, add_special_tokens=False).ids))
+    assert joined.decode().removeprefix(" ") == TEXT
+
+
+def test_the_bytes_of_single_tokens() -> None:
+    level, pieces_of_words = DetokenizerFactory(TOKENIZERS["byte_level"]), DetokenizerFactory(TOKENIZERS["word_piece"])
+    assert level.token_bytes(TOKENIZERS["byte_level"].token_to_id("<|end|>")) == b"<|end|>"
+    assert level.token_bytes(TOKENIZERS["byte_level"].token_to_id("→added←")) == "→added←".encode()
+    assert level.token_bytes(10**6) == b""
+    assert pieces_of_words.token_bytes(TOKENIZERS["word_piece"].token_to_id("the")) == b" the"
+    assert pieces_of_words.token_bytes(TOKENIZERS["word_piece"].token_to_id("##o")) == b"o"
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "metaspace"])
