@@ -12,10 +12,15 @@ from workers.text.tokenizer import TextTokenizer
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, as the engine takes it."""
+    """One prompt of a request, as the engine takes it.
+
+    `sampling` is meant for every choice: its `choice` is not looked at. `stop_token_ids` are all that can end a choice, the model's own
+    among them. `logprobs` is 0 where only the best of several choices count, else what the call asks for; `prompt_logprobs` is what echo
+    or the call's own `prompt_logprobs` needs, whichever is more. `max_tokens` may be 0.
+    """
 
     token_ids: list[int]
-    sampling: SamplingParams  # of its first choice; `stop_token_ids` are all that can end it, the model's own among them
+    sampling: SamplingParams
     text: str = ""  # with echo: what stands before every choice's text
 
 
