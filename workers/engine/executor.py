@@ -7,9 +7,7 @@ import logging
 import time
 from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from workers.engine.attention import CacheShape
 from workers.engine.config import EngineConfig
@@ -18,7 +16,7 @@ from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, 
 from workers.engine.memory import available_memory, gib
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.config import ModelConfig
-from workers.engine.step import StepPlan
+from workers.engine.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +67,7 @@ class Executor:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         return self.runner.launch(plan)
 
-    def retire(self, launched: LaunchedStep) -> NDArray[np.int32]:
+    def retire(self, launched: LaunchedStep) -> StepResult:
         return self.runner.retire(launched)
 
 

@@ -12,15 +12,22 @@ from torch import Tensor
 from workers.engine.attention import Attention, AttentionMetadata, CacheShape, make_attention
 from workers.engine.config import EngineConfig
 from workers.engine.models.base import DecoderModel
-from workers.engine.sampler import Sampler
-from workers.engine.step import AddedRequest, NewBlocks, StepPlan
+from workers.engine.sampling.logprobs import Logprobs, concatenated, token_logprobs
+from workers.engine.sampling.rows import SampledRows
+from workers.engine.sampling.sampler import Sampled, Sampler
+from workers.engine.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
+
+_SCORED_LOGITS = 1 << 24  # of prompt tokens scored at once
 
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way. `tokens` int32 [rows that sample] is on the host; a GPU has written it once `done` has come to pass."""
+    """A step on its way. All tensors are on the host; a GPU has written them once `done` has come to pass."""
 
-    tokens: Tensor
+    tokens: Tensor  # int32 [rows that sample]
+    asking: NDArray[np.int64]  # which of them `logprobs` tells
+    logprobs: Logprobs | None
+    scores: list[Logprobs]  # of the plan's prompt scores, item by item
     done: torch.Event | None = None
 
 
@@ -61,11 +68,13 @@ class ModelRunner:
         shape = CacheShape(num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
         self.attention: Attention = make_attention(config.attention_backend, shape, model.config.num_heads, model.dtype, model.device)
         self.caches = self.attention.new_cache(model.config.num_layers)
-        self.sampler = Sampler(config.max_num_seqs)
+        self.sampler = Sampler(config.max_num_seqs, model.config.vocab_size, model.config.eos_token_ids)
         columns = config.max_model_len
         self._tokens = torch.zeros((config.max_num_seqs, columns), dtype=torch.int32, device=self.device)
         self._block_tables = np.zeros((config.max_num_seqs, -(-columns // config.block_size)), np.int32)
         self._prompt_lengths = np.zeros(config.max_num_seqs, np.int64)
+        self._scored_rows = max(1, _SCORED_LOGITS // model.config.vocab_size)
+        self._scores_asked = np.zeros(config.max_num_seqs, np.int64)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -76,20 +85,24 @@ class ModelRunner:
             self._extend(new)
         inputs = self._inputs(plan)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, StepAttention(self, inputs.metadata))
-        return self._sample(plan, inputs.metadata, hidden)
+        sampled = self._sample(plan, inputs.metadata, hidden)
+        return self._towards_host(sampled, [self._score(plan, scores, inputs.metadata, hidden) for scores in plan.prompt_scores])
 
-    def retire(self, launched: LaunchedStep) -> NDArray[np.int32]:
-        """The step's sampled tokens, int32, one per row that samples, in row order. Waits for the device."""
+    def retire(self, launched: LaunchedStep) -> StepResult:
+        """What came of a step. Waits for the device."""
         if launched.done is not None:
             launched.done.synchronize()
-        tokens: NDArray[np.int32] = launched.tokens.numpy()
-        return tokens
+        told = launched.logprobs.told() if launched.logprobs is not None else []
+        return StepResult(
+            launched.tokens.numpy(), dict(zip(launched.asking.tolist(), told, strict=True)), [scores.told() for scores in launched.scores]
+        )
 
     def _add(self, request: AddedRequest) -> None:
         tokens = torch.tensor(request.token_ids, dtype=torch.int32)
         self._tokens[request.slot, : len(request.token_ids)] = tokens.to(self.device)
         self._block_tables[request.slot] = 0
         self._prompt_lengths[request.slot] = request.prompt_length
+        self._scores_asked[request.slot] = request.sampling.prompt_logprobs
         self.sampler.set(request.slot, request.sampling)
 
     def _extend(self, new: NewBlocks) -> None:
@@ -110,24 +123,43 @@ class ModelRunner:
         metadata = AttentionMetadata(on_device[3], query_start, contexts, self._block_tables[:, :longest][plan.slots])
         return StepInputs(self._tokens[on_device[0], on_device[1]].long(), on_device[1], on_device[2], metadata)
 
-    def _sample(self, plan: StepPlan, metadata: AttentionMetadata, hidden: Tensor) -> LaunchedStep:
+    def _sample(self, plan: StepPlan, metadata: AttentionMetadata, hidden: Tensor) -> Sampled:
         sampling = np.nonzero(plan.samples)[0]
         if sampling.size == 0:
-            return LaunchedStep(torch.empty(0, dtype=torch.int32))
+            return Sampled(torch.empty(0, dtype=torch.int64), np.empty(0, np.int64), None)
         slots, positions = plan.slots[sampling], metadata.context_lens[sampling].astype(np.int64)
         last = torch.from_numpy(metadata.query_start[sampling + 1].astype(np.int64) - 1).to(self.device)
-        tokens = self.sampler.sample(self.model.logits(hidden[last]), slots, positions - self._prompt_lengths[slots]).int()
+        rows = SampledRows(slots, self._prompt_lengths[slots], positions, self._tokens)
+        sampled = self.sampler.sample(self.model.logits(hidden[last]), rows)
         where = torch.from_numpy(np.stack((slots.astype(np.int64), positions))).to(self.device)
-        self._tokens[where[0], where[1]] = tokens
-        return _towards_host(tokens)
+        self._tokens[where[0], where[1]] = sampled.tokens.int()
+        return sampled
+
+    def _score(self, plan: StepPlan, scores: PromptScores, metadata: AttentionMetadata, hidden: Tensor) -> Logprobs:
+        """Prompt tokens by the hidden states before them, a few rows of logits at a time."""
+        slot = plan.slots[scores.row]
+        before = int(metadata.query_start[scores.row] - plan.starts[scores.row]) + scores.first - 1
+        tokens = self._tokens[slot, scores.first : scores.last].long()
+        parts = []
+        for first in range(0, len(tokens), self._scored_rows):
+            part = tokens[first : first + self._scored_rows]
+            logits = self.model.logits(hidden[before + first : before + first + len(part)])
+            parts.append(token_logprobs(logits, part, np.full(len(part), self._scores_asked[slot])))
+        return concatenated(parts)
+
+    def _towards_host(self, sampled: Sampled, scores: list[Logprobs]) -> LaunchedStep:
+        """Starts the way to the host behind the step itself, so that reading it does not wait for a step launched later."""
+        launched = LaunchedStep(_host_copy(sampled.tokens.int()), sampled.asking, sampled.logprobs, scores)
+        for logprobs in scores if sampled.logprobs is None else [sampled.logprobs, *scores]:
+            logprobs.token_ids, logprobs.logprobs, logprobs.ranks = map(_host_copy, (logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
+        if self.device.type == "cuda":
+            launched.done = torch.Event(self.device)
+            launched.done.record(torch.cuda.current_stream(self.device))
+        return launched
 
 
-def _towards_host(tokens: Tensor) -> LaunchedStep:
-    """Starts the way to the host behind the step itself, so that reading it does not wait for a step launched later."""
-    if not tokens.is_cuda:
-        return LaunchedStep(tokens)
-    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    host.copy_(tokens, non_blocking=True)
-    done = torch.Event(tokens.device)
-    done.record(torch.cuda.current_stream(tokens.device))
-    return LaunchedStep(host, done)
+def _host_copy(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,5 +1,6 @@
 """The scheduler's view of one request. Imports no torch."""
 
+import sys
 from collections.abc import Set
 
 from workers.engine.messages import EngineRequest, Finish
@@ -26,6 +27,7 @@ class Request:
         "last_step",
         "limit",
         "live",
+        "next_score",
         "prompt_length",
         "sampling",
         "slot",
@@ -43,6 +45,8 @@ class Request:
         self.sampling = sampling
         self.live = request.live
         self.urgency = (not request.live, request.priority, arrival)
+        # The first prompt position that no launched step tells the log probability of; beyond all positions where none is to come.
+        self.next_score = 1 if sampling.prompt_logprobs >= 0 and self.prompt_length > 1 else sys.maxsize
         self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
         stops = frozenset(sampling.stop_token_ids)
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
@@ -62,8 +66,8 @@ class Request:
         self.last_step = -1
 
     def ended_by(self) -> tuple[Finish, int]:
-        """How the last token ends the request, and that token if it is a stop token, else -1."""
-        if len(self.tokens) > self.prompt_length and self.tokens[-1] in self.stop_token_ids:
+        """How the last token ends the request, and that token if it is a stop token, else -1. Among the first `min_tokens` none is."""
+        if len(self.tokens) > self.prompt_length + self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
             return Finish.STOP, self.tokens[-1]
         if len(self.tokens) >= self.limit:
             return Finish.LENGTH, -1

@@ -1,20 +1,20 @@
 """Decides, step by step, which requests get how many tokens. Knows no prefill or decode phase. Imports no torch."""
 
+import sys
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import attrgetter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from workers.engine.kv_cache import KVCache
-from workers.engine.messages import EngineRequest, Finish, Stats, StepOutput
+from workers.engine.messages import EngineRequest, Finish, Stats, StepOutput, TokenLogprobs
 from workers.engine.request import Request
-from workers.engine.step import AddedRequest, NewBlocks, StepPlan
+from workers.engine.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
 
 _URGENCY = attrgetter("urgency")
 
@@ -63,6 +63,7 @@ class Scheduler:
         self._stats = Stats()
         self._output = _Output()
         self._fresh_hits: dict[int, int] = {}  # prompt tokens that the cache gave, by request, until its first entry in an output
+        self._fresh_scores: dict[int, list[TokenLogprobs]] = {}  # what the prompt's log probabilities are so far, until the same moment
 
     @property
     def unfinished(self) -> int:
@@ -82,6 +83,8 @@ class Scheduler:
             self._output.end(added, stop_token, refusal)
         else:
             self._requests[added.id] = added
+            if added.sampling.prompt_logprobs >= 0:
+                self._fresh_scores[added.id] = []
             self._lane(added).wait(added)
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -103,33 +106,35 @@ class Scheduler:
         if not step.slots:
             return None
         self._step = step.number
-        self._launched.append(_Launched(step.number, step.sampling))
+        self._launched.append(_Launched(step.number, step.sampling, step.scored))
         self._stats.steps += 1
         self._stats.computed_tokens += self.max_num_batched_tokens - step.budget
         return step.plan()
 
-    def update(self, plan: StepPlan, sampled: NDArray[np.int32]) -> StepOutput:
-        """Takes in the tokens [number of True in `plan.samples`] of the oldest launched step; returns all that happened since the last
-        output."""
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Takes in what came of the oldest launched step; returns all that happened since the last output."""
         launched = self._launched.popleft()
-        if launched.step != plan.step or len(launched.sampling) != len(sampled):
-            raise RuntimeError(f"step {plan.step} with {len(sampled)} tokens was retired in place of step {launched.step}")
+        if launched.step != plan.step or len(launched.sampling) != len(result.tokens):
+            raise RuntimeError(f"step {plan.step} with {len(result.tokens)} tokens was retired in place of step {launched.step}")
         self._retired_step = plan.step
         self._take_back()
         output = self._output
+        if result.logprobs or launched.scored:
+            self._take_logprobs(launched, result)
         add_id, add_token = output.request_ids.append, output.token_ids.append
-        for request, token in zip(launched.sampling, sampled.tolist(), strict=True):
+        for request, token in zip(launched.sampling, result.tokens.tolist(), strict=True):
             if request.finish:
                 continue
             tokens = request.tokens
             tokens.append(token)
             if token in request.stop_token_ids or len(tokens) >= request.limit:
                 finish, stop_token = request.ended_by()
-                self._end(request, finish)
-                output.end(request, stop_token, token=token)
-            else:
-                add_id(request.id)
-                add_token(token)
+                if finish:
+                    self._end(request, finish)
+                    output.end(request, stop_token, token=token)
+                    continue
+            add_id(request.id)
+            add_token(token)
         self._stats.tokens += len(output.token_ids)
         return self._flush()
 
@@ -155,7 +160,21 @@ class Scheduler:
         low, high = min(request.tokens), max(request.tokens)
         if low < 0 or high >= self._vocab_size:
             return f"token id {low if low < 0 else high} is outside the vocabulary of {self._vocab_size}"
+        sampling = request.sampling
+        for name, named in (("logit_bias", [token for token, _ in sampling.logit_bias]), ("bad_words", chain(*sampling.bad_words))):
+            high = max(named, default=0)
+            if high >= self._vocab_size:
+                return f"token id {high} in {name} is outside the vocabulary of {self._vocab_size}"
         return ""
+
+    def _take_logprobs(self, launched: "_Launched", result: StepResult) -> None:
+        for index, told in result.logprobs.items():
+            request = launched.sampling[index]
+            if not request.finish:
+                self._output.logprobs[request.id] = [told]
+        for request, scores in zip(launched.scored, result.prompt_logprobs, strict=True):
+            if not request.finish:
+                self._fresh_scores[request.id] += scores
 
     def _advance(self, requests: list[Request], step: "_Step") -> None:
         """Gives requests with a slot as many of their uncomputed tokens as the budget has left. The loop that every row of every step
@@ -176,6 +195,8 @@ class Scheduler:
             if end > request.capacity and not self._extend(request, end, step):
                 continue
             budget -= count
+            if end >= request.next_score:
+                self._score(request, end, step)
             add_slot(request.slot)
             add_start(start)
             add_count(count)
@@ -191,6 +212,14 @@ class Scheduler:
             if end >= request.hash_at:
                 self._kv_cache.remember(request)
         step.budget = budget
+
+    def _score(self, request: Request, end: int, step: "_Step") -> None:
+        """Has the step's next row tell the log probabilities of prompt tokens that follow on computed ones, each once: tokens computed
+        again after a preemption are not told again."""
+        last = min(end + 1, request.prompt_length)
+        step.prompt_scores.append(PromptScores(len(step.slots), request.next_score, last))
+        step.scored.append(request)
+        request.next_score = last if last < request.prompt_length else sys.maxsize
 
     def _extend(self, request: Request, end: int, step: "_Step") -> bool:
         """Gives a request blocks for its first `end` tokens, if need be at the cost of less urgent ones; False if it must wait."""
@@ -210,7 +239,8 @@ class Scheduler:
             reserve = step.outstanding + len(self._live.running) + (0 if request.live else len(self._batch.running))
             if not request.live and reserve >= self._pool.free:
                 return
-            prefix = self._kv_cache.find_prefix(request)
+            # What the cache holds has no logits, so as long as prompt tokens are to be scored everything is computed.
+            prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
             need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.idle(prefix) + reserve
             if need <= self._pool.free:
                 del lane.waiting[0]
@@ -305,7 +335,7 @@ class Scheduler:
         stats.waiting = len(self._requests) - stats.running
         stats.free_blocks = self._pool.free
         output, self._output = self._output, _Output()
-        return output.message(self._retired_step, self._fresh_hits, stats)
+        return output.message(self._retired_step, self._fresh_hits, self._fresh_scores, stats)
 
 
 @dataclass(slots=True)
@@ -323,6 +353,7 @@ class _Lane:
 class _Launched:
     step: int
     sampling: list[Request]
+    scored: list[Request]
 
 
 @dataclass(slots=True)
@@ -349,6 +380,8 @@ class _Step:
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
     sampling: list[Request] = field(default_factory=list)
+    prompt_scores: list[PromptScores] = field(default_factory=list)
+    scored: list[Request] = field(default_factory=list)
 
     def plan(self) -> StepPlan:
         return StepPlan(
@@ -359,6 +392,7 @@ class _Step:
             starts=np.array(self.starts, dtype=np.int32),
             counts=np.array(self.counts, dtype=np.int32),
             samples=np.array(self.samples, dtype=np.bool_),
+            prompt_scores=self.prompt_scores,
         )
 
 
@@ -370,6 +404,7 @@ class _Output:
     token_ids: list[int] = field(default_factory=list)
     ended: list[tuple[int, Request, int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     def end(self, request: Request, stop_token: int, error: str = "", token: int | None = None) -> None:
         self.ended.append((len(self.request_ids), request, stop_token, int(token is not None)))
@@ -379,8 +414,8 @@ class _Output:
         if error:
             self.errors[request.id] = error
 
-    def message(self, step: int, fresh_hits: dict[int, int], stats: Stats) -> StepOutput:
-        """Takes out of `fresh_hits` what it tells."""
+    def message(self, step: int, fresh_hits: dict[int, int], fresh_scores: dict[int, list[TokenLogprobs]], stats: Stats) -> StepOutput:
+        """Takes out of `fresh_hits` and `fresh_scores` what it tells, and what nobody will ask for any more."""
         rows = len(self.request_ids)
         counts, finish, stop_token, cached_tokens = [1] * rows, [0] * rows, [-1] * rows, [0] * rows
         for index, request, stop, count in self.ended:
@@ -389,4 +424,22 @@ class _Output:
             stop_token[index] = stop
         if fresh_hits:
             cached_tokens = [fresh_hits.pop(request_id, 0) for request_id in self.request_ids]
-        return StepOutput(step, self.request_ids, counts, self.token_ids, finish, stop_token, cached_tokens, stats, self.errors)
+        scores: dict[int, list[TokenLogprobs]] = {}
+        if fresh_scores:
+            for request_id, count in zip(self.request_ids, counts, strict=True):
+                whole = fresh_scores.pop(request_id, None)
+                if whole is not None and count:
+                    scores[request_id] = whole
+        return StepOutput(
+            step,
+            self.request_ids,
+            counts,
+            self.token_ids,
+            finish,
+            stop_token,
+            cached_tokens,
+            stats,
+            self.errors,
+            self.logprobs,
+            scores,
+        )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.engine.messages import SamplingParams
+from workers.engine.messages import SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -30,6 +30,15 @@ class NewBlocks:
 
 
 @dataclass(slots=True)
+class PromptScores:
+    """Prompt tokens whose log probabilities a step is to tell: positions `first` to `last` - 1 of row `row`'s request."""
+
+    row: int
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
 class StepPlan:
     """One step: `counts[i]` tokens of slot `slots[i]` from position `starts[i]` on, for N rows.
 
@@ -43,3 +52,13 @@ class StepPlan:
     starts: NDArray[np.int32]  # [N] tokens computed before
     counts: NDArray[np.int32]  # [N] tokens computed now, at least 1
     samples: NDArray[np.bool_]  # [N]
+    prompt_scores: list[PromptScores] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What came of one step, on the host. Log probabilities are there for who asked."""
+
+    tokens: NDArray[np.int32]  # one per row that samples, in row order
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in `tokens`
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)  # as the plan's `prompt_scores`

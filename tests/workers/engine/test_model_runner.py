@@ -39,7 +39,7 @@ def test_steps_may_be_launched_before_any_is_retired(runner: ModelRunner) -> Non
     blocks = list(range(1, -(-(last + 10) // BLOCK) + 1))
     launched = [runner.launch(plan([(2, 0, last, True)], [AddedRequest(2, prompt, last, GREEDY)], [NewBlocks(2, 0, blocks)]))]
     launched += [runner.launch(plan([(2, last + i, 1, True)])) for i in range(9)]
-    assert [int(runner.retire(step)[0]) for step in launched] == tokens[:10]
+    assert [int(runner.retire(step).tokens[0]) for step in launched] == tokens[:10]
 
 
 def test_retire_gives_sampling_rows_in_order(runner: ModelRunner) -> None:
@@ -51,9 +51,9 @@ def test_retire_gives_sampling_rows_in_order(runner: ModelRunner) -> None:
         [AddedRequest(0, long, len(long), GREEDY), AddedRequest(1, short, len(short), GREEDY)],
         [NewBlocks(0, 0, list(range(20, 31))), NewBlocks(1, 0, [9, 3])],
     )
-    assert runner.retire(runner.launch(first)).tolist() == [expected.tokens[4][0]]
+    assert runner.retire(runner.launch(first)).tokens.tolist() == [expected.tokens[4][0]]
     second = plan([(1, len(short), 1, True), (0, 100, len(long) - 100, True)])
-    tokens = runner.retire(runner.launch(second))
+    tokens = runner.retire(runner.launch(second)).tokens
     assert tokens.dtype == np.int32
     assert tokens.tolist() == [expected.tokens[4][1], expected.tokens[1][0]]
 
@@ -61,7 +61,7 @@ def test_retire_gives_sampling_rows_in_order(runner: ModelRunner) -> None:
 def test_step_without_samples(runner: ModelRunner) -> None:
     prompt = reference("llama").prompts[1]
     step = plan([(0, 0, 16, False)], [AddedRequest(0, prompt, len(prompt), GREEDY)], [NewBlocks(0, 0, [1])])
-    assert runner.retire(runner.launch(step)).tolist() == []
+    assert runner.retire(runner.launch(step)).tokens.tolist() == []
 
 
 def test_added_request_overwrites_its_slot(runner: ModelRunner) -> None:
@@ -71,7 +71,7 @@ def test_added_request_overwrites_its_slot(runner: ModelRunner) -> None:
     for prompt, sampling in ((expected.prompts[1], wild), (expected.prompts[5], GREEDY)):
         blocks = NewBlocks(3, 0, list(range(40, 40 + -(-len(prompt) // BLOCK) + 1)))
         step = plan([(3, 0, len(prompt), True)], [AddedRequest(3, prompt, len(prompt), sampling)], [blocks])
-        tokens = runner.retire(runner.launch(step)).tolist()
+        tokens = runner.retire(runner.launch(step)).tokens.tolist()
     assert tokens == [expected.tokens[5][0]]
 
 
@@ -80,7 +80,7 @@ def test_resumed_request_goes_on_where_it_was(runner: ModelRunner) -> None:
     expected = reference("llama")
     known = expected.prompts[0] + expected.tokens[0][:30]
     step = plan([(1, 0, len(known), True)], [AddedRequest(1, known, len(expected.prompts[0]), GREEDY)], [NewBlocks(1, 0, [5, 6])])
-    assert runner.retire(runner.launch(step)).tolist() == [expected.tokens[0][30]]
+    assert runner.retire(runner.launch(step)).tokens.tolist() == [expected.tokens[0][30]]
 
 
 def seeded(number: int) -> EngineRequest:

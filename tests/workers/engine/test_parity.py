@@ -6,19 +6,18 @@ taken away and computed again, a step that runs ahead, and blocks found in the p
 
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.workers.engine.tiny_models import MODELS, NEW_TOKENS, Reference, folder, reference
+from tests.workers.engine.tiny_models import MODELS, NEW_TOKENS, VOCAB, Reference, folder, reference
 from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
 from workers.engine.executor import Executor, block_bytes
 from workers.engine.loader import open_checkpoint
 from workers.engine.messages import EngineRequest, SamplingParams
-from workers.engine.sampler import Sampler
+from workers.engine.sampling.rows import SampledRows
+from workers.engine.sampling.sampler import Sampled, Sampler
 
 LOGITS_TOLERANCE = 1e-4
 
@@ -49,7 +48,7 @@ class RecordingSampler(Sampler):
     """Keeps the logits behind every token, under the request's number, which travels as its seed."""
 
     def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
+        super().__init__(num_slots, VOCAB)
         self.request_of: dict[int, int] = {}
         self.logits: dict[tuple[int, int], Tensor] = {}
 
@@ -57,10 +56,10 @@ class RecordingSampler(Sampler):
         super().set(slot, params)
         self.request_of[slot] = params.seed
 
-    def sample(self, logits: Tensor, slots: NDArray[np.int32], indices: NDArray[np.int64]) -> Tensor:
-        for row, slot, index in zip(logits, slots, indices, strict=True):
+    def sample(self, logits: Tensor, rows: SampledRows) -> Sampled:
+        for row, slot, index in zip(logits, rows.slots, rows.indices, strict=True):
             self.logits[self.request_of[int(slot)], int(index)] = row.clone()
-        return super().sample(logits, slots, indices)
+        return super().sample(logits, rows)
 
 
 def start(name: str, variant: Variant) -> tuple[EngineCore, RecordingSampler]:

@@ -9,7 +9,7 @@ import pytest
 from workers.engine.kv_cache import KVCache
 from workers.engine.messages import EngineRequest, Finish, SamplingParams, StepOutput
 from workers.engine.scheduler import Scheduler
-from workers.engine.step import StepPlan
+from workers.engine.step import StepPlan, StepResult
 
 SIZE = 4
 EOS = 99
@@ -35,7 +35,7 @@ def plan_of(scheduler: Scheduler) -> StepPlan:
 
 
 def finish(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> StepOutput:
-    return scheduler.update(plan, np.full(int(plan.samples.sum()), token, dtype=np.int32))
+    return scheduler.update(plan, StepResult(np.full(int(plan.samples.sum()), token, dtype=np.int32)))
 
 
 def step(scheduler: Scheduler, token: int = 7) -> StepOutput:

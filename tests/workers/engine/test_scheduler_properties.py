@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from workers.engine.kv_cache import KVCache, hash_block
-from workers.engine.messages import EngineRequest, Finish, SamplingParams, Stats, StepOutput
+from workers.engine.messages import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
 from workers.engine.scheduler import Scheduler
-from workers.engine.step import StepPlan
+from workers.engine.step import PromptScores, StepPlan, StepResult
 
 VOCAB = 11
 EOS = 7
@@ -25,6 +24,11 @@ EOS = 7
 
 def next_token(context: list[int]) -> int:
     return zlib.crc32(bytes(context)) % VOCAB
+
+
+def score(token: int, position: int) -> TokenLogprobs:
+    """Tells where it belongs."""
+    return TokenLogprobs([token], [-float(position)], 1)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,19 @@ class Case:
     stop_token_ids: tuple[int, ...]
     aborted: int | None
     priority: int = 0
+    min_tokens: int = 0
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+
+    def sampling(self) -> SamplingParams:
+        return SamplingParams(
+            self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            stop_token_ids=self.stop_token_ids,
+            min_tokens=self.min_tokens,
+            logprobs=int(self.logprobs) - 1,
+            prompt_logprobs=int(self.prompt_logprobs) - 1,
+        )
 
     def answer(self, max_model_len: int) -> tuple[list[int], Finish]:
         tokens = list(self.prompt)
@@ -47,7 +64,8 @@ class Case:
         while len(tokens) < limit:
             token = next_token(tokens)
             tokens.append(token)
-            if token in self.stop_token_ids or (token == EOS and not self.ignore_eos):
+            early = len(tokens) - len(self.prompt) <= self.min_tokens
+            if not early and (token in self.stop_token_ids or (token == EOS and not self.ignore_eos)):
                 return tokens[len(self.prompt) :], Finish.STOP
         return tokens[len(self.prompt) :], Finish.LENGTH
 
@@ -71,9 +89,10 @@ class TokenDevice:
         self.cache = np.full((setup.num_blocks, setup.block_size), -1)
         self.tokens: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
         self.tables: list[list[int]] = [[] for _ in range(setup.max_num_seqs)]
+        self.asking: list[SamplingParams] = [SamplingParams(0)] * setup.max_num_seqs
         self.unretired: deque[list[tuple[int, tuple[int, ...]]]] = deque()
 
-    def launch(self, plan: StepPlan) -> NDArray[np.int32]:
+    def launch(self, plan: StepPlan) -> StepResult:
         self._take_in(plan)
         rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True))
         assert len({slot for slot, *_ in rows}) == len(rows), "a slot has two rows in one step"
@@ -83,7 +102,10 @@ class TokenDevice:
             for position in range(start, start + count):
                 self.cache[self.tables[slot][position // self.size], position % self.size] = self.tokens[slot][position]
         self.unretired.append([(slot, tuple(self.tables[slot])) for slot, *_ in rows])
-        return np.array([self._sample(slot, start + count) for slot, start, count, samples in rows if samples], dtype=np.int32)
+        scores = [self._score(rows[scores.row], scores) for scores in plan.prompt_scores]
+        sampled = [(slot, self._sample(slot, start + count)) for slot, start, count, samples in rows if samples]
+        told = {i: score(token, len(self.tokens[slot]) - 1) for i, (slot, token) in enumerate(sampled) if self.asking[slot].logprobs >= 0}
+        return StepResult(np.array([token for _, token in sampled], dtype=np.int32), told, scores)
 
     def retire(self) -> None:
         self.unretired.popleft()
@@ -93,6 +115,7 @@ class TokenDevice:
         for added in plan.added:
             assert added.slot not in busy, "a slot was filled again before the step that used it was retired"
             self.tokens[added.slot], self.tables[added.slot] = list(added.token_ids), []
+            self.asking[added.slot] = added.sampling
         for new in plan.new_blocks:
             table = self.tables[new.slot]
             assert new.first == len(table)
@@ -109,6 +132,12 @@ class TokenDevice:
             for slot, table in step:
                 for block in table:
                     assert written.get(block, slot) == slot, "a block was handed on before the step that used it was retired"
+
+    def _score(self, row: tuple[int, int, int, bool], scores: PromptScores) -> list[TokenLogprobs]:
+        slot, start, count, _ = row
+        assert self.asking[slot].prompt_logprobs >= 0
+        assert start < scores.first < scores.last <= start + count + 1, "a token was scored whose predecessor is not in the step"
+        return [score(self.tokens[slot][position], position) for position in range(scores.first, scores.last)]
 
     def _sample(self, slot: int, end: int) -> int:
         table = self.tables[slot]
@@ -141,7 +170,7 @@ class Run:
         self.content = self._expected_content()
 
     def to_the_end(self) -> None:
-        launched: deque[tuple[StepPlan, NDArray[np.int32]]] = deque()
+        launched: deque[tuple[StepPlan, StepResult]] = deque()
         last = max((max(case.arrives, case.aborted or 0) for case in self.cases), default=0)
         patience = 40 + 20 * sum(len(case.prompt) + case.max_tokens for case in self.cases)
         turn = 0
@@ -165,10 +194,9 @@ class Run:
     def _arrivals(self, turn: int) -> None:
         for number, case in enumerate(self.cases):
             if case.arrives == turn:
-                sampling = SamplingParams(case.max_tokens, ignore_eos=case.ignore_eos, stop_token_ids=case.stop_token_ids)
                 forced = self.answers[number][0][: case.forced]
                 self.got[number] = list(forced)
-                self.scheduler.add(EngineRequest(number, list(case.prompt), list(forced), sampling, case.live, case.priority))
+                self.scheduler.add(EngineRequest(number, list(case.prompt), list(forced), case.sampling(), case.live, case.priority))
         self.scheduler.abort([number for number, case in enumerate(self.cases) if case.aborted == turn])
 
     def _take(self, output: StepOutput | None) -> None:
@@ -178,6 +206,7 @@ class Run:
         for row, number in enumerate(output.request_ids):
             assert number not in self.finish, "something came after the end"
             count = output.counts[row]
+            self._check_logprobs(output, number, output.token_ids[at : at + count])
             assert 0 <= output.cached_tokens[row] <= (0 if number in self.seen else len(self.cases[number].prompt))
             self.seen.add(number)
             self.got[number] += output.token_ids[at : at + count]
@@ -187,6 +216,16 @@ class Run:
                 if output.finish[row] == Finish.STOP:
                     assert output.stop_token[row] == self.got[number][-1]
         assert at == len(output.token_ids)
+
+    def _check_logprobs(self, output: StepOutput, number: int, tokens: list[int]) -> None:
+        """Those of the prompt come whole and once, with the first token of the request; those of the output with each token."""
+        case = self.cases[number]
+        position = len(case.prompt) + len(self.got[number])
+        told = [score(token, position + i) for i, token in enumerate(tokens)]
+        assert output.logprobs.get(number, []) == (told if case.logprobs else [])
+        first = case.prompt_logprobs and tokens and number not in self.seen
+        whole = [score(token, at) for at, token in enumerate(case.prompt)][1:]
+        assert output.prompt_logprobs.get(number) == (whole if first else None)
 
     def _expected_content(self) -> dict[bytes, list[int]]:
         content, size = {}, self.setup.block_size
@@ -228,6 +267,9 @@ CASES = st.builds(
     stop_token_ids=st.sampled_from([(), (), (2,), (3, 5)]),
     aborted=st.one_of(st.none(), st.none(), st.integers(0, 30)),
     priority=st.sampled_from([0, 0, -3, 1]),
+    min_tokens=st.sampled_from([0, 0, 1, 6]),
+    logprobs=st.booleans(),
+    prompt_logprobs=st.sampled_from([False, False, True]),
 )
 
 
@@ -276,6 +318,9 @@ def random_case(draw: random.Random) -> Case:
         stop_token_ids=draw.choice([(), (), (2,), (3, 5)]),
         aborted=draw.choice([None, None, draw.randint(0, 40)]),
         priority=draw.choice([0, 0, -3, 1]),
+        min_tokens=draw.choice([0, 0, 1, 6]),
+        logprobs=draw.random() < 0.5,
+        prompt_logprobs=draw.random() < 0.3,
     )
 
 

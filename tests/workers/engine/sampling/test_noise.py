@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from workers.engine.noise import gumbel, noise, noise_bits, request_keys, signed_seed
+from workers.engine.sampling.noise import gumbel, noise, noise_bits, request_keys, signed_seed
 
 SEEDS = (0, 1, 42, 2**31, 2**63 - 1, 2**63, 2**64 - 1)
 

@@ -1,4 +1,4 @@
-"""Sampling against the plain definition: softmax, cut by top-k and top-p, and frequencies that follow it."""
+"""Limits and draws against the plain definition, down to ties, flat distributions and tiny temperatures."""
 
 import itertools
 
@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.workers.engine.sampling.plain import Row, plain_kept, plain_token
 from workers.engine.messages import SamplingParams
-from workers.engine.noise import noise
-from workers.engine.sampler import Sampler, draw_all, draw_kept, top_p_threshold
+from workers.engine.sampling.draw import Draw, draw_all, draw_kept
+from workers.engine.sampling.limits import top_p_threshold
+from workers.engine.sampling.rows import SampledRows
 
 VOCAB = 1500
 NO_LIMIT = torch.tensor([[-torch.inf]])
@@ -17,33 +19,16 @@ NO_LIMIT = torch.tensor([[-torch.inf]])
 
 def sample(logits: Tensor, params: list[SamplingParams], indices: list[int] | None = None) -> list[int]:
     """One token per row, row i in slot i."""
-    sampler = Sampler(len(params))
+    draw = Draw(len(params), logits.shape[1])
     for slot, row in enumerate(params):
-        sampler.set(slot, row)
-    slots = np.arange(len(params), dtype=np.int32)
-    return sampler.sample(logits.clone(), slots, np.array(indices or [0] * len(params), np.int64)).tolist()
+        draw.set(slot, row)
+    none = np.zeros(len(params), np.int64)
+    rows = SampledRows(np.arange(len(params), dtype=np.int32), none, none + (indices or 0), torch.empty(0))
+    return draw.tokens(logits.clone(), rows).tolist()
 
 
 def random_logits(rows: int, scale: float = 3.0, seed: int = 0) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def plain_kept(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Which tokens may be drawn, by sorting everything; bool [vocab]."""
-    z = logits.double() / params.temperature
-    kept = torch.ones_like(z, dtype=torch.bool)
-    if params.top_k:
-        kept = z >= z.sort(descending=True).values[min(params.top_k, len(z)) - 1]
-    probabilities = z.masked_fill(~kept, -torch.inf).softmax(-1)
-    ordered, order = probabilities.sort(descending=True)
-    kept[order[ordered.cumsum(-1) - ordered >= params.top_p]] = False
-    return kept
-
-
-def plain_draw(logits: Tensor, params: SamplingParams, index: int) -> int:
-    """The definition, in plain Python: the largest of logit / temperature + noise among the tokens kept."""
-    kept = plain_kept(logits, params).nonzero()[:, 0].tolist()
-    return max(kept, key=lambda token: logits[token].item() / params.temperature + noise(params.seed, params.choice, index, token))
 
 
 def test_greedy_is_the_argmax() -> None:
@@ -64,7 +49,7 @@ def test_equals_the_definition(top_k: int, top_p: float) -> None:
         for row in range(12)
     ]
     indices = list(range(12))
-    expected = [plain_draw(logits[row], params[row], row) for row in range(12)]
+    expected = [plain_token(logits[row].double().numpy(), Row([1], [1] * row, params[row])) for row in range(12)]
     assert sample(logits, params, indices) == expected
 
 
@@ -91,7 +76,9 @@ def test_flat_distribution_needs_many_candidates() -> None:
     params = [SamplingParams(max_tokens=9, top_p=top_p, seed=5) for top_p in (0.2, 0.9, 0.999)]
     threshold = top_p_threshold(logits, NO_LIMIT.expand(3, 1), torch.tensor([[p.top_p] for p in params]))
     for row in range(3):
-        assert int((logits[row] >= threshold[row]).sum()) == pytest.approx(int(plain_kept(logits[row], params[row]).sum()), abs=1)
+        assert int((logits[row] >= threshold[row]).sum()) == pytest.approx(
+            int(plain_kept(logits[row].double().numpy(), params[row]).sum()), abs=1
+        )
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 30.0])
@@ -132,20 +119,3 @@ def test_rows_that_are_not_numbers_stay_in_the_vocabulary() -> None:
     logits = torch.full((2, VOCAB), torch.nan)
     params = [SamplingParams(max_tokens=1, top_k=5), SamplingParams(max_tokens=1, top_p=0.5)]
     assert all(0 <= token < VOCAB for token in sample(logits, params))
-
-
-@pytest.mark.parametrize("limits", [{}, {"top_k": 8}, {"top_p": 0.8}])
-def test_frequencies_follow_the_distribution(limits: dict[str, float]) -> None:
-    """Chi-square over 20,000 draws that differ in the seed alone."""
-    draws, vocab = 20_000, 24
-    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
-    params = SamplingParams(max_tokens=1, temperature=0.9, **limits)  # type: ignore[arg-type]
-    kept = plain_kept(logits, params)
-    probabilities = (logits / 0.9).masked_fill(~kept, -torch.inf).softmax(-1)
-    rows = [SamplingParams(max_tokens=1, temperature=0.9, seed=seed, **limits) for seed in range(draws)]  # type: ignore[arg-type]
-    counts = torch.bincount(torch.tensor(sample(logits.expand(draws, vocab), rows)), minlength=vocab)
-    assert counts[~kept].sum() == 0
-    expected = probabilities[kept] * draws
-    chi_square = ((counts[kept] - expected) ** 2 / expected).sum().item()
-    degrees = int(kept.sum()) - 1
-    assert chi_square < degrees + 5 * (2 * degrees) ** 0.5

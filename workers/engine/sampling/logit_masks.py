@@ -1,0 +1,96 @@
+"""Logits that a request moves or rules out: bias, stop tokens before their time, the last token of a bad word.
+
+Only the logits concerned are touched, at their place in the flat [R * vocab] view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.engine.messages import SamplingParams
+from workers.engine.sampling.rows import Lists, SampledRows
+
+
+class LogitBias:
+    """Adds to logits what the request says."""
+
+    def __init__(self) -> None:
+        self._bias = Lists()
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        bias = dict(params.logit_bias)
+        self._bias.put(slot, np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32))
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        users = self._bias.users(rows.slots)
+        if not users:
+            return
+        at, tokens, bias = self._bias.gather(rows.slots, users)
+        places = _places(logits, at, tokens)
+        logits.view(-1).index_add_(0, places, torch.from_numpy(bias).to(logits.device))
+
+
+class MinTokens:
+    """Rules stop and end-of-text tokens out of a request's first `min_tokens` tokens."""
+
+    def __init__(self, num_slots: int, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._until = np.zeros(num_slots, np.int64)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._stops = Lists()
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        self._until[slot] = params.min_tokens
+        stops = self._eos_token_ids.union(params.stop_token_ids) if params.min_tokens else ()
+        self._stops.put(slot, np.array([token for token in stops if 0 <= token < self._vocab_size], np.int64))
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        early = rows.indices < self._until[rows.slots]
+        if not early.any():
+            return
+        users = [row for row in self._stops.users(rows.slots) if early[row]]
+        if users:
+            logits.view(-1).index_fill_(0, _places(logits, *self._stops.gather(rows.slots, users)), -torch.inf)
+
+
+class BadWords:
+    """Rules out the last token of a run of tokens where the output ends in the rest of the run."""
+
+    def __init__(self) -> None:
+        self._last = Lists()  # of each word: its last token, and how many tokens stand before that
+        self._rest = Lists()  # of each token before the last of a word: its distance from that, and itself
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        words = set(params.bad_words)
+        rest = [(distance, token) for word in words for distance, token in enumerate(word[-2::-1], 1)]
+        self._last.put(slot, np.array([word[-1] for word in words], np.int64), np.array([len(word) - 1 for word in words], np.int64))
+        self._rest.put(slot, *np.array(rest, np.int64).reshape(-1, 2).T)
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        users = self._last.users(rows.slots)
+        if not users:
+            return
+        at, last, before = self._last.gather(rows.slots, users)
+        missing = torch.zeros(len(last), device=logits.device)  # tokens of a word's rest that the output does not end in
+        longer = self._rest.users(rows.slots)
+        if longer:
+            row, distance, token = self._rest.gather(rows.slots, longer)
+            position = rows.lengths[row] - distance
+            in_output = position >= rows.prompt_lengths[row]
+            word = np.repeat(np.arange(len(last)), before)
+            host = np.stack((rows.slots[row], np.maximum(position, 0), token, word, in_output))
+            slot, column, expected, of_word, inside = torch.from_numpy(host).to(logits.device)
+            differs = (rows.tokens[slot, column] != expected) | (inside == 0)
+            missing.index_add_(0, of_word, differs.float())
+        # Taking the least makes it indifferent in which order words that end alike are looked at.
+        limits = torch.where(missing == 0, -torch.inf, torch.inf)
+        logits.view(-1).scatter_reduce_(0, _places(logits, at, last), limits, "amin")
+
+
+def _places(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(rows * logits.shape[1] + tokens).to(logits.device)

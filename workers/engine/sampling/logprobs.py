@@ -1,0 +1,79 @@
+"""Log probabilities from the model's own distribution, for the rows that ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.engine.messages import SamplingParams, TokenLogprobs
+from workers.engine.sampling.rows import SampledRows
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Of A tokens, each in a row of its own: the token itself and the most likely ones, `counts` of which the request asked for."""
+
+    token_ids: Tensor  # int32 [A, 1 + the largest count]
+    logprobs: Tensor  # float32 [A, 1 + the largest count]
+    ranks: Tensor  # int32 [A]
+    counts: NDArray[np.int64]  # [A]
+
+    def told(self) -> list[TokenLogprobs]:
+        """As requests are told; the tensors are on the host."""
+        columns = zip(self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), self.counts.tolist(), strict=True)
+        return [TokenLogprobs(ids[: 1 + count], values[: 1 + count], rank) for ids, values, rank, count in columns]
+
+
+@dataclass(slots=True)
+class KeptLogits:
+    """What the model said about the rows that ask, before the other stages change it."""
+
+    rows: NDArray[np.int64]  # [A]
+    counts: NDArray[np.int64]  # [A]
+    logits: Tensor  # float32 [A, vocab]
+
+    def logprobs(self, tokens: Tensor) -> Logprobs:
+        """Of the tokens [R] that the step's rows have drawn."""
+        return token_logprobs(self.logits, tokens[torch.from_numpy(self.rows).to(tokens.device)], self.counts)
+
+
+class AskedLogprobs:
+    """How many log probabilities the requests in `num_slots` slots want beside each token's own; -1 for none at all."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._counts = np.full(num_slots, -1, np.int64)
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        self._counts[slot] = params.logprobs
+
+    def keep(self, logits: Tensor, rows: SampledRows) -> KeptLogits | None:
+        counts = self._counts[rows.slots]
+        asking = np.nonzero(counts >= 0)[0]
+        if not asking.size:
+            return None
+        return KeptLogits(asking, counts[asking], logits[torch.from_numpy(asking).to(logits.device)])
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, counts: NDArray[np.int64]) -> Logprobs:
+    """Of float32 logits [A, vocab] at tokens int64 [A]; where the vocabulary is smaller than a count, all of it is told."""
+    own = logits.gather(1, tokens[:, None])
+    ranks = (logits > own).sum(-1) + 1
+    best, best_ids = logits.topk(min(int(counts.max()), logits.shape[1]), -1)
+    values = torch.cat((own, best), 1) - logits.logsumexp(-1, keepdim=True)
+    return Logprobs(torch.cat((tokens[:, None], best_ids), 1).int(), values, ranks.int(), counts)
+
+
+def concatenated(parts: list[Logprobs]) -> Logprobs:
+    """Parts of one width, one behind the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Logprobs(
+        torch.cat([part.token_ids for part in parts]),
+        torch.cat([part.logprobs for part in parts]),
+        torch.cat([part.ranks for part in parts]),
+        np.concatenate([part.counts for part in parts]),
+    )

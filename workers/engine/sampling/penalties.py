@@ -1,0 +1,80 @@
+"""Repetition, presence and frequency penalties, counted anew at each step from the token table.
+
+There is no state that preemption, a resumed request or a step launched ahead could leave behind: the table holds every token the device
+knows. Only logits of tokens that have come up are touched, so the cost goes with the text and not with the vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.engine.messages import SamplingParams
+from workers.engine.sampling.rows import SampledRows
+
+_COUNTERS = 1 << 24  # of rows penalised at once: one per token of the vocabulary
+_PLACES = 1 << 22  # of rows penalised at once: one per token of the longest text
+
+
+class Penalties:
+    """As vLLM has them: a logit of a token in prompt or output is divided (above 0) or multiplied (below) by `repetition_penalty`; then
+    what its count in the output makes of the other two is subtracted."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._repetition = np.ones(num_slots, np.float32)
+        self._presence = np.zeros(num_slots, np.float32)
+        self._frequency = np.zeros(num_slots, np.float32)
+        self._counters: Tensor | None = None  # all 0 between two calls
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        self._repetition[slot] = params.repetition_penalty
+        self._presence[slot] = params.presence_penalty
+        self._frequency[slot] = params.frequency_penalty
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        slots = rows.slots
+        repeats = self._repetition[slots] != 1
+        starts = np.where(repeats, 0, rows.prompt_lengths)  # the other two look at the output alone
+        used = repeats | (self._presence[slots] != 0) | (self._frequency[slots] != 0)
+        users = np.nonzero(used & (rows.lengths > starts))[0]
+        if not users.size:
+            return
+        # Rows of like length together, since each is filled up to the longest.
+        users = users[np.argsort((rows.lengths - starts)[users], kind="stable")[::-1]]
+        first = 0
+        while first < users.size:
+            width = int((rows.lengths - starts)[users[first]])
+            last = first + max(1, min(_COUNTERS // logits.shape[1], _PLACES // width))
+            self._penalise(logits, rows, users[first:last], starts, width)
+            first = last
+
+    def _penalise(self, logits: Tensor, rows: SampledRows, users: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> None:
+        """Rows `users`, the longest of which has `width` tokens to look at."""
+        device, slots = logits.device, rows.slots[users]
+        host = np.stack((users, slots, starts[users], rows.lengths[users], rows.prompt_lengths[users]))
+        row, slot, start, length, prompt_length = torch.from_numpy(host).to(device)[:, :, None]
+        factors = np.stack((self._repetition[slots], self._presence[slots], self._frequency[slots]))
+        repetition, presence, frequency = torch.from_numpy(factors).to(device)[:, :, None]
+        position = start + torch.arange(width, device=device)
+        # Beyond its end a row looks at its first token again, which changes nothing: each look at a token gives it the same logit.
+        counted = (position >= prompt_length) & (position < length)
+        position = torch.where(position < length, position, start)
+        tokens = rows.tokens[slot, position].long()
+        counts = self._count(tokens, counted.float(), logits.shape[1])
+        flat, places = logits.view(-1), row * logits.shape[1] + tokens
+        z = flat[places]
+        z = torch.where(z > 0, z / repetition, z * repetition)
+        z -= frequency * counts + presence * (counts > 0)
+        flat[places] = z
+
+    def _count(self, tokens: Tensor, weights: Tensor, vocab: int) -> Tensor:
+        """How often each of tokens [C, width] comes up in its row, each time with its weight."""
+        if self._counters is None or len(self._counters) < len(tokens):
+            self._counters = torch.zeros(len(tokens), vocab, device=tokens.device)
+        counters = self._counters[: len(tokens)]
+        counters.scatter_add_(1, tokens, weights)
+        counts = counters.gather(1, tokens)
+        counters.scatter_(1, tokens, 0.0)
+        return counts

@@ -1,0 +1,49 @@
+"""What the stages of sampling work on: the rows of a step that sample, and what requests asked for, kept by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """R rows, each of a request in a slot of its own. The host knows how many tokens there are; the newest may be on the device alone."""
+
+    slots: NDArray[np.int32]  # [R]
+    prompt_lengths: NDArray[np.int64]  # [R]
+    lengths: NDArray[np.int64]  # [R] prompt and output so far, which is the position of the token to draw
+    tokens: Tensor  # int32 [slots, columns], on the device: what stands beyond a row's length is nobody's
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """The output index of the token that each row is about to draw; [R]."""
+        return self.lengths - self.prompt_lengths
+
+
+class Lists:
+    """For some slots a few parallel arrays of one length."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, tuple[NDArray[np.int64] | NDArray[np.float32], ...]] = {}
+
+    def put(self, slot: int, *arrays: NDArray[np.int64] | NDArray[np.float32]) -> None:
+        """Overwrites a slot's arrays; empty ones, and none, take it out."""
+        if arrays and arrays[0].size:
+            self._arrays[slot] = arrays
+        else:
+            self._arrays.pop(slot, None)
+
+    def users(self, slots: NDArray[np.int32]) -> list[int]:
+        """The rows whose slots have arrays."""
+        return [row for row, slot in enumerate(slots.tolist()) if slot in self._arrays] if self._arrays else []
+
+    def gather(self, slots: NDArray[np.int32], rows: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
+        """The arrays of `rows`, all of which use them, one behind the other; the first array of the result says each item's row."""
+        found = [self._arrays[slot] for slot in slots[rows].tolist()]
+        lengths = [len(arrays[0]) for arrays in found]
+        return np.repeat(np.asarray(rows, np.int64), lengths), *(np.concatenate(parts) for parts in zip(*found, strict=True))
