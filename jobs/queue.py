@@ -135,4 +135,5 @@ def _read_checkpoint(published: list[bytes]) -> Checkpoint | None:
         choice.token_ids += chunk.token_ids
         choice.text_length = chunk.text_offset + len(chunk.text)
         choice.logprobs += chunk.logprobs or []
+        choice.cached_tokens += chunk.cached_tokens
     return Checkpoint(choices) if choices else None

@@ -48,6 +48,7 @@ class ChoiceCheckpoint(msgspec.Struct):
     token_ids: list[int]
     text_length: int  # characters
     logprobs: list[PositionLogprobs] = []  # one per token, when asked for
+    cached_tokens: int = 0
 
 
 class Checkpoint(msgspec.Struct):
@@ -79,6 +80,7 @@ class TokenChunk(msgspec.Struct, array_like=True):
     text_offset: int  # characters of the choice's text before `text`
     logprobs: list[PositionLogprobs] | None = None  # one per token, when asked for
     prompt_logprobs: list[PositionLogprobs] | None = None  # with a choice's first chunk, when echo asks for them
+    cached_tokens: int = 0  # with a choice's first chunk: tokens of the prompt that its first worker had in its prefix cache
 
 
 class Delta(msgspec.Struct):

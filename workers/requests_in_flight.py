@@ -1,138 +1,163 @@
-"""One request on its way through the engine: what it has so far, what of that is published, and the result that it ends as."""
+"""One claimed request on its way through the engine: the choices of all its prompts, and the result that they end as."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from jobs.bodies import new_body_id, response_body
-from jobs.requests import Claim, Delta, Finished, TokenChunk
-from jobs.results import ApiError, Choice, FinishReason, Result, Usage, encode_json, new_request_id
-from workers.engine.messages import EngineRequest
+from jobs.requests import Claim, Delta, Finished
+from jobs.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
+from workers.engine.messages import EngineRequest, TokenLogprobs
 from workers.prepared import Prepared
-from workers.text.stop_strings import StopStrings
+from workers.sequence import Sequence, at_most, positions
 
 
 class RequestInFlight:
-    """Output tokens become text only when someone needs the text: at once for stop strings, else when they are published or at the end."""
+    """All choices run side by side under one lease, numbered prompt by prompt.
+
+    Of each prompt the first choice that has something left to do goes ahead: it computes the prompt, whose log probabilities come with its
+    first token, and the others find it in the prefix cache.
+    """
 
     __slots__ = (
-        "_decoded", "_detokenizer", "_model", "_published_characters", "_published_tokens", "_sampling", "_stop_token_ids", "_stops",
-        "_text", "cached_tokens", "claim", "engine_request", "next_publish", "prompt_tokens", "token_ids",
+        "_call", "_prompt_logprobs", "_prompts", "_tokenizer", "_waiting", "claim", "next_publish", "running", "sequences",
     )  # fmt: skip
 
-    def __init__(self, prepared: Prepared, request_id: int, next_publish: float) -> None:
-        """`next_publish` is when its first tokens are due, on the monotonic clock."""
-        call, (prompt,) = prepared.call, prepared.prompts
-        checkpoint = prepared.claim.checkpoint.choices.get(0) if prepared.claim.checkpoint else None
+    def __init__(self, prepared: Prepared, ids: Iterator[int], next_publish: float) -> None:
+        """Takes an id for each choice that needs the engine; `next_publish` is when its first tokens are due, on the monotonic clock."""
         self.claim = prepared.claim
-        self.prompt_tokens = len(prompt.token_ids)
-        self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
-        self.cached_tokens = 0  # of the prompt, from this engine's prefix cache
         self.next_publish = next_publish
-        self._model = call.model
-        self._sampling = prompt.sampling
-        self._stop_token_ids = call.stop_token_ids
-        self._stops = StopStrings(call.stop) if call.stop else None
-        self._detokenizer = prepared.tokenizer.detokenizer(prompt.token_ids)
-        self._decoded = 0
-        self._text = ""
-        self._published_tokens = len(self.token_ids)
-        self._published_characters = 0 if checkpoint is None else checkpoint.text_length
-        self._decode(len(self.token_ids))
-        self.engine_request = EngineRequest(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            output_token_ids=list(self.token_ids),
-            sampling=prompt.sampling,
-            live=prepared.claim.live,
-        )
+        self.running: dict[int, Sequence] = {}  # by engine id
+        self._waiting: dict[int, list[EngineRequest]] = {0: []}  # by the id of the choice that goes ahead, 0 for none
+        self._call = prepared.call
+        self._prompts = prepared.prompts
+        self._tokenizer = prepared.tokenizer
+        self._prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
+        self.sequences = self._make_sequences()
+        for number in range(len(self._prompts)):
+            self._line_up(number, ids)
 
     @property
     def fresh_tokens(self) -> int:
         """Tokens that are not published yet."""
-        return len(self.token_ids) - self._published_tokens
+        fresh = 0
+        for sequence in self.sequences:
+            fresh += len(sequence.token_ids) - sequence.published_tokens
+        return fresh
+
+    @property
+    def published_tokens(self) -> int:
+        """Tokens of all choices that are published, by earlier workers too."""
+        return sum(sequence.published_tokens for sequence in self.sequences)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are choices that the engine does not have yet."""
+        return bool(self._waiting)
+
+    @property
+    def announced(self) -> bool:
+        """Whether anything of it was published, by earlier workers too."""
+        return any(sequence.announced for sequence in self.sequences)
 
     @property
     def started(self) -> bool:
         """Whether this worker generated anything for it."""
-        return len(self.token_ids) > len(self.engine_request.output_token_ids)
+        return any(sequence.started for sequence in self.sequences)
 
     @property
     def tokens_left(self) -> int:
-        """How many more it may get."""
-        return self._sampling.max_tokens - len(self.token_ids)
+        """How many more the choice may get that may get the most."""
+        return max((sequence.tokens_left for sequence in self.running.values()), default=0)
 
-    def take(self, token_ids: list[int], stop_token: int = -1) -> bool:
-        """Adds generated tokens, in order; whether a stop string ended the request, after which it keeps no more of them.
+    def begin(self) -> list[EngineRequest]:
+        """What the engine is to have at once."""
+        return self._waiting.pop(0)
 
-        `stop_token`, if any, is the last of the tokens: it counts but gives no text.
-        """
-        if self._stops is None:
-            self.token_ids += token_ids
-            return False
-        for token_id in token_ids[:-1] if stop_token >= 0 else token_ids:
-            self.token_ids.append(token_id)
-            self._decode(len(self.token_ids))
-            if self._stops.matched is not None:
-                return True
-        if stop_token >= 0:
-            self.token_ids.append(stop_token)
-        return False
+    def follow(self, request_id: int) -> list[EngineRequest]:
+        """What the engine is to have after the first token of `request_id`."""
+        return self._waiting.pop(request_id, [])
 
-    def already_over(self) -> Finished | None:
-        """The end of a request whose checkpoint leaves nothing to generate."""
-        if (self._stops is not None and self._stops.matched is not None) or len(self.token_ids) >= self._sampling.max_tokens:
-            return self.finish("length", None)
-        return None
-
-    def stop_reason(self, stop_token: int) -> int | None:
-        """What the response says about the token that ended it: its id if the request asked for that, nothing for the model's own."""
-        return stop_token if stop_token in self._stop_token_ids else None
+    def take_prompt_logprobs(self, request_id: int, items: list[TokenLogprobs]) -> None:
+        """`items`: one for each token of the prompt from the second on."""
+        number = self.running[request_id].number // self._call.best_of
+        token_bytes = self._tokenizer.token_bytes
+        start = self._prompts[number].token_ids[0]
+        begin = PositionLogprobs(TokenLogprob(start, token_bytes(start), None, 0), [])
+        self._prompt_logprobs[number] = [begin, *positions(items, token_bytes)]
 
     def accepted(self) -> Delta:
         """The first message of a live call, before its first tokens."""
-        return Delta(self.claim.key, self.claim.fence, self._published_tokens, [], self.claim.request.reply_to, accepted=True)
+        return Delta(self.claim.key, self.claim.fence, self.published_tokens, [], self.claim.request.reply_to, accepted=True)
 
     def delta(self) -> Delta:
         """What is not published yet, which counts as published from now on."""
-        self._decode(len(self.token_ids))
-        index, offset = self._published_tokens, self._published_characters
-        self._published_tokens = len(self.token_ids)
-        self._published_characters = max(offset, len(self._text))
-        chunk = TokenChunk(0, index, self.token_ids[index:], self._text[offset:], offset)
-        return Delta(self.claim.key, self.claim.fence, self._published_tokens, [chunk], self.claim.request.reply_to)
+        chunks = [chunk for sequence in self.sequences if (chunk := sequence.chunk(self._echoed(sequence))) is not None]
+        return Delta(self.claim.key, self.claim.fence, self.published_tokens, chunks, self.claim.request.reply_to)
 
-    def finish(self, reason: FinishReason, stop_reason: int | str | None, stop_token: int = -1) -> Finished:
-        """The result; `stop_token` as for `take`. A stop string that was found goes before any other reason."""
-        self._decode(len(self.token_ids) - (stop_token >= 0))
-        self._text += self._release(self._detokenizer.finish())
-        if self._stops is not None:
-            self._text += self._stops.finish()
-            if self._stops.matched is not None:
-                reason, stop_reason = "stop", self._stops.matched
-        usage = Usage(self.prompt_tokens, len(self.token_ids), self.cached_tokens)
-        endpoint = self.claim.request.endpoint
-        created = int(self.claim.request.created or time.time())
-        choices = [Choice(0, self._text, reason, stop_reason)]
-        body = response_body(endpoint, new_body_id(endpoint), self._model, choices, usage, created)
+    def finish(self) -> Finished:
+        """The result, once all choices have ended."""
+        call, request = self._call, self.claim.request
+        choices = [
+            sequence.choice(prompt * call.n + rank, self._prompt_logprobs.get(prompt))
+            for prompt in range(len(self._prompts))
+            for rank, sequence in enumerate(self._best_of(prompt))
+        ]
+        usage = Usage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
+            completion_tokens=sum(len(sequence.token_ids) for sequence in self.sequences),
+            cached_tokens=sum(sequence.cached_tokens for sequence in self.sequences[:: call.best_of]),
+        )
+        created = int(request.created or time.time())
+        body = response_body(request.endpoint, new_body_id(request.endpoint), call.model, choices, usage, created)
         return self._end(Result(200, encode_json(body), usage, new_request_id()))
 
     def fail(self, error: ApiError) -> Finished:
         """The end of a request that the engine gave up."""
         return self._end(error.result(new_request_id()))
 
+    def _make_sequences(self) -> list[Sequence]:
+        call, published = self._call, {} if self.claim.checkpoint is None else self.claim.checkpoint.choices
+        return [
+            Sequence(number, prompt, call, self._tokenizer, published.get(number))
+            for first, prompt in enumerate(self._prompts)
+            for number in range(first * call.best_of, (first + 1) * call.best_of)
+        ]
+
+    def _line_up(self, prompt: int, ids: Iterator[int]) -> None:
+        """Makes engine requests of a prompt's choices; without any left, of the first one if the prompt's log probabilities are needed."""
+        sequences = self._choices_of(prompt)
+        needs_prompt = self._prompts[prompt].sampling.prompt_logprobs >= 0
+        left = [sequence for sequence in sequences if not sequence.ended] or sequences[:needs_prompt]
+        requests: list[EngineRequest] = []
+        for sequence in left:
+            requests.append(sequence.engine_request(next(ids), live=self.claim.live, with_prompt_logprobs=needs_prompt and not requests))
+            self.running[requests[-1].request_id] = sequence
+        if requests:
+            self._waiting[0].append(requests[0])
+            if len(requests) > 1:
+                self._waiting[requests[0].request_id] = requests[1:]
+
+    def _choices_of(self, prompt: int) -> list[Sequence]:
+        return self.sequences[prompt * self._call.best_of : (prompt + 1) * self._call.best_of]
+
+    def _best_of(self, prompt: int) -> list[Sequence]:
+        """The choices of a prompt that are answered, the best first if there are more than that."""
+        choices = self._choices_of(prompt)
+        if self._call.best_of > self._call.n:
+            choices.sort(key=lambda sequence: -sequence.mean_logprob)
+        return choices[: self._call.n]
+
+    def _echoed(self, sequence: Sequence) -> list[PositionLogprobs] | None:
+        """The prompt's log probabilities, where a stream shows them before those of the output."""
+        call = self._call
+        if sequence.announced or not (call.echo and call.stream) or call.logprobs is None:
+            return None
+        return at_most(self._prompt_logprobs.get(sequence.number // call.best_of, []), call.logprobs)
+
     def _end(self, result: Result) -> Finished:
-        self._decoded = len(self.token_ids)
         return Finished(self.claim.key, self.claim.fence, result, self.delta(), self.claim.request.reply_to)
-
-    def _decode(self, upto: int) -> None:
-        new = self.token_ids[self._decoded : upto]
-        if new:
-            self._decoded += len(new)
-            self._text += self._release(self._detokenizer.feed(new))
-
-    def _release(self, text: str) -> str:
-        return text if self._stops is None else self._stops.feed(text)
 
 
 def rejected(claim: Claim, error: ApiError) -> Finished:

@@ -25,16 +25,23 @@ class StopStrings:
         """The text that may go out now; nothing more does once `matched` is set."""
         if self.matched is not None:
             return ""
-        text = self._held + text
+        held, text = len(self._held), self._held + text
         first: tuple[int, int, str] | None = None
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, held - len(stop) + 1))  # what is held back may contain one that was passed by
             if start >= 0 and (first is None or (start + len(stop), start) < first[:2]):
                 first = (start + len(stop), start, stop)
         if first is not None:
             self.matched = first[2]
             self._held = ""
             return text[: first[1]]
+        kept = self._possible_start(text)
+        self._held = text[kept:]
+        return text[:kept]
+
+    def pass_by(self, text: str) -> str:
+        """As `feed`, but none that is complete in this text counts; one that only begins in it still may."""
+        text = self._held + text
         kept = self._possible_start(text)
         self._held = text[kept:]
         return text[:kept]
@@ -49,6 +56,6 @@ class StopStrings:
         for position in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[position] in self._first_characters:
                 tail = text[position:]
-                if any(stop.startswith(tail) for stop in self._stops):
+                if any(stop.startswith(tail) and stop != tail for stop in self._stops):
                     return position
         return len(text)

@@ -1,0 +1,188 @@
+"""One choice of one prompt: its tokens, their text and log probabilities, how much of that is published, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from jobs.requests import ChoiceCheckpoint, TokenChunk
+from jobs.results import Choice, FinishReason, PositionLogprobs, TokenLogprob
+from jobs.validation import Call
+from workers.engine.messages import EngineRequest, SamplingParams, TokenLogprobs
+from workers.prepared import Prompt
+from workers.text.stop_strings import StopStrings
+from workers.text.tokenizer import TextTokenizer
+
+
+class Sequence:
+    """Output tokens become text only when someone needs the text: at once for stop strings, else when they are published or at the end.
+
+    It starts from its checkpoint, which may show that it has ended: by a stop string, by a token that stops, or by its length.
+    """
+
+    __slots__ = (
+        "_call", "_decoded", "_detokenizer", "_ending", "_prompt", "_published_characters", "_resumed_tokens", "_sampling",
+        "_stops", "_text", "_token_bytes", "announced", "cached_tokens", "logprobs", "number", "published_tokens", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, number: int, prompt: Prompt, call: Call, tokenizer: TextTokenizer, checkpoint: ChoiceCheckpoint | None) -> None:
+        """`number` counts the choices of all prompts of a request; it is the `choice` of the noise."""
+        self.number = number
+        self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
+        self.published_tokens = self._resumed_tokens = len(self.token_ids)
+        self.cached_tokens = 0 if checkpoint is None else checkpoint.cached_tokens  # of the prompt, from its first engine's prefix cache
+        self._prompt = prompt
+        self._call = call
+        self._sampling = prompt.sampling
+        self._token_bytes = tokenizer.token_bytes
+        self._detokenizer = tokenizer.detokenizer(prompt.token_ids, call.skip_special_tokens)
+        self._stops = StopStrings(call.stop) if call.stop else None
+        self._decoded = 0
+        self._text = prompt.text
+        self._published_characters = 0 if checkpoint is None else checkpoint.text_length
+        self.announced = checkpoint is not None  # whether anything was published
+        self._ending: tuple[FinishReason, int | str | None] | None = None
+        self.logprobs: list[PositionLogprobs] | None = None
+        if prompt.sampling.logprobs >= 0:
+            self.logprobs = [] if checkpoint is None else list(checkpoint.logprobs)
+        self._recognise_end()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it gets no more tokens."""
+        return self._ending is not None
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier worker began it."""
+        return self._resumed_tokens > 0
+
+    @property
+    def started(self) -> bool:
+        """Whether this worker generated anything for it."""
+        return len(self.token_ids) > self._resumed_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more it may get."""
+        return self._sampling.max_tokens - len(self.token_ids)
+
+    @property
+    def mean_logprob(self) -> float:
+        """The log probability per token, by which the best of several is found."""
+        chosen = [position.chosen.logprob or 0.0 for position in self.logprobs or ()]
+        return sum(chosen) / max(1, len(chosen))
+
+    def engine_request(self, request_id: int, *, live: bool, with_prompt_logprobs: bool) -> EngineRequest:
+        """What the engine is to do: go on from here or, when nothing is left to generate, look at the prompt alone."""
+        prompt_logprobs = self._sampling.prompt_logprobs if with_prompt_logprobs else -1
+        if self.ended:
+            output: list[int] = []
+            sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=prompt_logprobs)
+        else:
+            output = self.token_ids.copy()
+            sampling = self._sampling
+            if (self.number, prompt_logprobs) != (sampling.choice, sampling.prompt_logprobs):
+                sampling = msgspec.structs.replace(sampling, choice=self.number, prompt_logprobs=prompt_logprobs)
+        return EngineRequest(request_id, self._prompt.token_ids, output, sampling, live, self._call.priority)
+
+    def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
+        """Adds generated tokens, in order; whether a stop string ended it, after which it keeps no more of them.
+
+        `stop_token`, if any, is the last of the tokens: it counts but gives no text. `logprobs` has one item per token, if it asked.
+        """
+        if self._stops is None:
+            self.token_ids += token_ids
+        else:
+            self._watch_for_stops(token_ids, stop_token)
+        if self.logprobs is not None and logprobs is not None:
+            kept = len(self.token_ids) - len(self.logprobs)
+            self.logprobs += positions(logprobs[:kept], self._token_bytes)
+        return self._stops is not None and self._stops.matched is not None
+
+    def end(self, reason: FinishReason, stop_token: int = -1) -> None:
+        """No more tokens come; `stop_token` as for `take`. A stop string that was found goes before any other reason."""
+        stop_reason: int | str | None = stop_token if stop_token in self._call.stop_token_ids else None
+        self._decode(len(self.token_ids) - (stop_token >= 0))
+        self._decoded = len(self.token_ids)
+        self._release(self._detokenizer.finish())
+        if self._stops is not None:
+            self._text += self._stops.finish()
+            if self._stops.matched is not None:
+                reason, stop_reason = "stop", self._stops.matched
+        self._ending = reason, stop_reason
+
+    def chunk(self, prompt_logprobs: list[PositionLogprobs] | None) -> TokenChunk | None:
+        """What is not published yet, which counts as published from now on; the first one carries the prompt's log probabilities."""
+        index, offset = self.published_tokens, self._published_characters
+        if index == len(self.token_ids) and not self.ended:
+            return None
+        self._decode(len(self.token_ids))
+        self.published_tokens = len(self.token_ids)
+        self._published_characters = max(offset, len(self._text))
+        text, token_ids = self._text[offset:], self.token_ids[index:]
+        first, self.announced = not self.announced, True
+        if not (token_ids or text or first):
+            return None
+        logprobs = None if self.logprobs is None else self.logprobs[index:]
+        chunk = TokenChunk(self.number, index, token_ids, text, offset, logprobs)
+        if first:
+            chunk.prompt_logprobs, chunk.cached_tokens = prompt_logprobs, self.cached_tokens
+        return chunk
+
+    def choice(self, index: int, prompt_logprobs: list[PositionLogprobs] | None) -> Choice:
+        """The whole of it, for the response; only once it has ended."""
+        assert self._ending is not None
+        call, logprobs = self._call, self.logprobs if self._call.logprobs is not None else None
+        if logprobs is not None and call.echo:
+            logprobs = [*at_most(prompt_logprobs or [], call.logprobs or 0), *logprobs]
+        of_prompt = None if call.prompt_logprobs is None else at_most(prompt_logprobs or [], call.prompt_logprobs)
+        return Choice(index, self._text, *self._ending, logprobs, of_prompt)
+
+    def _recognise_end(self) -> None:
+        """Whether the checkpoint is the whole of it: a token that can stop it is the last one it got."""
+        last = self.token_ids[-1] if self.token_ids else -1
+        stop_token = last if last in self._sampling.stop_token_ids else -1
+        if self._stops is not None:
+            self._decode(len(self.token_ids) - (stop_token >= 0))
+        if stop_token >= 0 or (self._stops is not None and self._stops.matched is not None):
+            self.end("stop", stop_token)
+        elif self.tokens_left <= 0:
+            self.end("length")
+
+    def _watch_for_stops(self, token_ids: list[int], stop_token: int) -> None:
+        assert self._stops is not None
+        for token_id in token_ids[:-1] if stop_token >= 0 else token_ids:
+            self.token_ids.append(token_id)
+            self._decode(len(self.token_ids))
+            if self._stops.matched is not None:
+                return
+        if stop_token >= 0:
+            self.token_ids.append(stop_token)
+
+    def _decode(self, upto: int) -> None:
+        """Makes text of tokens; of the first `min_tokens` none can complete a stop string."""
+        if self._decoded < (early := min(upto, self._sampling.min_tokens)) and self._stops is not None:
+            self._text += self._stops.pass_by(self._detokenizer.feed(self.token_ids[self._decoded : early]))
+            self._decoded = early
+        if self._decoded < upto:
+            text = self._detokenizer.feed(self.token_ids[self._decoded : upto])
+            self._decoded = upto
+            self._release(text)
+
+    def _release(self, text: str) -> None:
+        self._text += text if self._stops is None else self._stops.feed(text)
+
+
+def positions(items: Iterable[TokenLogprobs], token_bytes: Callable[[int], bytes]) -> Iterator[PositionLogprobs]:
+    """The engine's log probabilities, with the tokens' texts."""
+    for item in items:
+        own, *likeliest = zip(item.token_ids, item.logprobs, strict=True)
+        top = [TokenLogprob(token, token_bytes(token), value, rank) for rank, (token, value) in enumerate(likeliest, 1)]
+        yield PositionLogprobs(TokenLogprob(own[0], token_bytes(own[0]), own[1], item.rank), top)
+
+
+def at_most(items: Iterable[PositionLogprobs], most: int) -> list[PositionLogprobs]:
+    """The same with fewer of the likeliest tokens."""
+    return [item if len(item.top) <= most else PositionLogprobs(item.chosen, item.top[:most]) for item in items]
