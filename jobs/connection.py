@@ -57,7 +57,8 @@ def check_server(client: redis.Redis) -> None:
         raise ServerError(f"The server may evict keys (maxmemory-policy {policy}), which loses requests: set it to noeviction.")
     if _config(client, "appendonly") == "no":
         log.warning("the server keeps nothing on disk (appendonly no): what stands only in Redis is lost when it restarts, and runs again")
-    client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True)
+    if not client.exists(keys.SCHEMA):  # asked first, because a server that is full refuses to be written to
+        client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True)
     stored: Any = client.get(keys.SCHEMA)
     if stored != keys.SCHEMA_VERSION.encode():
         raise ServerError(

@@ -101,6 +101,11 @@ def passing_reason(error: redis.RedisError) -> str | None:
     return next((reason for code, reason in _PASSING_ERRORS.items() if str(error).startswith(code)), None)
 
 
+def is_full(error: Exception) -> bool:
+    """Whether the server had no memory left for a call."""
+    return isinstance(error, QueueFull | redis.exceptions.OutOfMemoryError)
+
+
 @cache
 def source(name: str) -> tuple[str, str]:
     """The script's full text (flags, key names, shared functions, its own lines) and its SHA1."""

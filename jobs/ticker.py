@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import redis
 
 from jobs import keys
-from jobs.advance import needs_slice
+from jobs.advance import flush, needs_slice
 from jobs.connection import check_server, connect
 from jobs.control import STALE_SECONDS, JobName, clean_up, enqueue, is_waiting
 from jobs.manifest import END_STATES
 from jobs.process import die_with_parent, set_up_log
 from jobs.queue import Queue
 from jobs.rebuild import rebuild_all
-from jobs.scripts import QueueUnavailable
+from jobs.scripts import QueueUnavailable, is_full
 from jobs.storage import StoreError
 from jobs.streams import FIRST_ID
 
@@ -69,6 +69,8 @@ def main() -> None:
                 ticker.run()
             except (redis.RedisError, QueueUnavailable) as error:
                 log.warning("Redis cannot be used: %s", error)
+                if is_full(error):
+                    ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
     except _Stopped:
         ticker.resign()
@@ -110,6 +112,8 @@ class Ticker:
         if self._client.set(keys.LEADER, self._token, nx=True, px=lifetime):
             return True
         if self._client.get(keys.LEADER) != self._token.encode():
+            if int(self._client.pttl(keys.LEADER)) > lifetime:  # the server's clock was set back
+                self._client.pexpire(keys.LEADER, lifetime)
             return False
         self._client.pexpire(keys.LEADER, lifetime)
         return True
@@ -134,6 +138,13 @@ class Ticker:
         self._suspects, self._silent = self._silent, set()
         for batch, fields in self._records().items():
             self._look_after(batch, fields, now)
+
+    def make_room(self) -> None:
+        """A server without memory takes no jobs for RQ, and so the finished lines that fill it are drained here."""
+        try:
+            flush(self._queue)
+        except (redis.RedisError, QueueUnavailable) as error:
+            log.warning("no room could be made: %s", error)
 
     def listen(self, seconds: float) -> None:
         """Hands out slices for `seconds`, as soon as claims and commits ask for them."""

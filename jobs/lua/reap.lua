@@ -3,12 +3,12 @@
 -- with an error when too many workers died with it.
 -- ARGV: worker or '', lease in ms, most deaths, the error as a result (msgpack), seconds to keep a watched stream, limit
 -- Returns how many requests it took.
--- Without a worker it also notes time and server; when the notes are missing, older than 5 s, of the future or another server's, nothing
--- is taken for one lease, since the leases ran out while their workers could not renew them.
+-- Without a worker it also notes time and server; when the notes are missing, older than 5 s (or a shorter lease), of the future or
+-- another server's, nothing is taken for one lease, since the leases ran out while their workers could not renew them.
 
 local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lost_result, keep, limit = ARGV[4], ARGV[5], tonumber(ARGV[6])
-local LONGEST_GAP = 5000
+local LONGEST_GAP = math.min(5000, math.max(2000, lease))
 local BIGGEST_SEQ = '9007199254740991'
 
 local function lose(name)

@@ -40,6 +40,14 @@ def test_one_leads_and_the_next_takes_over(redis_client: redis.Redis) -> None:
     assert first.lead()
 
 
+def test_a_lead_that_lasts_long_after_the_clock_was_set_back_is_cut_short(redis_client: redis.Redis) -> None:
+    first, second = Ticker(Queue(redis_client)), Ticker(Queue(redis_client))
+    assert first.lead()
+    redis_client.pexpire("{q}:leader", 60_000)
+    assert not second.lead()
+    wait_until(second.lead, 10, "the lead ran out")
+
+
 def test_the_lead_passes_on_when_the_leader_is_killed(redis_client: redis.Redis, redis_url: str) -> None:
     first, second = ControlPlane(redis_url), ControlPlane(redis_url)
     try:
