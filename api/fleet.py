@@ -46,7 +46,7 @@ class Fleet:
             return self._snapshot
 
     async def require(self, model: str, fresh: bool = False) -> None:
-        """Raises `ApiError` unless a worker serves the model: 404, or 503 while one is still starting."""
+        """Raises `ApiError` unless a worker serves the model: 503 while none is ready that did or will, else 404."""
         snapshot = await self.snapshot(fresh)
         if model not in snapshot.names("ready") and not fresh:
             snapshot = await self.snapshot(fresh=True)
@@ -54,6 +54,8 @@ class Fleet:
             return
         if model in snapshot.names("loading", "initializing"):
             raise ApiError(503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading")
+        if model in snapshot.models:
+            raise ApiError(503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker")
         raise model_not_found(model, [record.name for record in snapshot.served])
 
     def _read(self) -> Snapshot:

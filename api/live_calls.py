@@ -13,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+import redis
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
@@ -26,9 +27,11 @@ from jobs.bodies import chat_chunk, completion_chunk, new_body_id, usage_chunk
 from jobs.queue import Queue
 from jobs.requests import RequestKey, StreamEntry
 from jobs.results import ApiError, Result
+from jobs.scripts import QueueUnavailable
 from jobs.validation import CHAT, COMPLETIONS, Call, decode_body, parse_call
 
 _WORKER_CHECK_SECONDS = 5.0
+_SILENCE_SECONDS = 2.0
 
 log = logging.getLogger("api")
 router = APIRouter()
@@ -72,6 +75,7 @@ class LiveCall:
 
     def __init__(self, state: ApiState, call: Call) -> None:
         self.key = RequestKey(f"{requests.LIVE_PREFIX}{uuid.uuid4().hex}", 0)
+        self._state = state
         self._queue: Queue = state.queue
         self._reader: Reader = state.reader
         self._fleet: Fleet = state.fleet
@@ -83,11 +87,11 @@ class LiveCall:
     async def submit(self, raw: bytes) -> None:
         """Hands the call in, to be answered to this process."""
         self._inbox = self._reader.open(self.key)
-        request = requests.Request(
+        self._request = requests.Request(
             self._call.endpoint, self._call.model, raw, secrets.randbits(63), created=self._created, reply_to=self._reader.api_id
         )
         try:
-            await asyncio.to_thread(self._queue.submit, self.key.batch, request)
+            await asyncio.to_thread(self._queue.submit, self.key.batch, self._request)
         except BaseException:
             await self.close()
             raise
@@ -132,10 +136,24 @@ class LiveCall:
 
     async def _next(self) -> StreamEntry:
         assert self._inbox is not None
-        entry = await self._inbox.get()
+        getting = asyncio.ensure_future(self._inbox.get())
+        try:
+            while not (await asyncio.wait({getting}, timeout=_SILENCE_SECONDS))[0]:
+                await self._ask_after(self._inbox)
+            entry = getting.result()
+        finally:
+            getting.cancel()
         if entry.result is not None:
             self._finished = True
         return entry
+
+    async def _ask_after(self, inbox: Inbox) -> None:
+        """Hands the call in again if Redis lost it and came back empty; the tokens that come again are not shown twice."""
+        with contextlib.suppress(redis.RedisError, OSError, QueueUnavailable):  # the reader sees to a Redis that stays away
+            if await self._state.knows(self.key):
+                inbox.look()
+            else:
+                await asyncio.to_thread(self._queue.submit, self.key.batch, self._request)
 
 
 class Chunks:

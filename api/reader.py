@@ -58,6 +58,11 @@ class Inbox:
         self._failure = error
         self._news.set()
 
+    def look(self) -> None:
+        """Has `get` read the request's own stream, in case this process was not told of something that stands there."""
+        self._missed = True
+        self._news.set()
+
     async def get(self) -> StreamEntry:
         """The next entry that brings something new; each choice goes on where it ended. Raises what `fail` was given."""
         while True:
@@ -78,7 +83,11 @@ class Inbox:
         """Reads on from the request's own stream. What arrives meanwhile stands behind it, and is dropped where it says the same again."""
         self._missed = False
         self._entries.clear()
-        history = await asyncio.to_thread(self._queue.read_tokens, {self.key: self._last_id})
+        try:
+            history = await asyncio.to_thread(self._queue.read_tokens, {self.key: self._last_id})
+        except BaseException:
+            self._missed = True
+            raise
         self._entries.extendleft(reversed(history))
 
     def _trim(self, entry: StreamEntry) -> StreamEntry | None:

@@ -9,7 +9,9 @@ from fastapi import Request
 from api.fleet import Fleet
 from api.reader import Reader
 from api.settings import ApiSettings
+from jobs import keys
 from jobs.queue import Queue
+from jobs.requests import RequestKey
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,11 @@ class ApiState:
     stream_client: redis.asyncio.Redis
     reader: Reader
     fleet: Fleet
+
+    async def knows(self, key: RequestKey) -> bool:
+        """Whether the request waits, runs, or left a stream."""
+        client = self.stream_client
+        return bool(await client.exists(keys.tokens(str(key)))) or bool(await client.hexists(keys.bodies(key.batch), str(key.line)))
 
 
 def state_of(request: Request) -> ApiState:

@@ -39,7 +39,7 @@ async def stream(request: Request, name: str) -> Response:
     after = request.headers.get("last-event-id") or FIRST_ID
     if not _EVENT_ID.fullmatch(after):
         raise ApiError(400, f"Last-Event-ID is not the id of an event: {after}", param="Last-Event-ID", code="invalid_value")
-    if not await _is_known(state, key):
+    if not await state.knows(key):
         raise ApiError(404, f"No request {name} is running, and no stream of it is kept.", "not_found_error", code="stream_not_found")
     return EventStream(_events(state, key, after), state.settings.ping_seconds, _nothing)
 
@@ -57,7 +57,7 @@ async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator
             for entry in entries:
                 after = entry.entry_id
                 yield event(_as_json(entry), entry.entry_id)
-            if (entries and entries[-1].result is not None) or (not entries and not await _is_known(state, key)):
+            if (entries and entries[-1].result is not None) or (not entries and not await state.knows(key)):
                 break
     except (QueueUnavailable, redis.RedisError):
         yield event(queue_unavailable().body())
@@ -67,12 +67,6 @@ async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator
 async def _read(state: ApiState, key: RequestKey, after: str) -> list[StreamEntry]:
     answer: Any = await state.stream_client.xread({keys.tokens(str(key)): after}, count=1000, block=int(MAX_BLOCK_SECONDS * 1000))
     return [parse_entry(key, entry_id.decode(), fields) for _, entries in answer for entry_id, fields in entries]
-
-
-async def _is_known(state: ApiState, key: RequestKey) -> bool:
-    """Whether the request waits, runs, or left a stream."""
-    client = state.stream_client
-    return bool(await client.exists(keys.tokens(str(key)))) or bool(await client.hexists(keys.bodies(key.batch), str(key.line)))
 
 
 def _as_json(entry: StreamEntry) -> dict[str, Any]:

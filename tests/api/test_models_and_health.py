@@ -28,6 +28,13 @@ def test_a_model_that_is_being_loaded_is_a_503(http: httpx.Client, queue: Queue)
     assert answer.json()["error"]["code"] == "model_loading"
 
 
+def test_a_model_whose_workers_are_gone_is_a_503(http: httpx.Client, queue: Queue) -> None:
+    queue.register_worker(WorkerRecord("gone", ["served-before"], "ready", 4096, time.time(), "host", 2))
+    queue.remove_worker("gone")
+    answer = http.post("/v1/completions", json={"model": "served-before", "prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+
+
 def test_health_counts_workers_by_state(http: httpx.Client, scripted: Callable[..., ScriptedWorker], redis_client: redis.Redis) -> None:
     scripted(lambda claim: [])
     answer = http.get("/health")
