@@ -4,7 +4,10 @@ Each test looks at the answers of a batch and of a live call that run meanwhile,
 moves by one for each claim, so it also tells of those that were made in vain.
 """
 
+import contextlib
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +16,14 @@ from typing import Any
 
 import openai
 import pytest
+import redis
 
 from jobs import keys
 from jobs.batches import BatchRecord, BatchSpec, create_batch, get_batch
 from tests.pipeline.results import read_results, text_of
 from tests.support.fleet import Fleet, running_fleet
 from tests.support.integrity import faults
+from tests.support.processes import descendants
 
 LINES = 8
 TOKENS = 500
@@ -74,9 +79,20 @@ class Work:
     def record(self) -> BatchRecord:
         return get_batch(self._fleet.client, self._batch, retry_seconds=0)
 
+    def has_ended(self) -> bool:
+        """Also asked while the record is not rebuilt yet."""
+        with contextlib.suppress(KeyError):
+            return self.record.ended
+        return False
+
+    @property
+    def undrained(self) -> int:
+        """Bytes of results that stand in Redis."""
+        return int(self._fleet.queue.batch_fields(self._batch)["result_bytes"])
+
     def check_end(self, answers: list[str] | None) -> list[str]:
         """Waits for the end: every line once and in order, the live call whole, all with the right answer."""
-        self._fleet.wait(lambda: self.record.ended, END_SECONDS, "the batch to end")
+        self._fleet.wait(self.has_ended, END_SECONDS, "the batch to end")
         self._fleet.wait(lambda: not self._live.is_running, END_SECONDS, "the live call to end")
         record = self.record
         assert (record.state, record.total, record.completed, record.failed) == ("completed", LINES, LINES, 0)
@@ -151,7 +167,7 @@ def stopped(fleet: Fleet, seconds: float) -> None:
 
 def disk_full(fleet: Fleet, seconds: float) -> None:
     fleet.redis.fill_disk()
-    fleet.wait(partial(refuses_writes, fleet, "MISCONF"), 10, "writes to be refused")
+    fleet.wait(partial(refuses_writes, fleet), 10, "writes to be refused")
     pass_time(fleet, seconds)
     fleet.redis.free_disk()
 
@@ -167,11 +183,11 @@ def loading(fleet: Fleet, seconds: float) -> None:
     fleet.client.unlink(*(f"ballast:{number}" for number in range(1000)))
 
 
-def refuses_writes(fleet: Fleet, code: str) -> bool:
+def refuses_writes(fleet: Fleet) -> bool:
     try:
         fleet.client.set("ballast", 1)
-    except Exception as error:
-        return str(error).startswith(code)
+    except redis.ResponseError:
+        return True
     return False
 
 
@@ -207,3 +223,45 @@ def test_a_clock_that_is_set_makes_nothing_run_again(fleet: Fleet, undisturbed: 
         clock.step(seconds)
     work.check_end(undisturbed)
     assert work.claims == LINES + 1
+
+
+def test_a_full_memory_lets_results_through_which_make_room(fleet: Fleet, undisturbed: list[str]) -> None:
+    work = Work(fleet)
+    fleet.client.config_set("maxmemory", 1)
+    try:
+        assert refuses_writes(fleet)
+        fleet.wait(lambda: work.record.completed == LINES and not work.undrained, END_SECONDS, "all results to be drained")
+    finally:
+        fleet.client.config_set("maxmemory", 0)
+    work.check_end(undisturbed)
+    assert work.claims == LINES + 1
+
+
+def test_a_redis_that_came_back_empty_gets_all_its_work_again(fleet: Fleet, undisturbed: list[str]) -> None:
+    work = Work(fleet)
+    fleet.redis.lose_everything()
+    fleet.redis.start()
+    work.check_end(undisturbed)
+
+
+def test_a_worker_that_was_cut_off_is_refused_when_it_comes_back(fleet: Fleet, undisturbed: list[str]) -> None:
+    work = Work(fleet)
+    proxy, cut_off = fleet.proxies[0], fleet.workers[0]
+    proxy.part()
+    fleet.wait(lambda: work.claims > LINES + 1, 30, "its requests to be claimed by the other")
+    proxy.join()
+    work.check_end(undisturbed)
+    assert "taken away" in cut_off.log
+
+
+def test_a_worker_that_was_stopped_is_refused_when_it_goes_on(fleet: Fleet, undisturbed: list[str]) -> None:
+    work = Work(fleet)
+    stopped = fleet.workers[0]
+    pids = [stopped.pid, *descendants(stopped.pid)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    fleet.wait(lambda: work.claims > LINES + 1, 30, "its requests to be claimed by the other")
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    work.check_end(undisturbed)
+    assert "taken away" in stopped.log
