@@ -1,6 +1,6 @@
 """The name of every key in Redis. All keys of the request path share the hash tag {q}, so that scripts may touch any of them."""
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 
 SCHEMA = "{q}:schema"
 FENCE = "{q}:fence"  # counter; each claim of a request takes the next number
@@ -9,6 +9,8 @@ LEASE = "{q}:lease"  # hash: request key -> "<fence> <attempt> <worker> <model>"
 TRIES = "{q}:tries"  # hash: request key -> "<attempts> <deaths> <suspicions>", only once it was released unfinished
 WATCHED = "{q}:watched"  # zset: request key or batch id -> until when somebody reads its tokens, ms of Redis TIME
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
+TRIALS = "{q}:trials"  # hash: model -> since when its suspects have waited without one being taken, ms of Redis TIME
+TOTALS = "{q}:totals"  # hash: generated, delivered (tokens, since Redis was empty)
 CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work last had its share
 BATCHES = "{q}:batches"  # set of batch ids that have a record
 ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
@@ -20,7 +22,7 @@ MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
 
-PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER})
+PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS})
 """What stays in an idle queue."""
 
 
@@ -59,6 +61,11 @@ def live(model: str) -> str:
     return f"{{q}}:live:{model}"
 
 
+def suspects(model: str) -> str:
+    """Zset: request key -> number of its group. Engine cores died with these; a group is tried by a worker that runs nothing else."""
+    return f"{{q}}:suspects:{model}"
+
+
 def tokens(key: str) -> str:
     """Stream of the deltas of one request; the id of an entry is `<tokens of all choices so far>-<0 tokens | 1 accepted | 2 finished>`."""
     return f"{{q}}:tok:{key}"
@@ -77,6 +84,11 @@ def control(worker: str) -> str:
 def claim(worker: str) -> str:
     """Hash: number of the worker's last claim, and what it was given."""
     return f"{{q}}:claim:{worker}"
+
+
+def counted(worker: str) -> str:
+    """How many of the worker's generated tokens the totals hold."""
+    return f"{{q}}:counted:{worker}"
 
 
 def held(worker: str) -> str:

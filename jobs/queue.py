@@ -5,8 +5,9 @@ in their headers. Batches are in `batch_queue.py`, streams in `streams.py`, work
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
+from jobs import keys
 from jobs.base import chunks, flat
 from jobs.batch_queue import BatchQueue
 from jobs.registry import Registry
@@ -22,7 +23,7 @@ from jobs.requests import (
     unpack_chunks,
     unpack_request,
 )
-from jobs.results import ApiError
+from jobs.results import ApiError, Result
 from jobs.scripts import MAX_ITEMS, QueueFull, QueueUnavailable
 from jobs.streams import Streams
 
@@ -32,6 +33,13 @@ Held = tuple[RequestKey, int]
 """A request and the fence of the lease on it."""
 
 WORKER_LOST = ApiError(500, "The request was given up: too many workers vanished while running it.", "server_error", code="worker_lost")
+
+
+class TokenTotals(NamedTuple):
+    """Output tokens. What was generated and not delivered is in flight, was cancelled, or had to be computed again."""
+
+    generated: int
+    delivered: int
 
 
 class Queue(BatchQueue, Streams, Registry):
@@ -45,6 +53,8 @@ class Queue(BatchQueue, Streams, Registry):
 
     def claim(self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None) -> list[Claim]:
         """Takes up to `limit` requests for one of `models`, live ones first; `live_limit` (default `limit`) gives live calls more room.
+
+        A worker that holds nothing may get suspects (`Claim.suspicions` above 0), and then nothing else until it holds none of them.
 
         `seq` rises with every call of a worker; the same number gives the same set again, less what was lost meanwhile. A smaller
         number gives nothing: it is a late duplicate.
@@ -60,11 +70,14 @@ class Queue(BatchQueue, Streams, Registry):
         """Appends tokens to the requests' streams and to those of the API processes. Returns the requests whose lease is lost."""
         return self._each("publish", [worker], (_delta_arguments(delta) for delta in deltas))
 
-    def renew(self, worker: str, held: list[Held]) -> list[RequestKey]:
-        """Prolongs the leases and the worker's place in the registry. Returns the requests whose lease is lost."""
+    def renew(self, worker: str, held: list[Held], generated: int = 0) -> list[RequestKey]:
+        """Prolongs the leases and the worker's place in the registry. Returns the requests whose lease is lost.
+
+        `generated` is how many tokens the worker generated in its life; the totals count each of them once.
+        """
         lost: list[bytes] = []
         for group in list(chunks([str(key), fence] for key, fence in held)) or [[]]:
-            known, *more = self._scripts.call("renew", [worker, self._lease_ms, *flat(group)])
+            known, *more = self._scripts.call("renew", [worker, self._lease_ms, generated, *flat(group)])
             lost += more
             if not known or worker in self._unwritten:
                 self._register_again(worker)
@@ -74,14 +87,26 @@ class Queue(BatchQueue, Streams, Registry):
         """Stores results and ends the leases. Returns the requests for which that changed nothing: lost, or committed before."""
         return self._each("commit", [worker, self.settings.stream_keep_seconds], (_finished_arguments(item) for item in finished))
 
-    def hand_back(self, worker: str, held: list[Held]) -> list[RequestKey]:
-        """Puts requests back to the front of the queue, without counting an attempt. Returns those whose lease was lost."""
-        return self._each("hand_back", [worker], ([str(key), fence] for key, fence in reversed(held)))
+    def hand_back(self, worker: str, held: list[Held], acquitted: bool = False) -> list[RequestKey]:
+        """Puts requests back to the front of the queue, without counting an attempt. Returns those whose lease was lost.
+
+        Suspects go back among the suspects, unless they are `acquitted`: they ran and did no harm.
+        """
+        return self._each("hand_back", [worker, int(acquitted)], ([str(key), fence] for key, fence in reversed(held)))
+
+    def suspect(self, worker: str, held: list[Held], condemned: Result) -> list[RequestKey]:
+        """Says that the worker's engine core ended by itself with these requests in it. Returns those whose lease was lost.
+
+        They run again in groups of 16, then alone, on a worker that has nothing else; `condemned` is the result of one that ran alone.
+        """
+        head = [worker, pack(condemned), self.settings.stream_keep_seconds]
+        return self._each("suspect", head, ([str(key), fence] for key, fence in held))
 
     def reap(self, worker: str | None = None) -> int:
         """Takes requests from a worker known to be dead, or (once a second, by the ticker) from all whose leases ran out.
 
-        Returns how many. Without a worker it also notes the time, and reaps nothing for one lease after the server was away.
+        Returns how many. Without a worker it also notes the time, and reaps nothing for one lease after the server was away; and it
+        orders a worker to make room where suspects wait in vain.
         """
         lost = pack(WORKER_LOST.result(""))
         settings = [self._lease_ms, self.settings.worker_deaths, lost, self.settings.stream_keep_seconds, MAX_ITEMS]
@@ -102,6 +127,11 @@ class Queue(BatchQueue, Streams, Registry):
         for group in chunks([str(key)] for key in requests):
             self._scripts.call("cancel", ["requests", 0, *flat(group)])
 
+    def token_totals(self) -> TokenTotals:
+        """Tokens that all workers ever generated and delivered, since Redis was empty."""
+        generated, delivered = self._command("HMGET", keys.TOTALS, "generated", "delivered")
+        return TokenTotals(int(generated or 0), int(delivered or 0))
+
     def _each(self, script: str, head: list[Any], rows: Iterable[list[Any]]) -> list[RequestKey]:
         """Calls a script that takes one row per request and returns keys, as often as the size limits ask."""
         answers = [self._scripts.call(script, [*head, *flat(group)]) for group in chunks(rows)]
@@ -115,7 +145,8 @@ def _delta_arguments(delta: Delta) -> list[Any]:
 def _finished_arguments(finished: Finished) -> list[Any]:
     tokens: list[Any] = ["", ""] if finished.delta is None else [finished.delta.total, pack(finished.delta.chunks)]
     result = finished.result
-    return [str(finished.key), finished.fence, *tokens, finished.reply_to or "", int(result.succeeded), pack(result)]
+    end = [int(result.succeeded), result.usage.completion_tokens, pack(result)]
+    return [str(finished.key), finished.fence, *tokens, finished.reply_to or "", *end]
 
 
 def _read_claim(row: list[Any]) -> Claim:

@@ -22,7 +22,8 @@ MAX_ITEMS = 500
 """Requests that one script call handles at most; a longer one would hold up the server for everyone."""
 
 NAMES = (
-    "submit", "ingest", "claim", "publish", "renew", "commit", "hand_back", "reap", "cancel", "drained", "transition", "watch", "register",
+    "submit", "ingest", "claim", "publish", "renew", "commit", "hand_back", "suspect", "reap", "cancel", "drained", "transition", "watch",
+    "register",
 )  # fmt: skip
 
 _FIRST_PAUSE = 0.01

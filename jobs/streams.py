@@ -16,10 +16,13 @@ FIRST_ID = "0-0"
 
 
 class ControlMessage(msgspec.Struct, frozen=True):
-    """An order to a worker, or news for the control plane (`kind` "batch")."""
+    """An order to a worker, or news for the control plane (`kind` "batch").
+
+    "trial" asks a worker to hand back what it holds and to claim: suspects wait for one that has nothing else.
+    """
 
     id: str  # of the stream entry; reading goes on after it
-    kind: Literal["bell", "cancel", "drain", "watch", "batch"]
+    kind: Literal["bell", "cancel", "drain", "watch", "trial", "batch"]
     keys: list[RequestKey] = []
     batch: str = ""  # cancel, watch: every request of this batch; batch: its ready list fell low, or its last line was committed
     seconds: int = 0  # watch: for how long

@@ -14,6 +14,7 @@ local function drop(name)
     local waits_for = redis.call('HGET', key.bodies(batch), 'model')
     if waits_for then
       redis.call('LREM', key.live(waits_for), 1, name)
+      take_from_suspects(waits_for, {name})
     end
   end
   if is_live(batch) then
@@ -48,15 +49,18 @@ for _, model in ipairs(redis.call('SMEMBERS', key.batch_models(batch))) do
     leave(batch, model, tenant)
   end
 end
-local lines = redis.call('HRANDFIELD', key.bodies(batch), limit)
-local holders = {}
-for _, line in ipairs(lines) do
-  local holder = drop(batch .. '/' .. line)
+local names, holders = redis.call('HRANDFIELD', key.bodies(batch), limit), {}
+for i, line in ipairs(names) do
+  names[i] = batch .. '/' .. line
+  local holder = drop(names[i])
   if holder then
     holders[holder] = true
   end
 end
+for _, model in ipairs(#names > 0 and redis.call('SMEMBERS', key.batch_models(batch)) or {}) do
+  take_from_suspects(model, names)
+end
 for holder in pairs(holders) do
   tell(holder, 'cancel', batch)
 end
-return #lines == limit and 1 or 0
+return #names == limit and 1 or 0

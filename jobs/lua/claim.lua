@@ -1,5 +1,6 @@
 #!lua
 -- Gives a worker requests: live calls first, then batches in fair turns; a tenth of what live calls take is kept for batches.
+-- Before all of these a group of suspects, to a worker that holds nothing; one that holds suspects gets nothing beside them.
 -- ARGV: worker, number of this claim, limit, limit for live calls, lease in ms, most undrained result bytes of a batch, models...
 -- Returns a list of {name, fence, attempt, request, watched, suspicions, {chunks...}}, chunks (msgpack) being what each entry published.
 -- The same number again gives the same requests, as far as the worker still holds them; a smaller number gives nothing.
@@ -158,31 +159,57 @@ local function take_live(models, most)
   return taken
 end
 
-local models, waiting_live, waiting_batches = {}, 0, 0
-for i = 7, #ARGV do
-  models[#models + 1] = ARGV[i]
-  waiting_live = waiting_live + redis.call('LLEN', key.live(ARGV[i]))
-  waiting_batches = waiting_batches + redis.call('ZCARD', key.tenants(ARGV[i]))
+-- The oldest group of suspects of one model, or none.
+local function take_suspects(models, most)
+  for i = 1, #models do
+    local model = models[(seq + i) % #models + 1]
+    local group = redis.call('ZRANGE', key.suspects(model), 0, 0, 'WITHSCORES')[2]
+    if group then
+      local names = redis.call('ZRANGEBYSCORE', key.suspects(model), group, group, 'LIMIT', 0, most)
+      redis.call('HSET', key.TRIALS, model, digits(now_ms()))
+      take_from_suspects(model, names)
+      for _, name in ipairs(names) do
+        take(name, model)
+      end
+      return
+    end
+  end
 end
 
--- How many live calls were taken while batches waited and had no turn; kept under the worker's first model.
-local owed = waiting_batches > 0 and tonumber(redis.call('HGET', key.CREDIT, models[1]) or 0) or 0
-local wanted = math.min(waiting_live, live_limit)
-local kept = waiting_batches > 0 and math.min(math.floor((owed + wanted) / (LIVE_PER_BATCH + 1)), limit) or 0
-local live = take_live(models, math.min(wanted, live_limit - kept))
-local from_batches = take_batches(models, math.max(kept, limit - live))
-live = live + take_live(models, live_limit - live - from_batches)
+local function take_in_turn(models)
+  local waiting_live, waiting_batches = 0, 0
+  for _, model in ipairs(models) do
+    waiting_live = waiting_live + redis.call('LLEN', key.live(model))
+    waiting_batches = waiting_batches + redis.call('ZCARD', key.tenants(model))
+  end
+  -- How many live calls were taken while batches waited and had no turn; kept under the worker's first model.
+  local owed = waiting_batches > 0 and tonumber(redis.call('HGET', key.CREDIT, models[1]) or 0) or 0
+  local wanted = math.min(waiting_live, live_limit)
+  local kept = waiting_batches > 0 and math.min(math.floor((owed + wanted) / (LIVE_PER_BATCH + 1)), limit) or 0
+  local live = take_live(models, math.min(wanted, live_limit - kept))
+  local from_batches = take_batches(models, math.max(kept, limit - live))
+  live = live + take_live(models, live_limit - live - from_batches)
 
-owed = math.max(0, owed + live - from_batches * LIVE_PER_BATCH)
-if waiting_batches == 0 or owed == 0 then
-  redis.call('HDEL', key.CREDIT, models[1])
-else
-  redis.call('HSET', key.CREDIT, models[1], math.min(owed, 1000))
+  owed = math.max(0, owed + live - from_batches * LIVE_PER_BATCH)
+  if waiting_batches == 0 or owed == 0 then
+    redis.call('HDEL', key.CREDIT, models[1])
+  else
+    redis.call('HSET', key.CREDIT, models[1], math.min(owed, 1000))
+  end
+end
+
+local models, trial = {unpack(ARGV, 7)}, on_trial(worker)
+if limit > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
+  take_suspects(models, limit)
+  trial = #items > 0
+end
+if not trial then
+  take_in_turn(models)
 end
 
 if redis.call('HEXISTS', key.WORKERS, worker) == 1 then
   for _, model in ipairs(models) do
-    redis.call(#items < limit and 'SADD' or 'SREM', key.waiting(model), worker)
+    redis.call((#items < limit and not trial) and 'SADD' or 'SREM', key.waiting(model), worker)
   end
 end
 

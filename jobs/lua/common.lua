@@ -3,6 +3,7 @@
 
 local CONTROL_SECONDS = 600
 local API_SECONDS = 300
+local SUSPECTS_TOGETHER = 16
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
 local function now_ms()
@@ -101,19 +102,70 @@ local function leave(batch, model, tenant)
   end
 end
 
--- Puts an unfinished request that nobody holds any more back to the front.
+-- Whether a worker tries suspects. It then holds nothing else, so that one request speaks for all.
+local function on_trial(worker)
+  local name = redis.call('SRANDMEMBER', key.held(worker))
+  local _, _, suspicions = tries_of(name and redis.call('HGET', key.TRIES, name))
+  return (suspicions or 0) > 0
+end
+
+local groups = {} -- model -> how many groups of suspects this call made, and {number, members} of the one it fills
+
+-- The request waits until a worker that runs nothing else takes its group: up to 16 together, or it alone after a second suspicion.
+local function put_aside(name, model, suspicions)
+  local made = groups[model] or {count = 0}
+  local group = made.filling
+  if suspicions > 1 or not group or group.members == SUSPECTS_TOGETHER then
+    local last = redis.call('ZREVRANGE', key.suspects(model), 0, 0, 'WITHSCORES')[2]
+    group = {number = tonumber(last or 0) + 1, members = 0}
+    groups[model] = {count = made.count + 1, filling = suspicions == 1 and group or made.filling}
+    redis.call('HSETNX', key.TRIALS, model, digits(now_ms()))
+  end
+  group.members = group.members + 1
+  redis.call('ZADD', key.suspects(model), group.number, name)
+end
+
+-- Takes requests from among the suspects, if they are there.
+local function take_from_suspects(model, names)
+  if redis.call('ZREM', key.suspects(model), unpack(names)) > 0 and redis.call('EXISTS', key.suspects(model)) == 0 then
+    redis.call('HDEL', key.TRIALS, model)
+  end
+end
+
+-- Wakes a worker without work for each group of suspects that this call made.
+local function ring_for_trials()
+  for model, made in pairs(groups) do
+    local left = made.count
+    for _, worker in ipairs(redis.call('SMEMBERS', key.waiting(model))) do
+      if left > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
+        redis.call('SREM', key.waiting(model), worker)
+        tell(worker, 'bell')
+        left = left - 1
+      end
+    end
+  end
+end
+
+-- Puts an unfinished request that nobody holds any more back: a suspect among the suspects, any other to the front.
+-- Whoever puts back suspects calls `ring_for_trials` at its end.
 local function requeue(name, model, attempts, deaths, suspicions)
   local batch, line = split(name)
-  if is_live(batch) then
-    redis.call('LPUSH', key.live(model), name)
-  elseif redis.call('EXISTS', key.batch(batch)) == 1 then
-    redis.call('LPUSH', key.ready(batch, model), line)
-    enlist(batch, model)
-  else
+  local live = is_live(batch)
+  if not live and redis.call('EXISTS', key.batch(batch)) == 0 then
     return
   end
   redis.call('HSET', key.TRIES, name, attempts .. ' ' .. deaths .. ' ' .. suspicions)
-  ring_bell(model, 1, is_live(batch))
+  if suspicions > 0 then
+    put_aside(name, model, suspicions)
+    return
+  end
+  if live then
+    redis.call('LPUSH', key.live(model), name)
+  else
+    redis.call('LPUSH', key.ready(batch, model), line)
+    enlist(batch, model)
+  end
+  ring_bell(model, 1, live)
 end
 
 -- Which of the requests somebody watches, themselves or with their batch: a table of names.
@@ -154,13 +206,13 @@ local function append(name, entry_id, reply_to, chunks, more, value)
   end
 end
 
--- Results and counts of requests of one batch; both move only where the done bit flips.
+-- Results and counts of requests of one batch; both move only where the done bit flips. Returns how many tokens that delivered.
 local function record(batch, items)
   if redis.call('EXISTS', key.batch(batch)) == 0 then
-    return
+    return 0
   end
   local lines, results = {}, {}
-  local moves = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0}
+  local moves, delivered = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0}, 0
   for i, item in ipairs(items) do
     lines[i] = item.line
     moves.body_bytes = moves.body_bytes - redis.call('HSTRLEN', key.bodies(batch), item.line)
@@ -170,6 +222,7 @@ local function record(batch, items)
       moves.result_bytes = moves.result_bytes + #item.result
       local count = item.succeeded and 'completed' or 'failed'
       moves[count] = moves[count] + 1
+      delivered = delivered + item.tokens
     end
   end
   redis.call('HDEL', key.bodies(batch), unpack(lines))
@@ -183,6 +236,7 @@ local function record(batch, items)
       tell(key.JOBS_CONTROL, 'batch', batch)
     end
   end
+  return delivered
 end
 
 -- The last entry of a token stream, which then lasts `keep` seconds.
@@ -197,13 +251,19 @@ local function say_last(item, keep)
   redis.call('ZREM', key.WATCHED, item.name)
 end
 
+-- A request's end with an error that is not its worker's answer, as `finish` takes it.
+local function failed(name, result)
+  local reply_to = redis.call('HGET', key.bodies((split(name))), 'reply_to') or ''
+  return {name = name, succeeded = false, tokens = 0, result = result, reply_to = reply_to}
+end
+
 -- Ends requests that their caller has just released, each named once: results, counts, last words, and nothing left behind.
--- items: {name, succeeded, result, reply_to, total, chunks} each; without a total no tokens are left to publish
+-- items: {name, succeeded, tokens, result, reply_to, total, chunks} each; without a total no tokens are left to publish
 local function finish(items, keep)
   if #items == 0 then
     return
   end
-  local names, batches = {}, {}
+  local names, batches, delivered = {}, {}, 0
   for i, item in ipairs(items) do
     names[i] = item.name
     item.batch, item.line = split(item.name)
@@ -214,9 +274,13 @@ local function finish(items, keep)
   for batch, of_batch in pairs(batches) do
     if is_live(batch) then
       redis.call('DEL', key.bodies(batch))
+      delivered = delivered + of_batch[1].tokens
     else
-      record(batch, of_batch)
+      delivered = delivered + record(batch, of_batch)
     end
+  end
+  if delivered > 0 then
+    redis.call('HINCRBY', key.TOTALS, 'delivered', delivered)
   end
   local watched, silent = watched_of(names), {}
   for _, item in ipairs(items) do

@@ -1,19 +1,20 @@
 #!lua flags=allow-oom
--- Puts requests back to the front of the queue as if this worker had not claimed them; their checkpoints stay.
--- ARGV: worker, then (name, fence) each, the one to come first given last
+-- Puts requests back to the front of the queue, or among the suspects, as if this worker had not claimed them; their checkpoints stay.
+-- ARGV: worker, 1 when they are no suspects any more else 0, then (name, fence) each, the one to come first given last
 -- Returns the names that the worker does not hold under that fence; nothing changed for them.
 
-local worker = ARGV[1]
+local worker, acquitted = ARGV[1], ARGV[2] == '1'
 local lost = {}
-for i = 2, #ARGV, 2 do
+for i = 3, #ARGV, 2 do
   local name, fence = ARGV[i], ARGV[i + 1]
   local held, attempt, model = holds(worker, name, fence)
   if held then
     local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
     release(worker, name)
-    requeue(name, model, attempt - 1, deaths or 0, suspicions or 0)
+    requeue(name, model, attempt - 1, deaths or 0, acquitted and 0 or suspicions or 0)
   else
     lost[#lost + 1] = name
   end
 end
+ring_for_trials()
 return lost

@@ -1,14 +1,16 @@
 #!lua flags=allow-oom
--- Takes requests away from a dead worker, or from every worker whose leases ran out; each goes back to the front of the queue, or ends
--- with an error when too many workers died with it.
+-- Takes requests away from a dead worker, or from every worker whose leases ran out; each goes back to the front of the queue (a suspect
+-- among the suspects), or ends with an error when too many workers died with it.
 -- ARGV: worker or '', lease in ms, most deaths, the error as a result (msgpack), seconds to keep a watched stream, limit
 -- Returns how many requests it took.
 -- Without a worker it also notes time and server; when the notes are missing, older than 5 s (or a shorter lease), of the future or
--- another server's, nothing is taken for one lease, since the leases ran out while their workers could not renew them.
+-- another server's, nothing is taken for one lease, since the leases ran out while their workers could not renew them. And where suspects
+-- wait in vain for a worker that has nothing else, one is told to make room.
 
 local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lost_result, keep, limit = ARGV[4], ARGV[5], tonumber(ARGV[6])
 local LONGEST_GAP = math.min(5000, math.max(2000, lease))
+local LONGEST_WAIT_OF_SUSPECTS = 10000
 local BIGGEST_SEQ = '9007199254740991'
 
 local function lose(name)
@@ -23,8 +25,7 @@ local function lose(name)
     requeue(name, model, attempt, (deaths or 0) + 1, suspicions or 0)
     return
   end
-  local reply_to = redis.call('HGET', key.bodies((split(name))), 'reply_to') or ''
-  finish({{name = name, succeeded = false, result = lost_result, reply_to = reply_to}}, keep)
+  finish({failed(name, lost_result)}, keep)
 end
 
 -- Last claimed, first put back: at the front of the queue they stand in the order in which they were claimed.
@@ -37,6 +38,7 @@ local function lose_all(names)
   for _, name in ipairs(names) do
     lose(name)
   end
+  ring_for_trials()
   return #names
 end
 
@@ -49,6 +51,23 @@ local function strike_off(dead)
   redis.call('HDEL', key.WORKERS, dead)
   redis.call('ZREM', key.ALIVE, dead)
   redis.call('UNLINK', key.control(dead))
+end
+
+-- Once for each wait: whoever is told takes a group, which begins a new one.
+local function order_trials(now)
+  local waits = redis.call('HGETALL', key.TRIALS)
+  for i = 1, #waits, 2 do
+    local model, waited = waits[i], now - waits[i + 1]
+    if waited > LONGEST_WAIT_OF_SUSPECTS or waited < 0 then
+      redis.call('HSET', key.TRIALS, model, digits(now))
+      for _, one in ipairs(waited > 0 and redis.call('SRANDMEMBER', key.serving(model), 8) or {}) do
+        if not on_trial(one) then
+          tell(one, 'trial')
+          break
+        end
+      end
+    end
+  end
 end
 
 local function bring_near(ring, most)
@@ -83,6 +102,7 @@ redis.call('ZREMRANGEBYSCORE', key.WATCHED, '-inf', now)
 if now < reap_after then
   return 0
 end
+order_trials(now)
 for _, dead in ipairs(redis.call('ZRANGEBYSCORE', key.ALIVE, '-inf', now, 'LIMIT', 0, limit)) do
   strike_off(dead)
 end

@@ -1,13 +1,20 @@
 #!lua flags=allow-oom
--- Prolongs leases and the worker's place in the registry.
--- ARGV: worker, lease in ms, then (name, fence) each
+-- Prolongs leases and the worker's place in the registry, and adds the tokens that it generated since to the totals.
+-- ARGV: worker, lease in ms, tokens that the worker generated in its life, then (name, fence) each
 -- Returns 1 or 0 (the registry does not know the worker), then the names that it does not hold under that fence.
 
-local worker, lease = ARGV[1], tonumber(ARGV[2])
+local worker, lease, generated = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local COUNTED_SECONDS = 86400
 local now = now_ms()
 local answer = {redis.call('HEXISTS', key.WORKERS, worker)}
 redis.call('ZADD', key.ALIVE, 'XX', now + 3 * lease, worker)
-for i = 3, #ARGV, 2 do
+if generated > 0 then
+  -- Late and repeated counts add nothing.
+  local counted = tonumber(redis.call('GET', key.counted(worker)) or 0)
+  redis.call('SET', key.counted(worker), math.max(generated, counted), 'EX', COUNTED_SECONDS)
+  redis.call('HINCRBY', key.TOTALS, 'generated', math.max(0, generated - counted))
+end
+for i = 4, #ARGV, 2 do
   if holds(worker, ARGV[i], ARGV[i + 1]) then
     redis.call('ZADD', key.LEASES, now + lease, ARGV[i])
   else

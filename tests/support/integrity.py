@@ -6,7 +6,7 @@ from typing import Any
 import redis
 
 from jobs import keys
-from jobs.requests import RequestKey, unpack_request
+from jobs.requests import Request, RequestKey, unpack_request
 
 
 def faults(client: redis.Redis) -> list[str]:
@@ -14,9 +14,12 @@ def faults(client: redis.Redis) -> list[str]:
     found: list[str] = []
     leases = _leases(client)
     found += _lease_faults(client, leases)
+    suspects = _suspects(client)
+    found += _suspect_faults(client, suspects, leases)
+    taken = {*leases, *suspects}
     for batch in sorted(_texts(client.smembers(keys.BATCHES))):
-        found += _batch_faults(client, batch, {key.line for key in leases if key.batch == batch})
-    found += _live_faults(client, {key for key in leases if key.live})
+        found += _batch_faults(client, batch, {key.line for key in taken if key.batch == batch})
+    found += _live_faults(client, {key for key in taken if key.live})
     return found
 
 
@@ -36,7 +39,35 @@ def _lease_faults(client: Any, leases: dict[RequestKey, str]) -> list[str]:
     return found
 
 
+def _suspect_faults(client: Any, suspects: list[RequestKey], leases: dict[RequestKey, str]) -> list[str]:
+    found = [f"{key}: {count} times among the suspects" for key, count in Counter(suspects).items() if count > 1]
+    found += [f"{key}: among the suspects and held" for key in sorted(set(suspects) & set(leases))]
+    suspicions = {RequestKey.parse(name): int(tries.split(b" ")[2]) for name, tries in client.hgetall(keys.TRIES).items()}
+    suspected = {key for key, count in suspicions.items() if count > 0}
+    found += [f"{key}: suspected, and not among the suspects" for key in sorted(suspected - set(suspects) - set(leases))]
+    noted = _texts(client.hkeys(keys.TRIALS))
+    models = {name.decode().removeprefix(keys.suspects("")) for name in client.keys(keys.suspects("*"))}
+    found += [f"{model}: a note of a wait without suspects, or the reverse" for model in sorted(noted ^ models)]
+    for model in models:
+        groups: dict[float, list[RequestKey]] = {}
+        for name, number in client.zrange(keys.suspects(model), 0, -1, withscores=True):
+            key = RequestKey.parse(name)
+            groups.setdefault(number, []).append(key)
+            if _request(client, key).model != model:
+                found.append(f"{key}: among the suspects of another model")
+        for group in groups.values():
+            counts = {suspicions.get(key, 0) for key in group}
+            if not ((counts == {1} and len(group) <= 16) or (counts == {2} and len(group) == 1)):
+                found.append(f"{sorted(map(str, group))}: a group with {counts} suspicions")
+    for worker in set(leases.values()):
+        tried = {suspicions.get(key, 0) > 0 for key, holder in leases.items() if holder == worker}
+        if len(tried) > 1:
+            found.append(f"{worker}: holds suspects and others")
+    return found
+
+
 def _batch_faults(client: Any, batch: str, held: set[int]) -> list[str]:
+    """`held` are the lines that a worker has, or that are among the suspects."""
     found: list[str] = []
     record = {name.decode(): value.decode() for name, value in client.hgetall(keys.batch(batch)).items()}
     bodies = {int(line): body for line, body in client.hgetall(keys.bodies(batch)).items()}
@@ -53,7 +84,7 @@ def _batch_faults(client: Any, batch: str, held: set[int]) -> list[str]:
             found.append(f"{batch}: in the ring of {model} without waiting lines")
     done = _bits(client.get(keys.done(batch)) or b"")
     found += [f"{batch}/{line}: waits {count} times" for line, count in Counter(waiting).items() if count > 1]
-    found += [f"{batch}/{line}: waits and is held" for line in sorted(set(waiting) & held)]
+    found += [f"{batch}/{line}: waits and is held or suspected" for line in sorted(set(waiting) & held)]
     found += [f"{batch}/{line}: waiting or held without a body, or the reverse" for line in sorted((set(waiting) | held) ^ set(bodies))]
     found += [f"{batch}/{line}: done and still here" for line in sorted(done & set(bodies))]
     found += [f"{batch}/{line}: a result without its bit" for line in sorted(set(results) - done)]
@@ -69,15 +100,24 @@ def _batch_faults(client: Any, batch: str, held: set[int]) -> list[str]:
 
 
 def _live_faults(client: Any, held: set[RequestKey]) -> list[str]:
+    """`held` as for a batch."""
     waiting: Counter[RequestKey] = Counter()
     for name in client.keys(keys.live("*")):
         waiting.update(RequestKey.parse(member) for member in client.lrange(name, 0, -1))
     prefix = keys.bodies("")
     present = {RequestKey(name.decode().removeprefix(prefix), 0) for name in client.keys(keys.bodies("live_*"))}
     found = [f"{key}: waits {count} times" for key, count in waiting.items() if count > 1]
-    found += [f"{key}: waits and is held" for key in sorted(set(waiting) & held)]
+    found += [f"{key}: waits and is held or suspected" for key in sorted(set(waiting) & held)]
     found += [f"{key}: waiting or held without a body, or the reverse" for key in sorted((set(waiting) | held) ^ present)]
     return found
+
+
+def _suspects(client: Any) -> list[RequestKey]:
+    return [RequestKey.parse(name) for key in client.keys(keys.suspects("*")) for name in client.zrange(key, 0, -1)]
+
+
+def _request(client: Any, key: RequestKey) -> Request:
+    return unpack_request(client.hget(keys.bodies(key.batch), str(key.line)))
 
 
 def _leases(client: Any) -> dict[RequestKey, str]:
