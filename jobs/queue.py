@@ -132,6 +132,13 @@ class Queue(BatchQueue, Streams, Registry):
         generated, delivered = self._command("HMGET", keys.TOTALS, "generated", "delivered")
         return TokenTotals(int(generated or 0), int(delivered or 0))
 
+    def tokens_in_flight(self) -> int:
+        """Output tokens that unfinished requests have published; whoever runs them next goes on from there."""
+        with self.redis.pipeline(transaction=False) as pipeline:
+            for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}:
+                pipeline.xrevrange(keys.tokens(name.decode()), count=1)
+            return sum(int(entry_id.split(b"-")[0]) for entries in pipeline.execute() for entry_id, _ in entries)
+
     def _each(self, script: str, head: list[Any], rows: Iterable[list[Any]]) -> list[RequestKey]:
         """Calls a script that takes one row per request and returns keys, as often as the size limits ask."""
         answers = [self._scripts.call(script, [*head, *flat(group)]) for group in chunks(rows)]

@@ -38,6 +38,16 @@ def batches_table(queue: Queue) -> Table:
     return table
 
 
+def tokens_table(queue: Queue) -> Table:
+    """What became of the output tokens that were ever generated; a worker's newest ones come with its next sign of life."""
+    totals, in_flight = queue.token_totals(), queue.tokens_in_flight()
+    again = max(0, totals.generated - totals.delivered - in_flight)
+    share = f"{again} ({again / totals.generated:.1%})" if totals.generated else "0"
+    table = _table("Output tokens", "generated", "delivered", "in flight", "computed again or cancelled")
+    table.add_row(str(totals.generated), str(totals.delivered), str(in_flight), share)
+    return table
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", caption=None)
     for column in columns:

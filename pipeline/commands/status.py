@@ -20,11 +20,11 @@ def status(redis_url: str | None, log_level: str) -> None:
 
     from jobs.connection import check_server, connect
     from jobs.queue import Queue
-    from pipeline.status_view import batches_table, models_table, workers_table
+    from pipeline.status_view import batches_table, models_table, tokens_table, workers_table
 
     with connect(redis_url) as client:
         check_server(client)
         queue = Queue(client)
         console = Console()
-        for table in (workers_table(queue), models_table(queue), batches_table(queue)):
+        for table in (workers_table(queue), models_table(queue), batches_table(queue), tokens_table(queue)):
             console.print(table)

@@ -39,6 +39,7 @@ def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path) -> 
     status = run_pipeline("status", redis_url=fleet, COLUMNS="200")
     assert batch_id in status.stdout
     assert "ready" in status.stdout
+    assert "delivered" in status.stdout
 
     refused = run_pipeline("run-batch", source, "-o", tmp_path / "no.jsonl", "--model", "other", redis_url=fleet)
     assert refused.returncode == 2
