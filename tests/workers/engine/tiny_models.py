@@ -167,3 +167,11 @@ def reference(name: str) -> Reference:
         tokens.append(answer.sequences[0, len(prompt) :].tolist())
         logits.append(torch.cat(answer.logits).float())
     return Reference(prompts, tokens, logits)
+
+
+@cache
+def prompt_logits(name: str) -> list[Tensor]:
+    """What transformers' model says about the prompts of `reference(name)`, float32 [len(prompt), VOCAB] each."""
+    model = make(MODELS[name])
+    with torch.inference_mode():
+        return [model(torch.tensor([prompt])).logits[0].float() for prompt in reference(name).prompts]

@@ -1,0 +1,73 @@
+"""A core with a tiny model in this process, driven until all requests have ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tests.workers.engine.tiny_models import folder
+from workers.engine.config import EngineConfig
+from workers.engine.core import EngineCore
+from workers.engine.executor import Executor, block_bytes
+from workers.engine.loader import open_checkpoint
+from workers.engine.messages import EngineRequest, Finish, TokenLogprobs
+
+BLOCK_SIZE = 16
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish: Finish = Finish.RUNNING
+    error: str = ""
+
+
+@dataclass
+class Run:
+    answers: dict[int, Answer]
+    preemptions: int = 0
+    prefix_hit_tokens: int = 0
+
+
+def make_core(name: str, *, num_blocks: int = 400, **settings: Any) -> EngineCore:
+    """A core for one of the tiny models; `num_blocks` KV blocks of 16 tokens, the null block among them."""
+    per_block = block_bytes(open_checkpoint(str(folder(name))).config, torch.float32, BLOCK_SIZE)
+    config = EngineConfig(
+        model=str(folder(name)),
+        dtype="float32",
+        device="cpu",
+        threads=torch.get_num_threads(),
+        block_size=BLOCK_SIZE,
+        kv_cache_memory_bytes=num_blocks * per_block,
+        debug=True,
+        **settings,
+    )
+    return EngineCore(Executor(config))
+
+
+def run(core: EngineCore, requests: Sequence[EngineRequest]) -> Run:
+    """What the core answers to requests that come all at once."""
+    result = Run({request.request_id: Answer() for request in requests})
+    core.add(requests)
+    while core.busy:
+        output = core.step()
+        if output is None:
+            continue
+        result.preemptions, result.prefix_hit_tokens = output.stats.preemptions, output.stats.prefix_hit_tokens
+        flat = iter(output.token_ids)
+        for row, number in enumerate(output.request_ids):
+            answer = result.answers[number]
+            assert answer.finish is Finish.RUNNING
+            if number in output.prompt_logprobs:
+                assert answer.tokens == []
+                assert answer.prompt_logprobs is None
+                answer.prompt_logprobs = output.prompt_logprobs[number]
+            answer.tokens += [next(flat) for _ in range(output.counts[row])]
+            answer.logprobs += output.logprobs.get(number, [])
+            answer.finish = Finish(output.finish[row])
+            answer.error = output.errors.get(number, "")
+    core.scheduler.check_idle()
+    return result
