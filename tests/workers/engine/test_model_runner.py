@@ -1,4 +1,4 @@
-"""The runner driven by hand-made plans: what a launch may rely on, what a slot keeps, and seeds that do not depend on company."""
+"""The runner driven by hand-made plans: what a launch may rely on, and what a slot keeps."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.engine.tiny_models import VOCAB, folder, reference
+from tests.workers.engine.tiny_models import folder, reference
 from workers.engine.config import EngineConfig
-from workers.engine.core import EngineCore
-from workers.engine.executor import Executor
 from workers.engine.loader import load_model
-from workers.engine.messages import EngineRequest, SamplingParams
+from workers.engine.messages import SamplingParams
 from workers.engine.model_runner import ModelRunner
 from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
@@ -81,54 +79,3 @@ def test_resumed_request_goes_on_where_it_was(runner: ModelRunner) -> None:
     known = expected.prompts[0] + expected.tokens[0][:30]
     step = plan([(1, 0, len(known), True)], [AddedRequest(1, known, len(expected.prompts[0]), GREEDY)], [NewBlocks(1, 0, [5, 6])])
     assert runner.retire(runner.launch(step)).tokens.tolist() == [expected.tokens[0][30]]
-
-
-def seeded(number: int) -> EngineRequest:
-    generator = torch.Generator().manual_seed(number)
-    prompt = torch.randint(0, VOCAB, (1 + 7 * number % 60,), generator=generator).tolist()
-    limits = ({}, {"top_k": 20}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.7}, {"temperature": 0.0})[number % 5]
-    return EngineRequest(number, prompt, [], SamplingParams(max_tokens=20, seed=2**64 - 1 - number, choice=number % 2, **limits))
-
-
-def generate(requests: list[EngineRequest], depth: int, kv_cache_memory_bytes: int | None = None) -> tuple[dict[int, list[int]], int]:
-    config = EngineConfig(
-        model=str(folder("llama")),
-        dtype="float32",
-        device="cpu",
-        threads=torch.get_num_threads(),
-        max_model_len=100,
-        max_num_seqs=64,
-        depth=depth,
-        kv_cache_memory_bytes=kv_cache_memory_bytes,
-    )
-    core = EngineCore(Executor(config))
-    core.add(requests)
-    tokens: dict[int, list[int]] = {request.request_id: [] for request in requests}
-    preemptions = 0
-    while core.busy:
-        output = core.step()
-        if output is not None:
-            flat = iter(output.token_ids)
-            for request_id, count in zip(output.request_ids, output.counts, strict=True):
-                tokens[request_id] += [next(flat) for _ in range(count)]
-            preemptions = output.stats.preemptions
-    return tokens, preemptions
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_seeded_request_is_the_same_alone_in_company_and_after_preemption(depth: int) -> None:
-    requests = [seeded(number) for number in range(64)]
-    together, _ = generate(requests, depth)
-    for number in range(0, 64, 6):
-        assert generate([requests[number]], depth)[0][number] == together[number]
-    squeezed, preemptions = generate(requests, depth, kv_cache_memory_bytes=400_000)
-    assert preemptions > 0
-    assert squeezed == together
-
-
-def test_forced_prefix_goes_on_with_the_same_noise() -> None:
-    """What another worker generated counts as output, so the noise's output index goes on from there."""
-    request = seeded(11)
-    whole, _ = generate([request], depth=0)
-    request.output_token_ids = whole[11][:9]
-    assert generate([request], depth=0)[0][11] == whole[11][9:]

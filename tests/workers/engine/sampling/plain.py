@@ -98,6 +98,7 @@ def random_row(draw: random.Random, vocab: int, **asked: object) -> Row:
     words = [tuple(draw.choices(few, k=draw.randint(1, 4))) for _ in range(draw.randint(1, 6))]
     words += [(*output[len(output) - length :], draw.choice(few)) for length in range(4) if length <= len(output)]
     some = {
+        "max_tokens": 99,
         "temperature": draw.choice([0.0, 0.3, 1.0, 1.7]),
         "top_k": draw.choice([0, 3, 40]),
         "top_p": draw.choice([1.0, 0.9, 0.4]),
@@ -111,5 +112,5 @@ def random_row(draw: random.Random, vocab: int, **asked: object) -> Row:
         "bad_words": draw.choice([(), tuple(words)]),
         "logprobs": draw.choice([-1, -1, 0, 1, 7]),
     }
-    params = SamplingParams(max_tokens=99, seed=draw.getrandbits(64), choice=draw.randint(0, 3), **(some | asked))  # type: ignore[arg-type]
+    params = SamplingParams(seed=draw.getrandbits(64), choice=draw.randint(0, 3), **(some | asked))  # type: ignore[arg-type]
     return Row(draw.choices(range(vocab), k=draw.choice([1, 5, 30])), output, params)
