@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from jobs.bodies import new_body_id, response_body
-from jobs.requests import Claim, Delta, Finished
+from jobs.requests import Claim, Delta, Finished, TokenChunk
 from jobs.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
 from workers.engine.messages import EngineRequest, TokenLogprobs
 from workers.prepared import Prepared
@@ -21,15 +21,18 @@ class RequestInFlight:
     """
 
     __slots__ = (
-        "_call", "_prompt_logprobs", "_prompts", "_tokenizer", "_waiting", "claim", "next_publish", "running", "sequences",
+        "_at_once", "_call", "_prompt_logprobs", "_prompts", "_tokenizer", "announced", "claim", "next_publish", "running", "sequences",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, prepared: Prepared, ids: Iterator[int], next_publish: float) -> None:
         """Takes an id for each choice that needs the engine; `next_publish` is when its first tokens are due, on the monotonic clock."""
         self.claim = prepared.claim
+        self.announced = prepared.claim.checkpoint is not None  # whether any of its tokens were published
         self.next_publish = next_publish
         self.running: dict[int, Sequence] = {}  # by engine id
-        self._waiting: dict[int, list[EngineRequest]] = {0: []}  # by the id of the choice that goes ahead, 0 for none
+        self.waiting: dict[int, list[EngineRequest]] = {}  # what the engine is to have later, by the id of the choice that goes ahead
+        self._at_once: list[EngineRequest] = []
         self._call = prepared.call
         self._prompts = prepared.prompts
         self._tokenizer = prepared.tokenizer
@@ -47,21 +50,6 @@ class RequestInFlight:
         return fresh
 
     @property
-    def published_tokens(self) -> int:
-        """Tokens of all choices that are published, by earlier workers too."""
-        return sum(sequence.published_tokens for sequence in self.sequences)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there are choices that the engine does not have yet."""
-        return bool(self._waiting)
-
-    @property
-    def announced(self) -> bool:
-        """Whether anything of it was published, by earlier workers too."""
-        return any(sequence.announced for sequence in self.sequences)
-
-    @property
     def started(self) -> bool:
         """Whether this worker generated anything for it."""
         return any(sequence.started for sequence in self.sequences)
@@ -73,11 +61,12 @@ class RequestInFlight:
 
     def begin(self) -> list[EngineRequest]:
         """What the engine is to have at once."""
-        return self._waiting.pop(0)
+        added, self._at_once = self._at_once, []
+        return added
 
     def follow(self, request_id: int) -> list[EngineRequest]:
         """What the engine is to have after the first token of `request_id`."""
-        return self._waiting.pop(request_id, [])
+        return self.waiting.pop(request_id, [])
 
     def take_prompt_logprobs(self, request_id: int, items: list[TokenLogprobs]) -> None:
         """`items`: one for each token of the prompt from the second on."""
@@ -89,12 +78,23 @@ class RequestInFlight:
 
     def accepted(self) -> Delta:
         """The first message of a live call, before its first tokens."""
-        return Delta(self.claim.key, self.claim.fence, self.published_tokens, [], self.claim.request.reply_to, accepted=True)
+        published = sum(sequence.published_tokens for sequence in self.sequences)
+        return Delta(self.claim.key, self.claim.fence, published, [], self.claim.request.reply_to, accepted=True)
 
     def delta(self) -> Delta:
         """What is not published yet, which counts as published from now on."""
-        chunks = [chunk for sequence in self.sequences if (chunk := sequence.chunk(self._echoed(sequence))) is not None]
-        return Delta(self.claim.key, self.claim.fence, self.published_tokens, chunks, self.claim.request.reply_to)
+        chunks: list[TokenChunk] = []
+        total = 0
+        for sequence in self.sequences:
+            first = not sequence.announced
+            chunk = sequence.chunk()
+            if chunk is not None:
+                if first:
+                    chunk.prompt_logprobs = self._echoed(sequence)
+                chunks.append(chunk)
+            total += sequence.published_tokens
+        self.announced = True
+        return Delta(self.claim.key, self.claim.fence, total, chunks, self.claim.request.reply_to)
 
     def finish(self) -> Finished:
         """The result, once all choices have ended."""
@@ -135,9 +135,9 @@ class RequestInFlight:
             requests.append(sequence.engine_request(next(ids), live=self.claim.live, with_prompt_logprobs=needs_prompt and not requests))
             self.running[requests[-1].request_id] = sequence
         if requests:
-            self._waiting[0].append(requests[0])
+            self._at_once.append(requests[0])
             if len(requests) > 1:
-                self._waiting[requests[0].request_id] = requests[1:]
+                self.waiting[requests[0].request_id] = requests[1:]
 
     def _choices_of(self, prompt: int) -> list[Sequence]:
         return self.sequences[prompt * self._call.best_of : (prompt + 1) * self._call.best_of]
@@ -152,7 +152,7 @@ class RequestInFlight:
     def _echoed(self, sequence: Sequence) -> list[PositionLogprobs] | None:
         """The prompt's log probabilities, where a stream shows them before those of the output."""
         call = self._call
-        if sequence.announced or not (call.echo and call.stream) or call.logprobs is None:
+        if not (call.echo and call.stream) or call.logprobs is None:
             return None
         return at_most(self._prompt_logprobs.get(sequence.number // call.best_of, []), call.logprobs)
 

@@ -93,12 +93,12 @@ class Running:
         added: list[EngineRequest] = []
         over: list[int] = []
         waiting = first = False
-        logprobs = output.logprobs
+        sequences, watched, logprobs = self._sequences, self._watched, output.logprobs
         rows = zip(output.request_ids, output.counts, output.finish, output.stop_token, output.cached_tokens, strict=True)
         for request_id, count, finish, stop_token, cached in rows:
             token_ids = output.token_ids[position : position + count]
             position += count
-            known = self._sequences.get(request_id)
+            known = sequences.get(request_id)
             if known is None:
                 continue
             request, sequence = known
@@ -107,16 +107,16 @@ class Running:
             if request.waiting:
                 added += request.follow(request_id)
             stopped = not sequence.ended and sequence.take(token_ids, stop_token, logprobs.get(request_id) if logprobs else None)
-            if finish > Finish.LENGTH:
+            if not finish and not stopped:
+                if request in watched:
+                    waiting, first = True, first or not request.announced
+            elif finish > Finish.LENGTH:
                 over += self._forget(request)
                 self._end(request.fail(_engine_error(output.errors.get(request_id))))
-            elif finish or stopped:
+            else:
                 if not finish:
                     over.append(request_id)
-                self._end_sequence(request_id, request, sequence, Finish(finish), stop_token)
-            elif token_ids and request in self._watched:
-                waiting = True
-                first = first or not request.announced
+                self._end_sequence(request_id, request, sequence, finish == Finish.LENGTH, stop_token)
         self._add(added)
         self._abort(over)
         if waiting:
@@ -196,10 +196,10 @@ class Running:
             with contextlib.suppress(EngineDeadError):
                 self._engine.abort(request_ids)
 
-    def _end_sequence(self, request_id: int, request: RequestInFlight, sequence: Sequence, finish: Finish, stop_token: int) -> None:
+    def _end_sequence(self, request_id: int, request: RequestInFlight, sequence: Sequence, full: bool, stop_token: int) -> None:
         """Ends one choice, and the request with its last one."""
         if not sequence.ended:
-            sequence.end("length" if finish is Finish.LENGTH else "stop", stop_token)
+            sequence.end("length" if full else "stop", stop_token)
         del self._sequences[request_id], request.running[request_id]
         if not request.running:
             self._forget(request)

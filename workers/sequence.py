@@ -22,8 +22,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "_call", "_decoded", "_detokenizer", "_ending", "_prompt", "_published_characters", "_resumed_tokens", "_sampling",
-        "_stops", "_text", "_token_bytes", "announced", "cached_tokens", "logprobs", "number", "published_tokens", "token_ids",
+        "_call", "_decoded", "_detokenizer", "_ending", "_min_tokens", "_prompt", "_published_characters", "_resumed_tokens", "_sampling",
+        "_stops", "_text", "_token_bytes", "announced", "cached_tokens", "ended", "logprobs", "number", "published_tokens", "token_ids",
     )  # fmt: skip
 
     def __init__(self, number: int, prompt: Prompt, call: Call, tokenizer: TextTokenizer, checkpoint: ChoiceCheckpoint | None) -> None:
@@ -38,20 +38,17 @@ class Sequence:
         self._token_bytes = tokenizer.token_bytes
         self._detokenizer = tokenizer.detokenizer(prompt.token_ids, call.skip_special_tokens)
         self._stops = StopStrings(call.stop) if call.stop else None
+        self._min_tokens = prompt.sampling.min_tokens
         self._decoded = 0
         self._text = prompt.text
         self._published_characters = 0 if checkpoint is None else checkpoint.text_length
         self.announced = checkpoint is not None  # whether anything was published
-        self._ending: tuple[FinishReason, int | str | None] | None = None
+        self.ended = False  # whether it gets no more tokens
+        self._ending: tuple[FinishReason, int | str | None] = "stop", None
         self.logprobs: list[PositionLogprobs] | None = None
         if prompt.sampling.logprobs >= 0:
             self.logprobs = [] if checkpoint is None else list(checkpoint.logprobs)
         self._recognise_end()
-
-    @property
-    def ended(self) -> bool:
-        """Whether it gets no more tokens."""
-        return self._ending is not None
 
     @property
     def resumed(self) -> bool:
@@ -92,29 +89,29 @@ class Sequence:
 
         `stop_token`, if any, is the last of the tokens: it counts but gives no text. `logprobs` has one item per token, if it asked.
         """
+        stopped = False
         if self._stops is None:
             self.token_ids += token_ids
         else:
-            self._watch_for_stops(token_ids, stop_token)
+            stopped = self._take_until_stop(self._stops, token_ids, stop_token)
         if self.logprobs is not None and logprobs is not None:
             kept = len(self.token_ids) - len(self.logprobs)
             self.logprobs += positions(logprobs[:kept], self._token_bytes)
-        return self._stops is not None and self._stops.matched is not None
+        return stopped
 
     def end(self, reason: FinishReason, stop_token: int = -1) -> None:
         """No more tokens come; `stop_token` as for `take`. A stop string that was found goes before any other reason."""
         stop_reason: int | str | None = stop_token if stop_token in self._call.stop_token_ids else None
         self._decode(len(self.token_ids) - (stop_token >= 0))
         self._decoded = len(self.token_ids)
-        self._release(self._detokenizer.finish())
-        if self._stops is not None:
-            self._text += self._stops.finish()
-            if self._stops.matched is not None:
-                reason, stop_reason = "stop", self._stops.matched
-        self._ending = reason, stop_reason
+        text = self._detokenizer.finish()
+        self._text += text if self._stops is None else self._stops.feed(text) + self._stops.finish()
+        if self._stops is not None and self._stops.matched is not None:
+            reason, stop_reason = "stop", self._stops.matched
+        self.ended, self._ending = True, (reason, stop_reason)
 
-    def chunk(self, prompt_logprobs: list[PositionLogprobs] | None) -> TokenChunk | None:
-        """What is not published yet, which counts as published from now on; the first one carries the prompt's log probabilities."""
+    def chunk(self) -> TokenChunk | None:
+        """What is not published yet, which counts as published from now on."""
         index, offset = self.published_tokens, self._published_characters
         if index == len(self.token_ids) and not self.ended:
             return None
@@ -122,18 +119,16 @@ class Sequence:
         self.published_tokens = len(self.token_ids)
         self._published_characters = max(offset, len(self._text))
         text, token_ids = self._text[offset:], self.token_ids[index:]
-        first, self.announced = not self.announced, True
-        if not (token_ids or text or first):
+        if not (token_ids or text) and self.announced:
             return None
-        logprobs = None if self.logprobs is None else self.logprobs[index:]
-        chunk = TokenChunk(self.number, index, token_ids, text, offset, logprobs)
-        if first:
-            chunk.prompt_logprobs, chunk.cached_tokens = prompt_logprobs, self.cached_tokens
+        chunk = TokenChunk(self.number, index, token_ids, text, offset, None if self.logprobs is None else self.logprobs[index:])
+        if not self.announced:
+            self.announced = True
+            chunk.cached_tokens = self.cached_tokens
         return chunk
 
     def choice(self, index: int, prompt_logprobs: list[PositionLogprobs] | None) -> Choice:
-        """The whole of it, for the response; only once it has ended."""
-        assert self._ending is not None
+        """The whole of it, for the response, once it has ended."""
         call, logprobs = self._call, self.logprobs if self._call.logprobs is not None else None
         if logprobs is not None and call.echo:
             logprobs = [*at_most(prompt_logprobs or [], call.logprobs or 0), *logprobs]
@@ -151,28 +146,27 @@ class Sequence:
         elif self.tokens_left <= 0:
             self.end("length")
 
-    def _watch_for_stops(self, token_ids: list[int], stop_token: int) -> None:
-        assert self._stops is not None
+    def _take_until_stop(self, stops: StopStrings, token_ids: list[int], stop_token: int) -> bool:
         for token_id in token_ids[:-1] if stop_token >= 0 else token_ids:
             self.token_ids.append(token_id)
             self._decode(len(self.token_ids))
-            if self._stops.matched is not None:
-                return
+            if stops.matched is not None:
+                return True
         if stop_token >= 0:
             self.token_ids.append(stop_token)
+        return False
 
     def _decode(self, upto: int) -> None:
         """Makes text of tokens; of the first `min_tokens` none can complete a stop string."""
-        if self._decoded < (early := min(upto, self._sampling.min_tokens)) and self._stops is not None:
-            self._text += self._stops.pass_by(self._detokenizer.feed(self.token_ids[self._decoded : early]))
+        stops = self._stops
+        if stops is not None and self._decoded < self._min_tokens:
+            early = min(upto, self._min_tokens)
+            self._text += stops.pass_by(self._detokenizer.feed(self.token_ids[self._decoded : early]))
             self._decoded = early
         if self._decoded < upto:
             text = self._detokenizer.feed(self.token_ids[self._decoded : upto])
             self._decoded = upto
-            self._release(text)
-
-    def _release(self, text: str) -> None:
-        self._text += text if self._stops is None else self._stops.feed(text)
+            self._text += text if stops is None else stops.feed(text)
 
 
 def positions(items: Iterable[TokenLogprobs], token_bytes: Callable[[int], bytes]) -> Iterator[PositionLogprobs]:

@@ -48,7 +48,7 @@ def generate(one: Sequence, token_ids: list[int], publish: list[int]) -> tuple[l
     for number, token_id in enumerate(token_ids):
         if take(one, [token_id]):
             return chunks, True
-        if number in publish and (chunk := one.chunk(None)) is not None:
+        if number in publish and (chunk := one.chunk()) is not None:
             chunks.append(chunk)
     return chunks, False
 
@@ -83,7 +83,7 @@ def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(stop: l
         more, stopped = generate(one, TOKENS[len(request.output_token_ids) :], publish)
         chunks += more
     one.end("length")
-    last = one.chunk(None)
+    last = one.chunk()
     chunks += [] if last is None else [last]
     ends = [WHOLE.index(string) for string in stop if string in WHOLE]
     choice = one.choice(0, None)
@@ -111,10 +111,10 @@ def test_an_ended_choice_is_known_from_its_checkpoint() -> None:
         assert one.ended
         choice = one.choice(0, None)
         assert (choice.text, choice.finish_reason, choice.stop_reason) == expected
-        last = one.chunk(None)
+        last = one.chunk()
         assert last is not None
         assert (last.text, last.token_ids, last.text_offset) == (choice.text[3:], [], 3)
-        assert one.chunk(None) is None
+        assert one.chunk() is None
     assert not sequence(ChoiceCheckpoint(TOKENS[:5], 3), stop=["words"]).ended
 
 
@@ -167,7 +167,7 @@ def test_an_ended_choice_asks_the_engine_for_the_prompt_alone() -> None:
     assert one.ended
     request = one.engine_request(9, live=False, with_prompt_logprobs=True)
     assert (request.sampling.max_tokens, request.output_token_ids) == (1, [])
-    first = one.chunk(None)
+    first = one.chunk()
     assert first is not None
     assert (first.text, first.token_ids) == ("Say something:", [])
     assert one.choice(0, None).finish_reason == "length"

@@ -28,7 +28,9 @@ class StopStrings:
         held, text = len(self._held), self._held + text
         first: tuple[int, int, str] | None = None
         for stop in self._stops:
-            start = text.find(stop, max(0, held - len(stop) + 1))  # what is held back may contain one that was passed by
+            start = text.find(stop)
+            if 0 <= start <= held - len(stop):  # one that was passed by, within what is held back
+                start = text.find(stop, held - len(stop) + 1)
             if start >= 0 and (first is None or (start + len(stop), start) < first[:2]):
                 first = (start + len(stop), start, stop)
         if first is not None:

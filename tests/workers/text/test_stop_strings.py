@@ -72,3 +72,17 @@ def test_nothing_follows_a_match() -> None:
     assert watcher.feed("axb") == "a"
     assert watcher.feed("more") == ""
     assert watcher.finish() == ""
+
+
+def test_what_was_passed_by_stays_passed_by_even_while_it_is_held_back() -> None:
+    stops = StopStrings(["ab", "abcd"])
+    released = stops.pass_by("xab")  # the end of it may still become the longer one
+    assert released == "x"
+    released += stops.feed("c")
+    assert stops.matched is None
+    released += stops.feed("xab!")
+    assert (released, stops.matched) == ("xabcx", "ab")
+    straddled = StopStrings(["ab"])
+    assert straddled.pass_by("ab a") == "ab "
+    assert straddled.feed("b") == ""
+    assert straddled.matched == "ab"
