@@ -52,6 +52,7 @@ class Intake:
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused = False
+        self._in_trial = False
         self._rung = True
         self._more = True
         self._failing = False
@@ -67,6 +68,17 @@ class Intake:
         """Requests have ended."""
         if self._more:
             self._wake.set()
+
+    @property
+    def in_trial(self) -> bool:
+        """Whether what was claimed last are suspects, beside which nothing may run."""
+        return self._in_trial
+
+    def end_trial(self) -> None:
+        """Nothing is left of it: claims again."""
+        self._in_trial = False
+        self._more = True
+        self.bell()
 
     async def pause(self) -> None:
         """Claims nothing more until `resume`; returns when what was being prepared has been handed on."""
@@ -93,7 +105,7 @@ class Intake:
 
     def _wants_more(self) -> bool:
         in_flight = self._in_flight()
-        if self._paused:
+        if self._paused or self._in_trial:
             return False
         return (self._rung and in_flight < self._live_room) or (self._more and self._room - in_flight >= self._least)
 
@@ -112,6 +124,7 @@ class Intake:
             if room:
                 self._more = len(claims) >= min(room, MAX_ITEMS)
             if claims:
+                self._in_trial = any(claim.suspicions for claim in claims)
                 self._leases.add((claim.key, claim.fence) for claim in claims)
                 self._start(*await loop.run_in_executor(self._thread, self._preparation.prepare, claims))
             return True

@@ -19,6 +19,7 @@ import msgspec
 from jobs.queue import Held, Queue, QueueUnavailable
 from jobs.registry import WorkerRecord, WorkerState
 from jobs.requests import Delta, Finished, RequestKey
+from jobs.results import ApiError, Result, new_request_id
 from jobs.streams import ControlMessage
 from workers import statistics
 from workers.claims import Intake
@@ -33,6 +34,7 @@ from workers.prepared import Prepared
 from workers.running import Running
 from workers.settings import WorkerSettings
 from workers.text.tokenizer import TextTokenizer
+from workers.trials import Trials
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,17 @@ class Replica:
         self._outbox = Outbox(queue, self.id, interval, self._leases.drop, self._on_lost)
         self._running = Running(self._engine, self._outbox, self._loop.time, interval)
         self._intake: Intake | None = None
+        self._trials: Trials | None = None
+
+    @property
+    def got_something_done(self) -> bool:
+        """Whether a request got its answer here."""
+        return self._running.finished > self._running.failed
+
+    @property
+    def in_trial(self) -> bool:
+        """Whether it has, or had at its end, nothing but suspects."""
+        return self._intake is not None and self._intake.in_trial
 
     async def run(self) -> None:
         """Serves until told to stop. Raises WorkerError when it cannot start, and EngineDeadError, everything given back, after a death."""
@@ -134,16 +147,19 @@ class Replica:
         preparation = Preparation(tokenizer, models, Limits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids)))
         in_flight = self._running.__len__
         self._intake = Intake(self._queue, self.id, models, info.max_num_seqs, self._leases, preparation, in_flight, self._start_requests)
+        self._trials = Trials(self._intake, self._running, self._give_up)
         self._record = msgspec.structs.replace(self._record, max_model_len=info.max_model_len)
         await self._set_state("ready")
         self.was_ready = True
 
     def _start_tasks(self) -> list[asyncio.Task[None]]:
         assert self._intake is not None
+        assert self._trials is not None
         report = statistics.report(self._running, self._engine, self._engine.info.num_blocks)
         return [
             asyncio.create_task(self._take_steps(), name="steps"),
             asyncio.create_task(self._intake.run(), name="intake"),
+            asyncio.create_task(self._trials.run(), name="trials"),
             asyncio.create_task(self._outbox.run(self._running.due, lambda: len(self._running) > 0), name="outbox"),
             asyncio.create_task(report, name="statistics"),
         ]
@@ -167,15 +183,18 @@ class Replica:
                 self._intake.room_made()
 
     def _start_requests(self, prepared: list[Prepared], errors: list[Finished]) -> None:
+        assert self._intake is not None
+        assert self._trials is not None
         self._running.start(prepared)
         self._running.reject(errors)
         self._outbox.requests_run()
+        if self._intake.in_trial:
+            self._trials.begin()
 
     async def _drain(self, steps: asyncio.Task[None]) -> None:
         """Stops in order: nothing new, what has not begun goes back at once, the rest when its time is over, with what it has so far."""
-        assert self._intake is not None
         await self._set_state("draining")
-        await self._intake.pause()
+        await self._take_nothing_more()
         unstarted = self._running.drop_unstarted()
         await self._give_back(unstarted)
         if len(self._running):
@@ -187,23 +206,38 @@ class Replica:
             if now >= look:
                 begun += await self._give_up(self._running.hopeless(before, (deadline - now) / PACE_SECONDS))
                 look = deadline
+        if steps.done() and isinstance(death := steps.exception(), EngineDeadError) and death.by_itself:
+            raise death
         begun += await self._give_up(self._running.keys())
         logger.info("stopped; %d requests were handed back, %d of them with a beginning", len(unstarted) + begun, begun)
 
-    async def _give_up(self, keys: list[RequestKey]) -> int:
-        """Hands requests back with what they have so far; returns how many."""
+    async def _take_nothing_more(self) -> None:
+        if self._intake is not None and self._trials is not None:
+            await self._trials.close()
+            await self._intake.pause()
+
+    async def _give_up(self, keys: list[RequestKey], acquitted: bool = False) -> int:
+        """Hands requests back with what they have so far, after all results that wait; returns how many."""
         deltas = self._running.checkpoint(keys)
         held = self._running.drop(keys)
         await self._deliver_last(deltas)
-        await self._give_back(held)
+        await self._give_back(held, acquitted)
         return len(held)
 
     async def _bury_engine(self, error: EngineDeadError) -> None:
-        """Publishes what the dead core had generated, from where its requests go on elsewhere; `_end` then gives up their leases."""
+        """Publishes what the dead core had generated, from where its requests go on elsewhere; `_end` then gives up their leases.
+
+        If it ended by itself they are suspects; what never reached it goes back.
+        """
         logger.error("%s; %d requests were with it", error, len(self._running))
-        if self._intake is not None:
-            await self._intake.pause()
+        suspects = self._running.keys()
+        await self._take_nothing_more()
         await self._deliver_last(self._running.checkpoint(self._running.keys()))
+        if error.by_itself:
+            held = self._running.drop(suspects)
+            await self._call(lambda: self._queue.suspect(self.id, held, condemned(error)))
+            self._leases.drop(held)
+            await self._give_back(self._running.drop(self._running.keys()))
 
     async def _deliver_last(self, deltas: list[Delta]) -> None:
         try:
@@ -211,9 +245,9 @@ class Replica:
         except TimeoutError:
             logger.warning("Redis is away: the last results are lost, and their requests will run again")
 
-    async def _give_back(self, held: list[Held]) -> None:
+    async def _give_back(self, held: list[Held], acquitted: bool = False) -> None:
         if held:
-            await self._call(lambda: self._queue.hand_back(self.id, held))
+            await self._call(lambda: self._queue.hand_back(self.id, held, acquitted=acquitted))
             self._leases.drop(held)
 
     async def _end(self) -> None:
@@ -238,6 +272,8 @@ class Replica:
                 self._running.watch(order)
             elif order.kind == "drain":
                 self._stopping.set()
+            elif order.kind == "trial" and self._trials is not None:
+                self._trials.make_room()
 
     def _on_lost(self, held: list[Held]) -> None:
         running = self._running.lose(held)
@@ -264,3 +300,9 @@ class Replica:
             await asyncio.to_thread(action)
         except QueueUnavailable as error:
             logger.warning("Redis did not hear of it: %s", error)
+
+
+def condemned(error: EngineDeadError) -> Result:
+    """How a request ends that ended an engine core even when it ran alone."""
+    message = f"This request was given up, because every time it ran the engine failed, at last with nothing beside it: {error.reason}."
+    return ApiError(500, message, "server_error", code="engine_crashed").result(new_request_id())

@@ -54,6 +54,10 @@ class RequestInFlight:
         """Whether this worker generated anything for it."""
         return any(sequence.started for sequence in self.sequences)
 
+    def all_have(self, tokens: int) -> bool:
+        """Whether every choice that has not ended got so many tokens from this worker."""
+        return all(sequence.new_tokens >= tokens for sequence in self.running.values())
+
     @property
     def tokens_left(self) -> int:
         """How many more the choice may get that may get the most."""

@@ -144,6 +144,10 @@ class Running:
         requests = (self._requests[key] for key in keys if key in self._requests)
         return [request.delta() for request in requests if request.fresh_tokens]
 
+    def all_have(self, tokens: int) -> bool:
+        """Whether every request got so many tokens from this engine; those that have ended are not asked for."""
+        return all(request.all_have(tokens) for request in self._requests.values())
+
     def tokens_left(self) -> dict[RequestKey, int]:
         """How many tokens the choice of each request may still get that may get the most."""
         return {key: request.tokens_left for key, request in self._requests.items()}

@@ -58,7 +58,12 @@ class Sequence:
     @property
     def started(self) -> bool:
         """Whether this worker generated anything for it."""
-        return len(self.token_ids) > self._resumed_tokens
+        return self.new_tokens > 0
+
+    @property
+    def new_tokens(self) -> int:
+        """How many this worker generated."""
+        return len(self.token_ids) - self._resumed_tokens
 
     @property
     def tokens_left(self) -> int:

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -31,9 +30,8 @@ from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_ENGINE_RESTARTS = 3
-RESTART_WINDOW_SECONDS = 600.0
-"""A worker whose cores die more than MAX_ENGINE_RESTARTS times within so long gives up."""
+MAX_ENGINE_RESTARTS = 5
+"""A worker gives up after one death more than that of cores in a row of which none got a request answered; those in trials do not count."""
 
 CALL_RETRY_SECONDS = 2.0
 """How long one call to Redis tries again by itself; who calls decides what happens then."""
@@ -75,22 +73,27 @@ class Worker:
             tokenizer.cancel()
 
     async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer]) -> None:
-        deaths: list[float] = []
+        deaths = 0
         patience = Patience(self.settings.engine.step_timeout)
-        while True:
+        while not self._stopping.is_set():
             replica = Replica(self.settings, self._queue, tokenizer, patience, self._stopping)
             try:
                 await replica.run()
                 return
             except EngineDeadError as error:
-                now = time.monotonic()
-                deaths = [*(death for death in deaths if now - death < RESTART_WINDOW_SECONDS), now]
                 if self._stopping.is_set():
                     return
-                if len(deaths) > MAX_ENGINE_RESTARTS:
-                    raise WorkerError(f"{error}; {len(deaths)} engine cores have died by now, and no more are started") from error
+                deaths = (0 if replica.got_something_done else deaths) + (not replica.in_trial)
+                if deaths > MAX_ENGINE_RESTARTS:
+                    raise WorkerError(f"{error}; {deaths} engine cores in a row have died, and no more are started") from error
+                await self._pause_before_restart(0.0 if replica.in_trial else restart_pause(deaths))
             finally:
                 self.was_ready = self.was_ready or replica.was_ready
+
+    async def _pause_before_restart(self, seconds: float) -> None:
+        logger.warning("another engine core is started%s", f" in {seconds:g} s" if seconds else "")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
 
     def _load_tokenizer(self) -> TextTokenizer:
         try:
@@ -113,6 +116,11 @@ class Worker:
             raise WorkerError(str(error)) from error
         except (redis.RedisError, QueueUnavailable) as error:
             raise WorkerError(f"Redis cannot be used: {error}") from error
+
+
+def restart_pause(deaths: int) -> float:
+    """Seconds to wait after so many deaths in a row: 0, 1, 2, 4, ..."""
+    return 0.0 if deaths <= 1 else 2.0 ** (deaths - 2)
 
 
 def _in_daemon_thread(action: Callable[[], T]) -> asyncio.Future[T]:
