@@ -1,20 +1,27 @@
 """The engine core's loop over scheduler and executor. Runs in a process of its own, or synchronously inside a test."""
 
-import math
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
+from workers.engine.errors import StepOutOfMemory
 from workers.engine.kv_cache import KVCache
 from workers.engine.messages import AbortRequests, AddRequests, EngineRequest, Ready, Shutdown, StepOutput, ToCore
+from workers.engine.pace import Pace, StepSize
 from workers.engine.scheduler import Scheduler
 from workers.engine.step import StepPlan
 
 if TYPE_CHECKING:
     from workers.engine.executor import Executor
     from workers.engine.model_runner import LaunchedStep
+
+logger = logging.getLogger(__name__)
+
+_TRIES_ALONE = 3
+_PAUSE_ALONE = 0.2  # seconds
 
 
 class EngineCore:
@@ -32,7 +39,9 @@ class EngineCore:
         self._debug = config.debug
         self._depth = config.depth
         self._launched: deque[tuple[StepPlan, LaunchedStep]] = deque()
-        self._pace = _Pace(config.max_num_batched_tokens)
+        self._pace = Pace(config.max_num_batched_tokens)
+        self._size = StepSize(config.max_num_batched_tokens)
+        self._tries_alone = 0
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -83,12 +92,39 @@ class EngineCore:
         """Launches the next step, if one can be, and retires the oldest once more than `depth` are launched; returns what that brought."""
         plan = self.scheduler.schedule()
         if plan is not None:
-            self._launched.append((plan, self._executor.launch(plan)))
+            try:
+                launched = self._executor.launch(plan)
+            except StepOutOfMemory as error:
+                return self._make_do(plan, error)
+            self._launched.append((plan, launched))
+            self._tries_alone = 0
+            self.scheduler.token_budget = self._size.fitted()
         if self._launched and (plan is None or len(self._launched) > self._depth):
-            oldest, launched = self._launched.popleft()
-            return self.scheduler.update(oldest, self._executor.retire(launched))
+            return self._retire()
         if plan is None and self.scheduler.unfinished:
             raise RuntimeError(f"{self.scheduler.unfinished} requests are left and none can be scheduled")
+        return self.scheduler.ended()
+
+    def _retire(self) -> StepOutput:
+        plan, launched = self._launched.popleft()
+        return self.scheduler.update(plan, self._executor.retire(launched))
+
+    def _make_do(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
+        """After a step that did not fit into memory: halves the steps to come; gives up a request whose single token does not fit."""
+        request_ids, tokens = self.scheduler.undo(plan), int(plan.counts.sum())
+        if tokens > 1:
+            self.scheduler.token_budget = self._size.did_not_fit(tokens)
+            logger.warning("a step of %d tokens does not fit into memory (%s): smaller ones are tried", tokens, error)
+        elif not self._launched:
+            self._tries_alone += 1
+            time.sleep(_PAUSE_ALONE)  # someone else may have taken the memory for a moment
+        if self._launched:
+            return self._retire()
+        if self._tries_alone >= _TRIES_ALONE:
+            self._tries_alone = 0
+            (request_id,) = request_ids
+            logger.error("request %d is given up: not even one token of it fits into memory (%s)", request_id, error)
+            self.scheduler.fail(request_id, f"not even one token of this request fits into memory: {error}")
         return self.scheduler.ended()
 
     def _take_in(self, inbox: SimpleQueue[ToCore]) -> bool:
@@ -115,25 +151,3 @@ class EngineCore:
             case Shutdown():
                 return False
         return True
-
-
-class _Pace:
-    """How long a full step may take, by the longest so far and by the least that a token took: short steps say little about a long one."""
-
-    def __init__(self, max_num_batched_tokens: int) -> None:
-        self._full = max_num_batched_tokens
-        self._longest = 0.0
-        self._per_token = math.inf
-        self._computed = 0
-
-    def note(self, seconds: float, computed_tokens: int) -> None:
-        """A turn of the loop, and how many tokens all steps together have computed."""
-        if computed_tokens > self._computed:
-            self._longest = max(self._longest, seconds)
-            self._per_token = min(self._per_token, seconds / (computed_tokens - self._computed))
-            self._computed = computed_tokens
-
-    @property
-    def full_step(self) -> float:
-        """Seconds; 0 before the first step."""
-        return max(self._longest, self._per_token * self._full) if self._computed else 0.0

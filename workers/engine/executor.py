@@ -11,7 +11,7 @@ import torch
 
 from workers.engine.attention import CacheShape
 from workers.engine.config import EngineConfig
-from workers.engine.errors import ModelLoadError
+from workers.engine.errors import ModelLoadError, StepOutOfMemory
 from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, weight_bytes
 from workers.engine.memory import available_memory, gib
 from workers.engine.model_runner import LaunchedStep, ModelRunner
@@ -65,10 +65,31 @@ class Executor:
         return self.model_config.eos_token_ids
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        return self.runner.launch(plan)
+        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may be launched again, in other parts."""
+        try:
+            return self.runner.launch(plan)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            why = one_line(error)
+        # Only here, where no error holds on to the step's tensors any more, can their memory be had again.
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise StepOutOfMemory(why)
 
     def retire(self, launched: LaunchedStep) -> StepResult:
         return self.runner.retire(launched)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory for a tensor or an array could not be had, on the device or on the host."""
+    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error's text, which for torch is followed by advice; else its kind."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int) -> tuple[EngineConfig, int]:

@@ -68,6 +68,18 @@ class KVCache:
             self.pool.name(request.blocks[index], request.block_hashes[index])
         request.hash_at = (max(first, full) + 1) * size
 
+    def shrink(self, request: Request, computed: int) -> None:
+        """Takes a request back to its first `computed` tokens: those beyond were not computed after all, so no block of theirs is found."""
+        size = self.block_size
+        whole, kept = computed // size, self.blocks_for(computed)
+        for block in request.blocks[whole:]:
+            self.pool.unname(block)
+        self.pool.give_back(request.blocks[kept:])
+        del request.blocks[kept:]
+        request.computed = computed
+        request.capacity = kept * size
+        request.hash_at = min(request.hash_at, (whole + 1) * size) if self.enable_prefix_caching else sys.maxsize
+
     def _extend_hashes(self, request: Request, full: int) -> None:
         hashes, tokens, size = request.block_hashes, request.tokens, self.block_size
         for index in range(len(hashes), full):
@@ -108,7 +120,7 @@ class BlockPool:
                 block = self._unnamed.pop()
             else:
                 block, _ = self._named.popitem(last=False)
-                self._forget(block)
+                self.unname(block)
             self._holders[block] = 1
             blocks.append(block)
         return blocks
@@ -142,6 +154,13 @@ class BlockPool:
         if self._names[block] is None and self._by_name.setdefault(name, block) == block:
             self._names[block] = name
 
+    def unname(self, block: int) -> None:
+        """Makes a block's content unfindable, if it was findable; such a block is held, or about to be."""
+        name = self._names[block]
+        if name is not None:
+            del self._by_name[name]
+            self._names[block] = None
+
     def names(self) -> dict[bytes, int]:
         """Every name with its block, for integrity checks."""
         return dict(self._by_name)
@@ -161,9 +180,3 @@ class BlockPool:
             raise RuntimeError("names of KV blocks and blocks disagree")
         if any(self._names[block] is not None for block in self._unnamed) or any(self._names[block] is None for block in self._named):
             raise RuntimeError("a free KV block stands in the wrong list")
-
-    def _forget(self, block: int) -> None:
-        name = self._names[block]
-        if name is not None:
-            del self._by_name[name]
-            self._names[block] = None

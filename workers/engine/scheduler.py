@@ -43,7 +43,7 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
     ) -> None:
         """`max_model_len` is lowered to what the cache can hold for a request that has it to itself."""
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.token_budget = max_num_batched_tokens
         self.max_model_len = min(max_model_len, kv_cache.max_tokens)
         self.depth = depth
         self._kv_cache = kv_cache
@@ -99,17 +99,49 @@ class Scheduler:
         """The next step, or None when nothing can be computed before a launched step has been retired, or at all."""
         if len(self._launched) > self.depth:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
-        step = _Step(self._step + 1, self.max_num_batched_tokens)
+        step = _Step(self._step + 1, self.token_budget)
         for lane in (self._live, self._batch):
             self._advance(lane.running, step)
             self._admit(lane, step)
         if not step.slots:
             return None
         self._step = step.number
-        self._launched.append(_Launched(step.number, step.sampling, step.scored))
+        self._launched.append(_Launched(step.number, step.sampling, step.scored, step.first_entries))
         self._stats.steps += 1
-        self._stats.computed_tokens += self.max_num_batched_tokens - step.budget
+        self._stats.computed_tokens += self.token_budget - step.budget
         return step.plan()
+
+    def undo(self, plan: StepPlan) -> list[int]:
+        """Takes back the step planned last, which could not be launched; returns the ids of its requests.
+
+        They have computed what they had before, and those that it let in wait again. Those that were preempted for it stay so.
+        """
+        launched = self._launched.pop()
+        if launched.step != plan.step:
+            raise RuntimeError(f"step {plan.step} was taken back in place of step {launched.step}")
+        by_slot = {request.slot: request for lane in (self._live, self._batch) for request in lane.running}
+        requests = [by_slot[slot] for slot in plan.slots.tolist()]
+        before = self._launched[-1].step if self._launched else self._retired_step
+        for request, start, samples in zip(requests, plan.starts.tolist(), plan.samples.tolist(), strict=True):
+            self._kv_cache.shrink(request, start)
+            request.known -= samples
+            request.last_step = before
+        for scores in plan.prompt_scores:
+            requests[scores.row].next_score = scores.first
+        for request in launched.first_entries:
+            request.cached_tokens = -1
+            self._fresh_hits.pop(request.id, None)
+        for added in plan.added:
+            self._send_back(by_slot[added.slot])
+        self._stats.steps -= 1
+        self._stats.computed_tokens -= int(plan.counts.sum())
+        return [request.id for request in requests]
+
+    def fail(self, request_id: int, error: str) -> None:
+        """Ends a request that cannot be computed; `error` is a sentence."""
+        request = self._requests[request_id]
+        self._end(request, Finish.ERROR)
+        self._output.end(request, -1, error)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Takes in what came of the oldest launched step; returns all that happened since the last output."""
@@ -254,6 +286,7 @@ class Scheduler:
         hit = request.computed
         request.slot = self._free_slots.pop()
         if request.cached_tokens < 0:
+            step.first_entries.append(request)
             request.cached_tokens = min(hit, request.prompt_length)
             if request.cached_tokens:
                 self._fresh_hits[request.id] = request.cached_tokens
@@ -315,6 +348,16 @@ class Scheduler:
         request.leave()
         self._take_back()
 
+    def _send_back(self, request: Request) -> None:
+        """Makes a request wait that no launched step knows of."""
+        lane = self._lane(request)
+        del lane.running[bisect_left(lane.running, request.urgency, key=_URGENCY)]
+        self._stats.prefix_hit_tokens -= request.computed
+        self._pool.give_back(request.blocks)
+        self._free_slots.append(request.slot)
+        request.leave()
+        lane.wait(request)
+
     def _take_back(self) -> None:
         """Frees the slots and blocks that no launched step uses any more."""
         due = [returning for returning in self._returning if returning.after <= self._retired_step]
@@ -354,6 +397,7 @@ class _Launched:
     step: int
     sampling: list[Request]
     scored: list[Request]
+    first_entries: list[Request]  # who was let in for the first time
 
 
 @dataclass(slots=True)
@@ -382,6 +426,7 @@ class _Step:
     sampling: list[Request] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
     scored: list[Request] = field(default_factory=list)
+    first_entries: list[Request] = field(default_factory=list)
 
     def plan(self) -> StepPlan:
         return StepPlan(

@@ -3,14 +3,19 @@
 import threading
 from queue import SimpleQueue
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.waiting import wait_until
 from tests.workers.engine.tiny_models import NEW_TOKENS, VOCAB, folder, reference
 from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
-from workers.engine.executor import Executor
+from workers.engine.errors import StepOutOfMemory
+from workers.engine.executor import Executor, is_out_of_memory
 from workers.engine.messages import AbortRequests, AddRequests, EngineRequest, Finish, SamplingParams, Shutdown, StepOutput, ToCore
+from workers.engine.model_runner import LaunchedStep
+from workers.engine.step import StepPlan, StepResult
 
 MODEL = "llama"
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
@@ -100,3 +105,72 @@ def test_the_loop_takes_messages_between_steps_and_waits_when_idle(depth: int) -
     inbox.put(Shutdown())
     loop.join(20)
     assert not loop.is_alive()
+
+
+class TightExecutor:
+    """A real executor with room for `room` tokens in one step, and for none of a request whose prompt begins with `never`."""
+
+    def __init__(self, core: EngineCore, room: int, never: int = -1) -> None:
+        self._executor, self._room, self._never = core._executor, room, never
+        self._slots: set[int] = set()
+        self.refused = 0
+        core._executor = self  # type: ignore[assignment]
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        for added in plan.added:
+            (self._slots.add if added.token_ids[0] == self._never else self._slots.discard)(added.slot)
+        if plan.counts.sum() > self._room or self._slots & set(plan.slots.tolist()):
+            self.refused += 1
+            raise StepOutOfMemory("nothing is left")
+        return self._executor.launch(plan)
+
+    def retire(self, launched: LaunchedStep) -> StepResult:
+        return self._executor.retire(launched)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("room", [1, 5, 40])
+def test_a_step_that_does_not_fit_is_tried_smaller(depth: int, room: int) -> None:
+    core = make_core(depth)
+    core.add(requests())
+    executor = TightExecutor(core, room)
+    assert list(dict(sorted(collect(run_dry(core)).items())).values()) == reference(MODEL).tokens
+    assert 0 < executor.refused < 60
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_steps_grow_again_when_memory_is_there_again(depth: int) -> None:
+    core = make_core(depth)
+    full = core.scheduler.token_budget
+    executor = TightExecutor(core, 3)
+    core.add(requests())
+    while core.scheduler.token_budget == full or executor.refused < 3:
+        core.step()
+    executor._room = full
+    run_dry(core)
+    core.add([EngineRequest(100, [5], [], SamplingParams(240, temperature=0.0))])
+    run_dry(core)
+    assert core.scheduler.token_budget == full
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_request_that_never_fits_ends_with_an_error_and_the_others_go_on(depth: int) -> None:
+    core = make_core(depth)
+    never = VOCAB - 1
+    TightExecutor(core, 1000, never)
+    core.add([*requests(), EngineRequest(50, [never, 5], [], GREEDY)])
+    outputs = run_dry(core)
+    (error,) = (sentence for output in outputs for sentence in output.errors.values())
+    assert error == "not even one token of this request fits into memory: nothing is left"
+    got = collect(outputs)
+    assert got.pop(50) == []
+    assert list(dict(sorted(got.items())).values()) == reference(MODEL).tokens
+
+
+def test_a_want_of_memory_is_told_from_other_errors() -> None:
+    for allocate in (lambda: torch.empty(1 << 55), lambda: np.empty(1 << 56)):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            allocate()
+        assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))

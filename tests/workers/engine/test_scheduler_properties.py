@@ -79,6 +79,7 @@ class Setup:
     max_model_len: int
     depth: int
     prefix_caching: bool
+    failures: int = 0  # seed of the steps that cannot be launched; 0: all can
 
 
 class TokenDevice:
@@ -106,6 +107,16 @@ class TokenDevice:
         sampled = [(slot, self._sample(slot, start + count)) for slot, start, count, samples in rows if samples]
         told = {i: score(token, len(self.tokens[slot]) - 1) for i, (slot, token) in enumerate(sampled) if self.asking[slot].logprobs >= 0}
         return StepResult(np.array([token for _, token in sampled], dtype=np.int32), told, scores)
+
+    def fail(self, plan: StepPlan) -> None:
+        """Does as much of a step as leaves all that it was to write in disorder, and nothing to be retired."""
+        self._take_in(plan)
+        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True))
+        self._check_writers(rows)
+        for slot, start, count, _ in rows:
+            for position in range(start, start + count):
+                self.cache[self.tables[slot][position // self.size], position % self.size] = -2
+            del self.tables[slot][-(-start // self.size) :]
 
     def retire(self) -> None:
         self.unretired.popleft()
@@ -166,19 +177,23 @@ class Run:
         )
         self.device = TokenDevice(setup)
         self.stats = Stats()
+        self.chance = random.Random(setup.failures)
         self.answers = [case.answer(self.scheduler.max_model_len) for case in self.cases]
         self.content = self._expected_content()
 
     def to_the_end(self) -> None:
         launched: deque[tuple[StepPlan, StepResult]] = deque()
         last = max((max(case.arrives, case.aborted or 0) for case in self.cases), default=0)
-        patience = 40 + 20 * sum(len(case.prompt) + case.max_tokens for case in self.cases)
+        patience = (3 if self.setup.failures else 1) * 40 + 20 * sum(len(case.prompt) + case.max_tokens for case in self.cases)
         turn = 0
         while turn <= last or self.scheduler.unfinished or launched:
             assert turn < last + patience, "somebody starves"
             self._arrivals(turn)
             turn += 1
             plan = self.scheduler.schedule()
+            if plan is not None and self.setup.failures and self.chance.random() < 0.3:
+                self._fail(plan)
+                continue
             if plan is not None:
                 assert 0 < plan.counts.sum() <= self.setup.budget
                 launched.append((plan, self.device.launch(plan)))
@@ -190,6 +205,13 @@ class Run:
             self._take(self.scheduler.ended())
             self.kv_cache.pool.check()
         self.scheduler.check_idle()
+
+    def _fail(self, plan: StepPlan) -> None:
+        self.device.fail(plan)
+        self.scheduler.undo(plan)
+        self.scheduler.token_budget = self.chance.randint(1, self.setup.budget)
+        self.kv_cache.pool.check()
+        self._check_cached_content()
 
     def _arrivals(self, turn: int) -> None:
         for number, case in enumerate(self.cases):
@@ -250,6 +272,7 @@ SETUPS = st.builds(
     max_model_len=st.integers(4, 40),
     depth=st.integers(0, 1),
     prefix_caching=st.booleans(),
+    failures=st.sampled_from([0, 0, 1, 2, 3, 4, 5]),
 )
 PROMPTS = st.builds(
     lambda shared, own: (*shared, *own),
@@ -303,6 +326,7 @@ def random_setup(draw: random.Random) -> Setup:
         max_model_len=draw.randint(4, 60),
         depth=draw.randint(0, 1),
         prefix_caching=draw.random() < 0.7,
+        failures=draw.choice([0, draw.randrange(1, 1000)]),
     )
 
 
