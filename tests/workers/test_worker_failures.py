@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from jobs.connection import connect
 from jobs.queue import Queue
+from jobs.registry import WorkerRecord
 from jobs.requests import RequestKey
 from jobs.server import PrivateServer
 from jobs.settings import QueueSettings
@@ -21,6 +23,7 @@ from jobs.streams import FIRST_ID
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import endless, follow, question, run_batch, submit_batch, submit_live, text_of
+from workers.worker import MAX_ENGINE_RESTARTS
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
 TOKENS = 600
@@ -33,6 +36,10 @@ def queue(redis_client: object, redis_url: str) -> Queue:
 
 def published(queue: Queue, key: RequestKey) -> int:
     return sum(len(entry.token_ids()) for entry in queue.read_tokens({key: FIRST_ID}))
+
+
+def is_struck_off(queue: Queue, record: WorkerRecord) -> bool:
+    return record.id not in {known.id for known in queue.workers()}
 
 
 def wait_published(queue: Queue, key: RequestKey, tokens: int) -> None:
@@ -95,20 +102,30 @@ def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, red
 @pytest.mark.proof
 def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS) as worker:
-        batch = submit_batch(queue, [endless(TOKENS)])
-        deaths = 0
-        while worker.process.poll() is None and deaths < 10:
+        batch = submit_batch(queue, [endless(1900)])
+        for death in range(MAX_ENGINE_RESTARTS + 1):
             record = worker.wait_ready()
             os.kill(worker.core_pid, signal.SIGKILL)
-            deaths += 1
-            wait_until(lambda record=record: worker.record is None or worker.record.id != record.id, 20, "the next core or the end")  # type: ignore[misc]
-            if deaths > 3:
-                worker.process.wait(30)
-        assert (worker.process.poll(), deaths) == (1, 4)
-        assert "no more are started" in worker.log()
-        assert "Traceback" not in worker.log()
+            wait_until(partial(is_struck_off, queue, record), 20, f"the registry to hear of death {death}")
+        assert worker.process.wait(30) == 1
+        log = worker.log()
+        assert "6 engine cores in a row have died, and no more are started" in log
+        pauses = ("\n", " in 1 s\n", " in 2 s\n", " in 4 s\n", " in 8 s\n")
+        assert [log.count(f"another engine core is started{pause}") for pause in pauses] == [1] * 5
+        assert "Traceback" not in log
         assert worker.record is None
         assert queue.ready_length(batch) == 1
+
+
+@pytest.mark.proof
+def test_an_answer_between_two_deaths_makes_them_no_row(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS) as worker:
+        for _ in range(MAX_ENGINE_RESTARTS + 2):
+            record = worker.wait_ready()
+            run_batch(queue, [question("What is 2 + 3?")])
+            os.kill(worker.core_pid, signal.SIGKILL)
+            wait_until(partial(is_struck_off, queue, record), 20, "the registry to hear of the death")
+        assert " in 1 s" not in worker.log()
 
 
 def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue: Queue, redis_url: str) -> None:
