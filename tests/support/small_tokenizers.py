@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. " * 3,
@@ -64,6 +64,15 @@ def word_piece() -> Tokenizer:
     tokenizer.train_from_iterator(
         CORPUS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]", *SPECIAL], show_progress=False)
     )
+    return tokenizer
+
+
+def panicking() -> Tokenizer:
+    """Its regular expression gives up on many an x without a y, and its decoder on tokens that it strips more from than they have."""
+    tokenizer = byte_level()
+    split = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.Sequence([decoders.Strip("a", 2, 2), decoders.ByteLevel()])
     return tokenizer
 
 

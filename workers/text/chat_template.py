@@ -7,24 +7,32 @@ second, so it happens when a template is compiled and not before.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from workers.text.errors import TemplateError, TokenizerError
+from workers.text.time_limit import TimeLimit, TimeLimitError
 
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 
+RENDER_SECONDS = 5.0
+"""Renderings take microseconds; one that takes as long as this loops, and keeps other requests waiting."""
+
 
 class ChatTemplate:
     """A model's chat template, compiled. Without one the messages' contents are joined by line breaks."""
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str], origin: str = "the model") -> None:
-        """`source` is Jinja text. Raises TokenizerError when it does not compile."""
+    def __init__(
+        self, source: str | None, special_tokens: Mapping[str, str], origin: str = "the model", seconds: float = RENDER_SECONDS
+    ) -> None:
+        """`source` is Jinja text, `seconds` how long one rendering may take. Raises TokenizerError when it does not compile."""
         self.source = source
+        self._limit = TimeLimit(seconds)
         self._special_tokens = dict(special_tokens)
         self._render = None if source is None else _compile(source, origin)
         if source is None:
@@ -33,13 +41,16 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], **variables: Any) -> str:
         """The prompt's text, which ends where the assistant begins to speak. Absent fields are left out of the messages.
 
-        Raises TemplateError for messages that the template refuses or that make it fail.
+        Raises TemplateError for messages that the template refuses, or that make it fail or take too long.
         """
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if self._render is None:
             return "".join(f"{message.get('content', '')}\n" for message in plain)
+        render = functools.partial(self._render, [plain], add_generation_prompt=True, **{**self._special_tokens, **variables})
         try:
-            return self._render([plain], add_generation_prompt=True, **{**self._special_tokens, **variables})
+            return self._limit.run(render)
+        except TimeLimitError:
+            raise TemplateError(f"The model's chat template takes longer than {self._limit.seconds:g} s with these messages.") from None
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise TemplateError(f"The model's chat template cannot render these messages: {reason[:500]}") from error

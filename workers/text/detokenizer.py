@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from workers.text.errors import is_panic
+
 _WINDOW = 8  # tokens of the prompt that give the first output tokens their context
 _UNFINISHED = "\ufffd"
 _Utf8 = codecs.getincrementaldecoder("utf-8")
@@ -156,7 +158,12 @@ class _WindowDetokenizer:
         return text[len(before) :]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        try:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+        except BaseException as error:  # tokens that the decoder fails on stand for nothing
+            if not is_panic(error):
+                raise
+            return ""
 
 
 def _make_table(tokenizer: Tokenizer, special: frozenset[int]) -> tuple[_TokenBytes | None, bool]:

@@ -6,6 +6,7 @@ file is converted by transformers in a process of its own, which does load torch
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -20,7 +21,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from workers.text.chat_template import ChatTemplate, Message, read_chat_template
 from workers.text.detokenizer import Detokenizer, DetokenizerFactory
-from workers.text.errors import TokenizerError
+from workers.text.errors import EncodingError, TokenizerError, is_panic
+from workers.text.vocabulary import longest_token
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +72,28 @@ class TextTokenizer:
         return self.chat_template.render(messages, **variables)
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; `special_tokens` puts those in front that the model expects (not for rendered chats, which have them)."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        """Token ids of each text; `special_tokens` puts those in front that the model expects (not for rendered chats, which have them).
+
+        Raises EncodingError when any of the texts cannot be encoded.
+        """
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise EncodingError(f"The model's tokenizer cannot encode this text: {reason[:500]}") from error
         return [encoding.ids for encoding in encodings]
+
+    def encode_word(self, word: str) -> list[list[int]]:
+        """The token ids that write a word at the start of a text and, where they are others, after a space; none for a word without any."""
+        start, later = self.encode([word.lstrip() or word, f" {word.lstrip()}"], special_tokens=False)
+        return [ids for ids in ((start, later) if start != later else (start,)) if ids]
+
+    @functools.cached_property
+    def longest_token(self) -> int | None:
+        """Bytes of text that one token can stand for at most; None when that cannot be told."""
+        return longest_token(self._tokenizer)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
         """For what follows this prompt."""

@@ -90,6 +90,15 @@ def test_a_failing_template_fails_the_request(source: str, reason: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_template_that_loops_is_ended() -> None:
+    loop = "{% for i in range(99999) if messages %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(loop, {}, seconds=0.2)
+    for _ in range(2):
+        with pytest.raises(TemplateError, match="longer than"):
+            template.render([{"role": "user", "content": "x"}])
+        assert template.render([]) == ""
+
+
 def test_a_template_that_is_not_jinja_is_refused_at_the_start() -> None:
     with pytest.raises(TokenizerError, match="not valid Jinja"):
         ChatTemplate("{% for %}", {})

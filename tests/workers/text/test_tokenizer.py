@@ -12,8 +12,8 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.small_tokenizers import byte_fallback, byte_level, write_folder
-from workers.text.errors import TokenizerError
+from tests.support.small_tokenizers import byte_fallback, byte_level, panicking, write_folder
+from workers.text.errors import EncodingError, TokenizerError
 from workers.text.tokenizer import TextTokenizer
 
 NAMED = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
@@ -52,6 +52,22 @@ def test_decodes_as_transformers_does(tmp_path: Path) -> None:
         ours, theirs = TextTokenizer.load(str(folder)), PreTrainedTokenizerFast.from_pretrained(folder)
         token_ids = ours.encode(["the fox 🙂 東京"], special_tokens=False)[0]
         assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True) == "the fox 🙂 東京"
+
+
+def test_a_text_that_the_library_panics_at_is_an_error_of_its_own(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer.load(str(write_folder(tmp_path, panicking())))
+    with pytest.raises(EncodingError, match="cannot encode this text") as caught:
+        tokenizer.encode(["x" * 60], special_tokens=False)
+    assert "\n" not in str(caught.value)
+    token_ids = tokenizer.encode(["aaa b"], special_tokens=False)[0]
+    assert isinstance(tokenizer.decode(token_ids), str)
+
+
+@pytest.mark.parametrize(("word", "forms"), [("fox", ["fox", " fox"]), ("  fox", ["fox", " fox"]), (" ", [" ", " "]), ("\n", ["\n", " "])])
+def test_words_are_written_at_the_start_and_after_a_space(tmp_path: Path, word: str, forms: list[str]) -> None:
+    tokenizer = TextTokenizer.load(str(write_folder(tmp_path, byte_level())))
+    expected = list(dict.fromkeys(tuple(ids) for ids in tokenizer.encode(forms, special_tokens=False)))
+    assert [tuple(ids) for ids in tokenizer.encode_word(word)] == expected
 
 
 def test_an_older_vocabulary_is_converted(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""What runs too long is ended in the midst of it, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+
+import pytest
+
+from workers.text.time_limit import TimeLimit, TimeLimitError
+
+
+def forever() -> None:
+    for _ in itertools.repeat(None):
+        pass
+
+
+def test_what_ends_in_time_gives_its_value() -> None:
+    limit = TimeLimit(30)
+    assert limit.run(lambda: 5) == 5
+    with pytest.raises(KeyError):
+        limit.run(lambda: {}[1])
+
+
+def test_a_loop_is_ended_and_the_thread_goes_on() -> None:
+    limit = TimeLimit(0.2)
+    for _ in range(3):
+        with pytest.raises(TimeLimitError):
+            limit.run(forever)
+        assert limit.run(lambda: sum(range(1000))) == 499500
+
+
+def test_an_exception_that_was_swallowed_or_came_late_does_not_arrive_later() -> None:
+    limit = TimeLimit(0.05)
+
+    def until_then() -> str:
+        started = time.monotonic()
+        try:
+            while time.monotonic() < started + 0.3:
+                pass
+        except TimeLimitError:
+            return "swallowed"
+        return "too long"
+
+    assert limit.run(until_then) == "swallowed"
+    for length in range(40, 70):
+        end = time.monotonic() + length / 1000
+        with contextlib.suppress(TimeLimitError):
+            limit.run(lambda end=end: [None for _ in iter(lambda: time.monotonic() > end, True)])  # type: ignore[misc]
+        sum(range(10_000))  # here nothing may be raised
+
+
+def test_only_the_thread_that_takes_too_long_is_ended() -> None:
+    limit = TimeLimit(0.2)
+    ended: list[str] = []
+
+    def loop() -> None:
+        try:
+            limit.run(forever)
+        except TimeLimitError:
+            ended.append("loop")
+
+    threads = [threading.Thread(target=loop) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert limit.run(lambda: 1) == 1
+        time.sleep(0.001)
+    assert ended == ["loop", "loop"]

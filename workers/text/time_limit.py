@@ -1,0 +1,62 @@
+"""A limit to how long a piece of Python may run in its thread, such as a template that loops over what a request holds."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+_CHECKS = 10  # per limit
+
+
+class TimeLimitError(Exception):
+    """The time is up."""
+
+
+class TimeLimit:
+    """Raises an exception in a thread that runs for too long, at its next Python instruction: it ends loops of Python, not a long call
+    of C. A thread of its own watches while something runs, and for one look longer.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._deadlines: dict[int, float] = {}  # by thread, monotonic; infinite once the exception is on its way
+        self._watching = False
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns. Raises TimeLimitError in the midst of it when it takes longer than a tenth above the limit."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._deadlines[thread] = time.monotonic() + self.seconds
+            if not self._watching:
+                self._watching = True
+                threading.Thread(target=self._watch, name="time-limit", daemon=True).start()
+        try:
+            return work()
+        finally:
+            with self._lock:
+                if self._deadlines.pop(thread) == math.inf:
+                    _raise_in(thread, None)  # it may not have arrived yet, and must not arrive later
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(self.seconds / _CHECKS)
+            with self._lock:
+                if not self._deadlines:
+                    self._watching = False
+                    return
+                now = time.monotonic()
+                for thread, deadline in self._deadlines.items():
+                    if deadline < now:
+                        self._deadlines[thread] = math.inf
+                        _raise_in(thread, TimeLimitError)
+
+
+def _raise_in(thread: int, error: type[Exception] | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error))
