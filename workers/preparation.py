@@ -2,41 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from jobs import fields
 from jobs.requests import Claim, Finished
 from jobs.results import ApiError
 from jobs.validation import CHAT, Call, decode_body, parse_call
-from workers.engine.messages import MAX_SEED, SamplingParams
 from workers.prepared import Prepared, Prompt
 from workers.requests_in_flight import rejected
-from workers.text.errors import TemplateError
+from workers.sampling_params import Limits, SamplingMaker, check_token, prompt_name, too_long
+from workers.text.errors import EncodingError, TemplateError
 from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the engine can take, tokens of prompt and output together and token ids, and which of these end a text."""
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
+_SPARE_TOKENS = 64  # read beside those that a cut prompt keeps, since cutting a text changes the tokens next to the cut
 
 
 @dataclass(slots=True)
 class _Pending:
+    """A request on its way: its prompts as they came, then as token ids."""
+
     claim: Claim
     call: Call
-    prompt: str | list[int]
+    sampling: SamplingMaker
+    given: list[str | list[int]]
+    token_ids: list[list[int]] = field(default_factory=list)
+    error: Exception | None = None
 
-    @property
-    def param(self) -> str:
-        """What the caller knows the prompt as."""
-        return "messages" if self.call.endpoint == CHAT else "prompt"
+    def param(self, number: int) -> str:
+        """What the caller knows one of the prompts as."""
+        name = prompt_name(self.call)
+        return name if len(self.given) == 1 else f"{name}[{number}]"
 
 
 class Preparation:
@@ -45,9 +45,8 @@ class Preparation:
     def __init__(self, tokenizer: TextTokenizer, models: Sequence[str], limits: Limits) -> None:
         self._tokenizer = tokenizer
         self._models = frozenset(models)
-        self._limits = limits
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self._eos = tuple(dict.fromkeys((*limits.eos_token_ids, *own)))
+        self._limits = dataclasses.replace(limits, eos_token_ids=tuple(dict.fromkeys((*limits.eos_token_ids, *own))))
 
     def prepare(self, claims: Sequence[Claim]) -> tuple[list[Prepared], list[Finished]]:
         """What can run, in order, and the error results of what cannot."""
@@ -58,10 +57,12 @@ class Preparation:
                 pending.append(self._parse(claim))
             except Exception as error:
                 errors.append(rejected(claim, _answer_for(error, claim)))
+        for chats in (True, False):
+            self._tokenise([item for item in pending if (item.call.endpoint == CHAT) == chats], special_tokens=not chats)
         prepared: list[Prepared] = []
-        for item, token_ids in zip(pending, self._tokenise(pending), strict=True):
+        for item in pending:
             try:
-                prepared.append(self._check(item, token_ids))
+                prepared.append(self._check(item))
             except Exception as error:
                 errors.append(rejected(item.claim, _answer_for(error, item.claim)))
         return prepared, errors
@@ -69,81 +70,94 @@ class Preparation:
     def _parse(self, claim: Claim) -> _Pending:
         call = parse_call(claim.request.endpoint, decode_body(claim.request.body))
         if call.model not in self._models:
-            raise ApiError(404, f"The model {call.model!r} is not served here.", "not_found_error", param="model", code="model_not_found")
-        if call.sequences > 1 or call.logprobs is not None or call.prompt_logprobs is not None or call.echo or call.max_tokens == 0:
-            raise ApiError(400, "Several answers, log probabilities and echo cannot be given yet.", code="unsupported_value")
-        if call.endpoint != CHAT:
-            return _Pending(claim, call, call.prompts[0])
+            message = f"The model '{fields.shown(call.model)}' is not served here."
+            raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
+        given: list[str | list[int]] = [self._render(call)] if call.endpoint == CHAT else call.prompts
+        item = _Pending(claim, call, SamplingMaker(call, claim.request.seed, self._tokenizer, self._limits), given)
+        item.given = [self._cut(prompt, item, number) for number, prompt in enumerate(given)]
+        return item
+
+    def _render(self, call: Call) -> str:
+        said = sum(len(message["content"]) for message in call.messages)
+        if call.truncate_prompt_tokens is None:
+            self._refuse_length(said, "messages")
         try:
-            return _Pending(claim, call, self._tokenizer.render(call.messages))
+            return self._tokenizer.render(call.messages)
         except TemplateError as error:
-            raise ApiError(400, str(error), param="messages") from None
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
-    def _tokenise(self, pending: Sequence[_Pending]) -> list[list[int] | Exception]:
-        """Token ids of every prompt, or why its text cannot be encoded."""
-        token_ids: list[list[int] | Exception] = [item.prompt if isinstance(item.prompt, list) else [] for item in pending]
-        for chat in (True, False):
-            rows = [row for row, item in enumerate(pending) if isinstance(item.prompt, str) and (item.param == "messages") == chat]
-            encoded = self._encode([str(pending[row].prompt) for row in rows], special_tokens=not chat)
-            for row, ids in zip(rows, encoded, strict=True):
-                token_ids[row] = ids
-        return token_ids
+    def _cut(self, prompt: str | list[int], item: _Pending, number: int) -> str | list[int]:
+        """The part of a prompt that can matter, so that a long one is not tokenised for nothing."""
+        kept = self._kept(item.call)
+        if isinstance(prompt, list):
+            return prompt if kept is None else prompt[-kept:]
+        if kept is not None:
+            longest = self._tokenizer.longest_token
+            return prompt if longest is None else prompt[-(kept + _SPARE_TOKENS) * longest :]
+        if len(prompt) > self._limits.max_model_len:
+            self._refuse_length(len(prompt.encode(errors="replace")), item.param(number))
+        return prompt
 
-    def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int] | Exception]:
+    def _refuse_length(self, size: int, param: str) -> None:
+        """Raises ApiError for a text of so many bytes, or of at least so many, that it certainly does not fit."""
+        longest = self._tokenizer.longest_token
+        if longest is not None and size // longest > self._limits.max_model_len:
+            too_long(f"your {param} resulted in at least {size // longest} tokens", param, self._limits.max_model_len)
+
+    def _kept(self, call: Call) -> int | None:
+        """How many of a prompt's last tokens the call wants to keep at most."""
+        if call.truncate_prompt_tokens == -1:
+            return max(1, self._limits.max_model_len - max(1, call.max_tokens or 0))
+        return call.truncate_prompt_tokens
+
+    def _tokenise(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
+        """Gives each request the token ids of its prompts, or the reason why one cannot be encoded."""
+        texts = [prompt for item in pending for prompt in item.given if isinstance(prompt, str)]
         try:
-            return [*self._tokenizer.encode(texts, special_tokens)] if texts else []
-        except Exception as error:  # which text it was for is not said, and the library raises plain Exception
-            if len(texts) == 1:
-                return [error]
-            return [ids for text in texts for ids in self._encode([text], special_tokens)]
+            encoded = iter(self._tokenizer.encode(texts, special_tokens) if texts else ())
+        except EncodingError as error:  # which text it was is not said
+            if len(pending) == 1:
+                pending[0].error = error
+            for item in pending if len(pending) > 1 else ():
+                self._tokenise([item], special_tokens)
+            return
+        for item in pending:
+            item.token_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in item.given]
 
-    def _check(self, item: _Pending, token_ids: list[int] | Exception) -> Prepared:
-        call, param = item.call, item.param
-        if isinstance(token_ids, TypeError | ValueError):  # half a character (a surrogate), which the tokenizer cannot take
-            raise ApiError(400, f"The {param} cannot be encoded as UTF-8.", param=param)
-        if isinstance(token_ids, Exception):
-            raise token_ids
+    def _check(self, item: _Pending) -> Prepared:
+        if item.error is not None:
+            param = prompt_name(item.call)
+            raise ApiError(400, f"Invalid '{param}': {item.error}", param=param, code="invalid_value")
+        prompts = [self._prompt(item, number, token_ids) for number, token_ids in enumerate(item.token_ids)]
+        return Prepared(item.claim, item.call, prompts, self._tokenizer)
+
+    def _prompt(self, item: _Pending, number: int, token_ids: list[int]) -> Prompt:
+        call, param = item.call, item.param(number)
+        kept = self._kept(call)
+        if kept is not None and len(token_ids) > kept:
+            token_ids = self._last(token_ids, kept, framed=call.endpoint != CHAT and isinstance(item.given[number], str))
+        token_ids = token_ids or self._tokenizer.empty_prompt
         if not token_ids:
-            token_ids = self._tokenizer.empty_prompt
-        if not token_ids:
-            raise ApiError(400, f"The {param} has no tokens, and the model has no token to begin with.", param=param)
+            message = f"Invalid '{param}': it has no tokens, and the model has none to begin with."
+            raise ApiError(400, message, param=param, code="invalid_value")
         if max(token_ids) >= self._limits.vocab_size:
-            message = f"The token id {max(token_ids)} is outside of the vocabulary, which has {self._limits.vocab_size}."
-            raise ApiError(400, message, param=param)
-        max_tokens = self._max_tokens(call, len(token_ids), param)
-        seed = item.claim.request.seed if call.seed is None else call.seed
-        try:
-            sampling = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=call.temperature,
-                top_p=call.top_p,
-                top_k=call.top_k,
-                seed=seed & MAX_SEED,
-                ignore_eos=call.ignore_eos,
-                stop_token_ids=(*call.stop_token_ids, *(() if call.ignore_eos else self._eos)),
-            )
-        except ValueError as error:
-            raise ApiError(400, f"{error}.") from None
-        return Prepared(item.claim, call, [Prompt(token_ids, sampling)], self._tokenizer)
+            place = next(i for i, token in enumerate(token_ids) if token >= self._limits.vocab_size)
+            check_token(token_ids[place], self._limits.vocab_size, f"{param}[{place}]")
+        return Prompt(token_ids, item.sampling.make(len(token_ids)), self._echo(call, number, token_ids) if call.echo else "")
 
-    def _max_tokens(self, call: Call, prompt: int, param: str) -> int:
-        """How many tokens to generate at most. Raises ApiError when prompt and output do not fit together."""
-        longest = self._limits.max_model_len
-        start = f"This model's maximum context length is {longest} tokens."
-        if prompt >= longest:
-            raise ApiError(
-                400, f"{start} However, your {param} resulted in {prompt} tokens. Please reduce the length of the {param}.",
-                param=param, code="context_length_exceeded",
-            )  # fmt: skip
-        if call.max_tokens is None:
-            return longest - prompt
-        if prompt + call.max_tokens > longest:
-            asked = f"you requested {prompt + call.max_tokens} tokens ({prompt} in the {param}, {call.max_tokens} in the completion)"
-            raise ApiError(
-                400, f"{start} However, {asked}. Please reduce the length of the {param} or completion.",
-                param=param, code="context_length_exceeded",
-            )  # fmt: skip
-        return call.max_tokens
+    def _last(self, token_ids: list[int], kept: int, framed: bool) -> list[int]:
+        """The last tokens; where the tokenizer puts special ones in front (`framed`), they stay there and count."""
+        front = self._tokenizer.encode([""], special_tokens=True)[0] if framed else []
+        if front and len(front) < kept and token_ids[: len(front)] == front:
+            return front + token_ids[len(front) - kept :]
+        return token_ids[-kept:]
+
+    def _echo(self, call: Call, number: int, token_ids: list[int]) -> str:
+        """The prompt's text: as it was given, unless it was given as token ids or cut."""
+        given = call.prompts[number]
+        if isinstance(given, str) and call.truncate_prompt_tokens is None:
+            return given
+        return self._tokenizer.decode(token_ids, skip_special_tokens=call.skip_special_tokens)
 
 
 def _answer_for(error: Exception, claim: Claim) -> ApiError:

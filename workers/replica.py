@@ -29,9 +29,10 @@ from workers.engine.watchdog import Patience
 from workers.errors import WorkerError
 from workers.leases import Leases
 from workers.outbox import Outbox
-from workers.preparation import Limits, Preparation
+from workers.preparation import Preparation
 from workers.prepared import Prepared
 from workers.running import Running
+from workers.sampling_params import Limits
 from workers.settings import WorkerSettings
 from workers.text.tokenizer import TextTokenizer
 from workers.trials import Trials

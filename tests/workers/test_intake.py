@@ -12,8 +12,9 @@ from jobs.queue import Queue
 from jobs.requests import Finished, Request, RequestKey
 from workers.claims import LOOK_SECONDS, Intake
 from workers.leases import Leases
-from workers.preparation import Limits, Preparation
+from workers.preparation import Preparation
 from workers.prepared import Prepared
+from workers.sampling_params import Limits
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 

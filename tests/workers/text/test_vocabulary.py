@@ -22,7 +22,7 @@ TOKENIZERS = {"byte_level": small_tokenizers.byte_level(), "byte_fallback": smal
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(st.sampled_from("the quick fox\u0301\u0308eaoα\u0313\u0345 🙂東\u1100\u1161\u11a8") | st.characters(codec="utf-8"), max_size=60))
+@given(text=st.text(st.sampled_from("the x\u0301\u0308aα\u0313\u0345 🙂東\u1100\u1161\u11a8") | st.characters(codec="utf-8"), max_size=60))
 def test_no_text_has_fewer_tokens_than_it_says(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     longest = longest_token(tokenizer)
