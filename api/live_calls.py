@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,8 +25,9 @@ from api.reader import Inbox, Reader
 from api.state import ApiState, state_of
 from jobs import requests
 from jobs.bodies import chat_chunk, completion_chunk, new_body_id, usage_chunk
+from jobs.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from jobs.queue import Queue
-from jobs.requests import RequestKey, StreamEntry
+from jobs.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.results import ApiError, Result
 from jobs.scripts import QueueUnavailable
 from jobs.validation import CHAT, COMPLETIONS, Call, decode_body, parse_call
@@ -113,7 +115,7 @@ class LiveCall:
     async def events(self, entry: StreamEntry) -> AsyncIterator[bytes]:
         """The server-sent events of a streamed call, as OpenAI words them, from its first entry on."""
         chunks = Chunks(self._call, int(self._created))
-        if (opening := chunks.opening()) is not None:
+        for opening in chunks.openings():
             yield event(opening)
         try:
             while True:
@@ -163,16 +165,18 @@ class Chunks:
         self._call = call
         self._created = created
         self._id = new_body_id(call.endpoint)
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
 
-    def opening(self) -> dict[str, Any] | None:
-        """The chunk that says whose turn it is, for chats."""
+    def openings(self) -> list[dict[str, Any]]:
+        """The chunks that say whose turn it is, one for each answer of a chat."""
         if self._call.endpoint != CHAT:
-            return None
-        return self._with_usage(chat_chunk(self._id, self._call.model, "", None, self._created, first=True))
+            return []
+        answers = range(self._call.n)
+        return [self._with_usage(chat_chunk(self._id, self._call.model, "", None, self._created, index=i, first=True)) for i in answers]
 
     def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
-        """The chunks for one entry: text, then at the end the reason and, if it was asked for, the usage."""
-        chunks = [self._chunk(chunk.text, None) for chunk in entry.chunks if chunk.choice == 0 and chunk.text]
+        """The chunks for one entry: text, then at the end the reasons and, if it was asked for, the usage."""
+        chunks = [self._tokens(chunk) for chunk in entry.chunks if chunk.text or chunk.logprobs or chunk.prompt_logprobs]
         if entry.result is not None:
             chunks += self._ending(entry.result)
         return [self._with_usage(chunk) for chunk in chunks]
@@ -181,16 +185,25 @@ class Chunks:
         body = json.loads(result.body)
         if not result.succeeded:
             return [body]
-        choice = body["choices"][0]
-        ending = [self._chunk(None, choice["finish_reason"], choice.get("stop_reason"))]
+        ending = [self._ending_of(choice) for choice in body["choices"]]
         if self._call.include_usage:
             ending.append(usage_chunk(self._call.endpoint, self._id, self._call.model, result.usage, self._created))
         return ending
 
-    def _chunk(self, text: str | None, reason: Any, stop_reason: Any = None) -> dict[str, Any]:
+    def _ending_of(self, choice: dict[str, Any]) -> dict[str, Any]:
+        reasons, index = (choice["finish_reason"], self._created, choice.get("stop_reason")), choice["index"]
         if self._call.endpoint == CHAT:
-            return chat_chunk(self._id, self._call.model, text, reason, self._created, stop_reason)
-        return completion_chunk(self._id, self._call.model, text or "", reason, self._created, stop_reason)
+            return chat_chunk(self._id, self._call.model, None, *reasons, index=index)
+        return completion_chunk(self._id, self._call.model, "", *reasons, index=index)
+
+    def _tokens(self, chunk: TokenChunk) -> dict[str, Any]:
+        """With the log probabilities of its tokens; an echoed prompt's stand before them."""
+        positions = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
+        if self._call.endpoint == CHAT:
+            logprobs = chat_logprobs(positions) if positions else None
+            return chat_chunk(self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs)
+        logprobs = completion_logprobs(positions, self._offsets[chunk.choice].of(positions)) if positions else None
+        return completion_chunk(self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs)
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """With include_usage every chunk but the last carries `usage: null`."""

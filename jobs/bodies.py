@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from jobs.logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
+from jobs.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs, text_offsets
 from jobs.results import Choice, FinishReason, Usage
 
 _CHAT = "/v1/chat/completions"
@@ -77,9 +77,7 @@ def usage_chunk(endpoint: str, body_id: str, model: str, usage: Usage, created: 
 def _completion_choice(choice: Choice) -> dict[str, Any]:
     logprobs = None
     if choice.logprobs is not None:
-        longest = len(choice.text)  # tokens of a stop string stand behind the end of the text
-        offsets = [min(offset, longest) for offset in TextOffsets().of(choice.logprobs)]
-        logprobs = completion_logprobs(choice.logprobs, offsets)
+        logprobs = completion_logprobs(choice.logprobs, text_offsets(choice.text, choice.logprobs))
     body: dict[str, Any] = {"index": choice.index, "text": choice.text, "logprobs": logprobs}
     if choice.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs)

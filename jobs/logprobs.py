@@ -30,8 +30,25 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[str, Any
     return [None if position.chosen.logprob is None else _by_id(position) for position in positions]
 
 
+def text_offsets(text: str, positions: Sequence[PositionLogprobs]) -> list[int]:
+    """Where each token begins in the text that they make, in characters.
+
+    A token that goes on with a character begins where that does. One that left nothing in the text (a special token, what stands behind
+    a stop string, the space that some vocabularies drop at the start) takes no room.
+    """
+    written, offsets = text.encode(errors="replace"), []
+    place = characters = 0  # of `written`
+    for position in positions:
+        inside = place < len(written) and written[place] & 0xC0 == 0x80
+        offsets.append(characters - inside)
+        end = place + _written_length(written, place, position.chosen.token)
+        characters += sum(byte & 0xC0 != 0x80 for byte in written[place:end])
+        place = end
+    return offsets
+
+
 class TextOffsets:
-    """Counts where tokens begin in their text, in characters; a token that goes on with a character begins before that."""
+    """The same while the text is not there yet, of the tokens alone."""
 
     def __init__(self, start: int = 0) -> None:
         self._offset = start
@@ -45,6 +62,14 @@ class TextOffsets:
         offset = self._offset
         self._offset += len(self._decoder.decode(token))
         return offset
+
+
+def _written_length(written: bytes, place: int, token: bytes) -> int:
+    """How many bytes of the text a token made."""
+    for form in (token, token.decode(errors="replace").encode()):  # a broken character was replaced
+        if written.startswith(form, place):
+            return len(form)
+    return len(token) - 1 if place == 0 and token.startswith(b" ") and written.startswith(token[1:]) else 0
 
 
 def _chat_token(token: TokenLogprob) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jobs.bodies import chat_body, chat_chunk, completion_body, completion_chunk, new_body_id, response_body, usage_chunk
-from jobs.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from jobs.logprobs import TextOffsets, chat_logprobs, completion_logprobs, text_offsets
 from jobs.results import Choice, PositionLogprobs, TokenLogprob, Usage, encode_json
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=4)
@@ -16,6 +16,10 @@ HALF = TokenLogprob(6, b"\xc3", -1.5, 2)
 OTHER_HALF = TokenLogprob(7, b"\xa9", -0.25, 1)
 NEVER = TokenLogprob(8, b"z", float("-inf"), 1000)
 FIRST = TokenLogprob(9, b"p", None, 0)
+
+
+def tokens(*texts: bytes) -> list[PositionLogprobs]:
+    return [PositionLogprobs(TokenLogprob(number, text, -1.0, 1), []) for number, text in enumerate(texts)]
 
 
 def strictly(model, body):  # type: ignore[no-untyped-def]
@@ -77,9 +81,23 @@ def test_the_first_token_of_an_echoed_prompt_has_no_logprob() -> None:
 
 
 def test_tokens_behind_a_stop_string_stand_at_the_end_of_the_text() -> None:
-    positions = [PositionLogprobs(TokenLogprob(1, text, -1.0, 1), []) for text in (b"ab", b"cd", b"ef")]
-    body = completion_body("cmpl-1", "m", [Choice(0, "abc", "stop", "def", positions)], USAGE, 1)
-    assert body["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3]
+    body = completion_body("cmpl-1", "m", [Choice(0, "abc", "stop", "def", tokens(b"ab", b"c", b"d", b"ef"))], USAGE, 1)
+    assert body["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces", "offsets"),
+    [
+        ("", [], []),
+        ("héé!", [b"h\xc3", b"\xa9", b"\xc3", b"\xa9!"], [0, 1, 2, 2]),
+        ("🙂a", [b"\xf0\x9f", b"\x99", b"\x82", b"a"], [0, 0, 0, 1]),
+        ("the fox", [b"<s>", b" the", b" fox", b"</s>"], [0, 0, 3, 7]),
+        ("a\ufffdb", [b"a", b"\xff", b"b"], [0, 1, 2]),
+        ("\ud800x", [b"?", b"x"], [0, 1]),
+    ],
+)
+def test_offsets_in_a_text(text: str, pieces: list[bytes], offsets: list[int]) -> None:
+    assert text_offsets(text, tokens(*pieces)) == offsets
 
 
 def test_of_two_tokens_that_read_the_same_the_more_likely_one_is_given() -> None:

@@ -1,0 +1,94 @@
+"""The chunks of streams with several answers, log probabilities and echo are what the official client's types say."""
+
+from typing import Any
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletionChunk
+
+from api.live_calls import Chunks
+from jobs.bodies import response_body
+from jobs.requests import RequestKey, StreamEntry, TokenChunk
+from jobs.results import Choice, PositionLogprobs, Result, TokenLogprob, Usage, encode_json
+from jobs.validation import CHAT, COMPLETIONS, parse_call
+
+KEY = RequestKey("live_1", 0)
+USAGE = Usage(3, 4)
+
+
+def chunks_of(endpoint: str, *entries: StreamEntry, **body: Any) -> list[dict[str, Any]]:
+    """All chunks of a call, opening ones first."""
+    call = parse_call(endpoint, {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "stream": True, **body})
+    chunks = Chunks(call, 1)
+    found = [*chunks.openings(), *(chunk for entry in entries for chunk in chunks.of(entry))]
+    for chunk in found:
+        model = ChatCompletionChunk if endpoint == CHAT else Completion
+        choices = chunk.get("choices", [])
+        if "error" not in chunk and all(choice["finish_reason"] or endpoint == CHAT for choice in choices):  # Completion wants reasons
+            model.model_validate_json(encode_json(chunk), strict=True)
+    return found
+
+
+def position(text: bytes) -> PositionLogprobs:
+    return PositionLogprobs(TokenLogprob(1, text, -0.5, 1), [TokenLogprob(1, text, -0.5, 1)])
+
+
+def entry(*chunks: TokenChunk, result: Result | None = None) -> StreamEntry:
+    return StreamEntry(KEY, "1-0", list(chunks), result=result)
+
+
+def end(endpoint: str, *choices: Choice) -> Result:
+    return Result(200, encode_json(response_body(endpoint, "id", "m", choices, USAGE, 1)), USAGE, "req_1")
+
+
+def test_each_answer_of_a_chat_has_its_opening_its_text_and_its_end() -> None:
+    result = end(CHAT, Choice(0, "ab", "stop", "\n"), Choice(1, "c", "length"))
+    found = chunks_of(
+        CHAT,
+        entry(TokenChunk(0, 0, [1], "a", 0), TokenChunk(1, 0, [3], "c", 0)),
+        entry(TokenChunk(0, 1, [2], "b", 1), TokenChunk(1, 1, [4], "", 1), result=result),
+        n=2,
+        stream_options={"include_usage": True},
+    )
+    assert [[(choice["index"], choice["delta"], choice["finish_reason"]) for choice in chunk["choices"]] for chunk in found] == [
+        [(0, {"role": "assistant", "content": ""}, None)],
+        [(1, {"role": "assistant", "content": ""}, None)],
+        [(0, {"content": "a"}, None)],
+        [(1, {"content": "c"}, None)],
+        [(0, {"content": "b"}, None)],
+        [(0, {}, "stop")],
+        [(1, {}, "length")],
+        [],
+    ]
+    assert [chunk["choices"][0].get("stop_reason") for chunk in found[-3:-1]] == ["\n", None]
+    assert found[-1]["usage"]["completion_tokens"] == 4
+    assert all(chunk["usage"] is None for chunk in found[:-1])
+
+
+def test_logprobs_of_a_chat_come_with_their_tokens_even_where_the_text_is_held_back() -> None:
+    first = entry(TokenChunk(0, 0, [1], "", 0, [position(b"a")]))
+    second = entry(TokenChunk(0, 1, [1, 1], "aab", 0, [position(b"a"), position(b"b")]))
+    found = chunks_of(CHAT, first, second, logprobs=True, top_logprobs=1)
+    assert [chunk["choices"][0]["delta"]["content"] for chunk in found] == ["", "", "aab"]
+    contents = [(chunk["choices"][0]["logprobs"] or {}).get("content") for chunk in found]
+    assert contents[0] is None
+    assert [[token["token"] for token in content] for content in contents[1:]] == [["a"], ["a", "b"]]
+    assert contents[1][0]["top_logprobs"][0]["logprob"] == -0.5
+
+
+def test_an_echo_comes_first_with_its_logprobs_and_offsets_go_on() -> None:
+    start = PositionLogprobs(TokenLogprob(1, b"x", None, 0), [])
+    chunk = TokenChunk(1, 0, [1], "xab", 0, [position(b"ab")], [start])
+    found = chunks_of(
+        COMPLETIONS, entry(chunk), entry(TokenChunk(1, 1, [1], "c", 3, [position(b"c")])), prompt=["y", "x"], echo=True, logprobs=1
+    )
+    assert [(one["choices"][0]["index"], one["choices"][0]["text"]) for one in found] == [(1, "xab"), (1, "c")]
+    logprobs = [one["choices"][0]["logprobs"] for one in found]
+    assert [one["tokens"] for one in logprobs] == [["x", "ab"], ["c"]]
+    assert [one["token_logprobs"] for one in logprobs] == [[None, -0.5], [-0.5]]
+    assert [one["text_offset"] for one in logprobs] == [[0, 1], [3]]
+
+
+def test_a_failure_in_the_midst_is_the_last_chunk() -> None:
+    failed = Result(500, b'{"error":{"message":"x","type":"server_error","param":null,"code":null}}', USAGE, "req_1")
+    found = chunks_of(COMPLETIONS, entry(TokenChunk(0, 0, [1], "a", 0)), entry(result=failed), stream_options={"include_usage": True})
+    assert found[-1] == {"error": {"message": "x", "type": "server_error", "param": None, "code": None}}
