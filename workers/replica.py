@@ -199,7 +199,7 @@ class Replica:
         unstarted = self._running.drop_unstarted()
         await self._give_back(unstarted)
         if len(self._running):
-            logger.info("draining: %d requests have %.0f s to finish", len(self._running), self._settings.shutdown_timeout)
+            logger.info("draining: %d requests have %.0f s to finish", len(self._running.keys()), self._settings.shutdown_timeout)
         begun, deadline = 0, self._loop.time() + self._settings.shutdown_timeout
         look, before = self._loop.time() + PACE_SECONDS, self._running.tokens_left()
         while len(self._running) and not steps.done() and (now := self._loop.time()) < deadline:
@@ -230,8 +230,8 @@ class Replica:
 
         If it ended by itself they are suspects; what never reached it goes back.
         """
-        logger.error("%s; %d requests were with it", error, len(self._running))
         suspects = self._running.keys()
+        logger.error("%s; %d requests were with it", error, len(suspects))
         await self._take_nothing_more()
         await self._deliver_last(self._running.checkpoint(self._running.keys()))
         if error.by_itself:

@@ -117,6 +117,7 @@ class Running:
                 if not finish:
                     over.append(request_id)
                 self._end_sequence(request_id, request, sequence, finish == Finish.LENGTH, stop_token)
+                waiting = waiting or (request in watched and bool(request.running))
         self._add(added)
         self._abort(over)
         if waiting:

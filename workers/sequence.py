@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
@@ -177,9 +178,9 @@ class Sequence:
 def positions(items: Iterable[TokenLogprobs], token_bytes: Callable[[int], bytes]) -> Iterator[PositionLogprobs]:
     """The engine's log probabilities, with the tokens' texts."""
     for item in items:
-        own, *likeliest = zip(item.token_ids, item.logprobs, strict=True)
-        top = [TokenLogprob(token, token_bytes(token), value, rank) for rank, (token, value) in enumerate(likeliest, 1)]
-        yield PositionLogprobs(TokenLogprob(own[0], token_bytes(own[0]), own[1], item.rank), top)
+        ranks = itertools.chain((item.rank,), itertools.count(1))
+        own, *likeliest = map(TokenLogprob, item.token_ids, map(token_bytes, item.token_ids), item.logprobs, ranks)
+        yield PositionLogprobs(own, likeliest)
 
 
 def at_most(items: Iterable[PositionLogprobs], most: int) -> list[PositionLogprobs]:

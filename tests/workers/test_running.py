@@ -185,7 +185,8 @@ def begun(queue: Queue, steps: int = 3, **body: Any) -> Bench:
 
 
 def test_a_prompt_is_computed_once_for_all_its_choices(queue: Queue) -> None:
-    bench = begun(queue, 0, prompt=PROMPTS, n=3, prompt_logprobs=2)
+    bench = begun(queue, 0, prompt=PROMPTS, n=3, prompt_logprobs=2, priority=-4)
+    assert {(request.priority, request.live) for request in bench.engine.added} == {(-4, True)}
     assert [request.sampling.choice for request in bench.engine.added] == [0, 3]
     assert len(bench.running) == 6
     bench.step(lambda request: request.sampling.choice == 3)
@@ -271,3 +272,7 @@ def test_watchers_are_woken_at_the_first_token(queue: Queue) -> None:
     batch = ControlMessage("0-1", "watch", keys=[RequestKey("live_a", 0)], seconds=10)
     bench.running.watch(batch)
     assert [delta.total for delta in bench.publish()] == [3]
+    while len(bench.running) == 2:  # the end of a choice is news too while another goes on
+        woken = len(bench.woken)
+        bench.step()
+        assert len(bench.woken) == woken + 1
