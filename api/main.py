@@ -1,7 +1,9 @@
 """Runs one API process."""
 
 import logging
+import signal
 import socket
+from types import FrameType
 
 import uvicorn
 
@@ -18,8 +20,13 @@ def main(settings: ApiSettings) -> None:
     listener = listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    signal.signal(signal.SIGTERM, _exit)  # which uvicorn raises again when it has stopped
     config = uvicorn.Config(create_app(settings), log_config=None, access_log=False, timeout_graceful_shutdown=_STOP_SECONDS, lifespan="on")
     uvicorn.Server(config).run(sockets=[listener])
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
 
 
 def listen(host: str, port: int) -> socket.socket:

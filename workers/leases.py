@@ -17,11 +17,14 @@ RENEWALS_PER_LEASE = 4
 class Leases:
     """Which requests the worker answers for, from claim to commit. Thread-safe."""
 
-    def __init__(self, queue: Queue, worker: str, lease_seconds: float, on_lost: Callable[[list[Held]], None]) -> None:
-        """`on_lost` is called in the renewing thread."""
+    def __init__(
+        self, queue: Queue, worker: str, lease_seconds: float, generated: Callable[[], int], on_lost: Callable[[list[Held]], None]
+    ) -> None:
+        """`generated` says how many tokens the worker has generated in its life; `on_lost` is called in the renewing thread."""
         self._queue = queue
         self._worker = worker
         self._pause = lease_seconds / RENEWALS_PER_LEASE
+        self._generated = generated
         self._on_lost = on_lost
         self._fences: dict[RequestKey, int] = {}
         self._lock = threading.Lock()
@@ -55,7 +58,7 @@ class Leases:
         while not self._stopped.wait(self._pause):
             held = self.all()
             try:
-                lost = set(self._queue.renew(self._worker, held))
+                lost = set(self._queue.renew(self._worker, held, self._generated()))
             except QueueUnavailable as error:
                 if not failing:
                     logger.warning("leases cannot be renewed: %s", error)

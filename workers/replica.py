@@ -69,7 +69,7 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self._record = WorkerRecord(self.id, settings.models, "loading", 0, time.time(), socket.gethostname(), os.getpid())
         self._engine = AsyncEngine(settings.engine, patience)
-        self._leases = Leases(queue, self.id, settings.queue.lease_seconds, self._from_thread(self._on_lost))
+        self._leases = Leases(queue, self.id, settings.queue.lease_seconds, self._generated, self._from_thread(self._on_lost))
         self._control = Control(queue, self.id, self._from_thread(self._on_orders))
         interval = settings.queue.stream_interval
         self._outbox = Outbox(queue, self.id, interval, self._leases.drop, self._on_lost)
@@ -251,6 +251,10 @@ class Replica:
             await self._call(lambda: self._queue.hand_back(self.id, held, acquitted=acquitted))
             self._leases.drop(held)
 
+    def _generated(self) -> int:
+        """Tokens that this core has generated."""
+        return self._engine.stats.tokens
+
     async def _end(self) -> None:
         """Leaves nothing registered and nothing running; what is still held counts as lost."""
         self._leases.stop()
@@ -258,6 +262,7 @@ class Replica:
         self._outbox.close()
         if self._intake is not None:
             self._intake.close()
+        await self._call(lambda: self._queue.renew(self.id, [], self._generated()))
         await self._call(lambda: self._queue.remove_worker(self.id))
         if self._stopping.is_set():
             await self._set_state("stopped")

@@ -44,7 +44,7 @@ def add_lines(queue: Queue, batch: str, count: int) -> None:
 def with_intake(queue: Queue, max_num_seqs: int, scenario: Callable[[Intake, Collector, Leases], Awaitable[None]]) -> None:
     async def run() -> None:
         collector = Collector()
-        leases = Leases(queue, "worker", 30.0, lambda lost: None)
+        leases = Leases(queue, "worker", 30.0, lambda: 0, lambda lost: None)
         preparation = Preparation(TOKENIZER, ["demo"], Limits(2048, TOKENIZER.vocabulary_size))
         intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, lambda: len(collector.taken), collector.start)
         task = asyncio.create_task(intake.run())
