@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test proof lint bench clean
+.PHONY: demo test proof chaos lint bench clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -13,6 +13,9 @@ test: $(VENV)/.installed-test lint  ## linters, types, then the test suite (unde
 
 proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids (under 30 minutes on two cores)
 	$(BIN)/pytest -q -m proof
+
+chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
+	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -158,9 +158,9 @@ class Fleet:
     def ready_workers(self) -> int:
         return sum(worker.state == "ready" for worker in self.queue.workers())
 
-    def stop(self) -> dict[str, int]:
-        """SIGTERM to all, those first that take work; the exit codes."""
-        return {name: member.stop() for name, member in sorted(self.members.items(), key=lambda item: _STOP_ORDER.index(item[0][:4]))}
+    def stop(self, *kinds: str) -> dict[str, int]:
+        """SIGTERM to the processes of these kinds (api, worker, jobs), one kind after the other; the exit codes."""
+        return {name: self.members[name].stop() for kind in kinds for name in self.members if name.startswith(kind)}
 
     def kill(self) -> None:
         """Ends everything that still runs."""
@@ -175,17 +175,21 @@ class Fleet:
         self.members[name] = Member(name, arguments, environment, self.folder / f"{name}.log")
 
 
-_STOP_ORDER = ["api", "work", "jobs"]
-
-
 @contextmanager
 def running_fleet(
-    *, workers: int = 1, lease_seconds: float = 2.0, stream_interval: float = 0.2, max_num_seqs: int = 16, api: bool = False
+    folder: Path | None = None,
+    *,
+    workers: int = 1,
+    lease_seconds: float = 2.0,
+    stream_interval: float = 0.2,
+    max_num_seqs: int = 16,
+    api: bool = False,
 ) -> Iterator[Fleet]:
-    """A fleet in a folder of its own, whose workers are ready; nothing of it is left at the end."""
-    with tempfile.TemporaryDirectory(prefix="fleet-") as folder, ExitStack() as stack:
+    """A fleet whose workers are ready. No process of it is left at the end, and no file if it had to make its own folder."""
+    with ExitStack() as stack:
+        own = None if folder else stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))
         fleet = Fleet(
-            Path(folder), stack, workers=workers, lease_seconds=lease_seconds, stream_interval=stream_interval,
+            folder or Path(str(own)), stack, workers=workers, lease_seconds=lease_seconds, stream_interval=stream_interval,
             max_num_seqs=max_num_seqs, api=api,
         )  # fmt: skip
         fleet.wait_ready()

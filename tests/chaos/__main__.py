@@ -1,0 +1,79 @@
+"""`python -m tests.chaos --seconds 600 [--seed N]`: a fleet at work while everything that can break does, drawn from a seed.
+
+Batches of questions with known answers, and live calls beside them, run through the real control plane, workers and API (`load.py`).
+Every few seconds something is killed, stopped, cut off, filled, emptied or set to another time (`killers.py`), and whatever ended is
+started again, as a supervisor would. At the end every answer must be there once and right, and nothing may be left over (`verdict.py`).
+"""
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.killers import Killers
+from tests.chaos.load import Load
+from tests.chaos.verdict import Verdict, judge
+from tests.support.fleet import Fleet, running_fleet
+
+LEASE_SECONDS = 2.0
+STREAM_INTERVAL = 0.25  # between checkpoints
+END_SECONDS = 180.0  # in which a fleet that is left alone must get through what it has
+
+
+def main() -> int:
+    """Runs from the command line; the exit code is 0 when every promise was kept."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="A fleet at work while everything that can break does.")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long things break")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two of them")
+    parser.add_argument("--requests", type=int, default=20_000, help="lines at least, however long that takes")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    verdict = run(folder, **vars(options))
+    print(verdict.report())
+    if verdict.faults:
+        print(f"the fleet's folder is kept: {folder}")
+        return 1
+    return 0
+
+
+def run(folder: Path, *, seconds: float, seed: int, every: float, requests: int, workers: int, max_num_seqs: int) -> Verdict:
+    """One run in `folder`."""
+    print(f"seed {seed} (repeat with --seed {seed})", flush=True)
+    rng = random.Random(seed)
+    flags = {"workers": workers, "max_num_seqs": max_num_seqs, "lease_seconds": LEASE_SECONDS, "stream_interval": STREAM_INTERVAL}
+    with running_fleet(folder, api=True, **flags) as fleet:  # type: ignore[arg-type]
+        load = Load(fleet, random.Random(rng.random()))
+        killers = Killers(fleet, random.Random(rng.random()), every)
+        killers.emptied.append(load.note_end_of_life)
+        began = time.monotonic()
+        with load:
+            _break_things(fleet, load, killers, began, seconds, requests)
+            killers.finish()
+            load.stop()
+            fleet.wait(load.has_ended, END_SECONDS, f"the rest to end: {load.unfinished}")
+        return judge(fleet, load, killers, time.monotonic() - began, seed)
+
+
+def _break_things(fleet: Fleet, load: Load, killers: Killers, began: float, seconds: float, requests: int) -> None:
+    said = began
+    while (now := time.monotonic()) < began + seconds or load.finished < requests:
+        fleet.look_after()
+        if now < began + seconds:
+            killers.act(now - began)
+        else:
+            killers.finish()
+        if now > said + 20:
+            said = now
+            print(f"[{now - began:5.0f} s] {load.finished} lines and {load.live_answers} live calls answered", flush=True)
+        if now > began + 3 * seconds + END_SECONDS:
+            break
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

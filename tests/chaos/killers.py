@@ -1,0 +1,255 @@
+"""What breaks, how often beside the others, and how it is whole again: the table is `KINDS`."""
+
+import heapq
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import redis
+
+from tests.support.fleet import Fleet, Member
+from tests.support.processes import descendants
+
+CONTROL_PLANE = {"advance": "--queue advance", "bulk": "--queue bulk", "ticker": "jobs.ticker"}
+LONG_OUTAGE = 30.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to break things. `breaks` does it, and returns what it did it to; None if it cannot be done just now."""
+
+    name: str
+    weight: int
+    breaks: "Callable[[Killers], str | None]"
+
+
+class Killers:
+    """Draws from a deck in which each kind stands as often as it weighs; the first time round once each."""
+
+    def __init__(self, fleet: Fleet, rng: random.Random, every: float) -> None:
+        self.fleet = fleet
+        self.rng = rng
+        self.every = every
+        self.done: Counter[str] = Counter()
+        self.emptied: list[Callable[[], None]] = []
+        self.lease = fleet.lease_seconds
+        self.now = 0.0
+        self.next_segv = 0.0
+        self._next = every / 2
+        self._deck: list[Kind] = []
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self.redis_is_broken = False
+
+    def act(self, now: float) -> None:
+        """Mends what is due to be whole again, and breaks the next thing when it is time. `now` is seconds since the start."""
+        self.now = now
+        while self._later and self._later[0][0] <= now:
+            heapq.heappop(self._later)[2]()
+        if now < self._next:
+            return
+        self._next = now + self.every * self.rng.uniform(0.6, 1.4)
+        for _ in range(len(KINDS)):
+            if not self._deck:
+                self._deck = [kind for kind in KINDS for _ in range(kind.weight if self.done else 1)]
+                self.rng.shuffle(self._deck)
+            kind = self._deck.pop()
+            try:
+                victim = kind.breaks(self)
+            except (redis.RedisError, ProcessLookupError, StopIteration):
+                victim = None
+            if victim is not None:
+                self.done[kind.name] += 1
+                print(f"[{now:5.0f} s] {kind.name}: {victim}", flush=True)
+                return
+            self._deck.insert(0, kind)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._later, (self.now + seconds, self._count, action))
+
+    def finish(self) -> None:
+        """Makes everything whole at once."""
+        while self._later:
+            heapq.heappop(self._later)[2]()
+
+    def break_redis(self, seconds: float, mend: Callable[[], None]) -> str:
+        """Redis is not to be broken in another way until `mend` was called, some time from now."""
+        self.redis_is_broken = True
+
+        def whole() -> None:
+            mend()
+            self.redis_is_broken = False
+
+        self.later(seconds, whole)
+        return f"for {seconds:.1f} s"
+
+    def worker(self) -> Member:
+        return self.rng.choice(self.fleet.workers)
+
+    def longer_than_a_lease(self) -> float:
+        return self.rng.uniform(1.3, 2.5) * self.lease
+
+
+def kill_worker(killers: Killers) -> str:
+    victim = killers.worker()
+    victim.send(signal.SIGKILL)
+    return victim.name
+
+
+def kill_all_workers(killers: Killers) -> str:
+    for worker in killers.fleet.workers:
+        worker.send(signal.SIGKILL)
+    return "all"
+
+
+def kill_core(killers: Killers) -> str:
+    return _signal_core(killers, signal.SIGKILL)
+
+
+def break_core(killers: Killers) -> str | None:
+    """Not again soon: a request that three cores in a row ended with is condemned by right."""
+    if killers.now < killers.next_segv:
+        return None
+    killers.next_segv = killers.now + 30
+    return _signal_core(killers, signal.SIGSEGV)
+
+
+def _signal_core(killers: Killers, number: signal.Signals) -> str:
+    victim = killers.worker()
+    os.kill(next(iter(victim.below("core_process"))), number)
+    return victim.name
+
+
+def stop_worker(killers: Killers) -> str:
+    victim, seconds = killers.worker(), killers.longer_than_a_lease()
+    pids = [victim.pid, *descendants(victim.pid)] if killers.rng.random() < 0.5 else [victim.pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+    def go_on() -> None:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                continue
+
+    killers.later(seconds, go_on)
+    return f"{victim.name} for {seconds:.1f} s"
+
+
+def restart_workers(killers: Killers) -> str:
+    for number, worker in enumerate(killers.fleet.workers):
+        killers.later(5.0 * number, lambda worker=worker: worker.send(signal.SIGTERM))  # type: ignore[misc]
+    return "one after the other"
+
+
+def kill_control_plane(killers: Killers) -> str:
+    killers.fleet.members["jobs"].send(signal.SIGKILL)
+    return "all of it"
+
+
+def kill_control_process(killers: Killers) -> str:
+    name, part = killers.rng.choice(sorted(CONTROL_PLANE.items()))
+    os.kill(next(iter(killers.fleet.members["jobs"].below(part))), signal.SIGKILL)
+    return name
+
+
+def kill_api(killers: Killers) -> str:
+    killers.fleet.members["api"].send(signal.SIGKILL)
+    return "api"
+
+
+def kill_redis(killers: Killers) -> str | None:
+    return _take_redis_away(killers, killers.rng.uniform(0.0, 2.0))
+
+
+def take_redis_away(killers: Killers) -> str | None:
+    return _take_redis_away(killers, min(LONG_OUTAGE, 3 * killers.every))
+
+
+def _take_redis_away(killers: Killers, seconds: float) -> str | None:
+    if killers.redis_is_broken:
+        return None
+    killers.fleet.redis.kill()
+    return killers.break_redis(seconds, killers.fleet.redis.start)
+
+
+def empty_redis(killers: Killers) -> str | None:
+    if killers.redis_is_broken:
+        return None
+    for tell in killers.emptied:
+        tell()
+    killers.fleet.redis.lose_everything()
+    return killers.break_redis(killers.rng.uniform(0.0, 2.0), killers.fleet.redis.start)
+
+
+def stop_redis(killers: Killers) -> str | None:
+    if killers.redis_is_broken:
+        return None
+    killers.fleet.redis.hang()
+    return killers.break_redis(killers.longer_than_a_lease(), killers.fleet.redis.go_on)
+
+
+def fill_disk(killers: Killers) -> str | None:
+    if killers.redis_is_broken:
+        return None
+    killers.fleet.redis.fill_disk()
+    return killers.break_redis(killers.longer_than_a_lease(), killers.fleet.redis.free_disk)
+
+
+def fill_memory(killers: Killers) -> str | None:
+    if killers.redis_is_broken:
+        return None
+    killers.fleet.client.config_set("maxmemory", 1)
+    return killers.break_redis(killers.longer_than_a_lease(), lambda: _free_memory(killers))
+
+
+def _free_memory(killers: Killers) -> None:
+    killers.fleet.client.config_set("maxmemory", 0)
+
+
+def lose_replies(killers: Killers) -> str:
+    number, replies = killers.rng.randrange(len(killers.fleet.proxies)), killers.rng.randint(1, 10)
+    killers.fleet.proxies[number].lose(replies)
+    return f"{replies} to worker-{number}"
+
+
+def cut_off(killers: Killers) -> str:
+    number, seconds = killers.rng.randrange(len(killers.fleet.proxies)), killers.longer_than_a_lease()
+    proxy = killers.fleet.proxies[number]
+    proxy.part()
+    killers.later(seconds, proxy.join)
+    return f"worker-{number} for {seconds:.1f} s"
+
+
+def set_clock(killers: Killers) -> str:
+    clocks = {"redis": killers.fleet.redis.clock, **killers.fleet.clocks}
+    name, seconds = killers.rng.choice(sorted(clocks)), killers.rng.choice([-60.0, 60.0])
+    clocks[name].step(seconds)
+    return f"{name} by {seconds:+.0f} s"
+
+
+KINDS = [
+    Kind("worker killed", 4, kill_worker),
+    Kind("all workers killed", 1, kill_all_workers),
+    Kind("engine core killed", 3, kill_core),
+    Kind("engine core SIGSEGV", 2, break_core),
+    Kind("worker stopped for longer than its lease", 2, stop_worker),
+    Kind("workers restarted by SIGTERM", 1, restart_workers),
+    Kind("control plane killed", 1, kill_control_plane),
+    Kind("process of the control plane killed", 2, kill_control_process),
+    Kind("API killed", 1, kill_api),
+    Kind("Redis killed, back with its file", 3, kill_redis),
+    Kind("Redis gone for long", 1, take_redis_away),
+    Kind("Redis came back empty", 1, empty_redis),
+    Kind("Redis stopped for longer than a lease", 1, stop_redis),
+    Kind("disk full", 1, fill_disk),
+    Kind("memory full", 1, fill_memory),
+    Kind("replies lost on the way to a worker", 2, lose_replies),
+    Kind("worker cut off for longer than its lease", 2, cut_off),
+    Kind("clock set by a minute", 2, set_clock),
+]

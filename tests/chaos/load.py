@@ -1,0 +1,252 @@
+"""Work whose every answer is known: batches of several tenants, and live calls by the official client."""
+
+import contextlib
+import json
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+import openai
+import redis
+
+from jobs import keys
+from jobs.batches import BatchRecord, BatchSpec, StoreError, create_batch, get_batch
+from jobs.scripts import QueueUnavailable
+from tests.pipeline.test_pool import pool
+from tests.support.fleet import Fleet
+
+TENANTS = ("red", "green", "blue")
+SIZES = (100, 800)
+BATCHES_AT_ONCE = 3
+LIVE_CALLERS = 3
+_STATES = ["validating", "in_progress", "finalizing", "completed"]
+_LOOK_SECONDS = 0.25
+_PAUSE = 0.2
+
+
+@dataclass
+class Batch:
+    """One file that was handed in, and what was seen of it."""
+
+    source: Path
+    output: Path
+    spec: BatchSpec
+    answers: list[tuple[str, str]]  # custom_id and answer by line
+    id: str | None = None
+    record: BatchRecord | None = None
+    life: int = 0  # how often Redis had been emptied when the record was read
+
+
+@dataclass
+class LiveAnswers:
+    """What became of the live calls."""
+
+    right: int = 0
+    resumed: int = 0  # cut, and read to the end from the request's own stream
+    again: int = 0  # cut or refused, and called again
+    wrong: list[str] = field(default_factory=list)
+    refusals: dict[str, int] = field(default_factory=dict)
+
+
+class Load:
+    """Hands in batches so that some are always under way, follows them, and makes live calls, until `stop`; all in threads."""
+
+    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+        self._fleet = fleet
+        self._rng = rng
+        self._questions: list[dict[str, Any]] = pool()
+        self._stopping = threading.Event()
+        self._ending = threading.Event()
+        self._threads = [threading.Thread(target=self._feed, name="feeder", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._call, args=(random.Random(rng.random()),), daemon=True) for _ in range(LIVE_CALLERS)
+        ]
+        self._lock = threading.Lock()
+        self.batches: list[Batch] = []
+        self.live = LiveAnswers()
+        self.faults: list[str] = []  # what was seen on the way and must not be
+        self.lives = 0  # how often Redis was emptied
+        self._lost_totals = (0, 0)
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stopping.set()
+        self._ending.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    @property
+    def finished(self) -> int:
+        """Lines that have their result, as the records say."""
+        return sum(batch.record.completed + batch.record.failed for batch in self.batches if batch.record is not None)
+
+    @property
+    def handed_in(self) -> int:
+        return sum(len(batch.answers) for batch in self.batches)
+
+    @property
+    def live_answers(self) -> int:
+        return self.live.right
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Batches that have not ended, as last seen."""
+        return [f"{batch.spec.root}: {batch.record}" for batch in self.batches if batch.record is None or not batch.record.ended]
+
+    def stop(self) -> None:
+        """No more batches and calls; those that are there go on to their end."""
+        self._stopping.set()
+
+    def has_ended(self) -> bool:
+        """Whether every batch has ended and every caller has its answer."""
+        callers = self._threads[1:]
+        return self._stopping.is_set() and not self.unfinished and not any(thread.is_alive() for thread in callers)
+
+    def token_totals(self) -> tuple[int, int]:
+        """Tokens generated and delivered, over all lives of Redis, as far as it was told of them."""
+        generated, delivered = self._fleet.queue.token_totals()
+        return self._lost_totals[0] + generated, self._lost_totals[1] + delivered
+
+    def note_end_of_life(self) -> None:
+        """Redis is about to lose everything; workers that live on will tell the next one of all their tokens again."""
+        generated, delivered = self.token_totals()
+        told_again = sum(int(self._fleet.client.get(keys.counted(worker.id)) or 0) for worker in self._fleet.queue.workers())
+        self._lost_totals = generated - told_again, delivered
+        self.lives += 1
+
+    def _feed(self) -> None:
+        while not self._ending.wait(_LOOK_SECONDS):
+            if not self._stopping.is_set() and len(self.unfinished) < BATCHES_AT_ONCE:
+                self.batches.append(self._write_batch())
+            for batch in self.batches:
+                if batch.record is None or not batch.record.ended:
+                    with contextlib.suppress(redis.RedisError, QueueUnavailable, KeyError):
+                        self._look_at(batch)
+
+    def _write_batch(self) -> Batch:
+        number = len(self.batches)
+        folder = self._fleet.folder / f"batch-{number}"
+        folder.mkdir()
+        source, output = folder / "requests.jsonl", folder / "results.jsonl"
+        answers = []
+        with source.open("w") as file:
+            for line in range(self._rng.randint(*SIZES)):
+                question = self._rng.choice(self._questions)
+                custom_id = f"{number}-{line}-{question['id']}"
+                request = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body_of(question)}
+                file.write(json.dumps(request) + "\n")
+                answers.append((custom_id, question["answer"]))
+        root = self._fleet.store / "batches" / folder.name
+        spec = BatchSpec(input=str(source), root=str(root), output=str(output), tenant=TENANTS[number % len(TENANTS)], models=("demo",))
+        return Batch(source, output, spec, answers)
+
+    def _look_at(self, batch: Batch) -> None:
+        """Hands the batch in until that is known to have worked; then follows its record, which only moves forward."""
+        life = self.lives
+        if batch.id is None:
+            try:
+                batch.id = create_batch(self._fleet.client, batch.spec).id
+            except StoreError:
+                return
+        record = get_batch(self._fleet.client, batch.id, retry_seconds=0)
+        before, batch.record = batch.record, record
+        if before is not None and batch.life == life == self.lives:
+            self._compare(batch, before, record)
+        batch.life = life
+
+    def _compare(self, batch: Batch, before: BatchRecord, now: BatchRecord) -> None:
+        if _STATES.index(now.state) < _STATES.index(before.state):
+            self.faults.append(f"{batch.source}: went back from {before.state} to {now.state}")
+        if now.completed < before.completed or now.failed < before.failed:
+            self.faults.append(f"{batch.source}: counts fell from {before.completed}/{before.failed} to {now.completed}/{now.failed}")
+
+    def _call(self, rng: random.Random) -> None:
+        while not self._stopping.is_set():
+            question = rng.choice(self._questions)
+            while not self._answered(question) and not self._ending.wait(_PAUSE):
+                pass
+
+    def _answered(self, question: dict[str, Any]) -> bool:
+        """One call; whether it brought the whole answer. What it showed of it must be right in any case."""
+        texts: list[str] = []
+        stream_id = None
+        try:
+            with openai.OpenAI(base_url=f"{self._fleet.api_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+                response = client.chat.completions.with_raw_response.create(**body_of(question), stream=True)
+                stream_id = response.headers["x-stream-id"]
+                ended = False
+                for chunk in response.parse():
+                    texts.append(chunk.choices[0].delta.content or "")
+                    ended = ended or chunk.choices[0].finish_reason is not None
+                if not ended:
+                    raise ConnectionError("the stream ended early")
+        except Exception as error:
+            return self._is_known_refusal(error, question, "".join(texts), stream_id)
+        self._compare_text(question, "".join(texts), whole=True)
+        with self._lock:
+            self.live.right += 1
+        return True
+
+    def _is_known_refusal(self, error: Exception, question: dict[str, Any], text: str, stream_id: str | None) -> bool:
+        """A call may end with its API process, or without Redis; whether the rest of its answer could be read afterwards."""
+        self._compare_text(question, text, whole=False)
+        name = f"{getattr(error, 'status_code', '')} {type(error).__name__}: {str(error)[:100]}".strip()
+        expected = isinstance(error, openai.APIConnectionError | httpx.TransportError | ConnectionError | openai.InternalServerError)
+        expected = expected or (isinstance(error, openai.APIError) and getattr(error, "code", None) == "queue_unavailable")
+        with self._lock:
+            self.live.refusals[name] = self.live.refusals.get(name, 0) + 1
+            if not expected:
+                self.live.wrong.append(f"a call ended with {name}")
+        rest = None if stream_id is None else self._read_stream(stream_id)
+        with self._lock:
+            if rest is None:
+                self.live.again += 1
+                return False
+            self.live.resumed += 1
+            self.live.right += 1
+        self._compare_text(question, rest, whole=True)
+        return True
+
+    def _read_stream(self, stream_id: str) -> str | None:
+        """The whole text from the request's own stream, on the API process that comes next; None if it is not to be had."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not self._ending.is_set():
+            try:
+                text = self._read_events(f"{self._fleet.api_url}/v1/streams/{stream_id}")
+            except httpx.TransportError:
+                time.sleep(_PAUSE)
+                continue
+            return text
+        return None
+
+    @staticmethod
+    def _read_events(url: str) -> str | None:
+        texts, ended = [], False
+        with httpx.stream("GET", url, timeout=60) as response:
+            if response.status_code != 200:
+                return None
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                texts += [choice["text"] for choice in event.get("choices", [])]
+                ended = ended or event.get("status") == 200
+        return "".join(texts) if ended else None
+
+    def _compare_text(self, question: dict[str, Any], text: str, whole: bool) -> None:
+        if text != question["answer"] if whole else not question["answer"].startswith(text):
+            with self._lock:
+                self.live.wrong.append(f"{question['id']}: {text!r} instead of {question['answer']!r}")
+
+
+def body_of(question: dict[str, Any]) -> dict[str, Any]:
+    return {"model": "demo", "messages": question["messages"], "max_tokens": question["max_tokens"], "temperature": 0}

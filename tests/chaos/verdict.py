@@ -1,0 +1,119 @@
+"""What a run must have kept: `judge` looks at every line, call, process and key, and says what is wrong."""
+
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from jobs import keys
+from tests.chaos.killers import Killers
+from tests.chaos.load import Batch, Load
+from tests.pipeline.results import read_results, text_of
+from tests.support.fleet import Fleet
+from tests.support.integrity import faults
+from tests.support.processes import command_line, descendants
+
+MINUTES = {  # what may stand in an idle queue for a while: the pattern of the key, and within how many seconds it must expire
+    r"\{q\}:batch:.*": 30 * 24 * 3600,  # records of ended batches
+    r"\{q\}:tok:live_.*": 300,  # streams of ended live calls, for those who were cut
+    r"\{q\}:claim:.*": 60,
+    r"\{q\}:counted:.*": 24 * 3600,
+    r"\{q\}:ctl:.*": 600,
+    r"\{q\}:api:.*": 300,
+    r"rq:.*": 3600,
+}
+FOREVER = {keys.BATCHES, *keys.PERMANENT}
+RQ_SETS = {"rq:queues", "rq:workers", "rq:workers:advance", "rq:workers:bulk"}
+
+
+@dataclass
+class Verdict:
+    """The outcome of a run; without faults every promise was kept."""
+
+    seed: int
+    seconds: float
+    lines: int
+    load: Load
+    killers: Killers
+    exits: dict[str, list[int]]
+    tokens: tuple[int, int]  # generated, delivered
+    faults: list[str] = field(default_factory=list)
+
+    def report(self) -> str:
+        """A table for people."""
+        generated, delivered = self.tokens
+        live = self.load.live
+        rows = [("what was done", "times"), *((name, str(times)) for name, times in sorted(self.killers.done.items()))]
+        rows += [
+            ("", ""),
+            ("seconds", f"{self.seconds:.0f}"),
+            ("lines, in batches", f"{self.lines}, {len(self.load.batches)}"),
+            ("lines per second", f"{self.lines / self.seconds:.1f}"),
+            ("live calls answered", f"{live.right}, of them {live.resumed} read on after a cut, {live.again} called again"),
+            ("processes started again", str(sum(map(len, self.exits.values())))),
+            ("tokens generated, delivered", f"{generated}, {delivered}"),
+            ("computed again", f"{(generated - delivered) / max(1, generated):.1%}"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        table = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        refused = "".join(f"\nrefused: {count} x {name}" for name, count in live.refusals.items())
+        end = "\n".join(self.faults) if self.faults else "nothing missing, nothing twice, every answer right, nothing left over"
+        return f"{table}{refused}\n{len(self.faults)} faults (seed {self.seed})\n{end}"
+
+
+def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int) -> Verdict:
+    """Stops the fleet, which has nothing to do any more, and looks at all that it leaves."""
+    found = [*load.faults, *load.live.wrong]
+    for batch in load.batches:
+        found += _batch_faults(batch)
+    exits = fleet.exits
+    codes = fleet.stop("api", "worker")
+    found += key_faults(fleet.client)  # while the control plane still clears away what stopped workers leave
+    codes |= fleet.stop("jobs")
+    found += [f"{name} ended with exit code {code} when it was told to stop" for name, code in codes.items() if code]
+    found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
+    pids = {pid for pid in descendants(os.getpid()) if pid != fleet.redis.pid}
+    found += [f"left running: {command_line(pid)}" for pid in pids]
+    found += faults(fleet.client)
+    generated, delivered = load.token_totals()
+    return Verdict(seed, seconds, load.handed_in, load, killers, exits, (generated, delivered), found)
+
+
+def _batch_faults(batch: Batch) -> list[str]:
+    name, record = batch.source.parent.name, batch.record
+    if record is None or record.state != "completed":
+        return [f"{name}: {record}"]
+    found = []
+    if (record.total, record.completed, record.failed) != (len(batch.answers), len(batch.answers), 0):
+        found.append(f"{name}: {record.completed} completed and {record.failed} failed of {record.total}, not {len(batch.answers)}")
+    results = read_results(batch.output)
+    ids = [result["custom_id"] for result in results]
+    if ids != [custom_id for custom_id, _ in batch.answers]:
+        wanted = {custom_id for custom_id, _ in batch.answers}
+        missing, twice, more = len(wanted - set(ids)), len(ids) - len(set(ids)), len(set(ids) - wanted)
+        found.append(f"{name}: {missing} lines missing, {twice} twice, {more} of no request, or out of order")
+    answers = dict(batch.answers)
+    for result in results:
+        if result["error"] is not None or text_of(result) != answers.get(result["custom_id"]):
+            found.append(f"{name}: {result['custom_id']} is answered {str(result['response'] or result['error'])[:300]}")
+    return found
+
+
+def key_faults(client: Any, patience: float = 15.0) -> list[str]:
+    """Keys that nobody accounts for, after those of stopped workers had some seconds to go away."""
+    deadline = time.monotonic() + patience
+    while (found := list(filter(None, (_key_fault(client, key) for key in client.keys("*"))))) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return found
+
+
+def _key_fault(client: Any, raw: bytes) -> str | None:
+    key = raw.decode(errors="replace")
+    left = client.ttl(raw)
+    if key in FOREVER or key in RQ_SETS or left == -2:
+        return None
+    for pattern, seconds in MINUTES.items():
+        if re.fullmatch(pattern, key, re.DOTALL):
+            return None if 0 <= left <= seconds else f"the key {key} stays for {left} s"
+    return f"nobody accounts for the key {key}"
