@@ -14,6 +14,7 @@ from jobs.scripts import MAX_ITEMS
 from workers.leases import Leases
 from workers.preparation import Preparation
 from workers.prepared import Prepared
+from workers.running import Load
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ LOOK_SECONDS = 2.0
 """How often an idle worker asks for work without having been told that there is some."""
 
 _PAUSE_AFTER_ERROR = 0.5
+_FIRST_CLAIM = 16  # requests; no fewer than suspects run together
 
 
 class Intake:
@@ -34,10 +36,10 @@ class Intake:
         max_num_seqs: int,
         leases: Leases,
         preparation: Preparation,
-        in_flight: Callable[[], int],
+        load: Callable[[], Load],
         start: Callable[[list[Prepared], list[Finished]], None],
     ) -> None:
-        """`in_flight` counts the requests that the engine has; `start` takes what was prepared, and the results of what cannot run."""
+        """`load` is what the engine has; `start` takes what was prepared, and the results of what cannot run."""
         self._queue = queue
         self._worker = worker
         self._models = models
@@ -46,7 +48,7 @@ class Intake:
         self._least = max(1, max_num_seqs // 16)
         self._leases = leases
         self._preparation = preparation
-        self._in_flight = in_flight
+        self._load = load
         self._start = start
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -104,20 +106,33 @@ class Intake:
                 await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
     def _wants_more(self) -> bool:
-        in_flight = self._in_flight()
         if self._paused or self._in_trial:
             return False
-        return (self._rung and in_flight < self._live_room) or (self._more and self._room - in_flight >= self._least)
+        load = self._load()
+        return (self._rung and self._free_for_live(load) > 0) or (self._more and self._free(load) >= self._least)
+
+    def _free(self, load: Load) -> int:
+        return self._room - load.batch - load.live
+
+    def _free_for_live(self, load: Load) -> int:
+        """Requests with many choices may have taken more than the room for batch work; that is not at the expense of live calls."""
+        return self._live_room - min(load.batch, self._room) - load.live
+
+    def _requests_for(self, free: int, load: Load) -> int:
+        """How many requests fill so many places, if they have as many choices as those in flight; a few if there are none to go by."""
+        if free <= 0:
+            return 0
+        return max(1, free * load.requests // (load.batch + load.live)) if load.requests else min(free, _FIRST_CLAIM)
 
     async def _take(self) -> bool:
         """Claims once, and hands on what was given; False when Redis cannot answer."""
         loop = asyncio.get_running_loop()
-        in_flight = self._in_flight()
-        room = max(0, self._room - in_flight)
+        load = self._load()
+        room, live_room = self._requests_for(self._free(load), load), self._requests_for(self._free_for_live(load), load)
         self._idle.clear()
         try:
             rung, self._rung = self._rung, False
-            claims = await loop.run_in_executor(self._thread, self._claim, room, self._live_room - in_flight)
+            claims = await loop.run_in_executor(self._thread, self._claim, room, live_room)
             if claims is None:
                 self._rung = self._rung or rung  # a bell may have rung meanwhile
                 return False

@@ -146,8 +146,10 @@ class Replica:
     async def _become_ready(self, tokenizer: TextTokenizer) -> None:
         info, models = self._engine.info, self._settings.models
         preparation = Preparation(tokenizer, models, Limits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids)))
-        in_flight = self._running.__len__
-        self._intake = Intake(self._queue, self.id, models, info.max_num_seqs, self._leases, preparation, in_flight, self._start_requests)
+        leases, running = self._leases, self._running
+        self._intake = Intake(
+            self._queue, self.id, models, info.max_num_seqs, leases, preparation, lambda: running.load, self._start_requests
+        )
         self._trials = Trials(self._intake, self._running, self._give_up)
         self._record = msgspec.structs.replace(self._record, max_model_len=info.max_model_len)
         await self._set_state("ready")

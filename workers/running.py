@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from jobs.queue import Held
@@ -20,6 +21,15 @@ from workers.sequence import Sequence
 
 WATCHED_SECONDS = 60.0
 """How long a request counts as watched that was when it was claimed; whoever watches says so again before that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much the engine has: requests, and their choices that have not ended, of batches and of live calls."""
+
+    requests: int = 0
+    batch: int = 0
+    live: int = 0
 
 
 class Engine(Protocol):
@@ -59,6 +69,11 @@ class Running:
     def __len__(self) -> int:
         """Choices that have not ended, the engine's unit of work."""
         return len(self._sequences)
+
+    @property
+    def load(self) -> Load:
+        live = sum(len(request.running) for request in self._requests.values() if request.claim.live)
+        return Load(len(self._requests), len(self._sequences) - live, live)
 
     def start(self, prepared: Iterable[Prepared]) -> None:
         """Hands requests to the engine, with what earlier workers generated as a forced beginning."""

@@ -14,6 +14,7 @@ from workers.claims import LOOK_SECONDS, Intake
 from workers.leases import Leases
 from workers.preparation import Preparation
 from workers.prepared import Prepared
+from workers.running import Load
 from workers.sampling_params import Limits
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
@@ -29,16 +30,20 @@ class Collector:
         self.taken: list[Prepared] = []
         self.refused: list[Finished] = []
 
+    def load(self) -> Load:
+        choices = [(item.claim.live, len(item.prompts) * item.call.best_of) for item in self.taken]
+        return Load(len(choices), sum(count for live, count in choices if not live), sum(count for live, count in choices if live))
+
     def start(self, prepared: list[Prepared], errors: list[Finished]) -> None:
         self.taken += prepared
         self.refused += errors
 
 
-def add_lines(queue: Queue, batch: str, count: int) -> None:
+def add_lines(queue: Queue, batch: str, count: int, body: bytes = BODY) -> None:
     queue.create_batch(batch, count, state="in_progress")
     for first in range(0, count, 500):
         lines = range(first, min(count, first + 500))
-        assert queue.ingest(batch, [(line, Request("/v1/chat/completions", "demo", BODY, line)) for line in lines], first, lines.stop)
+        assert queue.ingest(batch, [(line, Request("/v1/chat/completions", "demo", body, line)) for line in lines], first, lines.stop)
 
 
 def with_intake(queue: Queue, max_num_seqs: int, scenario: Callable[[Intake, Collector, Leases], Awaitable[None]]) -> None:
@@ -46,7 +51,7 @@ def with_intake(queue: Queue, max_num_seqs: int, scenario: Callable[[Intake, Col
         collector = Collector()
         leases = Leases(queue, "worker", 30.0, lambda: 0, lambda lost: None)
         preparation = Preparation(TOKENIZER, ["demo"], Limits(2048, TOKENIZER.vocabulary_size))
-        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, lambda: len(collector.taken), collector.start)
+        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, collector.load, collector.start)
         task = asyncio.create_task(intake.run())
         try:
             await scenario(intake, collector, leases)
@@ -96,6 +101,22 @@ def test_live_calls_get_in_when_all_is_full(queue: Queue) -> None:
         assert queue.ready_length("batch_a") == 42
 
     with_intake(queue, 16, scenario)
+
+
+def test_requests_of_many_choices_take_as_many_places(queue: Queue) -> None:
+    """64 places and 8 spare ones; what requests are like shows with the first ones. Live calls get in beside too many choices."""
+    add_lines(queue, "batch_a", 60, json.dumps({**json.loads(BODY), "n": 4}).encode())
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        await until(lambda: len(collector.taken) >= 18, "a full house")
+        assert len(collector.taken) == 18
+        queue.submit("live_1", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+        intake.bell()
+        await until(lambda: len(collector.taken) == 19, "the live call")
+        assert collector.taken[-1].claim.live
+        assert queue.ready_length("batch_a") == 42
+
+    with_intake(queue, 64, scenario)
 
 
 def test_a_paused_intake_claims_nothing(queue: Queue) -> None:
