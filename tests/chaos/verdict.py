@@ -1,30 +1,15 @@
 """What a run must have kept: `judge` looks at every line, call, process and key, and says what is wrong."""
 
 import os
-import re
-import time
 from dataclasses import dataclass, field
-from typing import Any
 
-from jobs import keys
 from tests.chaos.killers import Killers
 from tests.chaos.load import Batch, Load
 from tests.pipeline.results import read_results, text_of
 from tests.support.fleet import Fleet
 from tests.support.integrity import faults
+from tests.support.leftovers import leftovers
 from tests.support.processes import command_line, descendants
-
-MINUTES = {  # what may stand in an idle queue for a while: the pattern of the key, and within how many seconds it must expire
-    r"\{q\}:batch:.*": 30 * 24 * 3600,  # records of ended batches
-    r"\{q\}:tok:live_.*": 300,  # streams of ended live calls, for those who were cut
-    r"\{q\}:claim:.*": 60,
-    r"\{q\}:counted:.*": 24 * 3600,
-    r"\{q\}:ctl:.*": 600,
-    r"\{q\}:api:.*": 300,
-    r"rq:.*": 3600,
-}
-FOREVER = {keys.BATCHES, *keys.PERMANENT}
-RQ_SETS = {"rq:queues", "rq:workers", "rq:workers:advance", "rq:workers:bulk"}
 
 
 @dataclass
@@ -69,7 +54,7 @@ def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int)
         found += _batch_faults(batch)
     exits = fleet.exits
     codes = fleet.stop("api", "worker")
-    found += key_faults(fleet.client)  # while the control plane still clears away what stopped workers leave
+    found += leftovers(fleet.client)  # while the control plane still clears away what stopped workers leave
     codes |= fleet.stop("jobs")
     found += [f"{name} ended with exit code {code} when it was told to stop" for name, code in codes.items() if code]
     found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
@@ -98,22 +83,3 @@ def _batch_faults(batch: Batch) -> list[str]:
         if result["error"] is not None or text_of(result) != answers.get(result["custom_id"]):
             found.append(f"{name}: {result['custom_id']} is answered {str(result['response'] or result['error'])[:300]}")
     return found
-
-
-def key_faults(client: Any, patience: float = 15.0) -> list[str]:
-    """Keys that nobody accounts for, after those of stopped workers had some seconds to go away."""
-    deadline = time.monotonic() + patience
-    while (found := list(filter(None, (_key_fault(client, key) for key in client.keys("*"))))) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return found
-
-
-def _key_fault(client: Any, raw: bytes) -> str | None:
-    key = raw.decode(errors="replace")
-    left = client.ttl(raw)
-    if key in FOREVER or key in RQ_SETS or left == -2:
-        return None
-    for pattern, seconds in MINUTES.items():
-        if re.fullmatch(pattern, key, re.DOTALL):
-            return None if 0 <= left <= seconds else f"the key {key} stays for {left} s"
-    return f"nobody accounts for the key {key}"

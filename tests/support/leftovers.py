@@ -1,0 +1,36 @@
+"""Which keys an idle queue may hold: those that stay, and those that go away by themselves within a known time."""
+
+import re
+import time
+from typing import Any
+
+from jobs import keys
+
+_STAY = {keys.BATCHES, *keys.PERMANENT, "rq:queues", "rq:workers", "rq:workers:advance", "rq:workers:bulk"}
+_GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
+    r"\{q\}:batch:.*": 30 * 24 * 3600,  # records of ended batches
+    r"\{q\}:tok:live_.*": 300,  # streams of ended live calls, for those who were cut
+    r"\{q\}:api:.*": 300,
+    r"\{q\}:claim:.*": 120,
+    r"\{q\}:counted:.*": 24 * 3600,
+    r"\{q\}:ctl:.*": 600,
+    r"rq:.*": 3600,
+}
+
+
+def leftovers(client: Any, patience: float = 15.0) -> list[str]:
+    """Sentences about keys that nobody accounts for; those of workers that just stopped get some seconds to go away."""
+    deadline = time.monotonic() + patience
+    while (found := list(filter(None, (_fault(client, key) for key in client.keys("*"))))) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return found
+
+
+def _fault(client: Any, raw: bytes) -> str | None:
+    key, left = raw.decode(errors="replace"), client.ttl(raw)
+    if key in _STAY or left == -2:
+        return None
+    for pattern, seconds in _GO_AWAY.items():
+        if re.fullmatch(pattern, key, re.DOTALL):
+            return None if 0 <= left <= seconds else f"the key {key} lasts for {left} s"
+    return f"nobody accounts for the key {key}"
