@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from jobs import fields
 from jobs.queue import Queue
 from jobs.registry import ModelRecord, WorkerRecord
 from jobs.results import ApiError
@@ -66,4 +67,5 @@ def model_not_found(model: str, served: list[str]) -> ApiError:
     """The 404 that names what is served instead."""
     names = ", ".join(f"`{name}`" for name in served)
     rest = f"Served at the moment: {names}." if served else "No model is served at the moment."
-    return ApiError(404, f"The model `{model}` does not exist or is not served. {rest}", "not_found_error", "model", "model_not_found")
+    message = f"The model `{fields.shown(model)}` does not exist or is not served. {rest}"
+    return ApiError(404, message, "not_found_error", "model", "model_not_found")

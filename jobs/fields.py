@@ -45,8 +45,10 @@ def unknown_choice(value: str, param: str, choices: tuple[str, ...]) -> NoReturn
 
 
 def shown(value: str) -> str:
-    """A bad value as an error repeats it, however long it is."""
-    return value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]}…"
+    """A bad value as an error repeats it, however long or strange it is: in one line of whole characters."""
+    start = value[:_MOST_SHOWN]
+    start = start if start.isprintable() else repr(start)[1:-1]
+    return start if len(value) <= _MOST_SHOWN else f"{start}…"
 
 
 def required(values: dict[str, Any], name: str, prefix: str = "") -> Any:

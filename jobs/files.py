@@ -20,7 +20,9 @@ _BOM = b"\xef\xbb\xbf"
 _LINE_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
 _BODY_COLUMNS = (
     "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "n", "presence_penalty", "frequency_penalty", "logprobs", "top_logprobs", "logit_bias", "response_format", "user",
+    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", "logprobs", "top_logprobs",
+    "prompt_logprobs", "echo", "logit_bias", "bad_words", "skip_special_tokens", "priority", "truncate_prompt_tokens", "response_format",
+    "user",
 )  # fmt: skip
 
 

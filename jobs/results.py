@@ -91,11 +91,12 @@ class ApiError(Exception):
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON as UTF-8, with half characters (surrogates) escaped rather than refused."""
+    """JSON as UTF-8. Halves of characters (surrogates), which strict readers refuse even when escaped, are replaced."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
-        return json.dumps(value, separators=(",", ":"), ensure_ascii=True).encode()
+        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
 def new_request_id() -> str:

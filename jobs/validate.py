@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from jobs import fields
 from jobs.control import Slice, enqueue, process_queue, run_long
 from jobs.files import MAX_LINE_BYTES, SPOOL_NAME, InputError, InputLine, needs_spool, read_lines, write_spool
 from jobs.lines import decode_json, read_line
@@ -167,6 +168,6 @@ def _describe(source: str, found: list[tuple[int, PlanEntry, PlanEntry]]) -> lis
         for _, entry, original in found:
             file.seek(entry.offset)
             custom_id = read_line(file.read(entry.length)).custom_id
-            message = f"Duplicate custom_id '{custom_id}': line {original.line} has it already."
+            message = f"Duplicate custom_id '{fields.shown(custom_id)}': line {original.line} has it already."
             problems.append(LineProblem("duplicate_custom_id", message, entry.line, "custom_id"))
     return problems

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jobs.results import ApiError
 from jobs.validation import CHAT, COMPLETIONS, LineError, LineRequest, check_line, decode_body, parse_call
+from tests.support.bad_requests import BAD_REQUESTS, HOSTILE_BUT_GOOD, NOT_JSON, BadRequest, as_json
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -25,10 +26,6 @@ def without(body: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in body.items() if key != name}
 
 
-def message(**fields: Any) -> dict[str, Any]:
-    return chat(messages=[{"role": "user", "content": "hi"} | fields])
-
-
 class TestGoodCalls:
     def test_chat_defaults(self) -> None:
         call = parse_call(CHAT, chat())
@@ -40,22 +37,43 @@ class TestGoodCalls:
         call = parse_call(COMPLETIONS, completion())
         assert (call.prompts, call.messages, call.max_tokens) == (["hi"], [], 16)
 
-    @pytest.mark.parametrize(("prompt", "prompts"), [("a", ["a"]), ([1, 2], [[1, 2]]), (["a"], ["a"]), ([[1, 2]], [[1, 2]])])
+    @pytest.mark.parametrize(
+        ("prompt", "prompts"),
+        [("a", ["a"]), ([1, 2], [[1, 2]]), (["a"], ["a"]), ([[1, 2]], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
+    )
     def test_forms_of_prompts(self, prompt: Any, prompts: Any) -> None:
         assert parse_call(COMPLETIONS, completion(prompt=prompt)).prompts == prompts
 
     def test_everything(self) -> None:
         call = parse_call(CHAT, chat(
             max_tokens=9, max_completion_tokens=5, temperature=0, top_p=0.5, top_k=-1, seed=-(2**63), stop="x", stop_token_ids=[1],
-            ignore_eos=True, stream=True, stream_options={"include_usage": True}, n=1, logprobs=False, top_logprobs=0,
-            frequency_penalty=0, response_format={"type": "text"}, unheard_of={"a": 1}, user="me", tools=[],
+            ignore_eos=True, stream=True, stream_options={"include_usage": True}, n=2, logprobs=True, top_logprobs=3, min_tokens=5,
+            min_p=0.25, presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={"5": -100, "007": 1.5},
+            bad_words=["fox"], skip_special_tokens=False, priority=-7, truncate_prompt_tokens=-1, response_format={"type": "text"},
+            unheard_of={"a": 1}, user="me", tools=[], tool_choice="auto", modalities=["text"], length_penalty=1.0,
         ))  # fmt: skip
+        assert (call.n, call.best_of, call.sequences, call.logprobs, call.prompt_logprobs, call.echo) == (2, 2, 2, 3, None, False)
+        assert (call.min_p, call.presence_penalty, call.frequency_penalty, call.repetition_penalty) == (0.25, -2.0, 2.0, 1.5)
+        assert (call.logit_bias, call.bad_words, call.min_tokens) == ({5: -100.0, 7: 1.5}, ["fox"], 5)
+        assert (call.skip_special_tokens, call.priority, call.truncate_prompt_tokens) == (False, -7, -1)
         assert (call.max_tokens, call.temperature, call.top_p, call.top_k, call.seed) == (5, 0.0, 0.5, 0, -(2**63))
         assert (call.stop, call.stop_token_ids, call.ignore_eos, call.stream, call.include_usage) == (["x"], [1], True, True, True)
 
+    def test_what_only_completions_have(self) -> None:
+        body = completion(prompt=["a", "b"], n=2, best_of=3, logprobs=0, prompt_logprobs=5, echo=True, max_tokens=0)
+        call = parse_call(COMPLETIONS, body)
+        assert (call.n, call.best_of, call.sequences) == (2, 3, 6)
+        assert (call.logprobs, call.prompt_logprobs, call.echo, call.max_tokens) == (0, 5, True, 0)
+
+    @pytest.mark.parametrize(("prompts", "answers"), [(512, 1), (4, 128), (170, 3)])
+    def test_as_many_sequences_as_may_be(self, prompts: int, answers: int) -> None:
+        assert parse_call(COMPLETIONS, completion(prompt=["x"] * prompts, n=answers)).sequences <= 512
+
     def test_null_is_the_default(self) -> None:
         names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options",
-                 "n", "logprobs", "tools", "response_format")  # fmt: skip
+                 "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "min_p", "presence_penalty", "frequency_penalty",
+                 "repetition_penalty", "logit_bias", "min_tokens", "bad_words", "skip_special_tokens", "priority", "truncate_prompt_tokens",
+                 "tools", "response_format", "chat_template")  # fmt: skip
         assert parse_call(CHAT, chat(**dict.fromkeys(names))) == parse_call(CHAT, chat())
 
     def test_parts_of_text_are_joined_and_tool_messages_kept(self) -> None:
@@ -74,106 +92,31 @@ class TestGoodCalls:
         ]
 
 
-# endpoint, body, param, code
-BAD_CALLS: list[tuple[str, Any, str | None, str]] = [
-    (CHAT, [], "body", "invalid_type"),
-    (CHAT, "x", "body", "invalid_type"),
-    (CHAT, None, "body", "invalid_type"),
-    (CHAT, without(chat(), "model"), "model", "missing_required_parameter"),
-    (CHAT, chat(model=3), "model", "invalid_type"),
-    (CHAT, chat(model=["m"]), "model", "invalid_type"),
-    (CHAT, without(chat(), "messages"), "messages", "missing_required_parameter"),
-    (CHAT, chat(messages=None), "messages", "missing_required_parameter"),
-    (CHAT, chat(messages="hi"), "messages", "invalid_type"),
-    (CHAT, chat(messages={"role": "user"}), "messages", "invalid_type"),
-    (CHAT, chat(messages=[]), "messages", "empty_array"),
-    (CHAT, chat(messages=["hi"]), "messages[0]", "invalid_type"),
-    (CHAT, chat(messages=[None]), "messages[0]", "invalid_type"),
-    (CHAT, chat(messages=[{"content": "hi"}]), "messages[0].role", "missing_required_parameter"),
-    (CHAT, message(role="robot"), "messages[0].role", "invalid_value"),
-    (CHAT, message(role="function"), "messages[0].role", "invalid_value"),
-    (CHAT, message(role=1), "messages[0].role", "invalid_type"),
-    (CHAT, chat(messages=[{"role": "user"}]), "messages[0].content", "missing_required_parameter"),
-    (CHAT, message(content=None), "messages[0].content", "missing_required_parameter"),
-    (CHAT, message(content=5), "messages[0].content", "invalid_type"),
-    (CHAT, message(content={}), "messages[0].content", "invalid_type"),
-    (CHAT, message(content=[]), "messages[0].content", "empty_array"),
-    (CHAT, message(content=["a"]), "messages[0].content[0]", "invalid_type"),
-    (CHAT, message(content=[{"text": "a"}]), "messages[0].content[0].type", "missing_required_parameter"),
-    (CHAT, message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type", "invalid_value"),
-    (CHAT, message(content=[{"type": "text", "text": "a"}, {"type": "text"}]), "messages[0].content[1].text",
-     "missing_required_parameter"),
-    (CHAT, message(content=[{"type": "text", "text": 4}]), "messages[0].content[0].text", "invalid_type"),
-    (CHAT, message(content="\ud800"), "messages[0].content", "invalid_value"),
-    (CHAT, message(name=4), "messages[0].name", "invalid_type"),
-    (CHAT, message(role="assistant", content=None), "messages[0].content", "missing_required_parameter"),
-    (CHAT, message(role="assistant", tool_calls={}), "messages[0].tool_calls", "invalid_type"),
-    (CHAT, message(role="assistant", tool_calls=[1]), "messages[0].tool_calls[0]", "invalid_type"),
-    (CHAT, message(role="assistant", tool_calls=[{"a": "\ud800"}]), "messages[0].tool_calls", "invalid_value"),
-    (CHAT, chat(messages=[*MESSAGES, {"role": "user", "content": 1}]), "messages[1].content", "invalid_type"),
-    (COMPLETIONS, without(completion(), "prompt"), "prompt", "missing_required_parameter"),
-    (COMPLETIONS, completion(prompt=5), "prompt", "invalid_type"),
-    (COMPLETIONS, completion(prompt={}), "prompt", "invalid_type"),
-    (COMPLETIONS, completion(prompt=""), "prompt", "empty_string"),
-    (COMPLETIONS, completion(prompt=[]), "prompt", "empty_array"),
-    (COMPLETIONS, completion(prompt=[[]]), "prompt[0]", "empty_array"),
-    (COMPLETIONS, completion(prompt=[""]), "prompt[0]", "empty_string"),
-    (COMPLETIONS, completion(prompt=[1, "a"]), "prompt[1]", "invalid_type"),
-    (COMPLETIONS, completion(prompt=[1, -2]), "prompt[1]", "integer_below_min_value"),
-    (COMPLETIONS, completion(prompt=[2**31]), "prompt[0]", "integer_above_max_value"),
-    (COMPLETIONS, completion(prompt=[1.5]), "prompt[0]", "invalid_type"),
-    (COMPLETIONS, completion(prompt=[True]), "prompt[0]", "invalid_type"),
-    (COMPLETIONS, completion(prompt="\udfff"), "prompt", "invalid_value"),
-    (CHAT, chat(echo=True), "echo", "unsupported_value"),
-    (COMPLETIONS, completion(suffix="x"), "suffix", "unsupported_value"),
-    (CHAT, chat(n=0), "n", "integer_below_min_value"),
-    (CHAT, chat(n="1"), "n", "invalid_type"),
-    (CHAT, chat(n=True), "n", "invalid_type"),
-    (CHAT, chat(tools=[{"type": "function"}]), "tools", "unsupported_value"),
-    (CHAT, chat(presence_penalty="x"), "presence_penalty", "invalid_type"),
-    (CHAT, chat(response_format={"type": "json_object"}), "response_format.type", "unsupported_value"),
-    (CHAT, chat(response_format="json"), "response_format", "invalid_type"),
-    *[(CHAT, chat(max_tokens=value), "max_tokens", code) for value, code in (
-        (0, "integer_below_min_value"), (-1, "integer_below_min_value"), (2**31, "integer_above_max_value"),
-        (10**40, "integer_above_max_value"), ("9", "invalid_type"), (1.0, "invalid_type"), (True, "invalid_type"), ([], "invalid_type"))],
-    (CHAT, chat(max_completion_tokens=0), "max_completion_tokens", "integer_below_min_value"),
-    *[(CHAT, chat(temperature=value), "temperature", code) for value, code in (
-        (-0.1, "decimal_below_min_value"), (-1, "decimal_below_min_value"), (2.1, "decimal_above_max_value"),
-        (float("nan"), "invalid_value"), (float("inf"), "decimal_above_max_value"), (float("-inf"), "decimal_below_min_value"),
-        (10**400, "decimal_above_max_value"), ("0.5", "invalid_type"), (False, "invalid_type"), ({}, "invalid_type"))],
-    *[(CHAT, chat(top_p=value), "top_p", code) for value, code in (
-        (0, "decimal_below_min_value"), (-0.5, "decimal_below_min_value"), (1.01, "decimal_above_max_value"), ("1", "invalid_type"))],
-    *[(CHAT, chat(top_k=value), "top_k", code) for value, code in (
-        (-2, "integer_below_min_value"), (2.0, "invalid_type"), (2**40, "integer_above_max_value"))],
-    *[(CHAT, chat(seed=value), "seed", code) for value, code in (
-        (2**63, "integer_above_max_value"), (-(2**63) - 1, "integer_below_min_value"), (1.5, "invalid_type"), ("1", "invalid_type"))],
-    *[(CHAT, chat(stop=value), param, code) for value, param, code in (
-        (5, "stop", "invalid_type"), ("", "stop", "empty_string"), (["a", ""], "stop[1]", "empty_string"),
-        ([1], "stop[0]", "invalid_type"),
-        (["x"] * 17, "stop", "array_above_max_length"), (["x"] * 100_000, "stop", "array_above_max_length"), ({}, "stop", "invalid_type"),
-        (["\ud800"], "stop[0]", "invalid_value"))],
-    *[(CHAT, chat(stop_token_ids=value), param, code) for value, param, code in (
-        (5, "stop_token_ids", "invalid_type"), ([-1], "stop_token_ids[0]", "integer_below_min_value"),
-        (["a"], "stop_token_ids[0]", "invalid_type"), ([1] * 2000, "stop_token_ids", "array_above_max_length"))],
-    (CHAT, chat(ignore_eos=1), "ignore_eos", "invalid_type"),
-    (CHAT, chat(stream="yes"), "stream", "invalid_type"),
-    (CHAT, chat(stream_options={"include_usage": True}), "stream_options", "invalid_value"),
-    (CHAT, chat(stream=True, stream_options=[]), "stream_options", "invalid_type"),
-    (CHAT, chat(stream=True, stream_options={"include_usage": 1}), "stream_options.include_usage", "invalid_type"),
-]  # fmt: skip
+REFUSED = [case for case in BAD_REQUESTS if not case.needs_model and case.code != "model_not_found"]
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "body", "param", "code"), BAD_CALLS, ids=lambda value: None if isinstance(value, dict) else str(value)[:30]
-)
-def test_bad_calls(endpoint: str, body: Any, param: str | None, code: str) -> None:
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_bad_calls(case: BadRequest) -> None:
     with pytest.raises(ApiError) as caught:
-        parse_call(endpoint, body)
+        parse_call(case.endpoint, decode_body(case.body))
     error = caught.value
-    assert (error.status, error.type, error.param, error.code) == (400, "invalid_request_error", param, code)
-    assert str(param) in error.message or code == "invalid_value"
+    assert (error.status, error.type, error.param, error.code) == (400, "invalid_request_error", case.param, case.code)
+    assert case.words in error.message
     json.dumps(error.body())
     assert len(error.message) < 500
+
+
+@pytest.mark.parametrize("name", NOT_JSON)
+def test_bodies_that_are_no_json(name: str) -> None:
+    with pytest.raises(ApiError, match="could not parse the JSON body") as caught:
+        decode_body(NOT_JSON[name])
+    assert (caught.value.status, caught.value.type) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("name", HOSTILE_BUT_GOOD)
+def test_hostile_calls_that_are_good(name: str) -> None:
+    body = HOSTILE_BUT_GOOD[name]
+    parse_call(CHAT if "messages" in body else COMPLETIONS, decode_body(as_json(body)))
 
 
 @given(
@@ -181,7 +124,8 @@ def test_bad_calls(endpoint: str, body: Any, param: str | None, code: str) -> No
     body=st.dictionaries(
         st.sampled_from([
             "model", "messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
-            "stream", "stream_options", "n", "logprobs", "logit_bias", "tools", "response_format", "min_p",
+            "stream", "stream_options", "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "logit_bias", "tools",
+            "response_format", "min_p", "min_tokens", "bad_words", "echo", "truncate_prompt_tokens", "priority", "chat_template",
         ]),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
@@ -271,9 +215,3 @@ class TestLines:
     def test_either_endpoint_when_none_is_given(self) -> None:
         for url, body in ((CHAT, chat()), (COMPLETIONS, completion())):
             assert isinstance(check_line(json.dumps(line(url=url, body=body)).encode(), 1), LineRequest)
-
-
-def test_a_body_that_is_not_json() -> None:
-    with pytest.raises(ApiError) as caught:
-        decode_body(b"{")
-    assert (caught.value.status, caught.value.type) == (400, "invalid_request_error")

@@ -22,7 +22,7 @@ def custom_ids(source: Path) -> list[str]:
 
 def read_results(output: Path) -> list[dict[str, Any]]:
     """The lines of a result file."""
-    return [json.loads(line) for line in output.read_text().splitlines()]
+    return [json.loads(line) for line in output.read_bytes().splitlines()]
 
 
 def text_of(result: dict[str, Any]) -> str:
@@ -30,11 +30,16 @@ def text_of(result: dict[str, Any]) -> str:
     return str(result["response"]["body"]["choices"][0]["message"]["content"])
 
 
+def answers() -> dict[str, str]:
+    """The right answers to the example requests, by custom_id."""
+    return {row["custom_id"]: row["answer"] for row in map(json.loads, ANSWERS.read_text().splitlines())}
+
+
 def check_answers(source: Path, output: Path) -> None:
     """Every custom_id exactly once, in input order, and every answer right."""
     results = read_results(output)
     assert [result["custom_id"] for result in results] == custom_ids(source)
-    expected = {row["custom_id"]: row["answer"] for row in map(json.loads, ANSWERS.read_text().splitlines())}
+    expected = answers()
     wrong = [(result["custom_id"], text_of(result)) for result in results if text_of(result) != expected[result["custom_id"]]]
     assert not wrong, f"{len(wrong)} of {len(results)} answers are wrong, such as {wrong[:3]}"
     assert all(result["error"] is None and result["response"]["status_code"] == 200 for result in results)
