@@ -41,6 +41,7 @@ def main() -> None:
     die_with_parent()
     set_up_log(f"jobs-{options.queue}")
     logging.getLogger("rq").setLevel(logging.ERROR)  # its registries complain of killed jobs that have long run again
+    logging.getLogger("rq.worker").addFilter(_is_news)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     control.use_server(options.redis_url)
@@ -110,6 +111,11 @@ def _flush() -> None:
         flush(control.process_queue())
     except (redis.RedisError, QueueUnavailable) as error:
         log.warning("finished lines stay in Redis: %s", error)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """RQ shows a traceback for each outage of Redis, of which `_serve` tells in one line."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], redis.RedisError)
 
 
 def _stop(signum: int, frame: FrameType | None) -> Any:

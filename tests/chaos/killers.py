@@ -218,6 +218,12 @@ def lose_replies(killers: Killers) -> str:
     return f"{replies} to worker-{number}"
 
 
+def swallow_reply(killers: Killers) -> str:
+    number = killers.rng.randrange(len(killers.fleet.proxies))
+    killers.fleet.proxies[number].swallow(1)
+    return f"to worker-{number}"
+
+
 def cut_off(killers: Killers) -> str:
     number, seconds = killers.rng.randrange(len(killers.fleet.proxies)), killers.longer_than_a_lease()
     proxy = killers.fleet.proxies[number]
@@ -250,6 +256,7 @@ KINDS = [
     Kind("disk full", 1, fill_disk),
     Kind("memory full", 1, fill_memory),
     Kind("replies lost on the way to a worker", 2, lose_replies),
+    Kind("reply swallowed on the way to a worker", 1, swallow_reply),
     Kind("worker cut off for longer than its lease", 2, cut_off),
     Kind("clock set by a minute", 2, set_clock),
 ]

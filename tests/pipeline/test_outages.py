@@ -52,6 +52,7 @@ def fleet(whole: Fleet, undisturbed: list[str]) -> Iterator[Fleet]:
     exits = {name: list(codes) for name, codes in whole.exits.items()}
     yield whole
     assert whole.exits == exits, {name: member.log[-2000:] for name, member in whole.members.items()}
+    assert [name for name, member in whole.members.items() if "Traceback" in member.log] == []
     assert faults(whole.client) == []
 
 
@@ -252,6 +253,17 @@ def test_a_worker_that_was_cut_off_is_refused_when_it_comes_back(fleet: Fleet, u
     proxy.join()
     work.check_end(undisturbed)
     assert "taken away" in cut_off.log
+
+
+@pytest.mark.parametrize("how", ["lose", "swallow"])
+def test_lost_replies_make_nothing_run_again(fleet: Fleet, undisturbed: list[str], how: str) -> None:
+    """A swallowed reply holds its caller up for longer than so short a lease: then what it held runs again, and just that."""
+    work = Work(fleet)
+    for proxy in fleet.proxies:
+        getattr(proxy, how)(1)
+    work.check_end(undisturbed)
+    assert all(proxy.lost for proxy in fleet.proxies)
+    assert work.claims == LINES + 1 or how == "swallow"
 
 
 def test_a_worker_that_was_stopped_is_refused_when_it_goes_on(fleet: Fleet, undisturbed: list[str]) -> None:

@@ -13,7 +13,8 @@ _LONGEST = 1 << 20
 
 
 class LossyProxy:
-    """Listens on a unix socket. `lose(n)` cuts the connection instead of passing on each of the next n replies to scripts.
+    """Listens on a unix socket. `lose(n)` cuts the connection instead of passing on each of the next n replies to scripts; `swallow(n)`
+    keeps the connection open, and nothing ever comes over it again.
 
     Between `part()` and `join()` nothing gets through in either direction; what was sent meanwhile arrives then, late.
     """
@@ -23,6 +24,7 @@ class LossyProxy:
         self._folder = tempfile.TemporaryDirectory(prefix="proxy-")
         self._listener = socket.socket(socket.AF_UNIX)
         self._left = 0
+        self._silently = False
         self._lock = threading.Lock()
         self._joined = threading.Event()
         self._joined.set()
@@ -31,7 +33,11 @@ class LossyProxy:
 
     def lose(self, replies: int) -> None:
         with self._lock:
-            self._left = replies
+            self._left, self._silently = replies, False
+
+    def swallow(self, replies: int) -> None:
+        with self._lock:
+            self._left, self._silently = replies, True
 
     def part(self) -> None:
         self._joined.clear()
@@ -76,6 +82,8 @@ class LossyProxy:
             while (reply := server.recv(_LONGEST)) and not self._loses(reply, in_script):
                 self._joined.wait()
                 client.sendall(reply)
+            while reply and self._silently and server.recv(_LONGEST):
+                pass
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)
 
