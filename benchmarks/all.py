@@ -1,4 +1,4 @@
-"""`make bench`: start-up, the engine alone and `run-batch` as a whole process, one after the other."""
+"""`make bench`: start-up, the engine alone, the stages of sampling and `run-batch` as a whole process, one after the other."""
 
 import subprocess
 import sys
@@ -7,6 +7,7 @@ BENCHMARKS = (
     ["benchmarks.start_up"],
     ["benchmarks.engine", "--kind", "random", "--requests", "64"],
     ["benchmarks.engine", "--kind", "shared", "--requests", "256"],
+    ["benchmarks.sampling"],
     ["benchmarks.run_batch", "--kind", "shared", "--requests", "128"],
 )
 

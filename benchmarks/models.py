@@ -19,6 +19,9 @@ SHAPES = {
     "gpt2-124m": {
         "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
     },
+    "gpt2-124m-50257": {
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257,
+    },
     "llama-135m": {
         "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "max_position_embeddings": 2048, "tie_word_embeddings": True,
@@ -43,7 +46,7 @@ def _write(name: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(vocab_size=VOCABULARY_SIZE, bos_token_id=0, eos_token_id=0, **SHAPES[name])
+    config = AutoConfig.for_model(**{"vocab_size": VOCABULARY_SIZE, "bos_token_id": 0, "eos_token_id": 0, **SHAPES[name]})
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
 

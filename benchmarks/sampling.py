@@ -1,0 +1,94 @@
+"""What each stage of sampling adds to a decode step of 64 requests when all of them use it: milliseconds, and per cent of the step.
+
+    OMP_NUM_THREADS=2 python -m benchmarks.sampling
+
+Steps with the stage and without it take turns, so that what else the machine does falls on both; the figures are medians. Random weights
+make nearly flat distributions, the worst case for the draw and for top-p.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.models import SHAPES, model_folder
+from benchmarks.report import write_report
+from workers.engine.config import EngineConfig
+from workers.engine.loader import load_model
+from workers.engine.messages import SamplingParams
+from workers.engine.model_runner import ModelRunner
+from workers.engine.step import AddedRequest, NewBlocks, StepPlan
+
+ROWS = 64
+PROMPT, CONTEXT, BLOCK = 128, 256, 16  # tokens
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+DRAWN: dict[str, Any] = {"temperature": 1.0}
+# Each stage, and what it is compared to: the limits need a temperature, all else works on greedy rows too.
+STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "temperature": (GREEDY, {"temperature": 1.0}),
+    "min_p": (DRAWN, {"min_p": 0.05}),
+    "top_k": (DRAWN, {"top_k": 50}),
+    "top_p": (DRAWN, {"top_p": 0.9}),
+    "logit_bias": (GREEDY, {"logit_bias": tuple((token, 0.01) for token in range(300))}),
+    "min_tokens": (GREEDY, {"min_tokens": 4096, "stop_token_ids": (1, 2, 3, 4)}),
+    "bad_words": (GREEDY, {"bad_words": tuple((token, token + 1, token + 2) for token in range(100))}),
+    "penalties": (GREEDY, {"repetition_penalty": 1.01, "presence_penalty": 0.01, "frequency_penalty": 0.01}),
+    "logprobs": (GREEDY, {"logprobs": 20}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="gpt2-124m-50257")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    runner = _runner(args.model, args.device)
+    step = _decode_step(runner)
+    figures = {name: _compare(runner, step, *STAGES[name], args.pairs) for name in args.stages}
+    print(json.dumps(figures, indent=2))
+    write_report(f"sampling-{args.model}-{ROWS}", {"rows": ROWS, "context": CONTEXT, "threads": torch.get_num_threads(), **figures})
+
+
+def _runner(name: str, device: str) -> ModelRunner:
+    blocks = ROWS * (CONTEXT // BLOCK + 1) + 1
+    config = EngineConfig(model=str(model_folder(name)), max_model_len=1024, max_num_seqs=ROWS, block_size=BLOCK, device=device)
+    return ModelRunner(config, load_model(config.model, config.dtype, torch.device(device)), blocks)
+
+
+def _decode_step(runner: ModelRunner) -> StepPlan:
+    """One more token for every request, after a step that took the requests in; it may be launched over and over."""
+    draw = np.random.default_rng(1)
+    rows = np.arange(ROWS, dtype=np.int32)
+    ones = np.ones(ROWS, np.int32)
+    step = StepPlan(1, [], [], rows, ones * (CONTEXT - 1), ones, ones.astype(np.bool_))
+    tokens = draw.integers(0, runner.model.config.vocab_size, (ROWS, CONTEXT)).tolist()
+    added = [AddedRequest(row, tokens[row], PROMPT, SamplingParams(1)) for row in range(ROWS)]
+    per_row = CONTEXT // BLOCK + 1
+    blocks = [NewBlocks(row, 0, list(range(1 + row * per_row, 1 + (row + 1) * per_row))) for row in range(ROWS)]
+    runner.retire(runner.launch(StepPlan(0, added, blocks, rows, step.starts, step.counts, step.samples)))
+    return step
+
+
+def _compare(runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage: dict[str, Any], pairs: int) -> dict[str, float]:
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(pairs + 1):
+        for used in (False, True):
+            for slot in range(ROWS):
+                runner.sampler.set(slot, SamplingParams(max_tokens=8192, seed=slot, **(without | stage if used else without)))
+            began = time.perf_counter()
+            runner.retire(runner.launch(step))
+            if turn:  # the first turn warms up
+                seconds[used].append(time.perf_counter() - began)
+    off = statistics.median(seconds[False])
+    added = statistics.median(on - off for off, on in zip(seconds[False], seconds[True], strict=True))
+    return {"step_ms": round(1e3 * off, 1), "stage_ms": round(1e3 * added, 1), "per_cent": round(100 * added / off, 1)}
+
+
+if __name__ == "__main__":
+    main()
