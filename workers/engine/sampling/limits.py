@@ -14,9 +14,7 @@ from torch import Tensor
 
 from workers.engine.messages import SamplingParams
 
-_FIRST_CANDIDATES = 128
-_BINS = 4096
-_BINNED = 32.0  # how far below the largest value the bins reach; the last one takes the rest, which is next to nothing
+_ONE_TOKEN = 1e-9  # a top_p from here down keeps the largest alone, in any vocabulary
 
 
 class Limits:
@@ -31,61 +29,35 @@ class Limits:
     def set(self, slot: int, params: SamplingParams) -> None:
         self._floor[slot] = math.log(params.min_p) if params.min_p else -math.inf
         self._top_k[slot] = min(params.top_k or self._vocab_size, self._vocab_size)
-        self._top_p[slot] = params.top_p
+        self._top_p[slot] = max(params.top_p, _ONE_TOKEN)
 
     def limited(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Which rows have a limit; [R]."""
         return (self._floor[slots] > -np.inf) | (self._top_k[slots] < self._vocab_size) | (self._top_p[slots] < 1)
 
-    def thresholds(self, z: Tensor, slots: NDArray[np.int32]) -> Tensor:
-        """The smallest value that each row of z [R, vocab], whose largest is 0, keeps; float32 [R, 1]."""
-        threshold = _column(self._floor[slots], z)
-        top_k = self._top_k[slots]
-        some = top_k < self._vocab_size
-        if some.any():
-            largest = z.topk(int(top_k[some].max()), -1).values
-            of_k = largest.gather(1, _column(top_k, z).clamp(max=largest.shape[1]) - 1)
-            threshold = torch.where(_column(some, z), torch.maximum(threshold, of_k), threshold)
-        if (self._top_p[slots] < 1).any():
-            threshold = top_p_threshold(z, threshold, _column(self._top_p[slots], z))
+    def floors(self, z: Tensor, slots: NDArray[np.int32]) -> Tensor:
+        """The smallest value that min_p and top-k leave in each row of z [R, vocab], whose largest is 0; float32 [R, 1]."""
+        floors, top_k = self._floor[slots], self._top_k[slots]
+        rows = np.nonzero(top_k < self._vocab_size)[0]
+        threshold = torch.from_numpy(floors).to(z.device)[:, None]
+        if rows.size:
+            on_device = torch.from_numpy(rows).to(z.device)
+            k = torch.from_numpy(top_k[rows]).to(z.device)[:, None]
+            largest = (z if rows.size == len(slots) else z[on_device]).topk(int(top_k[rows].max()), -1).values
+            threshold[on_device] = torch.maximum(threshold[on_device], largest.gather(1, k - 1))
         return threshold
 
+    def top_p(self, slots: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._top_p[slots]
 
-def _column(values: NDArray[np.generic], like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device)[:, None]
 
+def nucleus_floors(z: Tensor, floors: Tensor, top_p: Tensor) -> Tensor:
+    """Raises each row's floor to the smallest value of its nucleus: the fewest largest candidates whose probability reaches top_p.
 
-def top_p_threshold(z: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
-    """Raises each row's threshold to the smallest value of its nucleus: the fewest largest candidates whose probability reaches top_p.
-
-    z [R, vocab] with no value far above 0, threshold and top_p [R, 1]. Looks at the largest few candidates first, and at all of a row
-    only where its nucleus is wider.
+    z [R, vocab] with no value far above 0, floors and top_p [R, 1].
     """
-    total = torch.where(z >= threshold, z.exp(), 0).sum(-1, keepdim=True)
-    if z.is_cuda:
-        return _nucleus(z.sort(-1, descending=True).values, total, threshold, top_p)[0]
-    lowest, reached = _nucleus(z.topk(min(_FIRST_CANDIDATES, z.shape[1]), -1).values, total, threshold, top_p)
-    for row in (~reached[:, 0]).nonzero()[:, 0].tolist():
-        lowest[row] = _wide_nucleus(z[row].numpy(), float(threshold[row]), float(top_p[row]))
-    return lowest
-
-
-def _wide_nucleus(z: NDArray[np.float32], threshold: float, top_p: float) -> float:
-    """The same for one row [vocab]: a histogram of the probability finds the bin in which the nucleus ends, and only that is sorted."""
-    bins = np.clip(z * np.float32(-_BINS / _BINNED), 0, _BINS - 1).astype(np.int32)  # bin 0 holds the largest
-    weight = np.where(z >= threshold, np.exp(z), np.float32(0))
-    mass = np.bincount(bins, weights=weight, minlength=_BINS)
-    before = np.cumsum(mass) - mass
-    goal = top_p * mass.sum()
-    last = np.nonzero((before < goal) & (mass > 0))[0][-1]
-    members = np.sort(z[(bins == last) & (weight > 0)])[::-1]
-    weights = np.exp(members.astype(np.float64))
-    return float(members[before[last] + np.cumsum(weights) - weights < goal][-1])
-
-
-def _nucleus(ordered: Tensor, total: Tensor, threshold: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The nucleus' smallest value, and whether it lies inside `ordered`, a row's largest values in descending order; each [R, 1]."""
-    probabilities = torch.where(ordered >= threshold, ordered.exp() / total, 0)
-    before = probabilities.cumsum(-1) - probabilities
-    kept = ((before < top_p) & (ordered >= threshold)).sum(-1, keepdim=True).clamp_(min=1)
-    return torch.maximum(threshold, ordered.gather(1, kept - 1)), kept < ordered.shape[1]
+    ordered = z.sort(-1, descending=True).values
+    weights = torch.where(ordered >= floors, ordered.exp(), 0)
+    before = weights.cumsum(-1) - weights
+    kept = ((before < top_p * weights.sum(-1, keepdim=True)) & (ordered >= floors)).sum(-1, keepdim=True).clamp_(min=1)
+    return torch.maximum(floors, ordered.gather(1, kept - 1))

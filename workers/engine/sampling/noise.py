@@ -14,8 +14,12 @@ The integer part is exact and the same everywhere, in 64-bit arithmetic that wra
 from __future__ import annotations
 
 import math
+import sys
+from functools import cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
@@ -23,6 +27,7 @@ MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _LARGEST = 1.0 - 2.0**-24
+_HIGH = int(sys.byteorder == "little")  # where the upper half of a 64-bit number stands in memory
 
 
 def request_keys(seeds: Tensor, choices: Tensor, indices: Tensor) -> Tensor:
@@ -39,6 +44,31 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     bits = bits.bitwise_right_shift_(32).bitwise_and_(0xFFFFFFFF)
     v = bits.to(torch.float32).mul_(2.0**-32).add_(2.0**-33).clamp_(max=_LARGEST)
     return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def token_steps(tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """What each token adds to a key; the host's half of the noise starts from it."""
+    return (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+
+
+@cache
+def vocabulary_steps(vocab: int) -> NDArray[np.uint64]:
+    """The same of a whole vocabulary."""
+    return token_steps(np.arange(vocab))
+
+
+def rough_bits(key: np.uint64, steps: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """The bits behind the noise as floats, but for the last one, which may be wrong; [C] as the steps."""
+    return _mixed_up(steps + key).view(np.uint32)[_HIGH::2].astype(np.float32)
+
+
+def host_gumbel(key: np.uint64, steps: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """The noise of one row, [C] as the steps."""
+    z = _mixed_up(steps + key)
+    z ^= z >> np.uint64(31)
+    v = (z >> np.uint64(32)).astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
+    noise: NDArray[np.float32] = -np.log(-np.log1p(-np.minimum(v, np.float32(_LARGEST))))
+    return noise
 
 
 def noise_bits(seed: int, choice: int, index: int, token: int) -> int:
@@ -71,6 +101,17 @@ def _mix(z: Tensor) -> Tensor:
     z ^= (z >> 27).bitwise_and_((1 << 37) - 1)
     z *= _signed(MIX_2)
     z ^= (z >> 31).bitwise_and_((1 << 33) - 1)
+    return z
+
+
+def _mixed_up(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix` in place, all but its last step."""
+    other = z >> np.uint64(30)
+    z ^= other
+    z *= np.uint64(MIX_1)
+    np.right_shift(z, np.uint64(27), out=other)
+    z ^= other
+    z *= np.uint64(MIX_2)
     return z
 
 

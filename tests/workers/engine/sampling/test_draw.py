@@ -7,24 +7,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.sampling.plain import Row, plain_kept, plain_token
+from tests.workers.engine.sampling.plain import Row, plain_token
 from workers.engine.messages import SamplingParams
-from workers.engine.sampling.draw import Draw, draw_all, draw_kept
-from workers.engine.sampling.limits import top_p_threshold
+from workers.engine.sampling import draw, draw_cpu
+from workers.engine.sampling.draw import Draw
+from workers.engine.sampling.limits import nucleus_floors
 from workers.engine.sampling.rows import SampledRows
 
-VOCAB = 1500
-NO_LIMIT = torch.tensor([[-torch.inf]])
+VOCAB = 3000
 
 
 def sample(logits: Tensor, params: list[SamplingParams], indices: list[int] | None = None) -> list[int]:
     """One token per row, row i in slot i."""
-    draw = Draw(len(params), logits.shape[1])
+    stage = Draw(len(params), logits.shape[1])
     for slot, row in enumerate(params):
-        draw.set(slot, row)
+        stage.set(slot, row)
     none = np.zeros(len(params), np.int64)
     rows = SampledRows(np.arange(len(params), dtype=np.int32), none, none + (indices or 0), torch.empty(0))
-    return draw.tokens(logits.clone(), rows).tolist()
+    return stage.tokens(logits.clone(), rows).tolist()
 
 
 def random_logits(rows: int, scale: float = 3.0, seed: int = 0) -> Tensor:
@@ -43,13 +43,13 @@ def test_tiny_temperature_is_the_argmax() -> None:
 
 @pytest.mark.parametrize(("top_k", "top_p"), list(itertools.product([0, 1, 5, 400, VOCAB, 10 * VOCAB], [1.0, 0.95, 0.5, 1e-6])))
 def test_equals_the_definition(top_k: int, top_p: float) -> None:
-    logits = random_logits(12)
+    logits = random_logits(6)
     params = [
         SamplingParams(max_tokens=9, temperature=0.5 + row / 8, top_k=top_k, top_p=top_p, seed=2**64 - 1 - row, choice=row % 3)
-        for row in range(12)
+        for row in range(6)
     ]
-    indices = list(range(12))
-    expected = [plain_token(logits[row].double().numpy(), Row([1], [1] * row, params[row])) for row in range(12)]
+    indices = list(range(6))
+    expected = [plain_token(logits[row].double().numpy(), Row([1], [1] * row, params[row])) for row in range(6)]
     assert sample(logits, params, indices) == expected
 
 
@@ -70,27 +70,16 @@ def test_mixed_rows_are_as_alone() -> None:
     assert together == alone
 
 
-def test_flat_distribution_needs_many_candidates() -> None:
-    """A nucleus wider than the first candidates looked at."""
-    logits = random_logits(3, scale=0.01)
-    params = [SamplingParams(max_tokens=9, top_p=top_p, seed=5) for top_p in (0.2, 0.9, 0.999)]
-    threshold = top_p_threshold(logits, NO_LIMIT.expand(3, 1), torch.tensor([[p.top_p] for p in params]))
-    for row in range(3):
-        assert int((logits[row] >= threshold[row]).sum()) == pytest.approx(
-            int(plain_kept(logits[row].double().numpy(), params[row]).sum()), abs=1
-        )
-
-
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 3.0, 30.0])
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999999])
-def test_a_wide_nucleus_ends_where_sorting_everything_says(scale: float, top_p: float) -> None:
+def test_a_nucleus_ends_where_it_does_in_double_precision(scale: float, top_p: float) -> None:
     z = torch.randn(6, 30_000, generator=torch.Generator().manual_seed(1)) * scale
     z[1, 100:] = -torch.inf
     z[2, ::3] = z[2, 0]
     z[3] = z[3].round()
     z -= z.amax(-1, keepdim=True)
     limits = torch.tensor([-torch.inf, -torch.inf, -torch.inf, -torch.inf, -1.5, -0.2])[:, None]
-    got = top_p_threshold(z, limits, torch.full((6, 1), top_p))
+    got = nucleus_floors(z, limits, torch.full((6, 1), top_p))
     for row in range(6):
         ordered = z[row].double().sort(descending=True).values
         weights = torch.where(ordered >= limits[row], ordered.exp(), 0)
@@ -100,12 +89,29 @@ def test_a_wide_nucleus_ends_where_sorting_everything_says(scale: float, top_p: 
         assert few[0] - 1e-6 <= got[row] <= few[1] + 1e-6
 
 
-def test_kept_and_all_draw_the_same() -> None:
-    """Whether candidates are listed or not, the noise is theirs."""
-    logits, keys = random_logits(9), torch.arange(9) * 12345
-    for share in (0.5, 0.01):
-        threshold = logits.quantile(1 - share, -1, keepdim=True)
-        assert torch.equal(draw_all(torch.where(logits >= threshold, logits, -torch.inf), keys), draw_kept(logits, threshold, keys))
+def awkward_rows(scale: float) -> Tensor:
+    """z [8, vocab] with ties, holes and rows of one value, the largest of each 0."""
+    z = torch.randn(8, 30_000, generator=torch.Generator().manual_seed(2)) * scale
+    z[1, 100:] = -torch.inf
+    z[2, ::3] = z[2, 0]
+    z[3] = z[3].round()
+    z[4] = 1.0
+    return z - z.amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("candidates", [40.0, 1.0, 0.01])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0, 30.0])
+def test_row_by_row_and_at_once_draw_the_same(scale: float, candidates: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where too few candidates are looked at first, and everything has to be."""
+    monkeypatch.setattr(draw_cpu, "_CANDIDATES", candidates)
+    monkeypatch.setattr(draw, "_AT_ONCE", 3 * 30_000)
+    z = awkward_rows(scale)
+    for number, (top_p, floor) in enumerate(itertools.product([1.0, 0.97, 0.5, 0.1, 1e-3, 1e-9], [-np.inf, -30.0, -2.0, -0.4, 0.0])):
+        keys = torch.arange(8) * 12345 + number
+        floors, shares = torch.full((8, 1), floor), torch.full((8, 1), top_p)
+        at_once = draw.draw_on_device(z, floors, shares if top_p < 1 else None, keys)
+        by_row = draw_cpu.draw_rows(z.numpy(), floors[:, 0].numpy(), shares[:, 0].numpy(), keys.numpy().view(np.uint64))
+        assert by_row.tolist() == at_once.tolist(), (top_p, floor)
 
 
 def test_ties_at_the_threshold_are_all_kept() -> None:
