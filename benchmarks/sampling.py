@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=2 python -m benchmarks.sampling
 
-Steps with the stage and without it take turns, so that what else the machine does falls on both; the figures are medians. Random weights
-make nearly flat distributions, the worst case for the draw and for top-p.
+Steps with the stage and without it take turns, so that what else the machine does falls on both; the figures are medians, by the
+wall clock and by the thread's own, which other processes hardly touch. Random weights make nearly flat distributions, the worst case for
+the draw and for top-p.
 """
 
 import argparse
@@ -75,19 +76,30 @@ def _decode_step(runner: ModelRunner) -> StepPlan:
     return step
 
 
-def _compare(runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage: dict[str, Any], pairs: int) -> dict[str, float]:
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for turn in range(pairs + 1):
-        for used in (False, True):
+def _compare(runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage: dict[str, Any], pairs: int) -> dict[str, Any]:
+    turns = []
+    for _ in range(pairs + 1):
+        turn = []
+        for asked in (without, without | stage):
             for slot in range(ROWS):
-                runner.sampler.set(slot, SamplingParams(max_tokens=8192, seed=slot, **(without | stage if used else without)))
-            began = time.perf_counter()
-            runner.retire(runner.launch(step))
-            if turn:  # the first turn warms up
-                seconds[used].append(time.perf_counter() - began)
-    off = statistics.median(seconds[False])
-    added = statistics.median(on - off for off, on in zip(seconds[False], seconds[True], strict=True))
-    return {"step_ms": round(1e3 * off, 1), "stage_ms": round(1e3 * added, 1), "per_cent": round(100 * added / off, 1)}
+                runner.sampler.set(slot, SamplingParams(max_tokens=8192, seed=slot, **asked))
+            turn.append(_seconds(runner, step))
+        turns.append(turn)
+    figures = {}
+    for number, clock in enumerate(("wall", "processor")):
+        off = [turn[0][number] for turn in turns[1:]]  # the first turn warms up
+        on = [turn[1][number] for turn in turns[1:]]
+        added = statistics.median(after - before for before, after in zip(off, on, strict=True))
+        middle = statistics.median(off)
+        figures[clock] = {"step_ms": round(1e3 * middle, 1), "stage_ms": round(1e3 * added, 1), "per_cent": round(100 * added / middle, 1)}
+    return figures
+
+
+def _seconds(runner: ModelRunner, step: StepPlan) -> tuple[float, float]:
+    """Wall seconds of a step, and processor seconds of this thread, which has a part in all there is to compute."""
+    began = time.perf_counter(), time.thread_time()
+    runner.retire(runner.launch(step))
+    return time.perf_counter() - began[0], time.thread_time() - began[1]
 
 
 if __name__ == "__main__":
