@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +15,11 @@ from jobs.results import Result
 from jobs.settings import QueueSettings
 from jobs.streams import FIRST_ID
 from tests.support.waiting import wait_until
-from tests.support.worker_process import running_worker
+from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import COMPLETIONS, answer, follow, run_batch, submit_live
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
-TOKENS = 250
+TOKENS = 150
 SEEDED: dict[str, Any] = {
     "model": "demo", "prompt": "Repeat this list in order: one two three", "max_tokens": TOKENS, "temperature": 1.0, "seed": 77,
     "ignore_eos": True, "min_tokens": 3, "frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.05, "min_p": 0.01,
@@ -64,15 +66,9 @@ def test_every_choice_goes_on_over_the_death_of_its_worker(queue: Queue, redis_u
         body["stop_token_ids"] = [stop]
         _, api = submit_live(queue, body, COMPLETIONS)
         undisturbed = follow(queue, api)
-        key, api = submit_live(queue, body, COMPLETIONS)
-        wait_until(lambda: len(published(queue, key, 1)) >= first.index(stop) + 50, 60, "the first choice to end")
-        worker_id = worker.record.id if worker.record else ""
-        worker.kill()
-        had = published(queue, key, 1)
-        queue.reap(worker_id)
+        api = killed_midway(queue, redis_url, worker, body, {0: first.index(stop) + 1, 1: 20})
     with running_worker(queue, redis_url, *FLAGS):
         entries = follow(queue, api)
-    assert len(had) < TOKENS
     result, expected = entries[-1].result, undisturbed[-1].result
     assert choices(result) == choices(expected)
     assert choices(result)[0]["stop_reason"] == stop
@@ -85,19 +81,31 @@ def test_every_choice_goes_on_over_the_death_of_its_worker(queue: Queue, redis_u
         assert numbers(result, choice) == pytest.approx(numbers(expected, choice), abs=1e-3, nan_ok=True)
 
 
-def published(queue: Queue, key: RequestKey, choice: int) -> list[int]:
-    return of_choice(queue.read_tokens({key: FIRST_ID}), choice)[0]
+def killed_midway(queue: Queue, redis_url: str, worker: WorkerProcess, body: dict[str, Any], least: dict[int, int]) -> str:
+    """The API process of a call whose worker was killed when its choices had `least` tokens published; as often as a call ends before."""
+    with contextlib.ExitStack() as others:
+        for _ in range(5):
+            key, api = submit_live(queue, body, COMPLETIONS)
+            wait_until(partial(has_published, queue, key, least), 60, "a beginning")
+            worker_id = worker.wait_ready().id
+            worker.kill()
+            queue.reap(worker_id)
+            if queue.read_tokens({key: FIRST_ID})[-1].result is None:
+                return api
+            worker = others.enter_context(running_worker(queue, redis_url, *FLAGS))
+    raise AssertionError("every call ended before its worker was killed")
+
+
+def has_published(queue: Queue, key: RequestKey, least: dict[int, int]) -> bool:
+    entries = queue.read_tokens({key: FIRST_ID})
+    return all(len(of_choice(entries, choice)[0]) >= count for choice, count in least.items())
 
 
 def test_the_best_are_found_over_the_death_of_a_worker(queue: Queue, redis_url: str) -> None:
-    body = {**SEEDED, "n": 2, "best_of": 4, "max_tokens": 200}
+    body = {**SEEDED, "n": 2, "best_of": 4}
     with running_worker(queue, redis_url, *FLAGS) as worker:
         (expected,) = run_batch(queue, [body], COMPLETIONS)
-        key, api = submit_live(queue, body, COMPLETIONS)
-        wait_until(lambda: all(len(published(queue, key, choice)) >= 30 for choice in range(4)), 60, "a beginning of each")
-        worker_id = worker.record.id if worker.record else ""
-        worker.kill()
-        queue.reap(worker_id)
+        api = killed_midway(queue, redis_url, worker, body, dict.fromkeys(range(4), 20))
     with running_worker(queue, redis_url, *FLAGS):
         result = follow(queue, api)[-1].result
     assert choices(result) == choices(expected)
@@ -105,7 +113,7 @@ def test_the_best_are_found_over_the_death_of_a_worker(queue: Queue, redis_url: 
 
 def test_seeds_give_the_same_in_any_company_and_through_preemption(queue: Queue, redis_url: str) -> None:
     """Twelve sequences that all fit into the cache at their beginning, and four at their end."""
-    bodies: list[dict[str, Any] | bytes] = [{**SEEDED, "n": 2, "seed": seed, "max_tokens": 150, "logprobs": 1} for seed in range(6)]
+    bodies: list[dict[str, Any] | bytes] = [{**SEEDED, "n": 2, "seed": seed, "max_tokens": 100, "logprobs": 1} for seed in range(6)]
     with running_worker(queue, redis_url, *FLAGS):
         alone = [run_batch(queue, [body], COMPLETIONS)[0] for body in bodies]
     small = ("--max-num-seqs", "12", "--kv-cache-memory-bytes", "2000000")
