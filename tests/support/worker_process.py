@@ -64,12 +64,12 @@ class WorkerProcess:
 
 
 @contextmanager
-def running_worker(queue: Queue, redis_url: str, *flags: str, ready: bool = True) -> Iterator[WorkerProcess]:
-    """A worker with these flags of `pipeline worker`; killed at the end if it still runs."""
+def running_worker(queue: Queue, redis_url: str, *flags: str, ready: bool = True, **environment: str) -> Iterator[WorkerProcess]:
+    """A worker with these flags of `pipeline worker` and more in its environment; killed at the end if it still runs."""
     with tempfile.NamedTemporaryFile("wb", suffix=".log") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "worker", "--redis-url", redis_url, "--dtype", "float32", *flags],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stderr=log,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )

@@ -1,0 +1,74 @@
+"""Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain tokens in it ends or stops the core.
+
+Python imports this file when it starts. What does harm stands in the environment, see `tests/support/poison.py`; processes other than
+engine cores, and every step without such tokens, are left as they are.
+"""
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+EXECUTOR = "workers.engine.executor"
+
+
+class Patcher(importlib.abc.MetaPathFinder):
+    """Lets the executor's module be loaded as ever, and then changes what its class does with a step."""
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != EXECUTOR:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            load(module)
+            make_ill(module.Executor)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def make_ill(executor: Any) -> None:
+    launch = executor.launch
+    poisons = json.loads(os.environ["POISONS"])
+    tokens: dict[int, list[int]] = {}  # by slot: prompt and what was generated before it came into this core
+
+    def ill_launch(self: Any, plan: Any) -> Any:
+        for added in plan.added:
+            tokens[added.slot] = list(added.token_ids)
+        for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+            for poison in poisons:
+                if start + count >= poison["from"] and contains(tokens[slot], poison["token_ids"]):
+                    do_harm(poison["harm"])
+        return launch(self, plan)
+
+    executor.launch = ill_launch
+
+
+def contains(tokens: list[int], part: list[int]) -> bool:
+    return any(tokens[at : at + len(part)] == part for at in range(len(tokens) - len(part) + 1))
+
+
+def do_harm(harm: str) -> None:
+    if harm == "segfault":
+        ctypes.string_at(0)
+    elif harm == "exception":
+        raise ValueError("the arithmetic went wrong")
+    elif harm == "hang":
+        time.sleep(3600)
+    elif harm == "exit":
+        os._exit(3)
+
+
+if any("core_process" in word for word in sys.orig_argv):
+    sys.meta_path.insert(0, Patcher())

@@ -1,0 +1,198 @@
+"""Requests that kill or hang the engine core: each is found and gets its error, and nobody else notices more than a pause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from jobs import keys
+from jobs.connection import connect
+from jobs.queue import Queue
+from jobs.requests import StreamEntry
+from jobs.results import Result
+from jobs.settings import QueueSettings
+from tests.support.integrity import faults
+from tests.support.poison import Poison, poisoned_environment
+from tests.support.waiting import wait_until
+from tests.support.worker_process import WorkerProcess, running_worker
+from tests.workers.test_worker import answer, endless, follow, question, run_batch, submit_batch, submit_live, text_of
+
+FLAGS = ("--lease-seconds", "2", "--stream-interval", "0.05", "--max-num-seqs", "16", "--step-timeout", "4")
+SEGFAULT = Poison("crocodile", "segfault")
+EXCEPTION = Poison("rhinoceros", "exception")
+HANG = Poison("hibernation", "hang")
+EXIT = Poison("departure", "exit")
+LATE = Poison("procrastination", "segfault", start=70)
+WORDS = {
+    "segfault": "was ended by SIGSEGV",
+    "exception": "ended with status 1: ValueError: the arithmetic went wrong",
+    "hang": "its step hung",
+    "exit": "ended with status 3",
+}
+
+
+@pytest.fixture
+def queue(redis_client: object, redis_url: str) -> Queue:
+    return Queue(connect(redis_url), QueueSettings(lease_seconds=2.0, redis_retry_seconds=60.0))
+
+
+def poisoned(poison: Poison, **parameters: object) -> dict[str, object]:
+    return question(f"What does a {poison.word} eat?", **parameters)
+
+
+def innocents(count: int) -> list[dict[str, object]]:
+    return [question(f"What is {n} + 30?", max_tokens=20 + n % 7) for n in range(count)]
+
+
+def assert_condemned(result: Result, poison: Poison) -> None:
+    error = answer(result)["error"]
+    assert (result.status, error["type"], error["code"]) == (500, "server_error", "engine_crashed")
+    assert WORDS[poison.harm] in error["message"]
+
+
+def assert_found(queue: Queue, batch: str, expected: list[str], guilty: dict[int, Poison]) -> None:
+    """Every line has its end: the guilty their errors, the others the answers they have undisturbed, in the order of `expected`."""
+    results = dict(queue.results(batch))
+    assert [text_of(result) for line, result in sorted(results.items()) if line not in guilty] == expected
+    for line, poison in guilty.items():
+        assert_condemned(results[line], poison)
+    record = queue.batch_fields(batch)
+    assert (int(record["completed"]), int(record["failed"])) == (len(expected), len(guilty))
+
+
+def wait_done(queue: Queue, batch: str, lines: int, timeout: float = 120.0) -> None:
+    wait_until(partial(is_done, queue, batch, lines), timeout, "all results")
+
+
+def is_done(queue: Queue, batch: str, lines: int) -> bool:
+    return len(queue.results(batch)) == lines
+
+
+def find_one(queue: Queue, redis_url: str, poison: Poison, count: int, flags: tuple[str, ...], **parameters: object) -> float:
+    """One poison in the middle of `count` innocents; returns how many seconds it took to find it, and everybody to end."""
+    with running_worker(queue, redis_url, *flags, **poisoned_environment(poison)) as worker:
+        bodies = innocents(count)
+        expected = [text_of(result) for result in run_batch(queue, [*bodies])]
+        bodies.insert(count // 2, poisoned(poison, **parameters))
+        began = time.monotonic()
+        batch = submit_batch(queue, [*bodies])
+        wait_done(queue, batch, count + 1, 240)
+        seconds = time.monotonic() - began
+        assert_found(queue, batch, expected, {count // 2: poison})
+        assert faults(queue.redis) == []
+        assert worker.stop() == 0
+    return seconds
+
+
+def test_a_request_that_kills_the_core_gets_its_error_and_the_innocent_their_answers(queue: Queue, redis_url: str) -> None:
+    find_one(queue, redis_url, SEGFAULT, 20, FLAGS)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("poison", [EXCEPTION, HANG, EXIT], ids=lambda poison: poison.harm)
+def test_every_kind_of_harm_is_found(queue: Queue, redis_url: str, poison: Poison) -> None:
+    find_one(queue, redis_url, poison, 20, FLAGS)
+
+
+@pytest.mark.proof
+def test_a_request_that_does_harm_late_is_found_after_it_was_acquitted(queue: Queue, redis_url: str) -> None:
+    find_one(queue, redis_url, LATE, 10, FLAGS, max_tokens=100, ignore_eos=True)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("poison", [SEGFAULT, HANG], ids=lambda poison: poison.harm)
+def test_one_among_256_is_found_within_two_minutes_with_the_defaults(queue: Queue, redis_url: str, poison: Poison) -> None:
+    seconds = find_one(queue, redis_url, poison, 256, ())
+    print(f"found after {seconds:.0f} s")
+    assert seconds < 120
+
+
+@pytest.mark.proof
+def test_two_of_them_are_both_found(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(SEGFAULT, EXCEPTION)) as worker:
+        bodies = innocents(40)
+        expected = [text_of(result) for result in run_batch(queue, [*bodies])]
+        bodies.insert(3, poisoned(SEGFAULT))
+        bodies.insert(30, poisoned(EXCEPTION))
+        batch = submit_batch(queue, [*bodies])
+        wait_done(queue, batch, 42)
+        assert_found(queue, batch, expected, {3: SEGFAULT, 30: EXCEPTION})
+        assert worker.stop() == 0
+
+
+@pytest.mark.proof
+def test_a_poisonous_live_call_gets_a_500_and_the_streams_beside_it_go_on(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(SEGFAULT)):
+        (undisturbed,) = run_batch(queue, [endless(600)])
+        calls = [submit_live(queue, endless(600)) for _ in range(4)]
+        for _, api in calls:
+            follow(queue, api, until=3)
+        _, guilty = submit_live(queue, poisoned(SEGFAULT))
+        for _, api in calls:
+            assert_seamless(follow(queue, api), text_of(undisturbed))
+        condemned = follow(queue, guilty)[-1].result
+        assert condemned is not None
+        assert_condemned(condemned, SEGFAULT)
+
+
+def assert_seamless(entries: list[StreamEntry], text: str) -> None:
+    """Every token and character once, in order."""
+    chunks = [chunk for entry in entries for chunk in entry.chunks]
+    tokens = characters = 0
+    for chunk in chunks:
+        assert (chunk.index, chunk.text_offset) == (tokens, characters)
+        tokens += len(chunk.token_ids)
+        characters += len(chunk.text)
+    assert "".join(chunk.text for chunk in chunks) == text
+
+
+@pytest.mark.proof
+def test_nobody_is_condemned_for_cores_that_were_killed(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS) as worker:
+        (undisturbed,) = run_batch(queue, [endless(1500)])
+        batch = submit_batch(queue, [endless(1500)])
+        for _ in range(4):
+            record = worker.wait_ready()
+            wait_until(partial(is_held, queue, record.id), 20, "the request to be claimed")
+            os.kill(worker.core_pid, signal.SIGKILL)
+            wait_until(partial(is_struck_off, queue, record.id), 20, "the registry to hear of it")
+        wait_done(queue, batch, 1)
+        assert_found(queue, batch, [text_of(undisturbed)], {})
+
+
+def is_held(queue: Queue, worker: str) -> bool:
+    return bool(queue.redis.exists(keys.held(worker)))
+
+
+def is_struck_off(queue: Queue, worker: str) -> bool:
+    return worker not in {record.id for record in queue.workers()}
+
+
+def wait_for_trial(worker: WorkerProcess) -> None:
+    wait_until(lambda: "run by themselves" in worker.log(), 60, "a trial")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
+def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis_url: str, how: signal.Signals) -> None:
+    environment = poisoned_environment(HANG)
+    bodies = innocents(10)
+    with running_worker(queue, redis_url, *FLAGS, **environment) as first:
+        expected = [text_of(result) for result in run_batch(queue, [*bodies])]
+        record = first.wait_ready()
+        bodies.insert(2, poisoned(HANG))
+        batch = submit_batch(queue, [*bodies])
+        wait_for_trial(first)  # which hangs for as long as a step may
+        record = first.wait_ready()
+        first.process.send_signal(how)
+        assert first.process.wait(30) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
+        queue.remove_worker(record.id)
+    assert queue.redis.zcard(keys.suspects("demo")) == 11
+    with running_worker(queue, redis_url, *FLAGS, **environment):
+        wait_done(queue, batch, 11)
+        assert_found(queue, batch, expected, {2: HANG})
