@@ -102,7 +102,8 @@ class LiveCall:
         """The worker's first word. Raises `ApiError` when no worker is left that could speak it."""
         while True:
             try:
-                return await asyncio.wait_for(self._next(), _WORKER_CHECK_SECONDS)
+                async with asyncio.timeout(_WORKER_CHECK_SECONDS):
+                    return await self._next()
             except TimeoutError:
                 await self._fleet.require(self._call.model, fresh=True)
 

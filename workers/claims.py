@@ -161,6 +161,7 @@ class Intake:
 
     async def _sleep(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._wake.wait(), seconds)
+            async with asyncio.timeout(seconds):  # Python 3.11's wait_for may lose a cancellation that comes with the bell
+                await self._wake.wait()
         except TimeoutError:
             self._rung = True

@@ -244,7 +244,8 @@ class Replica:
 
     async def _deliver_last(self, deltas: list[Delta]) -> None:
         try:
-            await asyncio.wait_for(self._outbox.deliver(deltas), GOODBYE_SECONDS)
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                await self._outbox.deliver(deltas)
         except TimeoutError:
             logger.warning("Redis is away: the last results are lost, and their requests will run again")
 

@@ -93,7 +93,8 @@ class Worker:
     async def _pause_before_restart(self, seconds: float) -> None:
         logger.warning("another engine core is started%s", f" in {seconds:g} s" if seconds else "")
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
 
     def _load_tokenizer(self) -> TextTokenizer:
         try:

@@ -78,6 +78,9 @@ def running_worker(queue: Queue, redis_url: str, *flags: str, ready: bool = True
             if ready:
                 worker.wait_ready()
             yield worker
+        except BaseException:
+            print(f"worker {worker.pid}:", worker.log(), sep="\n")  # pytest shows it with the failure
+            raise
         finally:
             if process.poll() is None:
                 worker.kill()

@@ -340,7 +340,8 @@ class _CoreProcess:
     async def wait_ended(self, timeout: float) -> bool:
         """Whether the process has ended after at most `timeout` seconds."""
         try:
-            await asyncio.wait_for(self.ended.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self.ended.wait()
         except TimeoutError:
             return False
         return True
