@@ -59,9 +59,10 @@ class TextOffsets:
         return [self._next(position.chosen.token) for position in positions]
 
     def _next(self, token: bytes) -> int:
+        broken_off = bool(self._decoder.getstate()[0]) and token[:1] != b"" and token[0] & 0xC0 != 0x80  # its rest never came
         offset = self._offset
         self._offset += len(self._decoder.decode(token))
-        return offset
+        return offset + broken_off
 
 
 def _written_length(written: bytes, place: int, token: bytes) -> int:

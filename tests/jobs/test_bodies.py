@@ -124,6 +124,7 @@ def test_offsets_go_on_from_chunk_to_chunk() -> None:
     offsets = TextOffsets(3)
     assert offsets.of([PositionLogprobs(A, []), PositionLogprobs(HALF, [])]) == [3, 4]
     assert offsets.of([PositionLogprobs(OTHER_HALF, []), PositionLogprobs(A, [])]) == [4, 5]
+    assert TextOffsets().of(tokens(b"\xd5", b"p", b"q")) == text_offsets("\ufffdpq", tokens(b"\xd5", b"p", b"q")) == [0, 1, 2]
 
 
 def test_chat_chunks() -> None:
