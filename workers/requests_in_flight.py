@@ -115,11 +115,8 @@ class RequestInFlight:
         )
         created = int(request.created or time.time())
         body = response_body(request.endpoint, new_body_id(request.endpoint), call.model, choices, usage, created)
-        return self._end(Result(200, encode_json(body), usage, new_request_id()))
-
-    def fail(self, error: ApiError) -> Finished:
-        """The end of a request that the engine gave up."""
-        return self._end(error.result(new_request_id()))
+        result = Result(200, encode_json(body), usage, new_request_id())
+        return Finished(self.claim.key, self.claim.fence, result, self.delta(), request.reply_to)
 
     def _make_sequences(self) -> list[Sequence]:
         call, published = self._call, {} if self.claim.checkpoint is None else self.claim.checkpoint.choices
@@ -160,10 +157,7 @@ class RequestInFlight:
             return None
         return at_most(self._prompt_logprobs.get(sequence.number // call.best_of, []), call.logprobs)
 
-    def _end(self, result: Result) -> Finished:
-        return Finished(self.claim.key, self.claim.fence, result, self.delta(), self.claim.request.reply_to)
-
 
 def rejected(claim: Claim, error: ApiError) -> Finished:
-    """The end of a request that cannot run at all."""
+    """The end of a request that cannot run, or cannot go on."""
     return Finished(claim.key, claim.fence, error.result(new_request_id()), None, claim.request.reply_to)

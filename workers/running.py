@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from jobs.queue import Held
-from jobs.requests import Delta, Finished, RequestKey
+from jobs.requests import Claim, Delta, Finished, RequestKey
 from jobs.results import ApiError
 from jobs.streams import ControlMessage
 from workers.engine.async_engine import EngineDeadError
 from workers.engine.messages import EngineRequest, Finish, StepOutput
 from workers.prepared import Prepared
-from workers.requests_in_flight import RequestInFlight
+from workers.requests_in_flight import RequestInFlight, rejected
 from workers.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 WATCHED_SECONDS = 60.0
 """How long a request counts as watched that was when it was claimed; whoever watches says so again before that."""
@@ -81,17 +84,10 @@ class Running:
         added: list[EngineRequest] = []
         for item in prepared:
             self.drop([item.claim.key])
-            request = RequestInFlight(item, self._ids, now + self._stream_interval)
-            if item.claim.live:
-                self._outgoing.accept(request.accepted())
-            if not request.running:  # what was published is the whole of it
-                self._end(request.finish())
-                continue
-            self._requests[item.claim.key] = request
-            self._sequences.update((request_id, (request, sequence)) for request_id, sequence in request.running.items())
-            if item.claim.live or item.claim.watched:
-                self._watched[request] = math.inf if item.claim.live else now + WATCHED_SECONDS
-            added += request.begin()
+            try:
+                added += self._begin(item, now)
+            except Exception as error:
+                self._end(rejected(item.claim, _unforeseen(item.claim, error)))
         self._add(added)
 
     def reject(self, finished: Iterable[Finished]) -> None:
@@ -101,9 +97,6 @@ class Running:
 
     def on_step(self, output: StepOutput) -> None:
         """Gives every choice its tokens; ends what is done."""
-        for request_id, items in output.prompt_logprobs.items():
-            if request_id in self._sequences:
-                self._sequences[request_id][0].take_prompt_logprobs(request_id, items)
         position = 0
         added: list[EngineRequest] = []
         over: list[int] = []
@@ -121,18 +114,16 @@ class Running:
                 sequence.cached_tokens = cached
             if request.waiting:
                 added += request.follow(request_id)
-            stopped = not sequence.ended and sequence.take(token_ids, stop_token, logprobs.get(request_id) if logprobs else None)
-            if not finish and not stopped:
-                if request in watched:
+            try:
+                if output.prompt_logprobs and request_id in output.prompt_logprobs:
+                    request.take_prompt_logprobs(request_id, output.prompt_logprobs[request_id])
+                stopped = not sequence.ended and sequence.take(token_ids, stop_token, logprobs.get(request_id) if logprobs else None)
+                if finish or stopped:
+                    over += self._end_choice(request_id, finish, stop_token, output.errors.get(request_id))
+                if request in watched and request.running:
                     waiting, first = True, first or not request.announced
-            elif finish > Finish.LENGTH:
-                over += self._forget(request)
-                self._end(request.fail(_engine_error(output.errors.get(request_id))))
-            else:
-                if not finish:
-                    over.append(request_id)
-                self._end_sequence(request_id, request, sequence, finish == Finish.LENGTH, stop_token)
-                waiting = waiting or (request in watched and bool(request.running))
+            except Exception as error:
+                over += self._fail(request, _unforeseen(request.claim, error))
         self._add(added)
         self._abort(over)
         if waiting:
@@ -142,13 +133,13 @@ class Running:
         """What is to be published now: everything of requests that someone watches, of the others once per stream interval."""
         now = self._clock()
         self._watched = {request: until for request, until in self._watched.items() if until > now}
-        deltas = [request.delta() for request in self._watched if request.fresh_tokens]
+        deltas = self._deltas(self._watched)
         if now >= self._next_sweep:
             self._next_sweep = now + self._stream_interval / 8
-            for request in self._requests.values():
-                if request.next_publish <= now and request.fresh_tokens:
-                    request.next_publish = now + self._stream_interval
-                    deltas.append(request.delta())
+            late = [request for request in self._requests.values() if request.next_publish <= now and request.fresh_tokens]
+            for request in late:
+                request.next_publish = now + self._stream_interval
+            deltas += self._deltas(late)
         return deltas
 
     def keys(self) -> list[RequestKey]:
@@ -157,8 +148,7 @@ class Running:
 
     def checkpoint(self, keys: Iterable[RequestKey]) -> list[Delta]:
         """Everything of these requests that is not published yet."""
-        requests = (self._requests[key] for key in keys if key in self._requests)
-        return [request.delta() for request in requests if request.fresh_tokens]
+        return self._deltas(self._requests[key] for key in keys if key in self._requests)
 
     def all_have(self, tokens: int) -> bool:
         """Whether every request got so many tokens from this engine; those that have ended are not asked for."""
@@ -216,14 +206,49 @@ class Running:
             with contextlib.suppress(EngineDeadError):
                 self._engine.abort(request_ids)
 
-    def _end_sequence(self, request_id: int, request: RequestInFlight, sequence: Sequence, full: bool, stop_token: int) -> None:
-        """Ends one choice, and the request with its last one."""
+    def _begin(self, item: Prepared, now: float) -> list[EngineRequest]:
+        """What the engine is to have of a request at once; nothing if what was published is the whole of it."""
+        claim, request = item.claim, RequestInFlight(item, self._ids, now + self._stream_interval)
+        if claim.live:
+            self._outgoing.accept(request.accepted())
+        if not request.running:
+            self._end(request.finish())
+            return []
+        self._requests[claim.key] = request
+        self._sequences.update((request_id, (request, sequence)) for request_id, sequence in request.running.items())
+        if claim.live or claim.watched:
+            self._watched[request] = math.inf if claim.live else now + WATCHED_SECONDS
+        return request.begin()
+
+    def _deltas(self, requests: Iterable[RequestInFlight]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for request in [request for request in requests if request.fresh_tokens]:
+            try:
+                deltas.append(request.delta())
+            except Exception as error:
+                self._abort(self._fail(request, _unforeseen(request.claim, error)))
+        return deltas
+
+    def _fail(self, request: RequestInFlight, error: ApiError) -> list[int]:
+        """Ends a request with an error; returns what is left of it in the engine."""
+        left = self._forget(request)
+        self._end(rejected(request.claim, error))
+        return left
+
+    def _end_choice(self, request_id: int, finish: int, stop_token: int, error: str | None) -> list[int]:
+        """Ends one choice, and the request if it is the last one or failed; returns what is to leave the engine."""
+        request, sequence = self._sequences[request_id]
+        if finish > Finish.LENGTH:
+            reason = error or "The engine gave this request up."
+            return self._fail(request, ApiError(500, reason, "server_error", code="engine_error"))
         if not sequence.ended:
-            sequence.end("length" if full else "stop", stop_token)
+            sequence.end("length" if finish == Finish.LENGTH else "stop", stop_token)
         del self._sequences[request_id], request.running[request_id]
         if not request.running:
+            finished = request.finish()
             self._forget(request)
-            self._end(request.finish())
+            self._end(finished)
+        return [] if finish else [request_id]
 
     def _end(self, finished: Finished) -> None:
         self.finished += 1
@@ -239,5 +264,7 @@ class Running:
         return list(request.running)
 
 
-def _engine_error(reason: str | None) -> ApiError:
-    return ApiError(500, reason or "The engine gave this request up.", "server_error", code="engine_error")
+def _unforeseen(claim: Claim, error: Exception) -> ApiError:
+    """What nobody foresaw ends one request, not the worker with all of them."""
+    logger.error("%s cannot go on", claim.key, exc_info=error)
+    return ApiError(500, f"The answer cannot be made: {' '.join(str(error).split())[:500]}", "server_error", code="internal_error")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from workers.engine.messages import SamplingParams
 from workers.prepared import Prepared, Prompt
 from workers.running import Running
 from workers.settings import DEMO_MODEL
+from workers.text.detokenizer import Detokenizer
 from workers.text.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer.load(DEMO_MODEL)
@@ -229,6 +231,39 @@ def test_one_choice_that_fails_ends_the_request_and_leaves_nothing_behind(queue:
     assert (result.status, json.loads(result.body)["error"]["message"]) == (500, "It cannot be.")
     assert len(bench.running) == len(bench.engine.running) == 0
     assert bench.running.failed == 1
+
+
+class BrokenTokenizer(TextTokenizer):
+    """Fails on one token."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(TOKENIZER.__dict__)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
+        raised = super().detokenizer(prompt_token_ids, skip_special_tokens)
+        feed = raised.feed
+        return SimpleNamespace(feed=lambda token_ids: feed(token_ids) if TOKENS[5] not in token_ids else 1 / 0, finish=raised.finish)
+
+
+@pytest.mark.parametrize("body", [{}, {"stop": ["never"]}, {"max_tokens": 6}], ids=str)
+def test_what_nobody_foresaw_ends_one_request_alone(queue: Queue, body: dict[str, Any]) -> None:
+    """At a step, when its tokens are due, or at its end."""
+    bench = Bench(queue)
+    submit(queue, "bad", n=2, **body)
+    submit(queue, "good")
+    bad, good = (prepare(claim) for claim in queue.claim("w1", 1, 10, models=["demo"]))
+    bad.tokenizer = BrokenTokenizer()
+    bench.running.start([bad, good])
+    while not bench.results:
+        bench.step()
+        if body != {"max_tokens": 6}:
+            bench.publish()
+    assert (bench.results[0].key.batch, bench.results[0].result.status) == ("live_bad", 500)
+    bench.step()
+    assert len(bench.running) == len(bench.engine.running) == 1
+    while len(bench.results) < 2:
+        bench.step()
+    assert (bench.results[1].key.batch, bench.results[1].result.status) == ("live_good", 200)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
