@@ -266,16 +266,16 @@ class QueueModel(RuleBasedStateMachine):
         self.blame(*self.pick(data))
 
     @precondition(lambda self: self.free_slots() and (self.groups or any(known.waiting for known in self.known.values())))
-    @rule(data=st.data(), fate=st.sampled_from(["dies", "acquits", "gives back"]))
+    @rule(data=st.data(), fate=st.sampled_from(["dies", "dies", "acquits", "gives back", "runs on"]))
     def run_with_nothing_else(self, data: st.DataObject, fate: str) -> None:
-        """Claims, and all of it ends in the same way: how suspects get on."""
+        """Claims, and all of it fares in the same way: how suspects get on."""
         slot = data.draw(st.sampled_from(self.free_slots()))
         self.take(slot, 2 * LINES)
         worker = self.name(slot)
         taken = [claim for claim in self.claims[slot] if self.holds(worker, claim)]
         if fate == "dies":
             self.blame(worker, taken, [])
-        else:
+        elif fate != "runs on":
             self.give_back(worker, taken, [], fate == "acquits")
 
     def free_slots(self) -> list[int]:

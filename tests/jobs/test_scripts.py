@@ -2,9 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
@@ -12,14 +10,11 @@ import redis
 from jobs import keys
 from jobs.connection import connect
 from jobs.queue import Queue
-from jobs.registry import WorkerRecord
-from jobs.requests import RequestKey
 from jobs.scripts import NAMES, QueueUnavailable, passing_reason, source
 from jobs.settings import QueueSettings
 from tests.support.integrity import faults
-from tests.support.lossy_proxy import LossyProxy
 from tests.support.redis_server import running_server
-from tests.support.requests import MODEL, delta, finished, held, lines, request, start_batch
+from tests.support.requests import MODEL, finished, held, lines, request, start_batch
 from tests.support.waiting import wait_until
 
 
@@ -43,61 +38,6 @@ def test_scripts_are_loaded_again_after_the_server_lost_them(queue: Queue, redis
     queue.submit("live_a", request())
     redis_client.script_flush()
     assert len(queue.claim("w1", 1, 1, models=[MODEL])) == 1
-
-
-def test_every_script_after_a_lost_reply(redis_url: str, redis_client: redis.Redis) -> None:
-    """The same calls, with and without losing the first reply to each, give the same answers and leave the same keys."""
-    calls = 0
-
-    def count() -> None:
-        nonlocal calls
-        calls += 1
-
-    answers = _walk(Queue(redis_client), count)
-    left = _what_is_left(redis_client)
-    redis_client.flushall()
-    with LossyProxy(redis_url) as proxy:
-        client = connect(proxy.url)
-        assert _walk(Queue(client), lambda: proxy.lose(1)) == answers
-        assert proxy.lost == calls
-        client.close()
-    assert _what_is_left(redis_client) == left
-
-
-def _walk(queue: Queue, before_each: Callable[[], None]) -> list[object]:
-    """Calls each script once or more; what their callers rely on."""
-
-    def call(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        before_each()
-        return method(*arguments, **options)
-
-    call(queue.register_worker, WorkerRecord("w1", [MODEL], "ready", 100, 1.0, "host", 1))
-    answers = [call(queue.create_batch, "batch_a", 4, state="in_progress")]
-    answers += [call(queue.ingest, "batch_a", [(line, request()) for line in range(4)], 0, 4)]
-    call(queue.submit, "live_a", request(reply_to="api1"))
-    claims = call(queue.claim, "w1", 1, 3, models=[MODEL])
-    answers += [lines(claims)]
-    answers += [call(queue.publish, "w1", [delta(claim, 0, [1, 2], "ab") for claim in claims])]
-    answers += [call(queue.renew, "w1", held(claims))]
-    call(queue.hand_back, "w1", held(claims[1:2]))
-    again = call(queue.claim, "w1", 2, 1, models=[MODEL])
-    answers += [lines(again), again[0].checkpoint, again[0].attempt]
-    call(queue.watch, again[0].key, 60)
-    call(queue.commit, "w1", [finished(claim) for claim in (claims[0], *again)])
-    answers += [call(queue.drained, "batch_a", "part-0", [0])]
-    call(queue.reap, "w1")
-    call(queue.submit, "live_b", request())
-    call(queue.cancel, [RequestKey("live_b", 0)])
-    answers += [call(queue.transition, "batch_a", ["in_progress"], "cancelling")]
-    return answers
-
-
-def _what_is_left(client: redis.Redis) -> object:
-    assert faults(client) == []
-    record = {name: value for name, value in client.hgetall(keys.batch("batch_a")).items() if name not in (b"token", b"heartbeat")}
-    ready = client.lrange(keys.ready("batch_a", MODEL), 0, -1)
-    api = [fields for _, fields in client.xrange(keys.api("api1"))]
-    return record, ready, api, sorted(client.keys()), client.hgetall(keys.TRIES), client.xlen(keys.tokens("live_a/0"))
 
 
 @pytest.mark.parametrize(

@@ -14,30 +14,33 @@ _LONGEST = 1 << 20
 
 class LossyProxy:
     """Listens on a unix socket. `lose(n)` cuts the connection instead of passing on each of the next n replies to scripts; `swallow(n)`
-    keeps the connection open, and nothing ever comes over it again.
+    keeps the connection open, and nothing ever comes over it again. Either may pass on some replies before.
 
     Between `part()` and `join()` nothing gets through in either direction; what was sent meanwhile arrives then, late.
     """
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: str, scripts_only: bool = True) -> None:
+        """Not `scripts_only`: replies to any command count, and may be lost."""
+        self._scripts_only = scripts_only
         self._target = parse_url(redis_url)["path"]
         self._folder = tempfile.TemporaryDirectory(prefix="proxy-")
         self._listener = socket.socket(socket.AF_UNIX)
-        self._left = 0
+        self._before = self._left = 0
         self._silently = False
         self._lock = threading.Lock()
         self._joined = threading.Event()
         self._joined.set()
         self.lost = 0
+        self.replies = 0
         self.url = f"unix://{Path(self._folder.name) / 'p.sock'}"
 
-    def lose(self, replies: int) -> None:
+    def lose(self, replies: int, before: int = 0) -> None:
         with self._lock:
-            self._left, self._silently = replies, False
+            self._left, self._before, self._silently = replies, before, False
 
-    def swallow(self, replies: int) -> None:
+    def swallow(self, replies: int, before: int = 0) -> None:
         with self._lock:
-            self._left, self._silently = replies, True
+            self._left, self._before, self._silently = replies, before, True
 
     def part(self) -> None:
         self._joined.clear()
@@ -89,7 +92,10 @@ class LossyProxy:
 
     def _loses(self, reply: bytes, in_script: threading.Event) -> bool:
         with self._lock:
-            lose = in_script.is_set() and self._left > 0 and not reply.startswith(b"-NOSCRIPT")
+            counts = (in_script.is_set() or not self._scripts_only) and not reply.startswith(b"-NOSCRIPT")
+            lose = counts and self._before == 0 and self._left > 0
+            self._before -= counts and self._before > 0
             self._left -= lose
             self.lost += lose
+            self.replies += counts
             return lose
