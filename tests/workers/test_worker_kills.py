@@ -8,15 +8,17 @@ import random
 import signal
 import threading
 from functools import partial
+from typing import Any
 
 import pytest
 
 from jobs.connection import connect
 from jobs.queue import Queue
+from jobs.results import Result
 from jobs.settings import QueueSettings
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
-from tests.workers.test_worker import question, run_batch, submit_batch, text_of
+from tests.workers.test_worker import answer, question, run_batch, submit_batch
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "16")
 ROUNDS = 2
@@ -31,9 +33,9 @@ def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object,
     seed = random.randrange(2**32)
     print("seed", seed)
     chance = random.Random(seed)
-    bodies = [question(f"What is {n} + {n + 7}?", max_tokens=100 + 7 * n, ignore_eos=True, temperature=n % 2, seed=n) for n in range(60)]
+    bodies = [body(n) for n in range(60)]
     with running_worker(queue, redis_url, *FLAGS):
-        expected = [text_of(result) for result in run_batch(queue, [*bodies])]
+        expected = [texts(result) for result in run_batch(queue, [*bodies])]
     done = threading.Event()
     ticker = threading.Thread(target=tick, args=(queue, done))
     ticker.start()
@@ -54,12 +56,24 @@ def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object,
                         break
                 wait_until(partial(has_moved, queue, batch, len(bodies) - 1), 180, "all results")
             assert [line for line, _ in queue.results(batch)] == list(range(len(bodies)))
-            assert [text_of(result) for _, result in queue.results(batch)] == expected
+            assert [texts(result) for _, result in queue.results(batch)] == expected
             record = queue.batch_fields(batch)
             assert (record["completed"], record["failed"]) == (str(len(bodies)), "0")
     finally:
         done.set()
         ticker.join()
+
+
+def body(n: int) -> dict[str, Any]:
+    """One to three choices, every fifth time the best ones, some with log probabilities; about as many tokens each."""
+    choices = 1 + n % 3
+    asked = {"n": choices, "best_of": choices + (n % 5 == 0), "logprobs": n % 4 == 0}
+    return question(f"What is {n} + {n + 7}?", max_tokens=(100 + 7 * n) // choices, ignore_eos=True, temperature=n % 2, seed=n, **asked)
+
+
+def texts(result: Result) -> list[str]:
+    assert result.status == 200, result.body
+    return [choice["message"]["content"] for choice in answer(result)["choices"]]
 
 
 def completed(queue: Queue, batch: str) -> int:
