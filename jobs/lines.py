@@ -4,6 +4,7 @@ Whether a value makes sense is not decided here: what stands in a request's body
 must be read just as it was when the file was accepted.
 """
 
+import itertools
 import json
 from typing import Any, NamedTuple
 
@@ -11,6 +12,11 @@ import msgspec
 
 _BOM = b"\xef\xbb\xbf"
 _MOST_DIGITS = 4300  # what Python reads
+MOST_NESTED = 500
+"""Arrays and objects inside each other. Readers recurse, and how far they come depends on who calls them; this they all can."""
+
+_STEPS = [{ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}.get(byte, 0) for byte in range(256)]
+_NO_BRACKETS = bytes(byte for byte, step in enumerate(_STEPS) if step == 0)
 
 
 class Line(NamedTuple):
@@ -42,23 +48,20 @@ def decode_json(raw: bytes) -> Any:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise ValueError("it is not UTF-8") from error
+    if raw.count(b"[") + raw.count(b"{") > MOST_NESTED:
+        _check_nesting(raw)
     try:
         return msgspec.json.decode(raw)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
     except msgspec.DecodeError as error:
         try:
             return json.loads(text, parse_int=_integer)
-        except (ValueError, RecursionError):
+        except ValueError:
             raise ValueError(_reason(raw, error)) from error
 
 
 def encode_body(body: dict[str, Any]) -> bytes:
-    """The JSON that `decode_json` reads back, whatever values it holds. Raises ValueError."""
-    try:
-        return json.dumps(body, separators=(",", ":")).encode()
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+    """The JSON that `decode_json` reads back, whatever values it holds."""
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def read_line(raw: bytes) -> Line:
@@ -71,6 +74,14 @@ def read_line(raw: bytes) -> Line:
         values = decode_json(raw)
         body = values["body"]
         return Line(values["custom_id"], values["url"], body.get("model"), encode_body(body))
+
+
+def _check_nesting(raw: bytes) -> None:
+    """Raises ValueError. What is no JSON is left to the parser, which comes no deeper than this does."""
+    unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
+    brackets = b"".join(unescaped.split(b'"')[::2]).translate(None, _NO_BRACKETS)  # outside of strings
+    if max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MOST_NESTED:
+        raise ValueError(f"it is nested too deeply, in more than {MOST_NESTED} arrays and objects")
 
 
 def _integer(digits: str) -> int | float:

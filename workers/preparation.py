@@ -13,7 +13,7 @@ from jobs.results import ApiError
 from jobs.validation import CHAT, Call, decode_body, parse_call
 from workers.prepared import Prepared, Prompt
 from workers.requests_in_flight import rejected
-from workers.sampling_params import Limits, SamplingMaker, check_token, prompt_name, too_long
+from workers.sampling_params import Limits, SamplingMaker, check_logprobs, check_token, prompt_name, too_long
 from workers.text.errors import EncodingError, TemplateError
 from workers.text.tokenizer import TextTokenizer
 
@@ -129,6 +129,7 @@ class Preparation:
             param = prompt_name(item.call)
             raise ApiError(400, f"Invalid '{param}': {item.error}", param=param, code="invalid_value")
         prompts = [self._prompt(item, number, token_ids) for number, token_ids in enumerate(item.token_ids)]
+        check_logprobs(item.call, prompts)
         return Prepared(item.claim, item.call, prompts, self._tokenizer)
 
     def _prompt(self, item: _Pending, number: int, token_ids: list[int]) -> Prompt:

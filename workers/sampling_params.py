@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
 from jobs.results import ApiError
 from jobs.validation import CHAT, Call
 from workers.engine.messages import MAX_SEED, SamplingParams
+from workers.prepared import Prompt
 from workers.text.errors import EncodingError
 from workers.text.tokenizer import TextTokenizer
 
@@ -19,6 +21,9 @@ class Limits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+
+MOST_LOGPROBS = 2**21
+"""Log probabilities that one request may be given; its worker, its checkpoints and its answer hold all of them at once."""
 
 
 class SamplingMaker:
@@ -87,6 +92,19 @@ def too_long(asked: str, param: str, longest: int, reducible: str | None = None)
     start = f"This model's maximum context length is {longest} tokens. However, {asked}."
     message = f"{start} Please reduce the length of the {reducible or param}."
     raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def check_logprobs(call: Call, prompts: Sequence[Prompt]) -> None:
+    """Raises ApiError for a call that asks for more log probabilities than a worker should hold at once."""
+    count = 0
+    for prompt in prompts:
+        sampling = prompt.sampling
+        count += call.best_of * sampling.max_tokens * (sampling.logprobs + 1)
+        count += len(prompt.token_ids) * (sampling.prompt_logprobs + 1)
+    if count > MOST_LOGPROBS:
+        param = "logprobs" if call.logprobs is not None else "prompt_logprobs" if call.prompt_logprobs is not None else "best_of"
+        message = f"You requested up to {count} log probabilities, of which at most {MOST_LOGPROBS} can be given."
+        raise ApiError(400, f"{message} Please reduce 'max_tokens', 'n' or '{param}'.", param=param, code="invalid_value")
 
 
 def _check_vocabulary(call: Call, vocab_size: int) -> None:

@@ -1,0 +1,54 @@
+"""What one reader of JSON takes, all of them take, however deep in the program they stand."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.lines import MOST_NESTED, decode_json, encode_body, read_line
+from jobs.validation import LineError, LineRequest, check_line
+
+
+def deeper(frames: int, call: Callable[[], Any]) -> Any:
+    """The call's value, made so many frames further down."""
+    return call() if frames == 0 else deeper(frames - 1, call)
+
+
+def line(depth: int, opening: bytes = b"[", closing: bytes = b"]", inside: bytes = b"") -> bytes:
+    start = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x", "u": '
+    return start + opening * depth + inside + closing * depth + b"}}"
+
+
+@pytest.mark.parametrize(("opening", "closing", "inside"), [(b"[", b"]", b""), (b'{"a":', b"}", b"1"), (b'["]",', b',"["]', b"1")])
+def test_what_is_accepted_can_be_read_at_every_later_stage(opening: bytes, closing: bytes, inside: bytes) -> None:
+    raw = line(MOST_NESTED - 2, opening, closing, inside)
+    found = check_line(raw, 1)
+    assert isinstance(found, LineRequest)
+    for frames in (0, 100, 300):
+        body = deeper(frames, lambda: read_line(raw).body)
+        assert body == found.body
+        values = deeper(frames, lambda: decode_json(found.body))
+        assert decode_json(deeper(frames, lambda values=values: encode_body(values))) == values
+
+
+@pytest.mark.parametrize("depth", [MOST_NESTED - 1, 900, 990, 995, 1000, 5000, 100_000])
+def test_what_is_nested_more_deeply_is_refused_and_breaks_nothing(depth: int) -> None:
+    for raw in (line(depth), line(depth, b'{"a":', b"}", b"1"), line(depth, b'["\\\\]\\"]",', b',"["]', b"1")):
+        found = check_line(raw, 1)
+        assert isinstance(found, LineError)
+        assert (found.code, found.param) == ("invalid_json_line", None)
+        assert f"more than {MOST_NESTED} arrays and objects" in found.message
+
+
+def test_brackets_in_strings_count_for_nothing() -> None:
+    text = '["' + "[{" * 1000 + '\\"' + "[" * 1000 + '\\\\"]'
+    assert decode_json(text.encode()) == json.loads(text)
+
+
+@given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30))
+def test_values_come_through(value: Any) -> None:
+    padded = {"value": value, "pad": [[]] * MOST_NESTED}
+    assert decode_json(json.dumps(padded).encode()) == padded
