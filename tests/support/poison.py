@@ -1,4 +1,8 @@
-"""Requests that do harm to the engine core that runs them. Nothing in the product knows of this: see `poisoned/sitecustomize.py`."""
+"""Requests that do harm to the engine core that runs them. Nothing in the product knows of this: see `poisoned/sitecustomize.py`.
+
+The least harm is to be slow. A request that takes half a minute is still running when a test has something done to its worker, however
+busy the machine is.
+"""
 
 import json
 import os
@@ -13,7 +17,7 @@ _FOLDER = Path(__file__).parent / "poisoned"
 
 @dataclass(frozen=True)
 class Poison:
-    """A request whose prompt holds " `word` " does this harm: segfault, exception, hang or exit; from its token `start` on."""
+    """A request whose prompt holds " `word`" does this harm: segfault, exception, hang, exit or slow; from its token `start` on."""
 
     word: str
     harm: str

@@ -20,6 +20,7 @@ from jobs.requests import RequestKey
 from jobs.server import PrivateServer
 from jobs.settings import QueueSettings
 from jobs.streams import FIRST_ID
+from tests.support.poison import Poison, poisoned_environment
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import endless, follow, question, run_batch, submit_batch, submit_live, text_of
@@ -27,6 +28,7 @@ from workers.worker import MAX_ENGINE_RESTARTS
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
 TOKENS = 600
+SLOW = poisoned_environment(Poison("three", "slow"))  # a word of `endless`: its requests get 20 tokens a second at most
 
 
 @pytest.fixture
@@ -51,10 +53,10 @@ def test_the_next_worker_goes_on_where_a_killed_one_was(queue: Queue, redis_url:
         (undisturbed,) = run_batch(queue, [endless(TOKENS)])
         (by_chance,) = run_batch(queue, [endless(TOKENS, temperature=1.0, seed=5)])
         second.process.send_signal(signal.SIGSTOP)  # so that the first one gets the work
-        with running_worker(queue, redis_url, *FLAGS) as first:
+        with running_worker(queue, redis_url, *FLAGS, **SLOW) as first:
             batch = submit_batch(queue, [endless(TOKENS), endless(TOKENS, temperature=1.0, seed=5)])
-            wait_published(queue, RequestKey(batch, 0), 100)
-            wait_published(queue, RequestKey(batch, 1), 100)
+            wait_published(queue, RequestKey(batch, 0), 40)
+            wait_published(queue, RequestKey(batch, 1), 40)
             first.kill()
             had = published(queue, RequestKey(batch, 0))
             record = next(record for record in queue.workers() if record.pid == first.pid)
@@ -62,23 +64,23 @@ def test_the_next_worker_goes_on_where_a_killed_one_was(queue: Queue, redis_url:
         second.process.send_signal(signal.SIGCONT)
         wait_until(lambda: len(queue.results(batch)) == 2, 60, "the results")
         greedy, sampled = (result for _, result in queue.results(batch))
-    assert 100 <= had < TOKENS
+    assert 40 <= had < TOKENS
     assert text_of(greedy) == text_of(undisturbed)
     assert text_of(sampled) == text_of(by_chance)
     assert greedy.usage.completion_tokens == TOKENS
 
 
 def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS) as worker:
-        _, undisturbed_api = submit_live(queue, endless(TOKENS))
-        whole = "".join(entry.text() for entry in follow(queue, undisturbed_api))
+    with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
         key, api = submit_live(queue, endless(TOKENS))
-        wait_published(queue, key, 50)
-        worker_id = worker.record.id if worker.record else ""
+        wait_published(queue, key, 40)
+        worker_id = worker.wait_ready().id
         worker.kill()
         queue.reap(worker_id)
     with running_worker(queue, redis_url, *FLAGS):
         entries = follow(queue, api)
+        _, undisturbed_api = submit_live(queue, endless(TOKENS))
+        whole = "".join(entry.text() for entry in follow(queue, undisturbed_api))
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     assert [chunk.index for chunk in chunks] == [0, *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
     assert [chunk.text_offset for chunk in chunks] == [0, *itertools.accumulate(len(chunk.text) for chunk in chunks[:-1])]
@@ -86,10 +88,10 @@ def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_
 
 
 def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS) as worker:
-        (undisturbed,) = run_batch(queue, [endless(TOKENS)])
-        batch = submit_batch(queue, [endless(TOKENS)])
-        wait_published(queue, RequestKey(batch, 0), 100)
+    with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
+        (undisturbed,) = run_batch(queue, [endless(100)])
+        batch = submit_batch(queue, [endless(100)])
+        wait_published(queue, RequestKey(batch, 0), 20)
         before = worker.core_pid
         os.kill(before, signal.SIGKILL)
         wait_until(lambda: len(queue.results(batch)) == 1, 60, "the result")
@@ -101,7 +103,7 @@ def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, red
 
 @pytest.mark.proof
 def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS) as worker:
+    with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
         batch = submit_batch(queue, [endless(1900)])
         for death in range(MAX_ENGINE_RESTARTS + 1):
             record = worker.wait_ready()
@@ -129,9 +131,9 @@ def test_an_answer_between_two_deaths_makes_them_no_row(queue: Queue, redis_url:
 
 
 def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "0") as worker:
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "0", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS) for _ in range(12)])  # more than run at once
-        wait_published(queue, RequestKey(batch, 0), 50)
+        wait_published(queue, RequestKey(batch, 0), 20)
         assert worker.stop() == 0
     assert [worker.state for worker in queue.workers()] == ["stopped"]
     claims = queue.claim("test", 1, 20, models=["demo"])
@@ -144,16 +146,16 @@ def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue
 
 
 def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60") as worker:
-        batch = submit_batch(queue, [endless(1900)])
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60", **SLOW) as worker:
+        batch = submit_batch(queue, [endless(100)])
         wait_published(queue, RequestKey(batch, 0), 10)
         assert worker.stop() == 0
     assert len(queue.results(batch)) == 1
 
 
 def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "20") as worker:
-        batch = submit_batch(queue, [endless(1900), endless(1900)])  # long enough to be running still when the core is stopped
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "20", **SLOW) as worker:
+        batch = submit_batch(queue, [endless(TOKENS), endless(TOKENS)])
         wait_published(queue, RequestKey(batch, 0), 10)
         os.kill(worker.core_pid, signal.SIGSTOP)  # no pace at all, so that nothing can finish
         began = time.monotonic()
@@ -166,9 +168,9 @@ def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_
 
 
 def test_a_stopping_worker_starts_no_other_core(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60") as worker:
-        batch = submit_batch(queue, [endless(1900)])
-        _, api = submit_live(queue, endless(1900))
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60", **SLOW) as worker:
+        batch = submit_batch(queue, [endless(TOKENS)])
+        _, api = submit_live(queue, endless(TOKENS))
         follow(queue, api, until=3)
         core = worker.core_pid
         os.kill(core, signal.SIGSTOP)
@@ -198,8 +200,8 @@ def test_sigterm_does_not_wait_for_a_tokenizer_that_cannot_be_read(queue: Queue,
 
 
 def test_a_second_sigterm_ends_at_once(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600") as worker:
-        batch = submit_batch(queue, [endless(1900)])
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
+        batch = submit_batch(queue, [endless(TOKENS)])
         wait_published(queue, RequestKey(batch, 0), 10)
         core = worker.core_pid
         worker.process.terminate()
@@ -218,9 +220,9 @@ def test_an_order_to_drain_ends_a_worker(queue: Queue, redis_url: str) -> None:
 def test_a_worker_outlives_redis(tmp_path: Path) -> None:
     with PrivateServer(tmp_path) as server:
         queue = Queue(connect(server.url), QueueSettings(lease_seconds=1.0, redis_retry_seconds=60.0))
-        with running_worker(queue, server.url, *FLAGS) as worker:
-            batch = submit_batch(queue, [endless(TOKENS), question("What is 2 + 3?")])
-            wait_published(queue, RequestKey(batch, 0), 50)
+        with running_worker(queue, server.url, *FLAGS, **SLOW) as worker:
+            batch = submit_batch(queue, [endless(200), question("What is 2 + 3?")])
+            wait_published(queue, RequestKey(batch, 0), 20)
             server.stop()
             wait_until(lambda: "Redis is out of reach" in worker.log(), 30, "the worker to notice")
             server.start()
@@ -229,8 +231,8 @@ def test_a_worker_outlives_redis(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS) as worker:
-        batch = submit_batch(queue, [endless(1500)])
+    with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
+        batch = submit_batch(queue, [endless(TOKENS)])
         wait_published(queue, RequestKey(batch, 0), 20)
         record = worker.wait_ready()
         queue.reap(record.id)

@@ -1,4 +1,4 @@
-"""Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain tokens in it ends or stops the core.
+"""Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain tokens in it ends, stops or slows the core.
 
 Python imports this file when it starts. What does harm stands in the environment, see `tests/support/poison.py`; processes other than
 engine cores, and every step without such tokens, are left as they are.
@@ -46,10 +46,10 @@ def make_ill(executor: Any) -> None:
     def ill_launch(self: Any, plan: Any) -> Any:
         for added in plan.added:
             tokens[added.slot] = list(added.token_ids)
-        for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
-            for poison in poisons:
-                if start + count >= poison["from"] and contains(tokens[slot], poison["token_ids"]):
-                    do_harm(poison["harm"])
+        ends = {slot: start + count for slot, start, count in zip(plan.slots, plan.starts, plan.counts, strict=True)}
+        for poison in poisons:
+            if any(end >= poison["from"] and contains(tokens[slot], poison["token_ids"]) for slot, end in ends.items()):
+                do_harm(poison["harm"])
         return launch(self, plan)
 
     executor.launch = ill_launch
@@ -68,6 +68,8 @@ def do_harm(harm: str) -> None:
         time.sleep(3600)
     elif harm == "exit":
         os._exit(3)
+    elif harm == "slow":
+        time.sleep(0.05)
 
 
 if any("core_process" in word for word in sys.orig_argv):
