@@ -19,6 +19,7 @@ from jobs.requests import Request, RequestKey, StreamEntry
 from jobs.results import Result
 from jobs.settings import QueueSettings
 from jobs.streams import FIRST_ID
+from tests.support.poison import Poison, poisoned_environment
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
@@ -35,7 +36,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[tuple[Queue, WorkerProces
     with tempfile.TemporaryDirectory() as folder, running_server(Path(folder)) as server:
         queue = Queue(connect(server.url), SETTINGS)
         flags = ("--lease-seconds", "2", "--stream-interval", "0.2", "--max-num-seqs", "16")
-        with running_worker(queue, server.url, *flags) as worker:
+        with running_worker(queue, server.url, *flags, **poisoned_environment(Poison("tortoise", "slow"))) as worker:
             yield queue, worker
 
 
@@ -45,6 +46,11 @@ def question(text: str, **parameters: Any) -> dict[str, Any]:
 
 def endless(tokens: int, **parameters: Any) -> dict[str, Any]:
     return question("Repeat this list in order: one two three", max_tokens=tokens, ignore_eos=True, **parameters)
+
+
+def slow(tokens: int) -> dict[str, Any]:
+    """It takes the shared worker 50 ms a token, so that a test finds it running."""
+    return question("What does a tortoise eat?", max_tokens=tokens, ignore_eos=True)
 
 
 def run_batch(queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str = CHAT) -> list[Result]:
@@ -163,7 +169,7 @@ def test_bad_values_become_error_results(shared: tuple[Queue, WorkerProcess]) ->
 
 def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    key, api = submit_live(queue, endless(60))
+    key, api = submit_live(queue, slow(60))
     entries = follow(queue, api)
     assert entries[0].accepted
     assert not entries[0].token_ids()
@@ -189,7 +195,7 @@ def test_a_live_call_that_cannot_run_is_refused_at_once(shared: tuple[Queue, Wor
 
 def test_live_calls_get_in_when_batch_work_fills_every_slot(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    batch = submit_batch(queue, [endless(150) for _ in range(40)])
+    batch = submit_batch(queue, [slow(40) for _ in range(40)])
     wait_until(lambda: queue.ready_length(batch) < 40, 60, "the batch to be started")
     _, api = submit_live(queue, endless(5))
     follow(queue, api)
@@ -229,7 +235,7 @@ def test_stop_token_ids_and_eos(shared: tuple[Queue, WorkerProcess]) -> None:
 
 def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    batch = submit_batch(queue, [endless(300)])
+    batch = submit_batch(queue, [slow(60)])
     key = RequestKey(batch, 0)
     queue.watch(batch, 30)
     entries: list[StreamEntry] = []
@@ -238,7 +244,7 @@ def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, W
         for entry in queue.read_tokens({key: last}, 5.0):
             entries.append(entry)
             last = entry.entry_id
-    assert sum(len(entry.token_ids()) for entry in entries) == 300
+    assert sum(len(entry.token_ids()) for entry in entries) == 60
     result = entries[-1].result
     assert result is not None
     assert "".join(entry.text() for entry in entries) == text_of(result)
@@ -246,7 +252,7 @@ def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, W
 
 def test_a_cancelled_call_leaves_no_work_behind(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    key, api = submit_live(queue, endless(1900))
+    key, api = submit_live(queue, slow(600))
     follow(queue, api, until=3)
     queue.cancel([key])
     assert run_batch(queue, [question("What is 2 + 3?")])[0].status == 200
