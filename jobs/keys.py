@@ -27,7 +27,10 @@ PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS})
 
 
 def batch(batch_id: str) -> str:
-    """Hash: state, generation, tenant, total, completed, failed, cursor, body_bytes, result_bytes, models and the caller's fields."""
+    """Hash: state, generation, tenant, total, completed, failed, cursor, body_bytes, result_bytes, models and the caller's fields.
+
+    Also used_tokens by used_lines, which finished since the record was made: what a line of this batch costs.
+    """
     return f"{{q}}:batch:{batch_id}"
 
 
@@ -97,12 +100,12 @@ def held(worker: str) -> str:
 
 
 def tenants(model: str) -> str:
-    """Zset: tenant -> service received; the least served comes next."""
+    """Zset: tenant -> service received, in tokens; the least served comes next."""
     return f"{{q}}:tenants:{model}"
 
 
 def ring(model: str, tenant: str) -> str:
-    """Zset: batch with waiting lines -> service received."""
+    """Zset: batch with waiting lines -> service received, in tokens."""
     return f"{{q}}:ring:{model}\0{tenant}"  # either may hold colons
 
 

@@ -152,7 +152,7 @@ def _delta_arguments(delta: Delta) -> list[Any]:
 def _finished_arguments(finished: Finished) -> list[Any]:
     tokens: list[Any] = ["", ""] if finished.delta is None else [finished.delta.total, pack(finished.delta.chunks)]
     result = finished.result
-    end = [int(result.succeeded), result.usage.completion_tokens, pack(result)]
+    end = [int(result.succeeded), result.usage.prompt_tokens, result.usage.completion_tokens, pack(result)]
     return [str(finished.key), finished.fence, *tokens, finished.reply_to or "", *end]
 
 

@@ -10,6 +10,7 @@ local limit, live_limit = tonumber(ARGV[3]), tonumber(ARGV[4])
 local lease, most_undrained = tonumber(ARGV[5]), tonumber(ARGV[6])
 local QUANTUM = 16 -- lines taken of one batch in a row: neighbours in the plan share prefixes
 local LIVE_PER_BATCH = 9
+local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- before some lines of a batch have told what they cost
 
 local function published(name)
   local entries = redis.call('XRANGE', key.tokens(name), '-', '+')
@@ -88,7 +89,17 @@ local function lease_all()
   redis.call('SADD', key.held(worker), unpack(names))
 end
 
--- The least served tenant's least served batch that may run, or nil. What may not is taken out; `drained` brings it back.
+-- What a line of the batch costs in tokens, as far as those that finished tell.
+local function cost_of_a_line(batch, used_lines, used_tokens)
+  if used_lines >= QUANTUM then
+    return math.max(1, used_tokens / used_lines)
+  end
+  local bytes = tonumber(redis.call('HGET', key.batch(batch), 'body_bytes') or 0)
+  return bytes / math.max(1, redis.call('HLEN', key.bodies(batch))) / BYTES_PER_TOKEN + GUESSED_OUTPUT
+end
+
+-- The least served tenant's least served batch that may run, with its tenant, low water and cost of a line; or nil. What may not run is
+-- taken out; `drained` brings it back.
 local function next_batch(model)
   while true do
     local tenant = redis.call('ZRANGE', key.tenants(model), 0, 0)[1]
@@ -97,9 +108,9 @@ local function next_batch(model)
     end
     local batch = redis.call('ZRANGE', key.ring(model, tenant), 0, 0)[1]
     if batch then
-      local record = redis.call('HMGET', key.batch(batch), 'state', 'result_bytes', 'low_water')
+      local record = redis.call('HMGET', key.batch(batch), 'state', 'result_bytes', 'low_water', 'used_lines', 'used_tokens')
       if record[1] == 'in_progress' and tonumber(record[2] or 0) <= most_undrained and redis.call('EXISTS', key.ready(batch, model)) == 1 then
-        return batch, tenant, tonumber(record[3] or 0)
+        return batch, tenant, tonumber(record[3] or 0), cost_of_a_line(batch, tonumber(record[4] or 0), tonumber(record[5] or 0))
       end
     end
     leave(batch or '', model, tenant)
@@ -107,7 +118,7 @@ local function next_batch(model)
 end
 
 local function take_lines(model, most)
-  local batch, tenant, low_water = next_batch(model)
+  local batch, tenant, low_water, cost = next_batch(model)
   if not batch then
     return 0
   end
@@ -116,8 +127,9 @@ local function take_lines(model, most)
   for _, line in ipairs(lines) do
     take(batch .. '/' .. line, model)
   end
-  redis.call('ZINCRBY', key.ring(model, tenant), #lines, batch)
-  redis.call('ZINCRBY', key.tenants(model), #lines, tenant)
+  local service = math.ceil(#lines * cost)
+  redis.call('ZINCRBY', key.ring(model, tenant), service, batch)
+  redis.call('ZINCRBY', key.tenants(model), service, tenant)
   local left = redis.call('LLEN', ready)
   if left == 0 then
     leave(batch, model, tenant)

@@ -2,20 +2,20 @@
 -- Stores results, ends leases, moves the batch's counts where the done bit flips.
 -- ARGV: worker, seconds to keep a watched stream,
 --       then (name, fence, output tokens with these, chunks (msgpack), API process or '', succeeded 0/1,
---       output tokens that the answer counts, result (msgpack)) each;
+--       tokens of the prompt and of the output as the answer counts them, result (msgpack)) each;
 --       tokens and chunks are '' when none are left to publish
 -- Returns the names for which nothing changed, because the worker does not hold them under that fence (any more).
 
 local worker, keep = ARGV[1], ARGV[2]
 local lost, items, names, seen = {}, {}, {}, {}
-for i = 3, #ARGV, 8 do
-  local name, fence, total, chunks, reply_to, succeeded, tokens, result = unpack(ARGV, i, i + 7)
+for i = 3, #ARGV, 9 do
+  local name, fence, total, chunks, reply_to, succeeded, prompt_tokens, tokens, result = unpack(ARGV, i, i + 8)
   if not seen[name] and holds(worker, name, fence) then
     seen[name] = true
     names[#names + 1] = name
     items[#items + 1] = {
-      name = name, succeeded = succeeded == '1', tokens = tonumber(tokens), result = result, reply_to = reply_to,
-      total = total, chunks = chunks,
+      name = name, succeeded = succeeded == '1', prompt_tokens = tonumber(prompt_tokens), tokens = tonumber(tokens), result = result,
+      reply_to = reply_to, total = total, chunks = chunks,
     }
   else
     lost[#lost + 1] = name

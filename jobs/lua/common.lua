@@ -212,7 +212,7 @@ local function record(batch, items)
     return 0
   end
   local lines, results = {}, {}
-  local moves, delivered = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0}, 0
+  local moves, delivered = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0, used_lines = 0, used_tokens = 0}, 0
   for i, item in ipairs(items) do
     lines[i] = item.line
     moves.body_bytes = moves.body_bytes - redis.call('HSTRLEN', key.bodies(batch), item.line)
@@ -222,6 +222,8 @@ local function record(batch, items)
       moves.result_bytes = moves.result_bytes + #item.result
       local count = item.succeeded and 'completed' or 'failed'
       moves[count] = moves[count] + 1
+      moves.used_lines = moves.used_lines + 1
+      moves.used_tokens = moves.used_tokens + item.prompt_tokens + item.tokens
       delivered = delivered + item.tokens
     end
   end
@@ -254,11 +256,11 @@ end
 -- A request's end with an error that is not its worker's answer, as `finish` takes it.
 local function failed(name, result)
   local reply_to = redis.call('HGET', key.bodies((split(name))), 'reply_to') or ''
-  return {name = name, succeeded = false, tokens = 0, result = result, reply_to = reply_to}
+  return {name = name, succeeded = false, prompt_tokens = 0, tokens = 0, result = result, reply_to = reply_to}
 end
 
 -- Ends requests that their caller has just released, each named once: results, counts, last words, and nothing left behind.
--- items: {name, succeeded, tokens, result, reply_to, total, chunks} each; without a total no tokens are left to publish
+-- items: {name, succeeded, prompt_tokens, tokens, result, reply_to, total, chunks} each; without a total no tokens are left to publish
 local function finish(items, keep)
   if #items == 0 then
     return

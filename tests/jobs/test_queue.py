@@ -7,7 +7,8 @@ import redis
 
 from jobs import keys
 from jobs.queue import Queue
-from jobs.requests import Checkpoint, ChoiceCheckpoint, RequestKey
+from jobs.requests import Checkpoint, ChoiceCheckpoint, Finished, RequestKey
+from jobs.results import Result, Usage
 from jobs.settings import QueueSettings
 from tests.support.integrity import faults
 from tests.support.requests import MODEL, delta, finished, held, lines, request, start_batch
@@ -138,6 +139,29 @@ class TestFairness:
             start_batch(queue, f"batch_{number}", 100, tenant="many")
         claims = [claim for seq in range(10) for claim in take(queue, "w1", seq, 10)]
         assert 40 <= sum(claim.key.batch == "batch_lone" for claim in claims) <= 60
+
+    @pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")])
+    def test_service_is_counted_in_tokens(self, queue: Queue, tenants: tuple[str, str]) -> None:
+        """Lines that cost nine times as much get a ninth of the turns, whether of another tenant or another batch of the same."""
+        costs = {"batch_short": 100, "batch_long": 900}
+        for batch, tenant in zip(costs, tenants, strict=True):
+            start_batch(queue, batch, 2000, tenant=tenant)
+        taken = dict.fromkeys(costs, 0)
+        for seq in range(100):
+            claims = take(queue, "w1", seq, 16)
+            for batch in costs if seq >= 10 else ():
+                taken[batch] += sum(claim.key.batch == batch for claim in claims)
+            for claim in claims:
+                usage = Usage(50, costs[claim.key.batch] - 50)
+                queue.commit("w1", [Finished(claim.key, claim.fence, Result(200, b"{}", usage, "req_1"))])
+        assert taken["batch_short"] / taken["batch_long"] == pytest.approx(9, rel=0.15)
+
+    def test_lines_that_none_has_told_the_cost_of_go_by_their_size(self, queue: Queue) -> None:
+        for batch, size in (("batch_short", 0), ("batch_long", 16 * 1024 - 4 * 256)):
+            queue.create_batch(batch, 400, tenant=batch, state="in_progress")
+            queue.ingest(batch, [(line, request(body=b"x" * size)) for line in range(400)], 0, 400)
+        claims = [claim for seq in range(20) for claim in take(queue, "w1", seq, 16)]
+        assert sum(claim.key.batch == "batch_short" for claim in claims) / len(claims) > 0.85
 
     def test_neighbours_stay_together(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 100)

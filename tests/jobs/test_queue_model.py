@@ -127,6 +127,9 @@ class QueueModel(RuleBasedStateMachine):
 
     @rule()
     def submit(self) -> None:
+        self.hand_in()
+
+    def hand_in(self) -> None:
         key = RequestKey(f"live_{self.submitted}", 0)
         self.submitted += 1
         self.queue.submit(key.batch, request(reply_to="api1"))
@@ -275,7 +278,10 @@ class QueueModel(RuleBasedStateMachine):
         taken = [claim for claim in self.claims[slot] if self.holds(worker, claim)]
         if fate == "dies":
             self.blame(worker, taken, [])
-        elif fate != "runs on":
+        elif fate == "runs on":
+            self.hand_in()
+            self.take(slot, 3)  # beside suspects nothing
+        else:
             self.give_back(worker, taken, [], fate == "acquits")
 
     def free_slots(self) -> list[int]:
