@@ -23,6 +23,7 @@ Tokens = NDArray[np.int64]
 _CANDIDATES = 40.0  # expected, for each that may be drawn: those outside the nucleus come on top
 _FEW = 2048  # tokens whose exact noise costs less than looking for candidates
 _NARROW = 0.25  # a nucleus of less is cut out first, lest almost all candidates lie outside
+_LIST_COST = 4  # what a listed token costs, in tokens of a row that is looked at whole
 _HALVINGS = 6
 _LOWEST = -16.0
 
@@ -36,14 +37,21 @@ def draw_rows(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]
 
 
 def _draw(z: Floats, floor: float, top_p: float, key: np.uint64) -> int:
-    tokens = np.flatnonzero(z >= floor) if floor > -math.inf else None
-    row = _Candidates(z, None) if tokens is None or len(tokens) == len(z) else _Candidates(z[tokens], tokens)
+    row = _Candidates(z, None) if floor == -math.inf else _kept(z, floor)
     if not row.total > 0:
         return int(z.argmax())
     goal = top_p * row.total if top_p < 1 else math.inf
     if top_p < _NARROW:
         row = row.narrowed(goal)
     return row.draw(key, goal)
+
+
+def _kept(z: Floats, floor: float) -> _Candidates:
+    kept = z >= floor
+    if np.count_nonzero(kept) * _LIST_COST > len(z):
+        return _Candidates(np.where(kept, z, np.float32(-np.inf)), None)
+    tokens = np.flatnonzero(kept)
+    return _Candidates(z[tokens], tokens)
 
 
 class _Candidates:

@@ -75,6 +75,7 @@ class Penalties:
             self._counters = torch.zeros(len(tokens), vocab, device=tokens.device)
         counters = self._counters[: len(tokens)]
         counters.scatter_add_(1, tokens, weights)
-        counts = counters.gather(1, tokens)
-        counters.scatter_(1, tokens, 0.0)
-        return counts
+        try:
+            return counters.gather(1, tokens)
+        finally:  # also where memory runs out, for the step is tried again
+            counters.scatter_(1, tokens, 0.0)
