@@ -24,7 +24,7 @@ from jobs.scripts import QueueUnavailable
 from jobs.streams import FIRST_ID, parse_entry
 
 router = APIRouter()
-_EVENT_ID = re.compile(r"\d+-\d+")
+_EVENT_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # what Redis takes
 
 
 @router.get("/v1/streams/{name:path}")

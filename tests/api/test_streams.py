@@ -7,7 +7,11 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
+from jobs.queue import Queue
+from jobs.requests import Request
+from jobs.validation import COMPLETIONS
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.waiting import wait_until
 
@@ -51,3 +55,18 @@ def _events(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             event_id = line[4:]
         elif line.startswith("data: {"):
             yield event_id, json.loads(line[6:])
+
+
+@pytest.mark.parametrize("after", ["x", "1", "1-", "-1-1", "1-1-1", "99999999999999999999-1", "1-99999999999999999999", "²-1"])
+def test_what_is_not_the_id_of_an_event_is_refused(http: httpx.Client, queue: Queue, after: str) -> None:
+    queue.submit("live_x", Request(COMPLETIONS, MODEL, b"{}", seed=0))
+    answer = http.get("/v1/streams/live_x", headers={"last-event-id": after.encode("latin-1")})  # type: ignore[dict-item]
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
+@pytest.mark.parametrize(
+    "name", ["x", "batch_a", "batch_a/", "/1", "batch_a/x", "batch_a/-1", "batch_a/1/2", "live_a", "live_a/0", "%00/1", "a/" + "9" * 5000]
+)
+def test_what_names_no_request_is_not_found(http: httpx.Client, queue: Queue, name: str) -> None:
+    answer = http.get(f"/v1/streams/{name}")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")

@@ -1,15 +1,18 @@
 """What one reader of JSON takes, all of them take, however deep in the program they stand."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.lines import MOST_NESTED, decode_json, encode_body, read_line
-from jobs.validation import LineError, LineRequest, check_line
+from jobs.results import ApiError, encode_json
+from jobs.validation import CHAT, LineError, LineRequest, check_line, parse_call
+from tests.support.bad_requests import message
 
 
 def deeper(frames: int, call: Callable[[], Any]) -> Any:
@@ -52,3 +55,28 @@ def test_brackets_in_strings_count_for_nothing() -> None:
 def test_values_come_through(value: Any) -> None:
     padded = {"value": value, "pad": [[]] * MOST_NESTED}
     assert decode_json(json.dumps(padded).encode()) == padded
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_a_line_with_some_bytes_changed_is_read_alike_by_all_or_refused(data: st.DataObject) -> None:
+    raw = bytearray(data.draw(st.sampled_from(LINES)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(raw) - 1))
+        raw[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2) | st.sampled_from(PIECES))
+    found = check_line(bytes(raw), 1)
+    if isinstance(found, LineRequest):
+        line = read_line(bytes(raw))
+        assert (line.custom_id, line.url, line.model, line.body) == (found.custom_id, found.endpoint, found.model, found.body)
+        assert isinstance(decode_json(line.body), dict)
+        encode_json({"custom_id": line.custom_id})
+        with contextlib.suppress(ApiError):
+            parse_call(line.url, decode_json(line.body))
+
+
+PIECES = [b'"', b"\\", b"{", b"]", b"NaN", b"1e999"]
+LINES = [
+    line(2),
+    json.dumps({"custom_id": "é\n", "method": "POST", "url": CHAT, "body": message(content="🙂")}).encode(),
+    b'{"custom_id":"a","custom_id":"b","method":"POST","url":"/v1/completions","body":{"model":"m","model":"n","prompt":[1,2],"seed":1.5}}',
+]

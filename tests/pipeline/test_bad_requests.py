@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.pipeline.results import answers, examples, read_results, text_of
-from tests.support.bad_requests import ANSWERED, BAD_REQUESTS, CHAT, COMPLETIONS, HOSTILE_BUT_GOOD, NOT_JSON, BadRequest, as_json
+from tests.support.bad_requests import ANSWERED, BAD_REQUESTS, CHAT, COMPLETIONS, HOSTILE_BUT_GOOD, NOT_JSON, BadRequest, as_json, message
 from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
 from tests.support.waiting import wait_until
 
@@ -74,6 +74,37 @@ def test_a_file_is_refused_for_each_line_that_cannot_stand_in_a_file(tmp_path: P
         assert f"[{code}]" in found[0], (found, line[:200])
         assert len(found[0]) < 1000
     assert not output.exists()
+
+
+def test_a_chat_template_that_fails_or_loops_ends_one_request(tmp_path: Path) -> None:
+    source, output, template = tmp_path / "requests.jsonl", tmp_path / "out.jsonl", tmp_path / "template.jinja"
+    template.write_text("""
+        {%- set said = messages[0].content -%}
+        {%- if said == "raise" %}{{ raise_exception("not this one") }}{% endif -%}
+        {%- if said == "undefined" %}{{ messages[7].content.nothing }}{% endif -%}
+        {%- if said == "escape" %}{{ said.__class__.__mro__ }}{% endif -%}
+        {%- if said == "long" %}{{ "word " * 2000000 }}{% endif -%}
+        {%- if said == "loop" %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif -%}
+        {{- said -}}
+    """)
+    told = {
+        "raise": ("invalid_value", "not this one"),
+        "undefined": ("invalid_value", "cannot render"),
+        "escape": ("invalid_value", "cannot render"),
+        "long": ("context_length_exceeded", "tokens"),
+        "loop": ("invalid_value", "takes longer than"),
+    }
+    said = [text for bad in told for text in (f"good beside {bad}", bad)]
+    cases = [BadRequest(text, CHAT, as_json(message(content=text)), None, None, "") for text in said]
+    source.write_bytes(b"\n".join(case.line for case in cases))
+    done = run_pipeline("run-batch", source, "-o", output, "--chat-template", template)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for row in read_results(output):
+        if row["custom_id"] in told:
+            code, words = told[row["custom_id"]]
+            check_error(BadRequest(row["custom_id"], CHAT, b"", "messages", code, words), 400, row["response"]["body"])
+        else:
+            assert row["response"]["status_code"] == 200, row
 
 
 @pytest.fixture(scope="module")
