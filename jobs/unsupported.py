@@ -8,11 +8,14 @@ from jobs import fields
 Check = Callable[[Any, str], None]
 
 
-def refuse_unsupported(body: dict[str, Any]) -> None:
+def refuse_unsupported(body: dict[str, Any], chat: bool) -> None:
     """Raises `ApiError` 400 for the first parameter that would have to be honoured."""
-    for name, check in _CHECKS.items():
-        if body.get(name) is not None:
-            check(body[name], name)
+    for name, value in body.items():
+        check = _CHECKS.get(name)
+        if check is not None and value is not None:
+            check(value, name)
+    if body.get("add_special_tokens") is not None:  # a rendered chat has them
+        _default(not chat)(body["add_special_tokens"], "add_special_tokens")
 
 
 def _empty(value: Any, param: str) -> None:
@@ -75,6 +78,10 @@ _CHECKS: dict[str, Check] = {
     "documents": _empty,
     "prompt_embeds": _empty,
     "allowed_token_ids": _empty,
+    "cache_salt": _empty,
+    "vllm_xargs": _empty,
+    "return_token_ids": _default(False),
+    "return_tokens_as_token_ids": _default(False),
     "use_beam_search": _empty,
     "length_penalty": _default(1.0),
     "include_stop_str_in_output": _default(False),

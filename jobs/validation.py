@@ -96,8 +96,8 @@ def parse_call(endpoint: str, body: Any) -> Call:
     """Reads the body of a call. Raises `ApiError` 400 for a bad value, naming it; parameters that nobody knows are ignored."""
     body = fields.mapping(body, "body")
     model = fields.text(fields.required(body, "model"), "model")
-    refuse_unsupported(body)
     chat = endpoint == CHAT
+    refuse_unsupported(body, chat)
     stream = fields.optional(body, "stream", fields.boolean, False)
     n = fields.optional(body, "n", parameters.answers, 1)
     best_of = parameters.best_of(body, n, stream)

@@ -319,9 +319,16 @@ def _unsupported() -> Iterator[BadRequest]:
         ("include_stop_str_in_output", True, "must be false"),
         ("continue_final_message", True, "must be false"),
         ("add_generation_prompt", False, "must be true"),
+        ("add_special_tokens", True, "must be false"),
+        ("cache_salt", "mine alone", "must be left out"),
+        ("vllm_xargs", {"a": 1}, "must be left out"),
+        ("return_token_ids", True, "must be false"),
+        ("return_tokens_as_token_ids", True, "must be false"),
     ]
     for number, (name, value, words) in enumerate(table):
         yield _of(CHAT, chat(**{name: value}), f"{name} {number}", name, "unsupported_value", words)
+    body = completion(add_special_tokens=False)
+    yield _of(COMPLETIONS, body, "a completion without special tokens", "add_special_tokens", "unsupported_value", "must be true")
     for kind in ("json_object", "json_schema", "xml"):
         body = chat(response_format={"type": kind})
         yield _of(CHAT, body, f"response_format {kind}", "response_format.type", "unsupported_value", "must be 'text'")
