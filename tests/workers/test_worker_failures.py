@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -143,6 +144,35 @@ def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue
     begun = [claim for claim in claims if claim.checkpoint is not None]
     assert len(begun) >= 8
     assert all(claim.checkpoint is not None and len(claim.checkpoint.choices[0].token_ids) >= 1 for claim in begun)
+
+
+@pytest.mark.proof
+def test_a_rolling_restart_loses_no_token_and_computes_none_again(queue: Queue, redis_url: str) -> None:
+    bodies = [endless(150, temperature=1.0, seed=number) for number in range(16)]
+    with contextlib.ExitStack() as stack:
+
+        def start() -> WorkerProcess:
+            return stack.enter_context(running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "0", **SLOW))
+
+        workers = [start(), start()]
+        expected = [text_of(result) for result in run_batch(queue, [*bodies])]
+        batch = submit_batch(queue, [*bodies])
+        keys = [RequestKey(batch, line) for line in range(len(bodies))]
+        queue.watch(batch, 300)  # so that streams can be read to their ends, and after
+        for key in keys:
+            wait_published(queue, key, 10)
+        for number in (0, 1):
+            before = [published(queue, key) for key in keys]
+            assert workers[number].stop() == 0
+            assert all(published(queue, key) >= tokens for key, tokens in zip(keys, before, strict=True))
+            workers[number] = start()
+        wait_until(lambda: len(queue.results(batch)) == len(bodies), 120, "the results")
+        assert [text_of(result) for _, result in queue.results(batch)] == expected
+        assert [published(queue, key) for key in keys] == [150] * len(bodies)
+        assert all(worker.stop() == 0 for worker in workers)
+    totals = queue.token_totals()
+    in_a_step = 2 * len(bodies)  # a stopping worker has a step under way, whose tokens nobody waits for
+    assert 0 <= totals.generated - totals.delivered <= in_a_step
 
 
 def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> None:
