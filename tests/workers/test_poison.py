@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +15,11 @@ from jobs import keys
 from jobs.connection import connect
 from jobs.queue import Queue
 from jobs.requests import StreamEntry
-from jobs.results import Result
+from jobs.results import Result, Usage
 from jobs.settings import QueueSettings
+from tests.pipeline.results import answers, custom_ids, read_results
+from tests.pipeline.results import text_of as text_of_line
+from tests.support.commands import EXAMPLES, run_pipeline
 from tests.support.integrity import faults
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.waiting import wait_until
@@ -196,3 +201,35 @@ def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis
     with running_worker(queue, redis_url, *FLAGS, **environment):
         wait_done(queue, batch, 11)
         assert_found(queue, batch, expected, {2: HANG})
+
+
+@pytest.mark.proof
+def test_a_busy_worker_makes_room_for_suspects_that_wait(queue: Queue, redis_url: str) -> None:
+    suspects = submit_batch(queue, [*innocents(3)])
+    claims = queue.claim("gone", 1, 3, models=["demo"])
+    with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(Poison("three", "slow"))) as worker:
+        busy = submit_batch(queue, [endless(600) for _ in range(4)])  # half a minute
+        wait_until(lambda: len(queue.running(busy)) == 4, 60, "the worker to be busy")
+        queue.suspect("gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), ""))
+        wait_until(lambda: queue.reap() + len(queue.results(suspects)) == 3, 60, "the suspects' answers")
+        assert queue.results(busy) == []
+        assert "4 requests were handed back, to make room for suspects" in worker.log()
+        wait_done(queue, busy, 4)
+        assert int(queue.batch_fields(busy)["failed"]) == 0
+
+
+@pytest.mark.proof
+def test_a_poisoned_line_ends_no_run(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in EXAMPLES.read_text().splitlines()[:20]]
+    rows[7]["body"]["messages"] = [{"role": "user", "content": f"What does a {SEGFAULT.word} eat?"}]
+    source, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run_pipeline("run-batch", source, "-o", output, **poisoned_environment(SEGFAULT))
+    assert done.returncode == 0, done.stderr
+    results = read_results(output)
+    assert [result["custom_id"] for result in results] == custom_ids(source)
+    condemned = results.pop(7)["response"]
+    assert (condemned["status_code"], condemned["body"]["error"]["code"]) == (500, "engine_crashed")
+    right = answers()
+    assert all(text_of_line(result) == right[result["custom_id"]] for result in results)
+    assert "1 failed" in done.stdout
