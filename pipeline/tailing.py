@@ -1,4 +1,4 @@
-"""Printing tokens as they come: the text of one request as it is, those of a batch line by line under their names."""
+"""Printing tokens as they come: the text of one request as it is (its first choice), those of a batch line by line under their names."""
 
 import sys
 import time
@@ -51,24 +51,31 @@ def _tail_batch(queue: Queue, batch: str) -> None:
         raise Refused(f"there is no batch {batch} in the queue")
     watch = _Watch(queue, batch)
     positions: dict[RequestKey, str] = {}
-    lines: dict[RequestKey, str] = {}
+    lines: dict[RequestKey, dict[int, str]] = {}  # what is begun of a line of each choice
     while True:
         watch.renew()
         for key in queue.running(batch):
             positions.setdefault(key, FIRST_ID)
         for entry in queue.read_tokens(positions, _READ_SECONDS):
             positions[entry.key] = entry.entry_id
-            *whole, rest = (lines.get(entry.key, "") + entry.text()).split("\n")
-            lines[entry.key] = rest
-            for line in whole:
-                _write(f"{entry.key}: {line}\n")
+            begun = lines.setdefault(entry.key, {0: ""})
+            for chunk in entry.chunks:
+                *whole, begun[chunk.choice] = (begun.get(chunk.choice, "") + chunk.text).split("\n")
+                for line in whole:
+                    _write(f"{_label(entry.key, chunk.choice)}: {line}\n")
             if entry.result is not None:
-                del positions[entry.key]
-                _write(f"{entry.key}: {lines.pop(entry.key)}\n{_failure(entry)}")
+                del positions[entry.key], lines[entry.key]
+                for choice, line in begun.items():
+                    _write(f"{_label(entry.key, choice)}: {line}\n")
+                _write(_failure(entry))
         if not positions:
             if queue.batch_fields(batch).get("state", "") in {"", *END_STATES}:
                 return
             time.sleep(0.1)
+
+
+def _label(key: RequestKey, choice: int) -> str:
+    return f"{key} ({choice})" if choice else str(key)
 
 
 class _Watch:

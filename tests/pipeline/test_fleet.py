@@ -48,7 +48,7 @@ def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path) -> 
 
 def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
     row = json.loads(EXAMPLES.read_text().splitlines()[0])
-    row["body"] |= {"max_tokens": 1500, "ignore_eos": True}
+    row["body"] |= {"max_tokens": 1000, "ignore_eos": True, "n": 2, "temperature": 1.0}
     source = tmp_path / "long.jsonl"
     source.write_text(json.dumps(row) + "\n")
     batch_id = run_pipeline("run-batch", source, "--detach", redis_url=fleet).stdout.strip()
@@ -56,8 +56,10 @@ def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
         assert tail.wait(60) == 0
         text = tail.output
     assert run_pipeline("wait", batch_id, redis_url=fleet).returncode == 0
-    answer = read_results(tmp_path / "long.results.jsonl")[0]["response"]["body"]["choices"][0]["message"]["content"]
-    assert re.sub(rf"(?m)^{batch_id}/\d+: ", "", text) == answer + "\n"
+    choices = read_results(tmp_path / "long.results.jsonl")[0]["response"]["body"]["choices"]
+    assert [choice["message"]["content"] for choice in choices] == [
+        "\n".join(re.findall(rf"(?m)^{batch_id}/\d+{label}: (.*)$", text)) for label in ("", r" \(1\)")
+    ]
 
 
 def test_without_a_worker_nothing_is_begun(redis_url: str, tmp_path: Path) -> None:
