@@ -25,7 +25,7 @@ class Row:
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=99))
 
 
-def sampled_rows(rows: Sequence[Row], vocab: int) -> SampledRows:
+def sampled_rows(rows: Sequence[Row], vocab: int, device: torch.device | str = "cpu") -> SampledRows:
     """Row i in slot 2 i + 1, the other slots and the ends of the table full of other tokens."""
     columns = max(len(row.prompt) + len(row.output) for row in rows) + 5
     table = torch.randint(0, vocab, (2 * len(rows) + 1, columns), dtype=torch.int32, generator=torch.Generator().manual_seed(5))
@@ -34,7 +34,7 @@ def sampled_rows(rows: Sequence[Row], vocab: int) -> SampledRows:
         table[2 * number + 1, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
     prompts = np.array([len(row.prompt) for row in rows], np.int64)
     outputs = np.array([len(row.output) for row in rows], np.int64)
-    return SampledRows(np.arange(1, 2 * len(rows), 2, dtype=np.int32), prompts, prompts + outputs, table)
+    return SampledRows(np.arange(1, 2 * len(rows), 2, dtype=np.int32), prompts, prompts + outputs, table.to(device))
 
 
 def sampler_for(rows: Sequence[Row], vocab: int, eos: Sequence[int] = ()) -> Sampler:

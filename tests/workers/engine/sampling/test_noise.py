@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from workers.engine.sampling.noise import gumbel, noise, noise_bits, request_keys, signed_seed
+from workers.engine.sampling.noise import gumbel, host_gumbel, noise, noise_bits, request_keys, rough_bits, signed_seed, token_steps
 
 SEEDS = (0, 1, 42, 2**31, 2**63 - 1, 2**63, 2**64 - 1)
 
@@ -25,6 +26,18 @@ def test_tensors_equal_plain_python(seed: int) -> None:
         drawn = gumbel(keys[:, None], tokens)[0]
         expected = torch.tensor([noise(seed, choice, index, int(token)) for token in tokens], dtype=torch.float64)
         assert (drawn.double() - expected).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_hosts_half_equals_plain_python(seed: int) -> None:
+    tokens = np.array([0, 1, 2, 999, 50256, 151935, 2**31 - 1])
+    for choice, index in ((0, 0), (1, 0), (0, 1), (127, 100_000)):
+        keys = request_keys(torch.tensor([signed_seed(seed)]), torch.tensor([choice]), torch.tensor([index]))
+        key, steps = keys.numpy().view(np.uint64)[0], token_steps(tokens)
+        expected = [noise(seed, choice, index, int(token)) for token in tokens]
+        assert np.abs(host_gumbel(key, steps) - expected).max() < 2e-5
+        bits = np.array([noise_bits(seed, choice, index, int(token)) for token in tokens], np.float64)
+        assert (np.abs(rough_bits(key, steps) - bits) <= 1 + bits * 2.0**-24).all()
 
 
 def test_shape_does_not_matter() -> None:

@@ -41,6 +41,12 @@ STAGES = {
 }
 
 
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]),
+]
+
+
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3.0
 
@@ -52,23 +58,25 @@ def random_rows(stage: str, seed: int, number: int = 64) -> list[Row]:
 
 
 def sample(logits: Tensor, rows: list[Row]) -> Sampled:
-    return sampler_for(rows, VOCAB, EOS).sample(logits.clone(), sampled_rows(rows, VOCAB))
+    return sampler_for(rows, VOCAB, EOS).sample(logits.clone(), sampled_rows(rows, VOCAB, logits.device))
 
 
 def changed(logits: Tensor, rows: list[Row]) -> Tensor:
     """The logits as they are before the temperature."""
-    sampler, batch, logits = sampler_for(rows, VOCAB, EOS), sampled_rows(rows, VOCAB), logits.clone()
+    sampler, batch, logits = sampler_for(rows, VOCAB, EOS), sampled_rows(rows, VOCAB, logits.device), logits.clone()
     for stage in sampler._changes:
         stage.apply(logits, batch)
     return logits
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stage", STAGES)
-def test_mixed_rows_follow_the_definition(stage: str, seed: int) -> None:
+def test_mixed_rows_follow_the_definition(stage: str, seed: int, device: str) -> None:
     rows, logits = random_rows(stage, seed), random_logits(64, seed=seed)
     expected = [plain_logits(logits[i], row, EOS) for i, row in enumerate(rows)]
-    np.testing.assert_allclose(changed(logits, rows).numpy(), np.stack(expected), rtol=1e-5, atol=1e-5)
+    logits = logits.to(device)
+    np.testing.assert_allclose(changed(logits, rows).cpu().numpy(), np.stack(expected), rtol=1e-5, atol=1e-5)
     assert sample(logits, rows).tokens.tolist() == [plain_token(z, row) for z, row in zip(expected, rows, strict=True)]
 
 
