@@ -33,6 +33,7 @@ from jobs.scripts import QueueUnavailable
 from jobs.validation import CHAT, COMPLETIONS, Call, decode_body, parse_call
 
 _WORKER_CHECK_SECONDS = 5.0
+_LARGE_BODY = 256 * 1024  # bytes; reading it would keep other calls waiting
 _SILENCE_SECONDS = 2.0
 
 log = logging.getLogger("api")
@@ -55,7 +56,7 @@ async def answer(request: Request, endpoint: str) -> Response:
     """The response of either endpoint, plain or as an event stream. Raises `ApiError`."""
     state = state_of(request)
     raw = await _read_body(request, state.settings.max_body_bytes)
-    call = parse_call(endpoint, decode_body(raw))
+    call = _parse(endpoint, raw) if len(raw) < _LARGE_BODY else await asyncio.to_thread(_parse, endpoint, raw)
     await state.fleet.require(call.model)
     live = LiveCall(state, call)
     await live.submit(raw)
@@ -211,6 +212,10 @@ class Chunks:
         if self._call.include_usage and "error" not in chunk:
             chunk.setdefault("usage", None)
         return chunk
+
+
+def _parse(endpoint: str, raw: bytes) -> Call:
+    return parse_call(endpoint, decode_body(raw))
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
