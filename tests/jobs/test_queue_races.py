@@ -1,4 +1,4 @@
-"""Many workers at once, with every misfortune that the queue must stand: deaths, stalls, lost replies, a killed server."""
+"""Many workers at once, with every misfortune that the queue must stand: deaths, stalls, suspects, lost replies, a killed server."""
 
 import os
 import random
@@ -13,6 +13,7 @@ import pytest
 from jobs.connection import connect
 from jobs.queue import Queue
 from jobs.requests import Claim, RequestKey
+from jobs.results import ApiError
 from jobs.server import PrivateServer
 from jobs.settings import QueueSettings
 from tests.support.integrity import faults
@@ -21,6 +22,7 @@ from tests.support.requests import MODEL, delta, finished, held, start_batch
 from tests.support.waiting import wait_until
 
 WORKERS = 5
+CONDEMNED = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
 SETTINGS = QueueSettings(lease_seconds=0.4, worker_deaths=10_000, redis_retry_seconds=30)
 
 
@@ -97,6 +99,10 @@ class Race:
                     queue.hand_back(worker, held(claims))
                 elif fate < 0.3:
                     break
+                elif fate < 0.36:
+                    queue.suspect(worker, held(claims), CONDEMNED)
+                elif claims and claims[0].suspicions and fate < 0.7:
+                    queue.hand_back(worker, held(claims), acquitted=True)
                 else:
                     self.commit(queue, worker, claims)
             queue.reap(worker)
@@ -135,8 +141,10 @@ def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
         for batch in batches:
             results = queue.results(batch, limit=lines)
             assert [line for line, _ in results] == list(range(lines))
-            assert all(result.body == b'{"text":"%b/%d"}' % (batch.encode(), line) for line, result in results)
-            assert queue.batch_fields(batch)["completed"] == str(lines)
+            condemned = sum(result == CONDEMNED for _, result in results)
+            answered = sum(result.body == b'{"text":"%b/%d"}' % (batch.encode(), line) for line, result in results)
+            assert (answered, answered + condemned) == (int(queue.batch_fields(batch)["completed"]), lines)
+            assert condemned < lines / 10
             queue.forget(batch)
         assert proxy.lost > 0
 
