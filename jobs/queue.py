@@ -146,7 +146,8 @@ class Queue(BatchQueue, Streams, Registry):
 
 
 def _delta_arguments(delta: Delta) -> list[Any]:
-    return [str(delta.key), delta.fence, delta.total, pack(delta.chunks), delta.reply_to or "", int(delta.accepted)]
+    before = delta.total - sum(len(chunk.token_ids) for chunk in delta.chunks)
+    return [str(delta.key), delta.fence, before, delta.total, pack(delta.chunks), delta.reply_to or "", int(delta.accepted)]
 
 
 def _finished_arguments(finished: Finished) -> list[Any]:

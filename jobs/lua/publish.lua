@@ -1,16 +1,30 @@
 #!lua
 -- Appends the next tokens to requests' token streams; what stands there is the checkpoint.
--- ARGV: worker, then (name, fence, output tokens with these, chunks (msgpack), API process or '', accepted 0/1) each
--- Returns the names of requests that the worker does not hold under that fence; nothing was written for them.
+-- ARGV: worker, then (name, fence, output tokens before these and with them, chunks (msgpack), API process or '', accepted 0/1) each
+-- Returns the names of requests that the worker does not hold under that fence (any more); nothing was written for them.
+-- A server that lost its last second (power loss) lacks tokens that were published to it. A checkpoint must have no hole, so such a
+-- request is taken from its worker and goes on from what is left, without an attempt being counted.
 
 local worker = ARGV[1]
 local lost = {}
-for i = 2, #ARGV, 6 do
-  local name, fence, total, chunks, reply_to, accepted = unpack(ARGV, i, i + 5)
-  if holds(worker, name, fence) then
+
+local function published(name)
+  local last = redis.call('XREVRANGE', key.tokens(name), '+', '-', 'COUNT', 1)[1]
+  return last and tonumber(string.match(last[1], '^%d+')) or 0
+end
+
+for i = 2, #ARGV, 7 do
+  local name, fence, before, total, chunks, reply_to, accepted = unpack(ARGV, i, i + 6)
+  local held, attempt, model = holds(worker, name, fence)
+  if held and tonumber(before) <= published(name) then
     append(name, total .. '-' .. accepted, reply_to, chunks, 'a', accepted)
   else
     lost[#lost + 1] = name
+    if held then
+      local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
+      release(worker, name)
+      requeue(name, model, attempt - 1, deaths or 0, suspicions or 0)
+    end
   end
 end
 return lost

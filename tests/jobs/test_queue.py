@@ -333,6 +333,16 @@ class TestPublish:
         assert [entry.token_ids() for entry in queue.read_tokens({claim.key: "0-0"})] == [[5], [6, 7]]
         assert len(queue.read_api("api1", "0-0", 0)) == 2
 
+    def test_after_tokens_that_the_server_forgot(self, queue: Queue) -> None:
+        start_batch(queue, "b", 1)
+        (claim,) = queue.claim("w", 1, 1, models=[MODEL])
+        assert queue.publish("w", [delta(claim, 0, [1, 2])]) == []
+        assert queue.publish("w", [delta(claim, 3, [4])]) == [claim.key]
+        (again,) = queue.claim("v", 1, 1, models=[MODEL])
+        assert again.checkpoint is not None
+        assert again.checkpoint.choices[0].token_ids == [1, 2]
+        assert again.attempt == 1
+
     def test_text_that_is_not_ascii(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1)
         [claim] = take(queue, "w1", 1)
