@@ -48,8 +48,7 @@ def run(folder: Path, *, seconds: float, seed: int, every: float, requests: int,
     flags = {"workers": workers, "max_num_seqs": max_num_seqs, "lease_seconds": LEASE_SECONDS, "stream_interval": STREAM_INTERVAL}
     with running_fleet(folder, api=True, **flags) as fleet:  # type: ignore[arg-type]
         load = Load(fleet, random.Random(rng.random()))
-        killers = Killers(fleet, random.Random(rng.random()), every)
-        killers.emptied.append(load.note_end_of_life)
+        killers = Killers(fleet, load, random.Random(rng.random()), every)
         began = time.monotonic()
         with load:
             _break_things(fleet, load, killers, began, seconds, requests)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import redis
 
+from tests.chaos.load import Load
 from tests.support.fleet import Fleet, Member
 from tests.support.processes import descendants
 
@@ -29,12 +30,12 @@ class Kind:
 class Killers:
     """Draws from a deck in which each kind stands as often as it weighs; the first time round once each."""
 
-    def __init__(self, fleet: Fleet, rng: random.Random, every: float) -> None:
+    def __init__(self, fleet: Fleet, load: Load, rng: random.Random, every: float) -> None:
         self.fleet = fleet
+        self.load = load
         self.rng = rng
         self.every = every
         self.done: Counter[str] = Counter()
-        self.emptied: list[Callable[[], None]] = []
         self.lease = fleet.lease_seconds
         self.now = 0.0
         self.next_segv = 0.0
@@ -181,10 +182,22 @@ def _take_redis_away(killers: Killers, seconds: float) -> str | None:
 def empty_redis(killers: Killers) -> str | None:
     if killers.redis_is_broken:
         return None
-    for tell in killers.emptied:
-        tell()
+    killers.load.note_empty()
     killers.fleet.redis.lose_everything()
     return killers.break_redis(killers.rng.uniform(0.0, 2.0), killers.fleet.redis.start)
+
+
+def cut_power(killers: Killers) -> str | None:
+    if killers.redis_is_broken:
+        return None
+    on_disk = killers.fleet.redis.on_disk()
+
+    def lose_the_last_second() -> None:
+        killers.load.note_rollback()
+        killers.fleet.redis.lose_power(on_disk)
+        killers.fleet.redis.start()
+
+    return killers.break_redis(1.0, lose_the_last_second)
 
 
 def stop_redis(killers: Killers) -> str | None:
@@ -252,6 +265,7 @@ KINDS = [
     Kind("Redis killed, back with its file", 3, kill_redis),
     Kind("Redis gone for long", 1, take_redis_away),
     Kind("Redis came back empty", 1, empty_redis),
+    Kind("Redis lost the last second of its file", 1, cut_power),
     Kind("Redis stopped for longer than a lease", 1, stop_redis),
     Kind("disk full", 1, fill_disk),
     Kind("memory full", 1, fill_memory),

@@ -39,7 +39,7 @@ class Batch:
     answers: list[tuple[str, str]]  # custom_id and answer by line
     id: str | None = None
     record: BatchRecord | None = None
-    life: int = 0  # how often Redis had been emptied when the record was read
+    life: int = 0  # how often Redis had lost something when the record was read
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Load:
         self.batches: list[Batch] = []
         self.live = LiveAnswers()
         self.faults: list[str] = []  # what was seen on the way and must not be
-        self.lives = 0  # how often Redis was emptied
+        self.lives = 0  # how often Redis lost something
         self._lost_totals = (0, 0)
 
     def __enter__(self) -> "Load":
@@ -116,7 +116,11 @@ class Load:
         generated, delivered = self._fleet.queue.token_totals()
         return self._lost_totals[0] + generated, self._lost_totals[1] + delivered
 
-    def note_end_of_life(self) -> None:
+    def note_rollback(self) -> None:
+        """Redis is about to go back a little, and what it says of batches with it."""
+        self.lives += 1
+
+    def note_empty(self) -> None:
         """Redis is about to lose everything; workers that live on will tell the next one of all their tokens again."""
         generated, delivered = self.token_totals()
         told_again = sum(int(self._fleet.client.get(keys.counted(worker.id)) or 0) for worker in self._fleet.queue.workers())

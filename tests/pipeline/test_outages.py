@@ -245,6 +245,31 @@ def test_a_redis_that_came_back_empty_gets_all_its_work_again(fleet: Fleet, undi
     work.check_end(undisturbed)
 
 
+def test_a_power_loss_takes_back_what_redis_said_and_no_line(fleet: Fleet, undisturbed: list[str]) -> None:
+    work = Work(fleet)
+    on_disk = fleet.redis.on_disk()
+    fleet.wait(lambda: work.record.completed > 0, END_SECONDS, "a line that will not be done any more")
+    fleet.redis.lose_power(on_disk)
+    fleet.redis.start()
+    work.check_end(undisturbed)
+
+
+def test_a_checkpoint_with_a_hole_is_never_used(fleet: Fleet, undisturbed: list[str]) -> None:
+    """Tokens were published, the server forgot them, and the worker that knows them goes on and dies."""
+    work = Work(fleet)
+    on_disk = fleet.redis.on_disk()
+    generated = fleet.queue.token_totals().generated
+    fleet.wait(lambda: fleet.queue.token_totals().generated > generated + 20 * LINES, END_SECONDS, "tokens")
+    fleet.redis.lose_power(on_disk)
+    fleet.redis.start()
+    generated = fleet.queue.token_totals().generated
+    fleet.wait(lambda: work.has_ended() or fleet.queue.token_totals().generated > generated + 20 * LINES, END_SECONDS, "more tokens")
+    for worker in fleet.workers:
+        for pid in worker.below("core_process"):
+            os.kill(pid, signal.SIGKILL)
+    work.check_end(undisturbed)
+
+
 @contextlib.contextmanager
 def cut_off(fleet: Fleet, number: int) -> Iterator[None]:
     """Nothing gets through between the worker and Redis."""

@@ -14,6 +14,7 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:claim:.*": 120,
     r"\{q\}:counted:.*": 24 * 3600,
     r"\{q\}:ctl:.*": 600,
+    re.escape(keys.WATCHED): 180,
     r"rq:.*": 3600,
 }
 
@@ -28,6 +29,8 @@ def leftovers(client: Any, patience: float = 15.0) -> list[str]:
 
 def _fault(client: Any, raw: bytes) -> str | None:
     key, left = raw.decode(errors="replace"), client.ttl(raw)
+    if key == keys.WATCHED:  # its members go when nobody watches any more
+        left = int(client.zrange(raw, -1, -1, withscores=True)[0][1] / 1000 - client.time()[0])
     if key in _STAY or left == -2:
         return None
     for pattern, seconds in _GO_AWAY.items():

@@ -26,6 +26,7 @@ class RedisMachine:
         self._options = folder / "options"
         self._options.write_text("")
         self._server = PrivateServer(folder / "data")
+        self._log = folder / "data" / "appendonlydir"
         self._make_wrapper()
         self.starts = 0
 
@@ -61,7 +62,18 @@ class RedisMachine:
     def lose_everything(self) -> None:
         """Its disk is gone, and it with it: the next start begins with nothing."""
         self.kill()
-        shutil.rmtree(self._folder / "data" / "appendonlydir")
+        shutil.rmtree(self._log)
+
+    def on_disk(self) -> dict[Path, int]:
+        """Its files and their sizes, as of now."""
+        return {path: path.stat().st_size for path in self._log.iterdir()}
+
+    def lose_power(self, on_disk: dict[Path, int]) -> None:
+        """Nothing but what was on disk then is left of its file, which is what a power loss does to the last second."""
+        self.kill()
+        for path, size in on_disk.items():
+            if path.exists():
+                os.truncate(path, size)
 
     def hang(self) -> None:
         """SIGSTOP, until `go_on`."""
