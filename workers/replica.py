@@ -25,6 +25,7 @@ from workers import statistics
 from workers.claims import Intake
 from workers.control import Control
 from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineStartError
+from workers.engine.messages import SamplingParams
 from workers.engine.watchdog import Patience
 from workers.errors import WorkerError
 from workers.leases import Leases
@@ -44,6 +45,8 @@ GOODBYE_SECONDS = 5.0
 
 PACE_SECONDS = 0.5
 """How long a draining worker looks at its requests before it tells which of them cannot finish in time."""
+
+_TRY_TOKENS = 15  # fewer than a block of the KV cache, so that nothing of it stays there
 
 T = TypeVar("T")
 
@@ -74,6 +77,7 @@ class Replica:
         interval = settings.queue.stream_interval
         self._outbox = Outbox(queue, self.id, interval, self._leases.drop, self._on_lost)
         self._running = Running(self._engine, self._outbox, self._loop.time, interval)
+        self._tried_tokens = 0
         self._intake: Intake | None = None
         self._trials: Trials | None = None
 
@@ -142,6 +146,18 @@ class Replica:
             "engine on %s (%s): %d requests at once, context of %d tokens, cache of %d blocks of %d; weights read in %.1f s",
             *(info.device, info.dtype, info.max_num_seqs, info.max_model_len, info.num_blocks, info.block_size, info.weights_seconds),
         )
+        await self._try_engine(info.max_model_len)
+
+    async def _try_engine(self, max_model_len: int) -> None:
+        """Two steps before anything is claimed: a device that fails at everything must not have requests condemned for it.
+
+        They also load what the first request would wait for, and begin to teach how long a step takes.
+        """
+        prompt = [0] * min(_TRY_TOKENS, max_model_len - 2)
+        if prompt:
+            async for _ in self._engine.generate(prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)):
+                pass
+        self._tried_tokens = self._engine.stats.tokens
 
     async def _become_ready(self, tokenizer: TextTokenizer) -> None:
         info, models = self._engine.info, self._settings.models
@@ -255,8 +271,8 @@ class Replica:
             self._leases.drop(held)
 
     def _generated(self) -> int:
-        """Tokens that this core has generated."""
-        return self._engine.stats.tokens
+        """Tokens that this core has generated for requests."""
+        return self._engine.stats.tokens - self._tried_tokens
 
     async def _end(self) -> None:
         """Leaves nothing registered and nothing running; what is still held counts as lost."""

@@ -17,7 +17,10 @@ _FOLDER = Path(__file__).parent / "poisoned"
 
 @dataclass(frozen=True)
 class Poison:
-    """A request whose prompt holds " `word`" does this harm: segfault, exception, hang, exit or slow; from its token `start` on."""
+    """A request whose prompt holds " `word`" does this harm: segfault, exception, hang, exit or slow; from its token `start` on.
+
+    Without a word every request does.
+    """
 
     word: str
     harm: str
@@ -27,7 +30,7 @@ class Poison:
 def poisoned_environment(*poisons: Poison) -> dict[str, str]:
     """What a worker's environment needs beside the usual for these words to do harm."""
     tokenizer = TextTokenizer.load(DEMO_MODEL)
-    words = tokenizer.encode([f" {poison.word}" for poison in poisons], special_tokens=False)
+    words = tokenizer.encode([poison.word and f" {poison.word}" for poison in poisons], special_tokens=False)
     found = [{"token_ids": ids, "harm": poison.harm, "from": poison.start} for poison, ids in zip(poisons, words, strict=True)]
     path = os.pathsep.join([str(_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, "POISONS": json.dumps(found)}

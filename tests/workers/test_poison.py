@@ -219,6 +219,16 @@ def test_a_busy_worker_makes_room_for_suspects_that_wait(queue: Queue, redis_url
 
 
 @pytest.mark.proof
+def test_a_worker_whose_device_fails_at_everything_has_nobody_condemned(queue: Queue, redis_url: str) -> None:
+    batch = submit_batch(queue, [*innocents(5)])
+    with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "segfault"))) as worker:
+        assert worker.process.wait(200) == 2
+        assert "6 engine cores in a row have died" in worker.log().splitlines()[-1]
+    assert queue.ready_length(batch) == 5
+    assert queue.redis.exists(keys.suspects("demo")) == 0
+
+
+@pytest.mark.proof
 def test_a_poisoned_line_ends_no_run(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in EXAMPLES.read_text().splitlines()[:20]]
     rows[7]["body"]["messages"] = [{"role": "user", "content": f"What does a {SEGFAULT.word} eat?"}]
