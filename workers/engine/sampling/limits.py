@@ -1,6 +1,6 @@
-"""Which candidates a row may draw from: min_p, top-k and top-p as one threshold per row, without sorting the vocabulary.
+"""Which candidates a row may draw from: min_p and top-k as the smallest value that they leave, and top-p.
 
-Candidates equal to the threshold are kept.
+Candidates equal to the smallest value are kept.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 from workers.engine.messages import SamplingParams
 
 _ONE_TOKEN = 1e-9  # a top_p from here down keeps the largest alone, in any vocabulary
+
+_PARTITIONED = 512  # from a top_k of this on, a CPU is faster at parting a row than at sorting its largest
 
 
 class Limits:
@@ -31,10 +33,6 @@ class Limits:
         self._top_k[slot] = min(params.top_k or self._vocab_size, self._vocab_size)
         self._top_p[slot] = max(params.top_p, _ONE_TOKEN)
 
-    def limited(self, slots: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Which rows have a limit; [R]."""
-        return (self._floor[slots] > -np.inf) | (self._top_k[slots] < self._vocab_size) | (self._top_p[slots] < 1)
-
     def floors(self, z: Tensor, slots: NDArray[np.int32]) -> Tensor:
         """The smallest value that min_p and top-k leave in each row of z [R, vocab], whose largest is 0; float32 [R, 1]."""
         floors, top_k = self._floor[slots], self._top_k[slots]
@@ -42,13 +40,21 @@ class Limits:
         threshold = torch.from_numpy(floors).to(z.device)[:, None]
         if rows.size:
             on_device = torch.from_numpy(rows).to(z.device)
-            k = torch.from_numpy(top_k[rows]).to(z.device)[:, None]
-            largest = (z if rows.size == len(slots) else z[on_device]).topk(int(top_k[rows].max()), -1).values
-            threshold[on_device] = torch.maximum(threshold[on_device], largest.gather(1, k - 1))
+            smallest = _smallest_of_top_k(z if rows.size == len(slots) else z[on_device], top_k[rows])
+            threshold[on_device] = torch.maximum(threshold[on_device], smallest)
         return threshold
 
     def top_p(self, slots: NDArray[np.int32]) -> NDArray[np.float32]:
         return self._top_p[slots]
+
+
+def _smallest_of_top_k(z: Tensor, top_k: NDArray[np.int64]) -> Tensor:
+    """The k-th largest value of each row of z [R, vocab]; float32 [R, 1]."""
+    if not z.is_cuda and top_k.max() > _PARTITIONED:
+        at = z.shape[1] - top_k
+        return torch.tensor([[np.partition(row, i)[i]] for row, i in zip(z.numpy(), at.tolist(), strict=True)], dtype=z.dtype)
+    largest = z.topk(int(top_k.max()), -1).values
+    return largest.gather(1, torch.from_numpy(top_k).to(z.device)[:, None] - 1)
 
 
 def nucleus_floors(z: Tensor, floors: Tensor, top_p: Tensor) -> Tensor:

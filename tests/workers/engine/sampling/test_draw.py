@@ -41,7 +41,7 @@ def test_tiny_temperature_is_the_argmax() -> None:
     assert sample(logits, [SamplingParams(max_tokens=1, temperature=1e-30)] * 4) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), list(itertools.product([0, 1, 5, 400, VOCAB, 10 * VOCAB], [1.0, 0.95, 0.5, 1e-6])))
+@pytest.mark.parametrize(("top_k", "top_p"), list(itertools.product([0, 1, 5, 400, 900, VOCAB, 10 * VOCAB], [1.0, 0.95, 0.5, 1e-6])))
 def test_equals_the_definition(top_k: int, top_p: float) -> None:
     logits = random_logits(6)
     params = [
@@ -60,7 +60,7 @@ def test_mixed_rows_are_as_alone() -> None:
         {"temperature": 1.0},
         {"temperature": 0.7, "top_k": 3},
         {"temperature": 1.3, "top_p": 0.6},
-        {"temperature": 1.0, "top_k": 700, "top_p": 0.99},
+        {"temperature": 1.0, "top_k": 1700, "top_p": 0.99},
         {"temperature": 0.2, "top_p": 0.1},
     ]
     params = [SamplingParams(max_tokens=9, seed=row, **kinds[row % len(kinds)]) for row in range(64)]
