@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
+_PROBED_CHARACTERS = 8  # per token of the context, twice as many as most texts have
 _SPARE_TOKENS = 64  # read beside those that a cut prompt keeps, since cutting a text changes the tokens next to the cut
 
 
@@ -96,13 +98,23 @@ class Preparation:
             return prompt if longest is None else prompt[-(kept + _SPARE_TOKENS) * longest :]
         if len(prompt) > self._limits.max_model_len:
             self._refuse_length(len(prompt.encode(errors="replace")), item.param(number))
+        if len(prompt) > _PROBED_CHARACTERS * self._limits.max_model_len:
+            self._probe(prompt, item.param(number))
         return prompt
+
+    def _probe(self, prompt: str, param: str) -> None:
+        """Raises ApiError for a text whose beginning alone has more tokens than the model can take: a tenth more, as the cut gives some."""
+        longest = self._limits.max_model_len
+        with contextlib.suppress(EncodingError):
+            start = len(self._tokenizer.encode([prompt[: _PROBED_CHARACTERS * longest]], special_tokens=False)[0])
+            if start > 1.1 * longest:
+                too_long(f"your {param} resulted in more than {longest} tokens", param, longest, param)
 
     def _refuse_length(self, size: int, param: str) -> None:
         """Raises ApiError for a text of so many bytes, or of at least so many, that it certainly does not fit."""
         longest = self._tokenizer.longest_token
         if longest is not None and size // longest > self._limits.max_model_len:
-            too_long(f"your {param} resulted in at least {size // longest} tokens", param, self._limits.max_model_len)
+            too_long(f"your {param} resulted in at least {size // longest} tokens", param, self._limits.max_model_len, param)
 
     def _kept(self, call: Call) -> int | None:
         """How many of a prompt's last tokens the call wants to keep at most."""
@@ -144,7 +156,7 @@ class Preparation:
         if max(token_ids) >= self._limits.vocab_size:
             place = next(i for i, token in enumerate(token_ids) if token >= self._limits.vocab_size)
             check_token(token_ids[place], self._limits.vocab_size, f"{param}[{place}]")
-        return Prompt(token_ids, item.sampling.make(len(token_ids)), self._echo(call, number, token_ids) if call.echo else "")
+        return Prompt(token_ids, item.sampling.make(len(token_ids), param), self._echo(call, number, token_ids) if call.echo else "")
 
     def _last(self, token_ids: list[int], kept: int, framed: bool) -> list[int]:
         """The last tokens; where the tokenizer puts special ones in front (`framed`), they stay there and count."""

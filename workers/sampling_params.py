@@ -38,11 +38,14 @@ class SamplingMaker:
         self._bad_words = _bad_words(call.bad_words, tokenizer, limits.vocab_size)
         _check_vocabulary(call, limits.vocab_size)
 
-    def make(self, prompt_tokens: int) -> SamplingParams:
-        """For a prompt of this many tokens, of which there is at least one. Raises ApiError when prompt and output do not fit together."""
+    def make(self, prompt_tokens: int, param: str) -> SamplingParams:
+        """For a prompt of this many tokens, at least one, which the caller knows as `param`.
+
+        Raises ApiError when prompt and output do not fit together.
+        """
         call = self._call
         echoed = -1 if call.logprobs is None or not call.echo else call.logprobs
-        max_tokens = self._max_tokens(prompt_tokens)
+        max_tokens = self._max_tokens(prompt_tokens, param)
         if call.min_tokens > max_tokens:
             room = f"which the prompt leaves room for {max_tokens} of" if call.max_tokens is None else f"which is {max_tokens}"
             raise ApiError(
@@ -68,17 +71,17 @@ class SamplingMaker:
             prompt_logprobs=max(echoed, -1 if call.prompt_logprobs is None else call.prompt_logprobs),
         )
 
-    def _max_tokens(self, prompt_tokens: int) -> int:
+    def _max_tokens(self, prompt_tokens: int, param: str) -> int:
         """How many tokens to generate at most."""
-        call, longest, param = self._call, self._longest, prompt_name(self._call)
+        call, longest, name = self._call, self._longest, prompt_name(self._call)
         if prompt_tokens >= longest:
-            too_long(f"your {param} resulted in {prompt_tokens} tokens", param, longest)
+            too_long(f"your {name} resulted in {prompt_tokens} tokens", param, longest, name)
         if call.max_tokens is None:
             return longest - prompt_tokens
         if prompt_tokens + call.max_tokens > longest:
             total = prompt_tokens + call.max_tokens
-            asked = f"you requested {total} tokens ({prompt_tokens} in the {param}, {call.max_tokens} in the completion)"
-            too_long(asked, param, longest, f"{param} or completion")
+            asked = f"you requested {total} tokens ({prompt_tokens} in the {name}, {call.max_tokens} in the completion)"
+            too_long(asked, param, longest, f"{name} or completion")
         return call.max_tokens
 
 
@@ -87,10 +90,10 @@ def prompt_name(call: Call) -> str:
     return "messages" if call.endpoint == CHAT else "prompt"
 
 
-def too_long(asked: str, param: str, longest: int, reducible: str | None = None) -> NoReturn:
+def too_long(asked: str, param: str, longest: int, reducible: str) -> NoReturn:
     """Raises the error of a call that does not fit the model's context, in OpenAI's words."""
     start = f"This model's maximum context length is {longest} tokens. However, {asked}."
-    message = f"{start} Please reduce the length of the {reducible or param}."
+    message = f"{start} Please reduce the length of the {reducible}."
     raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from jobs.requests import Claim, Request, RequestKey
 from jobs.validation import CHAT
@@ -162,7 +162,7 @@ def test_the_two_ways_of_writing_a_bad_word() -> None:
         ({"prompt": "x", "stop_token_ids": [3, 1024]}, "stop_token_ids[1]", "integer_above_max_value", "<= 1023"),
         ({"prompt": "x", "min_tokens": 100, "max_tokens": None, "temperature": 0}, "min_tokens", "invalid_value", "is 16"),
         ({"prompt": [1] * 100}, "prompt", "context_length_exceeded", "resulted in 100 tokens"),
-        ({"prompt": [[1], [1] * 90], "max_tokens": 11}, "prompt", "context_length_exceeded", "requested 101 tokens (90 in the prompt, 11"),
+        ({"prompt": [[1], [1] * 90], "max_tokens": 11}, "prompt[1]", "context_length_exceeded", "101 tokens (90 in the prompt, 11"),
         ({"prompt": "x " * 5_000_000}, "prompt", "context_length_exceeded", "at least 625000 tokens"),
         ({"prompt": ["x", "x " * 5_000_000]}, "prompt[1]", "context_length_exceeded", "at least 625000 tokens"),
     ],
@@ -179,6 +179,26 @@ def test_least_and_most_tokens_of_a_chat_that_names_no_limit() -> None:
     ((status, param, _, message),) = refused(demo(), chat)
     assert (status, param) == (400, "min_tokens")
     assert "leaves room for" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"), [("the fox " * 1_000_000, False), ("?" * 10_000_000, False), ("the " * 49, True), ("the fox " * 99, False)]
+)
+def test_a_long_text_of_a_vocabulary_that_says_nothing_is_not_tokenised_whole(tmp_path: Path, text: str, fits: bool) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken("<x>", lstrip=True)])
+    preparation = Preparation(TextTokenizer.load(str(write_folder(tmp_path, tokenizer))), ["m"], Limits(100, 1000))
+    assert preparation._tokenizer.longest_token is None
+    prepared, errors = preparation.prepare([claim(0, prompt=text, max_tokens=1)])
+    assert (len(prepared), len(errors)) == (fits, not fits)
+    if len(text) > 1000:
+        assert "resulted in more than 100 tokens" in json.loads(errors[0].result.body)["error"]["message"]
+
+
+def test_a_long_text_of_few_tokens_fits(tmp_path: Path) -> None:
+    preparation = Preparation(word_level(tmp_path), ["m"], Limits(100, 3))
+    (item,), _ = preparation.prepare([claim(0, prompt=" " * 100_000 + "one two")])
+    assert item.prompts[0].token_ids == [0, 1]
 
 
 def test_messages_that_cannot_fit_are_not_rendered() -> None:
