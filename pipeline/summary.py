@@ -60,7 +60,7 @@ def describe(summary: Summary) -> str:
 def first_answers(output: Path) -> list[str]:
     """The first few results, shortened, one line each."""
     rows = _parquet_rows(output) if is_parquet(str(output)) else _jsonl_rows(output)
-    return [f"  {custom_id}: {_shorten(text)}" for custom_id, text in rows]
+    return [f"  {_shorten(custom_id)}: {_shorten(text)}" for custom_id, text in rows]
 
 
 def _jsonl_rows(output: Path) -> list[tuple[str, str]]:
@@ -86,5 +86,7 @@ def _parquet_rows(output: Path) -> list[tuple[str, str]]:
 
 
 def _shorten(text: str) -> str:
-    line = " ".join(text.split())
+    """One line without what a terminal would obey."""
+    line = "".join(character if character.isprintable() else " " for character in text[: 2 * _LONGEST_ANSWER])
+    line = " ".join(line.split())
     return line if len(line) <= _LONGEST_ANSWER else line[: _LONGEST_ANSWER - 1] + "…"

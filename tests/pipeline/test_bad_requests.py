@@ -129,6 +129,8 @@ def test_each_bad_call_gets_its_status_and_the_others_their_answers(served: tupl
 
         running = [beside.submit(post, row["url"], as_json(row["body"])) for row in good]
         refused = [(case, threads.submit(post, case.endpoint, case.body)) for case in BAD_REQUESTS]
+        for_model = [case for case in BAD_REQUESTS if case.needs_model and b"prompt_logprobs" not in case.body]
+        refused += [(case, threads.submit(post, case.endpoint, case.body[:-1] + b', "stream": true}')) for case in for_model]
         no_json = [(name, threads.submit(post, CHAT, body)) for name, body in NOT_JSON.items()]
         answered = [(case, threads.submit(post, case.endpoint, case.body)) for case in hostile()]
         for case, call in refused:
