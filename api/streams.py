@@ -30,7 +30,7 @@ _EVENT_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # what Redis takes
 @router.get("/v1/streams/{name:path}")
 async def stream(request: Request, name: str) -> Response:
     """Events `{"id", "choices": [{"index", "token_offset", "token_ids", "text", "text_offset"}]}`, the last one also with `status` and
-    `response`, then `[DONE]`.
+    `response`, then `[DONE]`. Where `best_of` is larger than `n`, all that are generated are shown; log probabilities are in the response.
 
     `name` is a request of a batch (`batch_x/17`) or a live call (`live_x`).
     """
