@@ -204,7 +204,7 @@ class Chunks:
         if self._call.endpoint == CHAT:
             logprobs = chat_logprobs(positions) if positions else None
             return chat_chunk(self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs)
-        logprobs = completion_logprobs(positions, self._offsets[chunk.choice].of(positions)) if positions else None
+        logprobs = completion_logprobs(positions, self._offsets[chunk.choice].of(positions, chunk.text)) if positions else None
         return completion_chunk(self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs)
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:

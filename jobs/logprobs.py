@@ -6,6 +6,7 @@ from typing import Any
 
 from jobs.results import PositionLogprobs, TokenLogprob
 
+_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes in the midst of a character
 _LOWEST = -9999.0  # OpenAI's word for "next to impossible"; JSON has no infinity
 
 
@@ -31,46 +32,61 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[str, Any
 
 
 def text_offsets(text: str, positions: Sequence[PositionLogprobs]) -> list[int]:
-    """Where each token begins in the text that they make, in characters.
-
-    A token that goes on with a character begins where that does. One that left nothing in the text (a special token, what stands behind
-    a stop string, the space that some vocabularies drop at the start) takes no room.
-    """
-    written, offsets = text.encode(errors="replace"), []
-    place = characters = 0  # of `written`
-    for position in positions:
-        inside = place < len(written) and written[place] & 0xC0 == 0x80
-        offsets.append(characters - inside)
-        end = place + _written_length(written, place, position.chosen.token)
-        characters += sum(byte & 0xC0 != 0x80 for byte in written[place:end])
-        place = end
-    return offsets
+    """Where each token begins in the text that they make, in characters; tokens behind a stop string begin at its end."""
+    return [min(offset, len(text)) for offset in TextOffsets().of(positions, text)]
 
 
 class TextOffsets:
-    """The same while the text is not there yet, of the tokens alone."""
+    """Finds where the tokens of one choice begin in its text, in characters, while both come piece by piece.
 
-    def __init__(self, start: int = 0) -> None:
-        self._offset = start
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    A token that goes on with a character begins where that does. One that leaves nothing in the text (a special token, the space that
+    some vocabularies drop at the start) takes no room. While a token's text is held back it is taken to be the token's bytes.
+    """
 
-    def of(self, positions: Sequence[PositionLogprobs]) -> list[int]:
-        """The offsets of the next tokens."""
-        return [self._next(position.chosen.token) for position in positions]
+    def __init__(self) -> None:
+        self._text = b""  # behind the last token whose place is known
+        self._characters = 0  # up to there
+        self._waiting: list[bytes] = []  # tokens whose text did not come yet
 
-    def _next(self, token: bytes) -> int:
-        broken_off = bool(self._decoder.getstate()[0]) and token[:1] != b"" and token[0] & 0xC0 != 0x80  # its rest never came
-        offset = self._offset
-        self._offset += len(self._decoder.decode(token))
-        return offset + broken_off
+    def of(self, positions: Sequence[PositionLogprobs], text: str) -> list[int]:
+        """The offsets of the next tokens, with the next piece of text."""
+        self._text += text.encode(errors="replace")
+        waiting, self._waiting = self._waiting, []
+        for token in waiting:
+            self._place(token)
+        return [self._place(position.chosen.token) for position in positions]
+
+    def _place(self, token: bytes) -> int:
+        inside = _goes_on(self._text)  # a character that is counted already
+        if self._waiting or (len(self._text) < len(token) and token.startswith(self._text)):
+            before = b"".join(self._waiting).lstrip(_CONTINUATION if inside else b"")
+            self._waiting.append(token)
+            return self._characters + (_characters(before, token) if before else -(inside and _goes_on(token)))
+        offset = self._characters - inside
+        length = self._length(token)
+        self._characters += sum(not _goes_on(self._text[i : i + 1]) for i in range(length))
+        self._text = self._text[length:]
+        return offset
+
+    def _length(self, token: bytes) -> int:
+        """How many bytes of the text are this token's."""
+        for form in (token, token.decode(errors="replace").encode()):  # a broken character was replaced
+            if self._text.startswith(form):
+                return len(form)
+        at_start = self._characters == 0 and token.startswith(b" ")
+        return len(token) - 1 if at_start and self._text.startswith(token[1:]) else 0
 
 
-def _written_length(written: bytes, place: int, token: bytes) -> int:
-    """How many bytes of the text a token made."""
-    for form in (token, token.decode(errors="replace").encode()):  # a broken character was replaced
-        if written.startswith(form, place):
-            return len(form)
-    return len(token) - 1 if place == 0 and token.startswith(b" ") and written.startswith(token[1:]) else 0
+def _characters(written: bytes, following: bytes) -> int:
+    """Characters that begin in `written`, but for one that `following` goes on with."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    count = len(decoder.decode(written))
+    return count + (bool(decoder.getstate()[0]) and not _goes_on(following))
+
+
+def _goes_on(text: bytes) -> bool:
+    """Whether it begins in the midst of a character."""
+    return text[:1] != b"" and text[0] in _CONTINUATION
 
 
 def _chat_token(token: TokenLogprob) -> dict[str, Any]:

@@ -1,6 +1,10 @@
 """Bodies and chunks are what the official client's types say."""
 
+import codecs
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -121,10 +125,29 @@ def test_logprobs_of_a_prompt() -> None:
 
 
 def test_offsets_go_on_from_chunk_to_chunk() -> None:
-    offsets = TextOffsets(3)
-    assert offsets.of([PositionLogprobs(A, []), PositionLogprobs(HALF, [])]) == [3, 4]
-    assert offsets.of([PositionLogprobs(OTHER_HALF, []), PositionLogprobs(A, [])]) == [4, 5]
-    assert TextOffsets().of(tokens(b"\xd5", b"p", b"q")) == text_offsets("\ufffdpq", tokens(b"\xd5", b"p", b"q")) == [0, 1, 2]
+    offsets = TextOffsets()
+    assert offsets.of(tokens(b"a", b"b\xc3"), "ab") == [0, 1]
+    assert offsets.of(tokens(b"\xa9", b"c", b"<end>"), "éc") == [2, 3, 4]
+    assert offsets.of(tokens(b"d", b"e", b"f"), "") == [9, 10, 11]  # a held back text cannot tell that a token left nothing in it
+    assert offsets.of(tokens(b"g", b"h"), "defgh") == [7, 8]
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=12), st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12))
+def test_offsets_of_a_stream_are_those_of_the_whole(text: str, pieces: list[tuple[int, bool]]) -> None:
+    """Whatever bytes the tokens have, and wherever text is held back."""
+    written, decoder, offsets = text.encode(), codecs.getincrementaldecoder("utf-8")(), TextOffsets()
+    found: list[int] = []
+    parts: list[bytes] = []
+    held, waiting = "", []
+    for length, hold in [*pieces, (len(written), False)]:
+        token, written = written[:length], written[length:]
+        parts.append(token)
+        waiting.append(token)
+        held += decoder.decode(token)
+        if not hold:
+            found += offsets.of(tokens(*waiting), held)
+            held, waiting = "", []
+    assert found == text_offsets(text, tokens(*parts))
 
 
 def test_chat_chunks() -> None:
