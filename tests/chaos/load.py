@@ -21,7 +21,7 @@ from tests.pipeline.test_pool import pool
 from tests.support.fleet import Fleet
 
 TENANTS = ("red", "green", "blue")
-SIZES = (100, 800)
+SIZES = (100, 500)
 BATCHES_AT_ONCE = 3
 LIVE_CALLERS = 3
 _STATES = ["validating", "in_progress", "finalizing", "completed"]

@@ -57,7 +57,7 @@ def fleet(whole: Fleet, undisturbed: list[str]) -> Iterator[Fleet]:
 
 
 class Work:
-    """A batch and a live call, all claimed and under way."""
+    """A batch and a live call, all claimed and under way: the API has heard of its call from the worker."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -69,7 +69,7 @@ class Work:
         root = fleet.store / "batches" / folder.name
         self._batch = create_batch(fleet.client, BatchSpec(input=str(source), root=str(root), output=str(self._output))).id
         self._live = LiveCall(fleet, question(LINES))
-        fleet.wait(lambda: self.claims >= LINES + 1, END_SECONDS, "all to be claimed")
+        fleet.wait(lambda: self.claims >= LINES + 1 and self._live.has_begun, END_SECONDS, "all to be under way")
 
     @property
     def claims(self) -> int:
@@ -112,6 +112,7 @@ class LiveCall:
         self._request = request
         self._texts: list[str] = []
         self._error: Exception | None = None
+        self.has_begun = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -129,7 +130,9 @@ class LiveCall:
     def _run(self) -> None:
         try:
             with openai.OpenAI(base_url=self._url, api_key="none", max_retries=0, timeout=END_SECONDS) as client:
-                for chunk in client.chat.completions.create(**self._request, stream=True, extra_body={"ignore_eos": True}):
+                stream = client.chat.completions.create(**self._request, stream=True, extra_body={"ignore_eos": True})
+                self.has_begun = True
+                for chunk in stream:
                     self._texts.append(chunk.choices[0].delta.content or "")
         except Exception as error:
             self._error = error
