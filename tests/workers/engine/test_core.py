@@ -1,5 +1,9 @@
 """The core's loop with a real model, without a process around it."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from queue import SimpleQueue
 
@@ -174,3 +178,52 @@ def test_a_want_of_memory_is_told_from_other_errors() -> None:
         assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+_TIGHT = """
+import json, resource, sys
+from pathlib import Path
+from workers.engine.config import EngineConfig
+from workers.engine.core import EngineCore
+from workers.engine.executor import Executor
+from workers.engine.messages import EngineRequest, SamplingParams
+from workers.settings import DEMO_MODEL
+
+core = EngineCore(Executor(EngineConfig(model=DEMO_MODEL, device="cpu", dtype="float32", threads=1, debug=True)))
+sampling = SamplingParams(20, temperature=1.0, seed=3, logprobs=5, ignore_eos=True)
+core.add([EngineRequest(100, [1, 2, 3], [], sampling)])
+while core.busy:
+    core.step()
+room = int(sys.argv[1])
+if room:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+core.add([EngineRequest(number, [(7 * number + at) % 1000 for at in range(400)], [], sampling) for number in range(40)])
+smallest, tokens = core.scheduler.token_budget, {}
+while core.busy:
+    output = core.step()
+    smallest = min(smallest, core.scheduler.token_budget)
+    if output is not None:
+        flat = iter(output.token_ids)
+        for number, count in zip(output.request_ids, output.counts):
+            tokens.setdefault(number, []).extend(next(flat) for _ in range(count))
+core.scheduler.check_idle()
+print(json.dumps([smallest, sorted(tokens.items())]))
+"""
+
+
+@pytest.mark.proof
+def test_a_process_that_runs_out_of_memory_gets_by_with_what_there_is() -> None:
+    def run(room: int) -> tuple[int, list[object]]:
+        environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "0"}
+        done = subprocess.run([sys.executable, "-c", _TIGHT, str(room)], env=environment, capture_output=True, text=True, check=True)
+        smallest, tokens = json.loads(done.stdout)
+        return smallest, tokens
+
+    full, expected = run(0)
+    for mebibytes in (16, 8, 4):
+        smallest, tokens = run(mebibytes << 20)
+        assert tokens == expected
+        if smallest < full:
+            return
+    pytest.fail("no step was too large for the memory there was")
