@@ -80,9 +80,6 @@ class Preparation:
         return item
 
     def _render(self, call: Call) -> str:
-        said = sum(len(message["content"]) for message in call.messages)
-        if call.truncate_prompt_tokens is None:
-            self._refuse_length(said, "messages")
         try:
             return self._tokenizer.render(call.messages)
         except TemplateError as error:
@@ -111,7 +108,7 @@ class Preparation:
                 too_long(f"your {param} resulted in more than {longest} tokens", param, longest, param)
 
     def _refuse_length(self, size: int, param: str) -> None:
-        """Raises ApiError for a text of so many bytes, or of at least so many, that it certainly does not fit."""
+        """Raises ApiError for a text of so many bytes that it certainly does not fit."""
         longest = self._tokenizer.longest_token
         if longest is not None and size // longest > self._limits.max_model_len:
             too_long(f"your {param} resulted in at least {size // longest} tokens", param, self._limits.max_model_len, param)

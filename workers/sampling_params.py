@@ -22,6 +22,7 @@ class Limits:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
 
+
 MOST_LOGPROBS = 2**21
 """Log probabilities that one request may be given; its worker, its checkpoints and its answer hold all of them at once."""
 

@@ -27,8 +27,10 @@ pytestmark = pytest.mark.proof
 
 ODD = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-3, 30) | st.floats() | st.text(st.characters(), max_size=8),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(st.characters(), max_size=4) | st.integers(0, 2000).map(str), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(), max_size=4) | st.integers(0, 2000).map(str), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 TOKEN = st.integers(0, 1023)
@@ -158,9 +160,7 @@ def test_whatever_is_asked_is_answered_or_refused_and_alike_everywhere(tmp_path:
 def from_a_file(folder: Path, calls: list[tuple[str, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
     """The result lines of a batch of these, by their numbers."""
     source, output = folder / "requests.jsonl", folder / "out.jsonl"
-    lines = [
-        {"custom_id": str(number), "method": "POST", "url": endpoint, "body": body} for number, (endpoint, body) in enumerate(calls)
-    ]
+    lines = [{"custom_id": str(number), "method": "POST", "url": endpoint, "body": body} for number, (endpoint, body) in enumerate(calls)]
     source.write_bytes(b"\n".join(map(as_json, lines)))
     done = run_pipeline("run-batch", source, "-o", output, "--served-model-name", MODEL)
     assert done.returncode == 0, done.stderr[-3000:]
