@@ -33,6 +33,7 @@ _PASSING_ERRORS = {
     "MISCONF": "Redis cannot write its append-only file (is the disk full?)",
     "READONLY": "Redis is a read-only replica",
     "LOADING": "Redis is loading its data",
+    "UNBLOCKED": "Redis became a replica while it was waited for",
     "MASTERDOWN": "Redis is a replica that lost its master",
     "NOREPLICAS": "Redis has too few replicas",
     "BUSY": "Redis is busy with a script",

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 
 import redis
 
+from jobs.scripts import persistently
 from tests.chaos.load import Load
 from tests.support.fleet import Fleet, Member
 from tests.support.processes import descendants
 
 CONTROL_PLANE = {"advance": "--queue advance", "bulk": "--queue bulk", "ticker": "jobs.ticker"}
 LONG_OUTAGE = 30.0
+MEND_SECONDS = 10.0  # in which a connection that an earlier failure broke is made anew
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,17 @@ def fill_disk(killers: Killers) -> str | None:
     return killers.break_redis(killers.longer_than_a_lease(), killers.fleet.redis.free_disk)
 
 
+def demote_redis(killers: Killers) -> str | None:
+    if killers.redis_is_broken:
+        return None
+    killers.fleet.client.replicaof("127.0.0.1", 1)
+    return killers.break_redis(killers.longer_than_a_lease(), lambda: _promote(killers))
+
+
+def _promote(killers: Killers) -> None:
+    persistently(lambda: killers.fleet.client.replicaof("NO", "ONE"), MEND_SECONDS)
+
+
 def fill_memory(killers: Killers) -> str | None:
     if killers.redis_is_broken:
         return None
@@ -222,7 +235,7 @@ def fill_memory(killers: Killers) -> str | None:
 
 
 def _free_memory(killers: Killers) -> None:
-    killers.fleet.client.config_set("maxmemory", 0)
+    persistently(lambda: killers.fleet.client.config_set("maxmemory", 0), MEND_SECONDS)
 
 
 def lose_replies(killers: Killers) -> str:
@@ -268,6 +281,7 @@ KINDS = [
     Kind("Redis lost the last second of its file", 1, cut_power),
     Kind("Redis stopped for longer than a lease", 1, stop_redis),
     Kind("disk full", 1, fill_disk),
+    Kind("Redis read-only", 1, demote_redis),
     Kind("memory full", 1, fill_memory),
     Kind("replies lost on the way to a worker", 2, lose_replies),
     Kind("reply swallowed on the way to a worker", 1, swallow_reply),

@@ -121,6 +121,7 @@ def test_own_mistakes_are_not_repeated(redis_client: redis.Redis) -> None:
         (redis.exceptions.OutOfMemoryError("x"), True),
         (redis.ResponseError("MISCONF Errors writing to the AOF file"), True),
         (redis.ResponseError("OOM command not allowed"), True),
+        (redis.ResponseError("UNBLOCKED force unblock from blocking operation"), True),
         (redis.AuthenticationError("x"), False),
         (redis.ResponseError("WRONGTYPE"), False),
     ],

@@ -176,6 +176,14 @@ def disk_full(fleet: Fleet, seconds: float) -> None:
     fleet.redis.free_disk()
 
 
+def read_only(fleet: Fleet, seconds: float) -> None:
+    """As a server that was a master until another took over."""
+    fleet.client.replicaof("127.0.0.1", 1)
+    assert refuses_writes(fleet)
+    pass_time(fleet, seconds)
+    fleet.client.replicaof("NO", "ONE")
+
+
 def loading(fleet: Fleet, seconds: float) -> None:
     """A large file, as the server sees it: each key takes its time to load."""
     fleet.client.mset({f"ballast:{number}": number for number in range(1000)})
@@ -200,6 +208,7 @@ OUTAGES = [
     pytest.param(killed, LONGER_THAN_A_LEASE, id="gone for longer than a lease"),
     pytest.param(stopped, LONGER_THAN_A_LEASE, id="stopped for longer than a lease"),
     pytest.param(disk_full, LONGER_THAN_A_LEASE, id="disk full for longer than a lease"),
+    pytest.param(read_only, LONGER_THAN_A_LEASE, id="read-only for longer than a lease"),
     pytest.param(loading, LONGER_THAN_A_LEASE, id="loading for longer than a lease"),
     *(
         pytest.param(outage, 30.0, id=f"{outage.__name__} for 30 s", marks=pytest.mark.proof)
