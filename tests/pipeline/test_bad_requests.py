@@ -122,7 +122,7 @@ def test_each_bad_call_gets_its_status_and_the_others_their_answers(served: tupl
     command, url = served
     expected = answers()
     good = [json.loads(line) for line in examples(tmp_path / "requests.jsonl", GOOD).read_bytes().splitlines()]
-    with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(6) as beside, ThreadPoolExecutor(2) as threads:
+    with httpx.Client(base_url=url, timeout=120) as http, ThreadPoolExecutor(6) as beside, ThreadPoolExecutor(2) as threads:
 
         def post(endpoint: str, body: bytes) -> httpx.Response:
             return http.post(endpoint, content=body, headers={"content-type": "application/json"})

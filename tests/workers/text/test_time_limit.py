@@ -11,6 +11,8 @@ import pytest
 
 from workers.text.time_limit import TimeLimit, TimeLimitError
 
+LIMIT = 1.0  # seconds; what is quick takes far less even on a busy machine
+
 
 def forever() -> None:
     for _ in itertools.repeat(None):
@@ -25,8 +27,8 @@ def test_what_ends_in_time_gives_its_value() -> None:
 
 
 def test_a_loop_is_ended_and_the_thread_goes_on() -> None:
-    limit = TimeLimit(0.2)
-    for _ in range(3):
+    limit = TimeLimit(LIMIT)
+    for _ in range(2):
         with pytest.raises(TimeLimitError):
             limit.run(forever)
         assert limit.run(lambda: sum(range(1000))) == 499500
@@ -36,13 +38,9 @@ def test_an_exception_that_was_swallowed_or_came_late_does_not_arrive_later() ->
     limit = TimeLimit(0.05)
 
     def until_then() -> str:
-        started = time.monotonic()
-        try:
-            while time.monotonic() < started + 0.3:
-                pass
-        except TimeLimitError:
-            return "swallowed"
-        return "too long"
+        with contextlib.suppress(TimeLimitError):
+            forever()
+        return "swallowed"
 
     assert limit.run(until_then) == "swallowed"
     for length in range(40, 70):
@@ -53,7 +51,7 @@ def test_an_exception_that_was_swallowed_or_came_late_does_not_arrive_later() ->
 
 
 def test_only_the_thread_that_takes_too_long_is_ended() -> None:
-    limit = TimeLimit(0.2)
+    limit = TimeLimit(LIMIT)
     ended: list[str] = []
 
     def loop() -> None:
