@@ -47,7 +47,7 @@ _GONE_LOOK = 10.0  # seconds between two complaints about a killed process that 
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
 _READ_BUFFER = 1 << 20
 _LOOKS = 4  # in a row at least that must all find a hung core; one alone may only say that this process was held up
-_LONGEST_LOOK = 2.5  # seconds
+_LONGEST_LOOK = 1.0  # seconds
 
 
 class EngineStartError(Exception):
