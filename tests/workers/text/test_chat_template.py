@@ -92,7 +92,7 @@ def test_a_failing_template_fails_the_request(source: str, reason: str) -> None:
 
 def test_a_template_that_loops_is_ended() -> None:
     loop = "{% for i in range(99999) if messages %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(loop, {}, seconds=1)
+    template = ChatTemplate(loop, {}, seconds=0.2)
     for _ in range(2):
         with pytest.raises(TemplateError, match="longer than"):
             template.render([{"role": "user", "content": "x"}])
