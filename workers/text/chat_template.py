@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 
-RENDER_SECONDS = 5.0
+RENDER_SECONDS = 2.0
 """Renderings take microseconds; one that takes as long as this loops, and keeps other requests waiting."""
 
 
