@@ -26,7 +26,8 @@ from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import answer, endless, follow, question, run_batch, submit_batch, submit_live, text_of
 
-FLAGS = ("--lease-seconds", "2", "--stream-interval", "0.05", "--max-num-seqs", "16", "--step-timeout", "4")
+FLAGS = ("--lease-seconds", "2", "--stream-interval", "0.05", "--max-num-seqs", "16")
+SOON_HUNG = (*FLAGS, "--step-timeout", "5")
 SEGFAULT = Poison("crocodile", "segfault")
 EXCEPTION = Poison("rhinoceros", "exception")
 HANG = Poison("hibernation", "hang")
@@ -100,7 +101,7 @@ def test_a_request_that_kills_the_core_gets_its_error_and_the_innocent_their_ans
 @pytest.mark.proof
 @pytest.mark.parametrize("poison", [EXCEPTION, HANG, EXIT], ids=lambda poison: poison.harm)
 def test_every_kind_of_harm_is_found(queue: Queue, redis_url: str, poison: Poison) -> None:
-    find_one(queue, redis_url, poison, 20, FLAGS)
+    find_one(queue, redis_url, poison, 20, SOON_HUNG if poison is HANG else FLAGS)
 
 
 @pytest.mark.proof
@@ -187,7 +188,7 @@ def wait_for_trial(worker: WorkerProcess) -> None:
 def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis_url: str, how: signal.Signals) -> None:
     environment = poisoned_environment(HANG)
     bodies = innocents(10)
-    with running_worker(queue, redis_url, *FLAGS, **environment) as first:
+    with running_worker(queue, redis_url, *SOON_HUNG, **environment) as first:
         expected = [text_of(result) for result in run_batch(queue, [*bodies])]
         record = first.wait_ready()
         bodies.insert(2, poisoned(HANG))
@@ -198,7 +199,7 @@ def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis
         assert first.process.wait(30) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
         queue.remove_worker(record.id)
     assert queue.redis.zcard(keys.suspects("demo")) == 11
-    with running_worker(queue, redis_url, *FLAGS, **environment):
+    with running_worker(queue, redis_url, *SOON_HUNG, **environment):
         wait_done(queue, batch, 11)
         assert_found(queue, batch, expected, {2: HANG})
 
