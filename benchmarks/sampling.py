@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=2 python -m benchmarks.sampling
 
 Steps with the stage and without it take turns, so that what else the machine does falls on both; the figures are medians, by the
-wall clock and by the thread's own, which other processes hardly touch. Random weights make nearly flat distributions, the worst case for
+wall clock and in processor time, which other processes hardly touch. Random weights make nearly flat distributions, the worst case for
 the draw and for top-p.
 """
 
@@ -96,10 +96,10 @@ def _compare(runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage
 
 
 def _seconds(runner: ModelRunner, step: StepPlan) -> tuple[float, float]:
-    """Wall seconds of a step, and processor seconds of this thread, which has a part in all there is to compute."""
-    began = time.perf_counter(), time.thread_time()
+    """Wall seconds of a step, and processor seconds of all its threads."""
+    began = time.perf_counter(), time.process_time()
     runner.retire(runner.launch(step))
-    return time.perf_counter() - began[0], time.thread_time() - began[1]
+    return time.perf_counter() - began[0], time.process_time() - began[1]
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ class Draw:
     def _draw(self, z: Tensor, keys: Tensor, slots: NDArray[np.int32]) -> Tensor:
         floors, top_p = self._limits.floors(z, slots), self._limits.top_p(slots)
         if not z.is_cuda:
-            return torch.from_numpy(draw_rows(z.numpy(), floors[:, 0].numpy(), top_p, keys.numpy().view(np.uint64)))
+            host_keys = keys.numpy().view(np.uint64)
+            return torch.from_numpy(draw_rows(z.numpy(), floors[:, 0].numpy(), top_p, host_keys, torch.get_num_threads()))
         return draw_on_device(z, floors, torch.from_numpy(top_p).to(z.device)[:, None] if (top_p < 1).any() else None, keys)
 
 

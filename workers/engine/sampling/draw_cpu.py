@@ -1,4 +1,4 @@
-"""The draw on a CPU: row by row, so that all it works on stays in the processor's cache, and with exact noise for a few tokens only.
+"""The draw on a CPU: a few rows at a time, on as many threads as the model has, and with exact noise for a few tokens only.
 
 A token's score is z plus its noise. Where W is the sum of the weights exp(z) that a row's limits leave, m tokens on average have a score
 above log(W / m), and the integers behind the noise tell which these may be without a logarithm. With m = 40 there is none but once in
@@ -11,6 +11,8 @@ neither does anything from its weight down, and the best score of the rest is lo
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
 
 _CANDIDATES = 40.0  # expected, for each that may be drawn: those outside the nucleus come on top
+_BLOCK = 4  # rows looked through together: a thread that lets go of the interpreter every few microseconds gains nothing
 _FEW = 2048  # tokens whose exact noise costs less than looking for candidates
 _NARROW = 0.25  # a nucleus of less is cut out first, lest almost all candidates lie outside
 _LIST_COST = 4  # what a listed token costs, in tokens of a row that is looked at whole
@@ -28,16 +31,41 @@ _HALVINGS = 6
 _LOWEST = -16.0
 
 
-def draw_rows(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]) -> Tokens:
+def draw_rows(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64], threads: int = 1) -> Tokens:
     """One token for each row of z [R, vocab], whose largest is 0, of those at least `floors` [R] and in the nucleus of `top_p` [R].
 
     A row that is not numbers gives its argmax.
     """
-    return np.array([_draw(*row) for row in zip(z, floors.tolist(), top_p.tolist(), keys, strict=True)], np.int64)
+    blocks = [slice(first, first + _BLOCK) for first in range(0, len(z), _BLOCK)]
+    spread = map if threads == 1 or len(blocks) == 1 else _pool(threads).map
+    drawn = spread(lambda block: _draw(z[block], floors[block], top_p[block], keys[block]), blocks)
+    return np.array([token for tokens in drawn for token in tokens], np.int64)
 
 
-def _draw(z: Floats, floor: float, top_p: float, key: np.uint64) -> int:
-    row = _Candidates(z, None) if floor == -math.inf else _kept(z, floor)
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "draw")
+
+
+def _draw(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]) -> list[int]:
+    """A few rows' tokens. Rows without a limit that leaves few tokens are looked through together."""
+    wide = np.nonzero((floors == -np.inf) & (top_p >= _NARROW))[0]
+    part = z if len(wide) == len(z) else z[wide]
+    weights = np.exp(part)
+    totals = weights.sum(-1)
+    goals = np.where(top_p[wide] < 1, top_p[wide] * totals, np.float32(np.inf))
+    near = _near(weights, np.minimum(totals, goals), keys[wide], vocabulary_steps(z.shape[1]))
+    tokens = {
+        row: _Candidates(part[i], None, weights[i]).draw(keys[row], float(goals[i]), near[i]) if totals[i] > 0 else int(part[i].argmax())
+        for i, row in enumerate(wide.tolist())
+    }
+    return [
+        tokens[row] if row in tokens else _draw_limited(z[row], float(floors[row]), float(top_p[row]), keys[row]) for row in range(len(z))
+    ]
+
+
+def _draw_limited(z: Floats, floor: float, top_p: float, key: np.uint64) -> int:
+    row = _kept(z, floor)
     if not row.total > 0:
         return int(z.argmax())
     goal = top_p * row.total if top_p < 1 else math.inf
@@ -46,7 +74,17 @@ def _draw(z: Floats, floor: float, top_p: float, key: np.uint64) -> int:
     return row.draw(key, goal)
 
 
+def _near(weights: Floats, goals: Floats, keys: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Which tokens with weights [r, C] may have a score above the log of a fortieth of their row's goal [r]."""
+    # Rough bits lack the last one, and all this is in single precision: rather a few too many.
+    limit = weights * (np.float32(2.0**32 * 1.0001 * _CANDIDATES) / goals)[:, None]
+    limit += np.float32(2.0)
+    return rough_bits(keys[:, None], steps) <= limit
+
+
 def _kept(z: Floats, floor: float) -> _Candidates:
+    if floor == -math.inf:
+        return _Candidates(z, None)
     kept = z >= floor
     if np.count_nonzero(kept) * _LIST_COST > len(z):
         return _Candidates(np.where(kept, z, np.float32(-np.inf)), None)
@@ -57,10 +95,10 @@ def _kept(z: Floats, floor: float) -> _Candidates:
 class _Candidates:
     """z [C] of the tokens that a row may draw from, which are `tokens` [C] or the whole vocabulary, and their weights."""
 
-    def __init__(self, z: Floats, tokens: Tokens | None) -> None:
+    def __init__(self, z: Floats, tokens: Tokens | None, weights: Floats | None = None) -> None:
         self.z, self.tokens = z, tokens
         self.steps = vocabulary_steps(len(z)) if tokens is None else token_steps(tokens)
-        self.weights = np.exp(z)
+        self.weights = np.exp(z) if weights is None else weights
         self.total = float(self.weights.sum())
 
     def narrowed(self, goal: float) -> _Candidates:
@@ -74,15 +112,14 @@ class _Candidates:
         inside = np.flatnonzero(self.z > low)
         return _Candidates(self.z[inside], inside if self.tokens is None else self.tokens[inside])
 
-    def draw(self, key: np.uint64, goal: float) -> int:
-        """The token with the highest score of those above which less weight than `goal` lies."""
-        if len(self.z) > _FEW:
-            expected = _CANDIDATES * max(1.0, self.total / goal)
-            # Rough bits lack the last one, and all this is in single precision: rather a few too many.
-            limit = self.weights * np.float32(2.0**32 * 1.0001 * expected / self.total)
-            limit += np.float32(2.0)
-            best = self._best(key, goal, np.flatnonzero(rough_bits(key, self.steps) <= limit))
-            if best is not None and best[1] > math.log(self.total / expected):
+    def draw(self, key: np.uint64, goal: float, near: NDArray[np.bool_] | None = None) -> int:
+        """The token with the highest score of those above which less weight than `goal` lies; `near` is what `_near` says, if known."""
+        least = min(self.total, goal)
+        if near is None and len(self.z) > _FEW:
+            near = _near(self.weights[None], np.array([least], np.float32), np.array([key]), self.steps)[0]
+        if near is not None:
+            best = self._best(key, goal, np.flatnonzero(near))
+            if best is not None and best[1] > math.log(least / _CANDIDATES):
                 return best[0]
         best = self._best(key, goal, np.arange(len(self.z)))
         assert best is not None  # the largest is in any nucleus

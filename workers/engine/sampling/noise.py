@@ -57,9 +57,9 @@ def vocabulary_steps(vocab: int) -> NDArray[np.uint64]:
     return token_steps(np.arange(vocab))
 
 
-def rough_bits(key: np.uint64, steps: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """The bits behind the noise as floats, but for the last one, which may be wrong; [C] as the steps."""
-    return _mixed_up(steps + key).view(np.uint32)[_HIGH::2].astype(np.float32)
+def rough_bits(keys: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """The bits behind the noise as floats, but for the last one, which may be wrong; of the shape to which keys and steps broadcast."""
+    return _mixed_up(steps + keys).view(np.uint32)[..., _HIGH::2].astype(np.float32)
 
 
 def host_gumbel(key: np.uint64, steps: NDArray[np.uint64]) -> NDArray[np.float32]:

@@ -104,13 +104,14 @@ def awkward_rows(scale: float) -> Tensor:
 def test_row_by_row_and_at_once_draw_the_same(scale: float, candidates: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where too few candidates are looked at first, and everything has to be."""
     monkeypatch.setattr(draw_cpu, "_CANDIDATES", candidates)
+    monkeypatch.setattr(draw_cpu, "_BLOCK", 3)
     monkeypatch.setattr(draw, "_AT_ONCE", 3 * 30_000)
     z = awkward_rows(scale)
     for number, (top_p, floor) in enumerate(itertools.product([1.0, 0.97, 0.5, 0.1, 1e-3, 1e-9], [-np.inf, -30.0, -2.0, -0.4, 0.0])):
         keys = torch.arange(8) * 12345 + number
         floors, shares = torch.full((8, 1), floor), torch.full((8, 1), top_p)
         at_once = draw.draw_on_device(z, floors, shares if top_p < 1 else None, keys)
-        by_row = draw_cpu.draw_rows(z.numpy(), floors[:, 0].numpy(), shares[:, 0].numpy(), keys.numpy().view(np.uint64))
+        by_row = draw_cpu.draw_rows(z.numpy(), floors[:, 0].numpy(), shares[:, 0].numpy(), keys.numpy().view(np.uint64), 2)
         assert by_row.tolist() == at_once.tolist(), (top_p, floor)
 
 
