@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
+from api.errors import queue_unavailable
 from api.event_stream import EventStream, event
 from api.fleet import Fleet
 from api.reader import Inbox, Reader
@@ -128,6 +129,8 @@ class LiveCall:
                 entry = await self._next()
         except ApiError as error:
             yield event(error.body())
+        except QueueUnavailable:
+            yield event(queue_unavailable().body())
         yield event(None)
 
     async def close(self) -> None:
