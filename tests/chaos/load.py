@@ -15,7 +15,7 @@ import openai
 import redis
 
 from jobs import keys
-from jobs.batches import BatchRecord, BatchSpec, StoreError, create_batch, get_batch
+from jobs.batches import BatchRecord, BatchSpec, StoreError, cancel_batch, create_batch, get_batch
 from jobs.scripts import QueueUnavailable
 from tests.pipeline.test_pool import pool
 from tests.support.fleet import Fleet
@@ -24,7 +24,9 @@ TENANTS = ("red", "green", "blue")
 SIZES = (100, 500)
 BATCHES_AT_ONCE = 3
 LIVE_CALLERS = 3
-_STATES = ["validating", "in_progress", "finalizing", "completed"]
+CANCELLED = 5  # every so many batches one is cancelled at some line
+LEAVING = 0.1  # of the live callers' calls, that they hang up in
+_ORDER = {"validating": 0, "in_progress": 1, "finalizing": 2, "cancelling": 2, "completed": 3, "cancelled": 3}
 _LOOK_SECONDS = 0.25
 _PAUSE = 0.2
 
@@ -37,6 +39,7 @@ class Batch:
     output: Path
     spec: BatchSpec
     answers: list[tuple[str, str]]  # custom_id and answer by line
+    cancel_at: int | None  # lines after which it is cancelled
     id: str | None = None
     record: BatchRecord | None = None
     life: int = 0  # how often Redis had lost something when the record was read
@@ -49,6 +52,7 @@ class LiveAnswers:
     right: int = 0
     resumed: int = 0  # cut, and read to the end from the request's own stream
     again: int = 0  # cut or refused, and called again
+    left: int = 0  # hung up by the client
     wrong: list[str] = field(default_factory=list)
     refusals: dict[str, int] = field(default_factory=dict)
 
@@ -151,7 +155,8 @@ class Load:
                 answers.append((custom_id, question["answer"]))
         root = self._fleet.store / "batches" / folder.name
         spec = BatchSpec(input=str(source), root=str(root), output=str(output), tenant=TENANTS[number % len(TENANTS)], models=("demo",))
-        return Batch(source, output, spec, answers)
+        cancel_at = self._rng.randrange(len(answers)) if number % CANCELLED == 1 else None
+        return Batch(source, output, spec, answers, cancel_at)
 
     def _look_at(self, batch: Batch) -> None:
         """Hands the batch in until that is known to have worked; then follows its record, which only moves forward."""
@@ -166,9 +171,11 @@ class Load:
         if before is not None and batch.life == life == self.lives:
             self._compare(batch, before, record)
         batch.life = life
+        if batch.cancel_at is not None and record.state == "in_progress" and record.completed >= batch.cancel_at:
+            cancel_batch(self._fleet.client, batch.id)
 
     def _compare(self, batch: Batch, before: BatchRecord, now: BatchRecord) -> None:
-        if _STATES.index(now.state) < _STATES.index(before.state):
+        if _ORDER[now.state] < _ORDER[before.state]:
             self.faults.append(f"{batch.source}: went back from {before.state} to {now.state}")
         if now.completed < before.completed or now.failed < before.failed:
             self.faults.append(f"{batch.source}: counts fell from {before.completed}/{before.failed} to {now.completed}/{now.failed}")
@@ -176,11 +183,12 @@ class Load:
     def _call(self, rng: random.Random) -> None:
         while not self._stopping.is_set():
             question = rng.choice(self._questions)
-            while not self._answered(question) and not self._ending.wait(_PAUSE):
+            leaves = rng.random() < LEAVING
+            while not self._answered(question, leaves) and not self._ending.wait(_PAUSE):
                 pass
 
-    def _answered(self, question: dict[str, Any]) -> bool:
-        """One call; whether it brought the whole answer. What it showed of it must be right in any case."""
+    def _answered(self, question: dict[str, Any], leaves: bool) -> bool:
+        """One call; whether it brought the whole answer, or as much as was wanted. What it showed of it must be right in any case."""
         texts: list[str] = []
         stream_id = None
         try:
@@ -188,9 +196,13 @@ class Load:
                 response = client.chat.completions.with_raw_response.create(**body_of(question), stream=True)
                 stream_id = response.headers["x-stream-id"]
                 ended = False
-                for chunk in response.parse():
+                stream = response.parse()
+                for chunk in stream:
                     texts.append(chunk.choices[0].delta.content or "")
                     ended = ended or chunk.choices[0].finish_reason is not None
+                    if leaves:
+                        stream.close()
+                        return self._has_left(question, "".join(texts))
                 if not ended:
                     raise ConnectionError("the stream ended early")
         except Exception as error:
@@ -198,6 +210,12 @@ class Load:
         self._compare_text(question, "".join(texts), whole=True)
         with self._lock:
             self.live.right += 1
+        return True
+
+    def _has_left(self, question: dict[str, Any], text: str) -> bool:
+        self._compare_text(question, text, whole=False)
+        with self._lock:
+            self.live.left += 1
         return True
 
     def _is_known_refusal(self, error: Exception, question: dict[str, Any], text: str, stream_id: str | None) -> bool:

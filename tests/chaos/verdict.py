@@ -1,7 +1,10 @@
 """What a run must have kept: `judge` looks at every line, call, process and key, and says what is wrong."""
 
 import os
+from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from tests.chaos.killers import Killers
 from tests.chaos.load import Batch, Load
@@ -29,13 +32,15 @@ class Verdict:
         """A table for people."""
         generated, delivered = self.tokens
         live = self.load.live
+        calls = f"{live.right}, of them {live.resumed} read on after a cut; {live.again} called again, {live.left} hung up"
+        cancelled = sum(batch.record is not None and batch.record.state == "cancelled" for batch in self.load.batches)
         rows = [("what was done", "times"), *((name, str(times)) for name, times in sorted(self.killers.done.items()))]
         rows += [
             ("", ""),
             ("seconds", f"{self.seconds:.0f}"),
-            ("lines, in batches", f"{self.lines}, {len(self.load.batches)}"),
+            ("lines, in batches", f"{self.lines}, {len(self.load.batches)}, of them {cancelled} cancelled"),
             ("lines per second", f"{self.lines / self.seconds:.1f}"),
-            ("live calls answered", f"{live.right}, of them {live.resumed} read on after a cut, {live.again} called again"),
+            ("live calls answered", calls),
             ("processes started again", str(sum(map(len, self.exits.values())))),
             ("tokens generated, delivered", f"{generated}, {delivered}"),
             ("computed again", f"{(generated - delivered) / max(1, generated):.1%}"),
@@ -66,20 +71,31 @@ def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int)
 
 
 def _batch_faults(batch: Batch) -> list[str]:
+    """Every line once, in the output or among the errors, the output's in order and right; nothing but cancelling makes errors."""
     name, record = batch.source.parent.name, batch.record
-    if record is None or record.state != "completed":
+    ends = ("completed",) if batch.cancel_at is None else ("completed", "cancelled")
+    if record is None or record.state not in ends:
         return [f"{name}: {record}"]
     found = []
-    if (record.total, record.completed, record.failed) != (len(batch.answers), len(batch.answers), 0):
+    if not record.completed + record.failed == record.total == len(batch.answers):
         found.append(f"{name}: {record.completed} completed and {record.failed} failed of {record.total}, not {len(batch.answers)}")
-    results = read_results(batch.output)
-    ids = [result["custom_id"] for result in results]
-    if ids != [custom_id for custom_id, _ in batch.answers]:
-        wanted = {custom_id for custom_id, _ in batch.answers}
-        missing, twice, more = len(wanted - set(ids)), len(ids) - len(set(ids)), len(set(ids) - wanted)
-        found.append(f"{name}: {missing} lines missing, {twice} twice, {more} of no request, or out of order")
+    answered = [] if record.output is None else read_results(Path(record.output))
+    failed = [] if record.error_output is None else read_results(Path(record.error_output))
+    counts = Counter(result["custom_id"] for result in [*answered, *failed])
     answers = dict(batch.answers)
-    for result in results:
-        if result["error"] is not None or text_of(result) != answers.get(result["custom_id"]):
-            found.append(f"{name}: {result['custom_id']} is answered {str(result['response'] or result['error'])[:300]}")
+    found += [f"{name}: {custom_id} stands there {counts[custom_id]} times" for custom_id in {*counts, *answers} if counts[custom_id] != 1]
+    if (len(answered), len(failed)) != (record.completed, record.failed):
+        found.append(f"{name}: {len(answered)} answers and {len(failed)} errors, counted {record.completed} and {record.failed}")
+    if [result["custom_id"] for result in answered] != [custom_id for custom_id, _ in batch.answers if custom_id in _ids(answered)]:
+        found.append(f"{name}: the answers are out of order")
+    for result in answered:
+        if text_of(result) != answers.get(result["custom_id"]):
+            found.append(f"{name}: {result['custom_id']} is answered {text_of(result)!r}")
+    for result in failed:
+        if record.state != "cancelled" or result["error"]["code"] != "batch_cancelled":
+            found.append(f"{name}: {result['custom_id']} failed: {str(result)[:300]}")
     return found
+
+
+def _ids(results: list[dict[str, Any]]) -> set[str]:
+    return {result["custom_id"] for result in results}
