@@ -48,6 +48,7 @@ class Race:
                 os.kill(self.server.pid, signal.SIGKILL)
                 self.server.stop()
                 self.server.start()
+                keep_all_that_is_said(self.server)
             queue = Queue(connect(self.server.url), SETTINGS)
             wait_until(lambda: self.errors or all(self.is_done(queue, batch) for batch in self.batches), deadline, "every line is done")
         finally:
@@ -123,11 +124,19 @@ class Race:
             self.won.update(claim.key for claim in claims if claim.key not in lost)
 
 
+def keep_all_that_is_said(server: PrivateServer) -> None:
+    """While a disk is slow, `appendfsync everysec` answers before it writes; a commit that was accepted might then be lost, and accepted
+    again. Here each must be accepted once."""
+    with connect(server.url) as client:
+        client.config_set("appendfsync", "always")
+
+
 def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     batches = ["batch_a", "batch_b"]
     with PrivateServer(folder / "r") as server, LossyProxy(server.url) as proxy:
+        keep_all_that_is_said(server)
         client = connect(server.url)
         queue = Queue(client, SETTINGS)
         for batch in batches:
@@ -137,7 +146,7 @@ def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
         contest.run(kills, deadline)
         print(f"{2 * lines} requests, {proxy.lost} lost replies, {kills} killed servers, {time.monotonic() - started:.1f} s")
         assert faults(client) == []
-        assert max(contest.won.values()) == 1
+        assert [key for key, count in contest.won.items() if count > 1] == []
         for batch in batches:
             results = queue.results(batch, limit=lines)
             assert [line for line, _ in results] == list(range(lines))

@@ -16,17 +16,18 @@ class Dump:
     """Every key at one moment, read in a few round trips."""
 
     def __init__(self, client: redis.Redis) -> None:
-        names = sorted(client.scan_iter(count=1000))
+        names = sorted(set(client.scan_iter(count=1000)))  # a scan may name a key twice
         pipeline = client.pipeline(transaction=False)
         for name in names:
             pipeline.type(name)
             pipeline.ttl(name)
         about = pipeline.execute()
-        self.kinds = dict(zip((name.decode() for name in names), (kind.decode() for kind in about[::2]), strict=True))
+        self.kinds = {name.decode(): kind.decode() for name, kind in zip(names, about[::2], strict=True)}
         self.passing = {name for name, ttl in zip(self.kinds, about[1::2], strict=True) if ttl > 0}
         for name, kind in self.kinds.items():
             _READ[kind](pipeline, name)
-        self.values: dict[str, Any] = dict(zip(self.kinds, pipeline.execute(), strict=True))
+        # A key whose time came between two round trips is none.
+        self.values: dict[str, Any] = {name: value for name, value in zip(self.kinds, pipeline.execute(), strict=True) if value}
 
     def starting(self, prefix: str) -> dict[str, Any]:
         """Values of the keys that begin so, by the rest of their names."""
@@ -54,6 +55,7 @@ class Dump:
 
 
 _READ = {
+    "none": lambda pipeline, name: pipeline.get(name),
     "string": lambda pipeline, name: pipeline.get(name),
     "hash": lambda pipeline, name: pipeline.hgetall(name),
     "zset": lambda pipeline, name: pipeline.zrange(name, 0, -1, withscores=True),
