@@ -149,10 +149,10 @@ async def is_idle(engine: AsyncEngine) -> None:
 def test_the_death_of_the_core_reaches_everyone_within_a_second() -> None:
     async def scenario() -> None:
         async with started(config()) as engine:
+            os.kill(engine.pid, signal.SIGSTOP)  # so that no answer ends before that
             answers = [engine.generate([number], ENDLESS) for number in range(1, 9)]
-            for answer in answers:
-                await anext(answer)
             waiting = [asyncio.create_task(exhaust(answer)) for answer in [*answers, engine.steps()]]
+            await asyncio.sleep(0)  # until all of them wait
             began = time.monotonic()
             os.kill(engine.pid, signal.SIGKILL)
             ends = await asyncio.gather(*waiting, return_exceptions=True)
@@ -169,12 +169,10 @@ def test_the_death_of_the_core_reaches_everyone_within_a_second() -> None:
 def test_a_core_that_hangs_is_killed_and_said_to_have_hung() -> None:
     async def scenario() -> None:
         async with started(replace(config(), step_timeout=1.0)) as engine:
-            answer = engine.generate([1], ENDLESS)
-            await anext(answer)
             os.kill(engine.pid, signal.SIGSTOP)
             began = time.monotonic()
             with pytest.raises(EngineDeadError, match=r"its step hung: nothing came in 1 s") as death:
-                await exhaust(answer)
+                await exhaust(engine.generate([1], ENDLESS))
             assert 0.7 < time.monotonic() - began < 5
             assert (death.value.returncode, death.value.by_itself) == (None, True)
             await engine.stop()
@@ -223,11 +221,9 @@ def test_patience_stays_within_its_bounds() -> None:
 def test_a_crash_is_told_from_an_end_that_came_from_outside(number: signal.Signals, by_itself: bool) -> None:
     async def scenario() -> None:
         async with started(config()) as engine:
-            answer = engine.generate([1], ENDLESS)
-            await anext(answer)
             os.kill(engine.pid, number)
             with pytest.raises(EngineDeadError) as death:
-                await exhaust(answer)
+                await exhaust(engine.steps())
             assert (death.value.returncode, death.value.by_itself) == (-number, by_itself)
             assert death.value.reason == f"the engine core was ended by {number.name}"
 

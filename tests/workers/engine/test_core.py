@@ -90,20 +90,33 @@ def test_ready_says_what_was_settled() -> None:
     assert ready.weights_seconds > 0
 
 
+def finishes(outputs: list[StepOutput]) -> dict[int, int]:
+    """How requests ended, by id."""
+    return {number: how for output in outputs for number, how in zip(output.request_ids, output.finish, strict=True) if how}
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_loop_takes_messages_between_steps_and_waits_when_idle(depth: int) -> None:
     core = make_core(depth)
     inbox: SimpleQueue[ToCore] = SimpleQueue()
     outputs: list[StepOutput] = []
-    loop = threading.Thread(target=core.run, args=(inbox, outputs.append), daemon=True)
+    aborted = threading.Event()
+
+    def emit(output: StepOutput) -> None:
+        outputs.append(output)
+        if len(outputs) > 3:
+            aborted.wait(20)  # the request would end by itself if the test came late
+
+    loop = threading.Thread(target=core.run, args=(inbox, emit), daemon=True)
     loop.start()
     endless = SamplingParams(10_000, temperature=0.0)
     inbox.put(AddRequests([EngineRequest(1, [5], [], endless), EngineRequest(2, [6] * 300, [], endless)]))
     wait_until(lambda: len(outputs) > 3, 20, "some steps")
     inbox.put(AbortRequests([1]))
+    aborted.set()
+    wait_until(lambda: len(finishes(outputs)) == 2, 20, "two ends")
+    assert finishes(outputs) == {1: Finish.ABORT, 2: Finish.ERROR}
     wait_until(lambda: not core.busy, 20, "an idle core")
-    finishes = {number: how for output in outputs for number, how in zip(output.request_ids, output.finish, strict=True) if how}
-    assert finishes == {1: Finish.ABORT, 2: Finish.ERROR}
     inbox.put(AddRequests([EngineRequest(3, [7], [], SamplingParams(0))]))
     wait_until(lambda: outputs[-1].request_ids == [3], 20, "an answer without a step")
     inbox.put(Shutdown())
