@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=2 python -m benchmarks.sampling
 
-Steps with the stage and without it take turns, so that what else the machine does falls on both; the figures are medians, by the
-wall clock and in processor time, which other processes hardly touch. Random weights make nearly flat distributions, the worst case for
+A step, its sampling without the stage and with it take turns, so that what else the machine does falls on all; the figures are medians, by
+the wall clock and in processor time, which other processes hardly touch. Random weights make nearly flat distributions, the worst case for
 the draw and for top-p.
 """
 
@@ -11,10 +11,12 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.report import write_report
@@ -22,6 +24,7 @@ from workers.engine.config import EngineConfig
 from workers.engine.loader import load_model
 from workers.engine.messages import SamplingParams
 from workers.engine.model_runner import ModelRunner
+from workers.engine.sampling.rows import SampledRows
 from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
 ROWS = 64
@@ -77,28 +80,49 @@ def _decode_step(runner: ModelRunner) -> StepPlan:
 
 
 def _compare(runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage: dict[str, Any], pairs: int) -> dict[str, Any]:
+    """The sampler with the stage against the sampler without it, over a step without it. A step's own time varies by more than a stage."""
+    vocab, prompts = runner.model.config.vocab_size, np.full(ROWS, PROMPT, np.int64)
+    tokens = torch.randint(0, vocab, (ROWS, CONTEXT), dtype=torch.int32, device=runner.device)
+    rows = SampledRows(step.slots, prompts, np.full(ROWS, CONTEXT, np.int64), tokens)
+    hidden = torch.randn(ROWS, runner.model.config.hidden_size, dtype=runner.model.dtype, device=runner.device)
+    with torch.inference_mode():
+        logits = runner.model.logits(hidden)
     turns = []
     for _ in range(pairs + 1):
-        turn = []
-        for asked in (without, without | stage):
-            for slot in range(ROWS):
-                runner.sampler.set(slot, SamplingParams(max_tokens=8192, seed=slot, **asked))
-            turn.append(_seconds(runner, step))
+        _ask(runner, without)
+        turn = [_seconds(lambda: runner.retire(runner.launch(step))), _seconds(lambda: _sample(runner, logits.clone(), rows))]
+        _ask(runner, without | stage)
+        turn.append(_seconds(lambda: _sample(runner, logits.clone(), rows)))
         turns.append(turn)
     figures = {}
     for number, clock in enumerate(("wall", "processor")):
-        off = [turn[0][number] for turn in turns[1:]]  # the first turn warms up
-        on = [turn[1][number] for turn in turns[1:]]
-        added = statistics.median(after - before for before, after in zip(off, on, strict=True))
-        middle = statistics.median(off)
-        figures[clock] = {"step_ms": round(1e3 * middle, 1), "stage_ms": round(1e3 * added, 1), "per_cent": round(100 * added / middle, 1)}
+        whole, off, on = (statistics.median(turn[part][number] for turn in turns[1:]) for part in range(3))  # the first turn warms up
+        added = on - off
+        figures[clock] = {
+            "step_ms": round(1e3 * whole, 1),
+            "stage_ms": round(1e3 * added, 1),
+            "per_cent": round(100 * added / whole, 1),
+        }
     return figures
 
 
-def _seconds(runner: ModelRunner, step: StepPlan) -> tuple[float, float]:
-    """Wall seconds of a step, and processor seconds of all its threads."""
+def _ask(runner: ModelRunner, asked: dict[str, Any]) -> None:
+    for slot in range(ROWS):
+        runner.sampler.set(slot, SamplingParams(max_tokens=8192, seed=slot, **asked))
+
+
+@torch.inference_mode()
+def _sample(runner: ModelRunner, logits: Tensor, rows: SampledRows) -> None:
+    sampled = runner.sampler.sample(logits, rows)
+    sampled.tokens.tolist()
+    if sampled.logprobs is not None:
+        sampled.logprobs.told()
+
+
+def _seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall seconds, and processor seconds of all threads."""
     began = time.perf_counter(), time.process_time()
-    runner.retire(runner.launch(step))
+    work()
     return time.perf_counter() - began[0], time.process_time() - began[1]
 
 
