@@ -23,8 +23,11 @@ class Limits:
     eos_token_ids: tuple[int, ...] = ()
 
 
-MOST_LOGPROBS = 2**21
-"""Log probabilities that one request may be given; its worker, its checkpoints and its answer hold all of them at once."""
+MOST_LOGPROBS = 2**19
+"""Log probabilities that one request may ask for, of about 25 bytes in its checkpoint each; its worker and its answer hold all at once."""
+
+_NOMINAL_TOKENS = 4096
+"""What a choice counts for that may take the rest of the context: few take it, and a long context alone should refuse nobody."""
 
 
 class SamplingMaker:
@@ -103,7 +106,8 @@ def check_logprobs(call: Call, prompts: Sequence[Prompt]) -> None:
     count = 0
     for prompt in prompts:
         sampling = prompt.sampling
-        count += call.best_of * sampling.max_tokens * (sampling.logprobs + 1)
+        tokens = min(sampling.max_tokens, _NOMINAL_TOKENS) if call.max_tokens is None else call.max_tokens
+        count += call.best_of * tokens * (sampling.logprobs + 1)
         count += len(prompt.token_ids) * (sampling.prompt_logprobs + 1)
     if count > MOST_LOGPROBS:
         param = "logprobs" if call.logprobs is not None else "prompt_logprobs" if call.prompt_logprobs is not None else "best_of"

@@ -348,8 +348,10 @@ def _sizes() -> Iterator[BadRequest]:
     yield _of(COMPLETIONS, completion(max_tokens=2**31 - 1), "more tokens than there are", "prompt", words="2147483647 in", **too_long)
     yield _of(CHAT, message(content="word " * 2_000_000), "a message of 10 MB", "messages", words=words, **too_long)
     yield _of(CHAT, message(content="🙂" * 2000), "a message of 2000 emoji", "messages", words=words, **too_long)
-    told = {"code": "invalid_value", "words": "at most 2097152 can be given", "needs_model": True}
+    told = {"code": "invalid_value", "words": "at most 524288 can be given", "needs_model": True}
     yield _of(CHAT, chat(n=128, max_tokens=1000, logprobs=True, top_logprobs=20), "2.7 million logprobs", "logprobs", **told)
+    body = without(chat(n=128, logprobs=True, top_logprobs=20), "max_tokens")
+    yield _of(CHAT, body, "logprobs of 128 answers without a limit", "logprobs", **told)
     yield _of(COMPLETIONS, completion(prompt=[[5] * 2000] * 100, prompt_logprobs=20), "4 million of prompts", "prompt_logprobs", **told)
     yield _of(CHAT, chat(messages=[{"role": "user", "content": "x"}] * 10_000), "10,000 messages", "messages", words=words, **too_long)
     most = "array_above_max_length"

@@ -182,6 +182,21 @@ def test_least_and_most_tokens_of_a_chat_that_names_no_limit() -> None:
 
 
 @pytest.mark.parametrize(
+    ("answers", "max_tokens", "fits"), [(1, None, True), (6, None, True), (7, None, False), (1, 24_966, True), (1, 24_967, False)]
+)
+def test_log_probabilities_of_a_chat_with_a_long_context(answers: int, max_tokens: int | None, fits: bool) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    body = {"model": "m", "messages": messages, "logprobs": True, "top_logprobs": 20, "n": answers, "max_tokens": max_tokens}
+    chat = Claim(RequestKey("batch_a", 0), 1, Request(CHAT, "m", json.dumps(body).encode(), seed=0), None, 1, False)
+    prepared, errors = demo(131_072).prepare([chat])
+    assert (len(prepared), len(errors)) == (fits, not fits)
+    if not fits:
+        error = json.loads(errors[0].result.body)["error"]
+        assert (error["param"], error["code"]) == ("logprobs", "invalid_value")
+        assert "at most 524288 can be given" in error["message"]
+
+
+@pytest.mark.parametrize(
     ("text", "fits"), [("the fox " * 1_000_000, False), ("?" * 10_000_000, False), ("the " * 49, True), ("the fox " * 99, False)]
 )
 def test_a_long_text_of_a_vocabulary_that_says_nothing_is_not_tokenised_whole(tmp_path: Path, text: str, fits: bool) -> None:
