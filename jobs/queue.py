@@ -36,7 +36,11 @@ WORKER_LOST = ApiError(500, "The request was given up: too many workers vanished
 
 
 class TokenTotals(NamedTuple):
-    """Output tokens. What was generated and not delivered is in flight, was cancelled, or had to be computed again."""
+    """Output tokens. What was generated and not delivered is in flight, was cancelled, or had to be computed again.
+
+    A worker says how many it generated with all that it publishes and commits, so a token that went out has been counted. One that is
+    killed takes along only those since it last published: `generated` lacks at most one publish interval's for each kill.
+    """
 
     generated: int
     delivered: int
@@ -66,15 +70,15 @@ class Queue(BatchQueue, Streams, Registry):
         settings = [self._lease_ms, self.settings.undrained_bytes]
         return [_read_claim(row) for row in self._scripts.call("claim", [worker, seq, room, live_room, *settings, *models])]
 
-    def publish(self, worker: str, deltas: list[Delta]) -> list[RequestKey]:
-        """Appends tokens to the requests' streams and to those of the API processes. Returns the requests whose lease is lost."""
-        return self._each("publish", [worker], (_delta_arguments(delta) for delta in deltas))
+    def publish(self, worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
+        """Appends tokens to the requests' streams and to those of the API processes. Returns the requests whose lease is lost.
+
+        `generated` is how many tokens the worker generated in its life, here and below; the totals count each of them once.
+        """
+        return self._each("publish", [worker, generated], (_delta_arguments(delta) for delta in deltas))
 
     def renew(self, worker: str, held: list[Held], generated: int = 0) -> list[RequestKey]:
-        """Prolongs the leases and the worker's place in the registry. Returns the requests whose lease is lost.
-
-        `generated` is how many tokens the worker generated in its life; the totals count each of them once.
-        """
+        """Prolongs the leases and the worker's place in the registry. Returns the requests whose lease is lost."""
         lost: list[bytes] = []
         for group in list(chunks([str(key), fence] for key, fence in held)) or [[]]:
             known, *more = self._scripts.call("renew", [worker, self._lease_ms, generated, *flat(group)])
@@ -83,9 +87,10 @@ class Queue(BatchQueue, Streams, Registry):
                 self._register_again(worker)
         return [RequestKey.parse(name) for name in lost]
 
-    def commit(self, worker: str, finished: list[Finished]) -> list[RequestKey]:
+    def commit(self, worker: str, finished: list[Finished], generated: int = 0) -> list[RequestKey]:
         """Stores results and ends the leases. Returns the requests for which that changed nothing: lost, or committed before."""
-        return self._each("commit", [worker, self.settings.stream_keep_seconds], (_finished_arguments(item) for item in finished))
+        head = [worker, generated, self.settings.stream_keep_seconds]
+        return self._each("commit", head, (_finished_arguments(item) for item in finished))
 
     def hand_back(self, worker: str, held: list[Held], acquitted: bool = False) -> list[RequestKey]:
         """Puts requests back to the front of the queue, without counting an attempt. Returns those whose lease was lost.

@@ -39,8 +39,9 @@ def batches_table(queue: Queue) -> Table:
 
 
 def tokens_table(queue: Queue) -> Table:
-    """What became of the output tokens that were ever generated; a worker's newest ones come with its next sign of life."""
+    """What became of the output tokens that were ever generated; a worker's newest ones come with what it publishes next."""
     totals, in_flight = queue.token_totals(), queue.tokens_in_flight()
+    # The two are read one after the other, and what is generated between them would make it negative.
     again = max(0, totals.generated - totals.delivered - in_flight)
     share = f"{again} ({again / totals.generated:.1%})" if totals.generated else "0"
     table = _table("Output tokens", "generated", "delivered", "in flight", "computed again or cancelled")

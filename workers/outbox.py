@@ -33,13 +33,18 @@ class Outbox:
         queue: Queue,
         worker: str,
         stream_interval: float,
+        generated: Callable[[], int],
         on_ended: Callable[[list[Held]], None],
         on_lost: Callable[[list[Held]], None],
     ) -> None:
-        """`on_ended` hears of leases that ended with a result, `on_lost` of those that were lost."""
+        """`generated` says how many tokens the worker has generated in its life, in the sending thread.
+
+        `on_ended` hears of leases that ended with a result, `on_lost` of those that were lost.
+        """
         self._queue = queue
         self._worker = worker
         self._sweep_seconds = min(stream_interval / 4, 0.5)
+        self._generated = generated
         self._on_ended = on_ended
         self._on_lost = on_lost
         self._accepted: list[Delta] = []
@@ -105,15 +110,16 @@ class Outbox:
     def _send(self, deltas: list[Delta], finished: list[Finished]) -> list[Held] | None:
         """The leases that turned out to be lost; None when it was closed before Redis answered."""
         while not self._closed.is_set():
+            generated = self._generated()
             try:
                 try:
-                    lost = set(self._queue.publish(self._worker, deltas)) if deltas else set()
+                    lost = set(self._queue.publish(self._worker, deltas, generated)) if deltas else set()
                 except QueueFull as error:
                     self._warn(error)
                     finished, self._refused = with_their_tokens(finished, deltas)
                     deltas, lost = [], set()
                 if finished:
-                    self._queue.commit(self._worker, finished)
+                    self._queue.commit(self._worker, finished, generated)
             except QueueUnavailable as error:
                 self._warn(error)
                 self._closed.wait(_PAUSE_AFTER_ERROR)

@@ -75,7 +75,7 @@ class Replica:
         self._leases = Leases(queue, self.id, settings.queue.lease_seconds, self._generated, self._from_thread(self._on_lost))
         self._control = Control(queue, self.id, self._from_thread(self._on_orders))
         interval = settings.queue.stream_interval
-        self._outbox = Outbox(queue, self.id, interval, self._leases.drop, self._on_lost)
+        self._outbox = Outbox(queue, self.id, interval, self._generated, self._leases.drop, self._on_lost)
         self._running = Running(self._engine, self._outbox, self._loop.time, interval)
         self._tried_tokens = 0
         self._intake: Intake | None = None

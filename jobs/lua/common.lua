@@ -3,6 +3,7 @@
 
 local CONTROL_SECONDS = 600
 local API_SECONDS = 300
+local COUNTED_SECONDS = 86400
 local SUSPECTS_TOGETHER = 16
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
@@ -56,6 +57,16 @@ local function release(worker, ...)
   redis.call('HDEL', key.LEASE, ...)
   redis.call('ZREM', key.LEASES, ...)
   redis.call('SREM', key.held(worker), ...)
+end
+
+-- Adds to the totals what a worker generated since it last said how many tokens it generated in its life; late and repeated counts add
+-- nothing, also after it was struck off.
+local function count_generated(worker, generated)
+  if generated > 0 then
+    local counted = tonumber(redis.call('GET', key.counted(worker)) or 0)
+    redis.call('SET', key.counted(worker), math.max(generated, counted), 'EX', COUNTED_SECONDS)
+    redis.call('HINCRBY', key.TOTALS, 'generated', math.max(0, generated - counted))
+  end
 end
 
 local function tell(worker, kind, value, seconds)

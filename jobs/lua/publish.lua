@@ -1,11 +1,12 @@
 #!lua
 -- Appends the next tokens to requests' token streams; what stands there is the checkpoint.
--- ARGV: worker, then (name, fence, output tokens before these and with them, chunks (msgpack), API process or '', accepted 0/1) each
+-- ARGV: worker, tokens that it generated in its life,
+--       then (name, fence, output tokens before these and with them, chunks (msgpack), API process or '', accepted 0/1) each
 -- Returns the names of requests that the worker does not hold under that fence (any more); nothing was written for them.
 -- A server that lost its last second (power loss) lacks tokens that were published to it. A checkpoint must have no hole, so such a
 -- request is taken from its worker and goes on from what is left, without an attempt being counted.
 
-local worker = ARGV[1]
+local worker, generated = ARGV[1], tonumber(ARGV[2])
 local lost = {}
 
 local function published(name)
@@ -13,7 +14,8 @@ local function published(name)
   return last and tonumber(string.match(last[1], '^%d+')) or 0
 end
 
-for i = 2, #ARGV, 7 do
+count_generated(worker, generated)
+for i = 3, #ARGV, 7 do
   local name, fence, before, total, chunks, reply_to, accepted = unpack(ARGV, i, i + 6)
   local held, attempt, model = holds(worker, name, fence)
   if held and tonumber(before) <= published(name) then

@@ -4,16 +4,10 @@
 -- Returns 1 or 0 (the registry does not know the worker), then the names that it does not hold under that fence.
 
 local worker, lease, generated = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local COUNTED_SECONDS = 86400
 local now = now_ms()
 local answer = {redis.call('HEXISTS', key.WORKERS, worker)}
 redis.call('ZADD', key.ALIVE, 'XX', now + 3 * lease, worker)
-if generated > 0 then
-  -- Late and repeated counts add nothing.
-  local counted = tonumber(redis.call('GET', key.counted(worker)) or 0)
-  redis.call('SET', key.counted(worker), math.max(generated, counted), 'EX', COUNTED_SECONDS)
-  redis.call('HINCRBY', key.TOTALS, 'generated', math.max(0, generated - counted))
-end
+count_generated(worker, generated)
 for i = 4, #ARGV, 2 do
   if holds(worker, ARGV[i], ARGV[i + 1]) then
     redis.call('ZADD', key.LEASES, now + lease, ARGV[i])

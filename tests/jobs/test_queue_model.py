@@ -206,8 +206,10 @@ class QueueModel(RuleBasedStateMachine):
         return (known.worker, known.fence) == (worker, claim.fence)
 
     @precondition(lambda self: any(self.claims))
-    @rule(data=st.data(), count=st.integers(1, 3), choices=st.sets(st.integers(0, CHOICES - 1), min_size=1))
-    def publish(self, data: st.DataObject, count: int, choices: set[int]) -> None:
+    @rule(
+        data=st.data(), count=st.integers(1, 3), choices=st.sets(st.integers(0, CHOICES - 1), min_size=1), generated=st.integers(-5, 9)
+    )
+    def publish(self, data: st.DataObject, count: int, choices: set[int], generated: int) -> None:
         """Tokens of some choices; those of the first one with their log probabilities."""
         worker, chosen, lost = self.pick(data)
         deltas = []
@@ -215,7 +217,7 @@ class QueueModel(RuleBasedStateMachine):
             known = self.known[claim.key]
             chunks = [chunk_of(choice, len(known.tokens.get(choice, [])), count) for choice in sorted(choices)]
             deltas.append(Delta(claim.key, claim.fence, known.total + count * len(chunks), chunks, claim.request.reply_to))
-        assert self.queue.publish(worker, deltas) == lost
+        assert self.queue.publish(worker, deltas, self.say_count(worker, generated, bool(deltas))) == lost
         for item in deltas:
             for chunk in item.chunks if item.key not in lost else []:
                 self.known[item.key].tokens.setdefault(chunk.choice, []).extend(chunk.token_ids)
@@ -230,18 +232,23 @@ class QueueModel(RuleBasedStateMachine):
         self.renew(*self.pick(data), generated)
 
     def renew(self, worker: str, chosen: list[Claim], lost: list[RequestKey], generated: int) -> None:
+        assert self.queue.renew(worker, held(chosen), self.say_count(worker, generated)) == lost
+
+    def say_count(self, worker: str, generated: int, heard: bool = True) -> int:
+        """What a worker says that it generated in its life."""
         count = max(0, self.counts.get(worker, 0) + generated)  # a late one says less than was said before
-        assert self.queue.renew(worker, held(chosen), count) == lost
-        self.counts[worker] = max(count, self.counts.get(worker, 0))
+        if heard:
+            self.counts[worker] = max(count, self.counts.get(worker, 0))
+        return count
 
     @precondition(lambda self: any(self.claims))
-    @rule(data=st.data(), good=st.booleans(), most=st.integers(1, 4))
-    def commit(self, data: st.DataObject, good: bool, most: int) -> None:
+    @rule(data=st.data(), good=st.booleans(), most=st.integers(1, 4), generated=st.integers(-5, 9))
+    def commit(self, data: st.DataObject, good: bool, most: int, generated: int) -> None:
         worker, chosen, lost = self.pick(data)
         chosen = chosen[:most]  # few at a time, or all would soon be over
         lost = [claim.key for claim in chosen if claim.key in lost]
         items = [finished(claim, status=200 if good else 400) for claim in chosen]
-        assert self.queue.commit(worker, items) == lost
+        assert self.queue.commit(worker, items, self.say_count(worker, generated, bool(items))) == lost
         for claim in chosen:
             if claim.key not in lost:
                 self.end(claim.key, "completed" if good else "failed")

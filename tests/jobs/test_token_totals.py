@@ -32,6 +32,21 @@ class TestGenerated:
         assert queue.token_totals().generated == 12
         assert 0 < redis_client.ttl(keys.counted("w1")) <= 86400
 
+    def test_what_goes_out_is_counted_with_it(self, queue: Queue) -> None:
+        """A worker that is killed has counted all that it published or delivered, between two renewals too."""
+        start_batch(queue, "batch_a", 2)
+        first, second = claim(queue, "w1")
+        queue.renew("w1", held([first, second]), 1)
+        for _ in range(2):
+            queue.publish("w1", [delta(second, 0, [1, 2, 3])], 4)
+        assert queue.token_totals().generated == 4
+        for _ in range(2):
+            queue.commit("w1", [finished(first)], 4 + ANSWER)
+        queue.publish("w1", [delta(second, 0, [1, 2, 3])], 4)  # it arrives late
+        queue.reap("w1")
+        queue.commit("w1", [finished(second)], 20)  # struck off, it was only stopped for long
+        assert queue.token_totals() == (20, ANSWER)
+
     def test_of_more_leases_than_one_call_may_hold(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 500)
         start_batch(queue, "batch_b", 500)

@@ -29,7 +29,7 @@ def test_results_reach_a_full_redis_and_their_tokens_with_them(full: redis.Redis
     lost: list[Held] = []
 
     async def deliver() -> None:
-        outbox = Outbox(queue, "w1", 2.0, ended.extend, lost.extend)
+        outbox = Outbox(queue, "w1", 2.0, lambda: 7, ended.extend, lost.extend)
         await outbox.deliver([delta(running, 0, [1], "a"), delta(watched, 0, [1], "a")])
         full.config_set("maxmemory", 1)
         outbox.finish(finished(done))
@@ -44,6 +44,7 @@ def test_results_reach_a_full_redis_and_their_tokens_with_them(full: redis.Redis
     asyncio.run(deliver())
     assert {line for line, _ in queue.results("batch_a")} == {done.key.line, watched.key.line}
     assert lost == []
+    assert queue.token_totals().generated == 7
     for key in (running.key, watched.key):
         entries = queue.read_tokens({key: "0-0"})
         assert [token for entry in entries for token in entry.token_ids()] == [1, 2, 3]
