@@ -4,6 +4,8 @@ import math
 
 _STEPS_TO_DOUBLE = 8
 _MOST_STEPS_TO_DOUBLE = 512
+_COLD_STEPS = 2
+_RECENT_STEPS = 512
 
 
 class StepSize:
@@ -42,22 +44,32 @@ class StepSize:
 
 
 class Pace:
-    """How long a full step may take, by the longest so far and by the least that a token took: short steps say little about a long one."""
+    """How long a full step may take, by the longest of late and by the least that a token took: short steps say little about a long one.
+
+    The first steps say nothing, for they load what later ones find loaded. A worker makes them itself, before it takes requests.
+    """
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._full = max_num_batched_tokens
-        self._longest = 0.0
+        self._longest = [0.0, 0.0]  # of the steps counted now, and of those counted before
         self._per_token = math.inf
         self._computed = 0
+        self._steps = 0
 
     def note(self, seconds: float, computed_tokens: int) -> None:
         """A turn of the loop, and how many tokens all steps together have computed."""
-        if computed_tokens > self._computed:
-            self._longest = max(self._longest, seconds)
-            self._per_token = min(self._per_token, seconds / (computed_tokens - self._computed))
-            self._computed = computed_tokens
+        tokens, self._computed = computed_tokens - self._computed, computed_tokens
+        if not tokens:
+            return
+        self._steps += 1
+        if self._steps <= _COLD_STEPS:
+            return
+        if self._steps % _RECENT_STEPS == 0:
+            self._longest = [0.0, self._longest[0]]
+        self._longest[0] = max(self._longest[0], seconds)
+        self._per_token = min(self._per_token, seconds / tokens)
 
     @property
     def full_step(self) -> float:
-        """Seconds; 0 before the first step."""
-        return max(self._longest, self._per_token * self._full) if self._computed else 0.0
+        """Seconds; 0 as long as nothing is known."""
+        return max(*self._longest, self._per_token * self._full) if self._steps > _COLD_STEPS else 0.0
