@@ -10,8 +10,8 @@ MOST_STOP_STRINGS = 16
 MOST_STOP_TOKEN_IDS = 1024
 MOST_BIASED_TOKENS = 1024
 MOST_BAD_WORDS = 256
-LONGEST_WORD = 1000
-"""Characters of a stop string or of a bad word."""
+LONGEST_STOP_STRING = 1000  # characters
+LONGEST_BAD_WORD = 100  # characters
 
 _INT64 = 2**63 - 1
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default
@@ -94,14 +94,14 @@ def truncation(value: Any, param: str) -> int:
 def stop_strings(value: Any, param: str) -> list[str]:
     """One string or several."""
     if isinstance(value, str):
-        return [fields.text(value, param, LONGEST_WORD, least=1)]
+        return [fields.text(value, param, LONGEST_STOP_STRING, least=1)]
     if not isinstance(value, list):
         fields.wrong_type(value, "one of a string or array of strings", param)
-    return _strings(value, param, MOST_STOP_STRINGS)
+    return _strings(value, param, MOST_STOP_STRINGS, LONGEST_STOP_STRING)
 
 
 def bad_words(value: Any, param: str) -> list[str]:
-    return _strings(value, param, MOST_BAD_WORDS)
+    return _strings(value, param, MOST_BAD_WORDS, LONGEST_BAD_WORD)
 
 
 def stop_token_ids(value: Any, param: str) -> list[int]:
@@ -173,9 +173,9 @@ def include_usage(body: dict[str, Any], stream: bool) -> bool:
     return value is not None and fields.boolean(value, "stream_options.include_usage")
 
 
-def _strings(value: Any, param: str, most: int) -> list[str]:
+def _strings(value: Any, param: str, most: int, longest: int) -> list[str]:
     items = fields.array(value, param, most)
-    return [fields.text(item, f"{param}[{i}]", LONGEST_WORD, least=1) for i, item in enumerate(items)]
+    return [fields.text(item, f"{param}[{i}]", longest, least=1) for i, item in enumerate(items)]
 
 
 def _token_id(key: str, param: str) -> int:

@@ -30,6 +30,10 @@ _NOMINAL_TOKENS = 4096
 """What a choice counts for that may take the rest of the context: few take it, and a long context alone should refuse nobody."""
 
 
+MOST_BAD_WORD_TOKENS = 8192
+"""Tokens of all the runs that write a request's bad words; each is compared at each step."""
+
+
 class SamplingMaker:
     """Makes the parameters of one call's prompts."""
 
@@ -146,4 +150,8 @@ def _bad_words(words: list[str], tokenizer: TextTokenizer, vocab_size: int) -> t
         if not written or any(token >= vocab_size for run in written for token in run):
             raise ApiError(400, f"Invalid '{param}': the model has no tokens for it.", param=param, code="invalid_value")
         runs.update(dict.fromkeys(map(tuple, written)))
+    count = sum(map(len, runs))
+    if count > MOST_BAD_WORD_TOKENS:
+        message = f"Invalid 'bad_words': the words are {count} tokens, with and without a space, and may be at most {MOST_BAD_WORD_TOKENS}."
+        raise ApiError(400, message, param="bad_words", code="invalid_value")
     return tuple(runs)

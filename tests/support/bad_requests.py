@@ -236,7 +236,7 @@ def _lists() -> Iterator[BadRequest]:
         ("bad_words", ["a", 5], "bad_words[1]", "invalid_type", "expected a string"),
         ("bad_words", ["a\udc00"], "bad_words[0]", "invalid_value", "surrogate"),
         ("bad_words", ["x"] * 257, "bad_words", "array_above_max_length", "maximum length 256"),
-        ("bad_words", ["x" * 1001], "bad_words[0]", "string_above_max_length", "maximum length 1000"),
+        ("bad_words", ["x" * 101], "bad_words[0]", "string_above_max_length", "maximum length 100"),
         ("stop_token_ids", 5, "stop_token_ids", "invalid_type", "expected an array"),
         ("stop_token_ids", [-1], "stop_token_ids[0]", "integer_below_min_value", ">= 0"),
         ("stop_token_ids", ["a"], "stop_token_ids[0]", "invalid_type", "expected an integer"),
@@ -359,6 +359,9 @@ def _sizes() -> Iterator[BadRequest]:
     parts = [{"type": "text", "text": "x"}] * 100_000
     yield _of(CHAT, message(content=parts), "100,000 parts", "messages[0].content", most, "length 100000")
     yield _of(CHAT, chat(stop=["x"] * 100_000), "100,000 stop strings", "stop", most, "length 100000")
+    long_words = [f"{number:03} {'the quick brown fox ' * 4}" for number in range(256)]
+    yield _of(CHAT, chat(bad_words=long_words), "bad words of too many tokens", "bad_words", "invalid_value", "at most 8192",
+              needs_model=True)  # fmt: skip
     yield _of(CHAT, chat(bad_words=["x"] * 100_000), "100,000 bad words", "bad_words", most, "length 100000")
     yield _of(CHAT, chat(stop_token_ids=[1] * 100_000), "100,000 stop tokens", "stop_token_ids", most, "length 100000")
     bias = {str(token): 1 for token in range(100_000)}
