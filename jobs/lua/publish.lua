@@ -29,4 +29,5 @@ for i = 3, #ARGV, 7 do
     end
   end
 end
+ring_for_trials()
 return lost

@@ -206,9 +206,7 @@ class QueueModel(RuleBasedStateMachine):
         return (known.worker, known.fence) == (worker, claim.fence)
 
     @precondition(lambda self: any(self.claims))
-    @rule(
-        data=st.data(), count=st.integers(1, 3), choices=st.sets(st.integers(0, CHOICES - 1), min_size=1), generated=st.integers(-5, 9)
-    )
+    @rule(data=st.data(), count=st.integers(1, 3), choices=st.sets(st.integers(0, CHOICES - 1), min_size=1), generated=st.integers(-5, 9))
     def publish(self, data: st.DataObject, count: int, choices: set[int], generated: int) -> None:
         """Tokens of some choices; those of the first one with their log probabilities."""
         worker, chosen, lost = self.pick(data)
@@ -221,6 +219,21 @@ class QueueModel(RuleBasedStateMachine):
         for item in deltas:
             for chunk in item.chunks if item.key not in lost else []:
                 self.known[item.key].tokens.setdefault(chunk.choice, []).extend(chunk.token_ids)
+
+    @precondition(lambda self: any(self.claims))
+    @rule(data=st.data())
+    def server_forgets_tokens(self, data: st.DataObject) -> None:
+        """What was published last is gone, and its worker goes on after it."""
+        worker, chosen, lost = self.pick(data)
+        deltas = []
+        for claim in chosen:
+            total = self.known[claim.key].total
+            deltas.append(Delta(claim.key, claim.fence, total + 3, [chunk_of(0, total + 1, 2)], claim.request.reply_to))
+        assert self.queue.publish(worker, deltas) == [claim.key for claim in chosen]
+        back = [claim.key for claim in chosen if claim.key not in lost]
+        for key in back:
+            self.known[key].attempts -= 1
+        self.put_back(back)
 
     @rule(slot=st.integers(0, SLOTS - 1), generated=st.integers(-5, 9))
     def count_tokens(self, slot: int, generated: int) -> None:

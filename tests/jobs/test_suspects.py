@@ -96,6 +96,16 @@ class TestSuspect:
         assert suspect(queue, "w1", claims) == [claim.key for claim in claims]
         assert redis_client.zrange(keys.suspects(MODEL), 0, -1, withscores=True) == before
 
+    def test_one_whose_tokens_the_server_forgot_is_called_out_too(self, queue: Queue) -> None:
+        start_batch(queue, "batch_a", 1)
+        suspect(queue, "w1", take(queue, "w1", 1))
+        [trial] = take(queue, "w2", 1)
+        ready(queue, "idle")
+        assert take(queue, "idle", 1) == []
+        assert queue.publish("w2", [delta(trial, 5, [6], "f", 5)]) == [trial.key]
+        assert orders(queue, "idle") == ["bell"]
+        assert [claim.suspicions for claim in take(queue, "idle", 2)] == [1]
+
     def test_what_was_lost_or_taken_anew_is_left_alone(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 2)
         claims = take(queue, "w1", 1)
