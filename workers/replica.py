@@ -24,10 +24,9 @@ from jobs.streams import ControlMessage
 from workers import statistics
 from workers.claims import Intake
 from workers.control import Control
-from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineStartError
+from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineRequestError
 from workers.engine.messages import SamplingParams
 from workers.engine.watchdog import Patience
-from workers.errors import WorkerError
 from workers.leases import Leases
 from workers.outbox import Outbox
 from workers.preparation import Preparation
@@ -92,7 +91,10 @@ class Replica:
         return self._intake is not None and self._intake.in_trial
 
     async def run(self) -> None:
-        """Serves until told to stop. Raises WorkerError when it cannot start, and EngineDeadError, everything given back, after a death."""
+        """Serves until told to stop.
+
+        Raises WorkerError or EngineStartError when it cannot start, and EngineDeadError, everything given back, after a death.
+        """
         tasks: list[asyncio.Task[None]] = []
         try:
             await self._set_state("loading")
@@ -135,18 +137,16 @@ class Replica:
         return True
 
     async def _load_engine(self) -> None:
-        try:
-            await self._engine.start(self._settings.start_timeout)
-        except EngineStartError as error:
-            if error.returncode is not None and error.returncode < 0:  # a signal says nothing about the model: it is tried again
-                raise EngineDeadError(str(error), error.returncode) from error
-            raise WorkerError(str(error)) from error
+        await self._engine.start(self._settings.start_timeout)
         info = self._engine.info
         logger.info(
             "engine on %s (%s): %d requests at once, context of %d tokens, cache of %d blocks of %d; weights read in %.1f s",
             *(info.device, info.dtype, info.max_num_seqs, info.max_model_len, info.num_blocks, info.block_size, info.weights_seconds),
         )
-        await self._try_engine(info.max_model_len)
+        try:
+            await self._try_engine(info.max_model_len)
+        except EngineRequestError as error:
+            raise EngineDeadError(f"the engine core failed at the first request, which was the worker's own: {error}", None) from error
 
     async def _try_engine(self, max_model_len: int) -> None:
         """Two steps before anything is claimed: a device that fails at everything must not have requests condemned for it.

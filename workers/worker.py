@@ -20,7 +20,7 @@ import redis
 
 from jobs.connection import ServerError, check_server, connect
 from jobs.queue import Queue, QueueUnavailable
-from workers.engine.async_engine import EngineDeadError
+from workers.engine.async_engine import EngineDeadError, EngineStartError
 from workers.engine.watchdog import Patience
 from workers.errors import WorkerError
 from workers.replica import Replica
@@ -80,15 +80,23 @@ class Worker:
             try:
                 await replica.run()
                 return
-            except EngineDeadError as error:
+            except (EngineDeadError, EngineStartError) as error:
                 if self._stopping.is_set():
                     return
+                if isinstance(error, EngineStartError):
+                    if not self._may_start_yet(error):
+                        raise WorkerError(str(error)) from error
+                    logger.error("%s", error)
                 deaths = (0 if replica.got_something_done else deaths) + (not replica.in_trial)
                 if deaths > MAX_ENGINE_RESTARTS:
                     raise WorkerError(f"{error}; {deaths} engine cores in a row have died, and no more are started") from error
                 await self._pause_before_restart(0.0 if replica.in_trial else restart_pause(deaths))
             finally:
                 self.was_ready = self.was_ready or replica.was_ready
+
+    def _may_start_yet(self, error: EngineStartError) -> bool:
+        """Whether another try is worth it: a signal says nothing about the model, and who was ready once may lack memory for a moment."""
+        return self.was_ready or (error.returncode is not None and error.returncode < 0)
 
     async def _pause_before_restart(self, seconds: float) -> None:
         logger.warning("another engine core is started%s", f" in {seconds:g} s" if seconds else "")

@@ -17,7 +17,7 @@ _FOLDER = Path(__file__).parent / "poisoned"
 
 @dataclass(frozen=True)
 class Poison:
-    """A request whose prompt holds " `word`" does this harm: segfault, exception, hang, exit or slow; from its token `start` on.
+    """A request whose prompt holds " `word`" does this harm: segfault, exception, memory, hang, exit or slow; from its token `start` on.
 
     Without a word every request does.
     """

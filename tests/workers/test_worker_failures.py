@@ -25,6 +25,7 @@ from tests.support.poison import Poison, poisoned_environment
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import endless, follow, question, run_batch, submit_batch, submit_live, text_of
+from workers.settings import DEMO_MODEL
 from workers.worker import MAX_ENGINE_RESTARTS
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
@@ -100,6 +101,26 @@ def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, red
         assert text_of(queue.results(batch)[0][1]) == text_of(undisturbed)
         assert worker.state == "ready"
         assert worker.stop() == 0
+
+
+def test_a_core_that_cannot_be_replaced_at_once_is_replaced_later(queue: Queue, redis_url: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.symlink_to(DEMO_MODEL)
+    with running_worker(queue, redis_url, *FLAGS, "--model", str(model)) as worker:
+        model.unlink()
+        os.kill(worker.core_pid, signal.SIGKILL)
+        wait_until(lambda: "another engine core is started in 1 s" in worker.log(), 60, "a core that cannot start")
+        model.symlink_to(DEMO_MODEL)
+        worker.wait_ready()
+        assert worker.stop() == 0
+
+
+def test_a_core_that_refuses_the_workers_own_request_is_replaced(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "memory"))) as worker:
+        wait_until(lambda: "another engine core is started in 1 s" in worker.log(), 120, "two cores that fail")
+        assert worker.stop() == 0
+        assert "failed at the first request" in worker.log()
+        assert "Traceback" not in worker.log()
 
 
 @pytest.mark.proof

@@ -5,6 +5,7 @@ engine cores, and every step without such tokens, are left as they are.
 """
 
 import ctypes
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -64,6 +65,8 @@ def do_harm(harm: str) -> None:
         ctypes.string_at(0)
     elif harm == "exception":
         raise ValueError("the arithmetic went wrong")
+    elif harm == "memory":
+        raise importlib.import_module("workers.engine.errors").StepOutOfMemory("nothing is left")
     elif harm == "hang":
         time.sleep(3600)
     elif harm == "exit":
