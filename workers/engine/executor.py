@@ -52,7 +52,7 @@ class Executor:
             self.model_config, self.dtype = model, dtype
             self.runner = ModelRunner(self.config, decoder, self.num_blocks)
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "memory" not in str(error):
+            if not is_out_of_memory(error):
                 raise
             raise ModelLoadError(f"weights and KV cache of {config.model} do not fit into memory on {device}: {error}") from error
 
@@ -82,8 +82,8 @@ class Executor:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory for a tensor or an array could not be had, on the device or on the host."""
-    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    """Whether memory for a tensor or an array could not be had, on the device, where cuBLAS takes some at its first use, or on the host."""
+    signs = ("out of memory", "can't allocate memory", "std::bad_alloc", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 

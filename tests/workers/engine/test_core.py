@@ -185,11 +185,14 @@ def test_a_request_that_never_fits_ends_with_an_error_and_the_others_go_on(depth
 
 
 def test_a_want_of_memory_is_told_from_other_errors() -> None:
-    for allocate in (lambda: torch.empty(1 << 55), lambda: np.empty(1 << 56)):
+    for allocate in (lambda: torch.empty(1 << 55), lambda: torch.tensor_split(torch.zeros(1), 1 << 40), lambda: np.empty(1 << 56)):
         with pytest.raises((RuntimeError, MemoryError)) as caught:
             allocate()
         assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    for status in ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"):
+        assert is_out_of_memory(RuntimeError(f"CUDA error: {status} when calling `cublasCreate(handle)`"))
+    assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"))
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
