@@ -169,7 +169,10 @@ def include_usage(body: dict[str, Any], stream: bool) -> bool:
         return False
     if not stream:
         fields.fail("The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options", "invalid_value")
-    value = fields.mapping(options, "stream_options").get("include_usage")
+    wanted = fields.mapping(options, "stream_options")
+    continuous, value = (wanted.get(name) for name in ("continuous_usage_stats", "include_usage"))
+    if continuous is not None and fields.boolean(continuous, "stream_options.continuous_usage_stats"):
+        fields.unsupported("stream_options.continuous_usage_stats", "must be false.")
     return value is not None and fields.boolean(value, "stream_options.include_usage")
 
 
@@ -179,9 +182,9 @@ def _strings(value: Any, param: str, most: int, longest: int) -> list[str]:
 
 
 def _token_id(key: str, param: str) -> int:
-    if not (key.isascii() and key.isdigit()):
-        fields.fail(f"Invalid key in '{param}': {fields.shown(key)}. You should only be submitting non-negative integers.", param,
-                    "invalid_value")  # fmt: skip
+    if not (key.isascii() and key.isdigit()) or (key[0] == "0" and key != "0"):
+        fields.fail(f"Invalid key in '{param}': {fields.shown(key)}. You should only be submitting non-negative integers, without leading "
+                    "zeros.", param, "invalid_value")  # fmt: skip
     if len(key) > len(str(fields.INT32)) or int(key) > fields.INT32:
         fields.fail(f"Invalid key in '{param}': {fields.shown(key)}. Maximum value is {fields.INT32}.", param, "invalid_value")
     return int(key)

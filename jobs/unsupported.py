@@ -19,7 +19,7 @@ def refuse_unsupported(body: dict[str, Any], chat: bool) -> None:
 
 
 def _empty(value: Any, param: str) -> None:
-    if value not in ("", [], {}, False):
+    if value or type(value) not in (str, list, dict, bool):
         fields.unsupported(param, "must be left out: this cannot be done yet.")
 
 
@@ -70,6 +70,9 @@ _CHECKS: dict[str, Check] = {
     "guided_regex": _empty,
     "guided_choice": _empty,
     "guided_grammar": _empty,
+    "guided_whitespace_pattern": _empty,
+    "guided_decoding_backend": _empty,
+    "structural_tag": _empty,
     "suffix": _empty,
     "audio": _empty,
     "modalities": _text_alone,
@@ -80,6 +83,18 @@ _CHECKS: dict[str, Check] = {
     "allowed_token_ids": _empty,
     "cache_salt": _empty,
     "vllm_xargs": _empty,
+    "mm_processor_kwargs": _empty,
+    "truncation_side": _default("left"),
+    "reasoning": _empty,
+    "reasoning_effort": _empty,
+    "include_reasoning": _default(True),
+    "thinking": _empty,
+    "thinking_token_budget": _empty,
+    "verbosity": _default("medium"),
+    "repetition_detection": _empty,
+    "logprob_token_ids": _empty,
+    "detokenize": _default(True),
+    "spaces_between_special_tokens": _default(True),
     "return_token_ids": _default(False),
     "return_tokens_as_token_ids": _default(False),
     "use_beam_search": _empty,

@@ -48,7 +48,7 @@ class TestGoodCalls:
         call = parse_call(CHAT, chat(
             max_tokens=9, max_completion_tokens=5, temperature=0, top_p=0.5, top_k=-1, seed=-(2**63), stop="x", stop_token_ids=[1],
             ignore_eos=True, stream=True, stream_options={"include_usage": True}, n=2, logprobs=True, top_logprobs=3, min_tokens=5,
-            min_p=0.25, presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={"5": -100, "007": 1.5},
+            min_p=0.25, presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={"5": -100, "7": 1.5},
             bad_words=["fox"], skip_special_tokens=False, priority=-7, truncate_prompt_tokens=-1, response_format={"type": "text"},
             unheard_of={"a": 1}, user="me", tools=[], tool_choice="auto", modalities=["text"], length_penalty=1.0,
         ))  # fmt: skip

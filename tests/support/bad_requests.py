@@ -250,6 +250,8 @@ def _lists() -> Iterator[BadRequest]:
         ("logit_bias", {"1.5": 1}, "logit_bias", "invalid_value", "1.5. You should"),
         ("logit_bias", {"٣": 1}, "logit_bias", "invalid_value", "non-negative integers"),
         ("logit_bias", {"\ud800": 1}, "logit_bias", "invalid_value", "non-negative integers"),
+        ("logit_bias", {"007": 1, "7": 2}, "logit_bias", "invalid_value", "007. You should"),
+        ("logit_bias", {"00": 1}, "logit_bias", "invalid_value", "without leading zeros"),
         ("logit_bias", {"9" * 5000: 1}, "logit_bias", "invalid_value", "Maximum value is 2147483647"),
         ("logit_bias", {"k" * 1_000_000: 1}, "logit_bias", "invalid_value", "kkk…"),
         ("logit_bias", {"5": "1"}, "logit_bias.5", "invalid_type", "expected a decimal"),
@@ -273,6 +275,8 @@ def _flags() -> Iterator[BadRequest]:
               in_file="streaming_unsupported")  # fmt: skip
     yield _of(CHAT, chat(**streaming, stream_options={"include_usage": 1}), "include_usage 1", "stream_options.include_usage",
               "invalid_type", "a boolean", in_file="streaming_unsupported")  # fmt: skip
+    yield _of(CHAT, chat(**streaming, stream_options={"continuous_usage_stats": "x"}), "continuous usage text",
+              "stream_options.continuous_usage_stats", "invalid_type", "a boolean", in_file="streaming_unsupported")  # fmt: skip
 
 
 def _contradictions() -> Iterator[BadRequest]:
@@ -324,9 +328,30 @@ def _unsupported() -> Iterator[BadRequest]:
         ("vllm_xargs", {"a": 1}, "must be left out"),
         ("return_token_ids", True, "must be false"),
         ("return_tokens_as_token_ids", True, "must be false"),
+        ("tools", 0, "must be left out"),
+        ("suffix", 0.0, "must be left out"),
+        ("use_beam_search", 0, "must be left out"),
+        ("guided_whitespace_pattern", "[ ]?", "must be left out"),
+        ("guided_decoding_backend", "xgrammar", "must be left out"),
+        ("structural_tag", "<f>", "must be left out"),
+        ("mm_processor_kwargs", {"num_crops": 4}, "must be left out"),
+        ("truncation_side", "right", "must be 'left'"),
+        ("reasoning", {"effort": "high"}, "must be left out"),
+        ("reasoning_effort", "high", "must be left out"),
+        ("include_reasoning", False, "must be true"),
+        ("thinking", {"type": "enabled"}, "must be left out"),
+        ("thinking_token_budget", 0, "must be left out"),
+        ("verbosity", "low", "must be 'medium'"),
+        ("repetition_detection", {"max_pattern_size": 8}, "must be left out"),
+        ("logprob_token_ids", [5], "must be left out"),
+        ("detokenize", False, "must be true"),
+        ("detokenize", 1, "must be true"),
+        ("spaces_between_special_tokens", False, "must be true"),
     ]
     for number, (name, value, words) in enumerate(table):
         yield _of(CHAT, chat(**{name: value}), f"{name} {number}", name, "unsupported_value", words)
+    yield _of(CHAT, chat(stream=True, stream_options={"continuous_usage_stats": True}), "usage with every chunk",
+              "stream_options.continuous_usage_stats", "unsupported_value", "must be false", in_file="streaming_unsupported")  # fmt: skip
     body = completion(add_special_tokens=False)
     yield _of(COMPLETIONS, body, "a completion without special tokens", "add_special_tokens", "unsupported_value", "must be true")
     for kind in ("json_object", "json_schema", "xml"):
@@ -449,5 +474,19 @@ HOSTILE_BUT_GOOD: dict[str, dict[str, Any]] = {
     "a prompt cut to one token": completion(prompt="word " * 100_000, truncate_prompt_tokens=1),
     "a prompt cut to fit": completion(prompt="word " * 100_000, truncate_prompt_tokens=-1),
     "the lowest priority": chat(priority=2**31 - 1),
+    "what is unsupported, switched off": chat(
+        tools=[],
+        functions=[],
+        tool_choice="none",
+        use_beam_search=False,
+        truncation_side="left",
+        detokenize=True,
+        verbosity="medium",
+        include_reasoning=True,
+        spaces_between_special_tokens=True,
+        structural_tag="",
+        mm_processor_kwargs={},
+        reasoning_effort=None,
+    ),
 }
 """Requests that look like attacks and are answered all the same."""
