@@ -129,7 +129,8 @@ class LiveCall:
                 entry = await self._next()
         except ApiError as error:
             yield event(error.body())
-        except QueueUnavailable:
+        except (QueueUnavailable, redis.RedisError) as error:
+            log.warning("a stream ends early, the queue cannot be used: %s", error)
             yield event(queue_unavailable().body())
         yield event(None)
 

@@ -1,0 +1,54 @@
+"""Calls whose Redis goes away or comes back late, without HTTP around them: what the client hears, and what is left of them."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from api.fleet import Fleet
+from api.live_calls import LiveCall
+from api.reader import Reader
+from api.settings import ApiSettings
+from api.state import ApiState
+from jobs import keys
+from jobs.connection import connect, connect_async
+from jobs.queue import Queue
+from jobs.requests import StreamEntry, TokenChunk
+from jobs.settings import QueueSettings
+from jobs.validation import COMPLETIONS, parse_call
+from tests.support.redis_server import running_server
+
+MODEL = "m"
+BODY: dict[str, Any] = {"model": MODEL, "prompt": "x", "stream": True}
+RAW = json.dumps(BODY).encode()
+
+
+def live_call(url: str, queue: Queue) -> LiveCall:
+    """A call of an API process whose reader does not run."""
+    client = connect_async(url)
+    state = ApiState(ApiSettings(REDIS_URL=url), queue, client, Reader(client, queue, 1), Fleet(queue))
+    return LiveCall(state, parse_call(COMPLETIONS, BODY))
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["gone", "failing"])
+def test_a_stream_whose_catching_up_fails_ends_with_an_error(gone: bool) -> None:
+    async def stream() -> list[bytes]:
+        with running_server() as server:
+            client = connect(server.url)
+            call = live_call(server.url, Queue(client, QueueSettings(redis_retry_seconds=0.1)))
+            await call.submit(RAW)
+            events = call.events(StreamEntry(call.key, "1-0", [TokenChunk(0, 0, [5], "some", 0)]))
+            heard = [await anext(events)]
+            if gone:
+                server.stop()
+            else:
+                client.set(keys.tokens(str(call.key)), "no stream")
+            assert call._inbox is not None
+            call._inbox.look()
+            return heard + [event async for event in events]
+
+    text, error, end = asyncio.run(stream())
+    assert b'"some"' in text
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "queue_unavailable"
+    assert end == b"data: [DONE]\n\n"
