@@ -85,6 +85,7 @@ class LiveCall:
         self._fleet: Fleet = state.fleet
         self._call = call
         self._inbox: Inbox | None = None
+        self._handing_in: asyncio.Task[None] | None = None
         self._finished = False
         self._created = time.time()
 
@@ -95,7 +96,7 @@ class LiveCall:
             self._call.endpoint, self._call.model, raw, secrets.randbits(63), created=self._created, reply_to=self._reader.api_id
         )
         try:
-            await asyncio.to_thread(self._queue.submit, self.key.batch, self._request)
+            await self._hand_in()
         except BaseException:
             await self.close()
             raise
@@ -135,12 +136,23 @@ class LiveCall:
         yield event(None)
 
     async def close(self) -> None:
-        """Ends the call: a worker that still runs it is told to stop."""
+        """Ends the call: a worker that still runs it is told to stop. Waits until it is no longer being handed in."""
         self._reader.close(self.key)
         if self._inbox is not None and not self._finished:
             self._finished = True
             with contextlib.suppress(Exception):
-                await asyncio.shield(asyncio.to_thread(self._queue.cancel, [self.key]))
+                await asyncio.shield(self._cancel())
+
+    async def _cancel(self) -> None:
+        if self._handing_in is not None:
+            await asyncio.wait({self._handing_in})
+        await asyncio.to_thread(self._queue.cancel, [self.key])
+
+    async def _hand_in(self) -> None:
+        """A thread cannot be cancelled: it may still hand the call in when nobody waits for that any more."""
+        if self._handing_in is None or self._handing_in.done():
+            self._handing_in = asyncio.create_task(asyncio.to_thread(self._queue.submit, self.key.batch, self._request))
+        await asyncio.shield(self._handing_in)
 
     async def _next(self) -> StreamEntry:
         assert self._inbox is not None
@@ -161,7 +173,7 @@ class LiveCall:
             if await self._state.knows(self.key):
                 inbox.look()
             else:
-                await asyncio.to_thread(self._queue.submit, self.key.batch, self._request)
+                await self._hand_in()
 
 
 class Chunks:

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import pytest
+import redis
 
 from api.fleet import Fleet
 from api.live_calls import LiveCall
@@ -52,3 +53,44 @@ def test_a_stream_whose_catching_up_fails_ends_with_an_error(gone: bool) -> None
     assert b'"some"' in text
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "queue_unavailable"
     assert end == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["at first", "again"])
+def test_nothing_is_left_of_a_call_that_was_handed_in_after_its_client_had_left(
+    redis_url: str, redis_client: redis.Redis, queue: Queue, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis is full when the client leaves, and has room later: what would cancel the call gets through before what hands it in."""
+    monkeypatch.setattr("api.live_calls._SILENCE_SECONDS", 0.05)
+
+    async def leave() -> str:
+        call = live_call(redis_url, queue)
+        if again:
+            await call.submit(RAW)
+            redis_client.flushall()
+        redis_client.config_set("maxmemory", 1)
+        redis_client.config_resetstat()
+        waiting = asyncio.create_task(_waited_for(call, again))
+        while "errorstat_OOM" not in redis_client.info("errorstats"):
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait({waiting}, timeout=0.5)  # as long as it is too early to cancel, it does not end
+        redis_client.config_set("maxmemory", 0)
+        await asyncio.gather(waiting, return_exceptions=True)
+        return call.key.batch
+
+    try:
+        name = asyncio.run(asyncio.wait_for(leave(), 30))  # which also joins the threads that still hand something in
+    finally:
+        redis_client.config_set("maxmemory", 0)
+    assert redis_client.lrange(keys.live(MODEL), 0, -1) == []
+    assert list(redis_client.scan_iter(f"*{name}*")) == []
+
+
+async def _waited_for(call: LiveCall, again: bool) -> None:
+    """What a route does with the call."""
+    if not again:
+        await call.submit(RAW)
+    try:
+        await call.first()
+    finally:
+        await call.close()
