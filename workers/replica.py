@@ -64,6 +64,7 @@ class Replica:
         """`stopping` is set when it is to end, and may be set here by an order that came through Redis."""
         self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.was_ready = False
+        self.acquitted_someone = False
         self._settings = settings
         self._queue = queue
         self._tokenizer = tokenizer
@@ -241,6 +242,7 @@ class Replica:
         held = self._running.drop(keys)
         await self._deliver_last(deltas)
         await self._give_back(held, acquitted)
+        self.acquitted_someone = self.acquitted_someone or (acquitted and bool(held))
         return len(held)
 
     async def _bury_engine(self, error: EngineDeadError) -> None:

@@ -36,6 +36,8 @@ MAX_ENGINE_RESTARTS = 5
 CALL_RETRY_SECONDS = 2.0
 """How long one call to Redis tries again by itself; who calls decides what happens then."""
 
+_LONGEST_PAUSE = 32.0  # seconds
+
 T = TypeVar("T")
 
 
@@ -73,7 +75,7 @@ class Worker:
             tokenizer.cancel()
 
     async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer]) -> None:
-        deaths = 0
+        deaths = Deaths()
         patience = Patience(self.settings.engine.step_timeout)
         while not self._stopping.is_set():
             replica = Replica(self.settings, self._queue, tokenizer, patience, self._stopping)
@@ -87,10 +89,10 @@ class Worker:
                     if not self._may_start_yet(error):
                         raise WorkerError(str(error)) from error
                     logger.error("%s", error)
-                deaths = (0 if replica.got_something_done else deaths) + (not replica.in_trial)
-                if deaths > MAX_ENGINE_RESTARTS:
-                    raise WorkerError(f"{error}; {deaths} engine cores in a row have died, and no more are started") from error
-                await self._pause_before_restart(0.0 if replica.in_trial else restart_pause(deaths))
+                pause = deaths.count(in_trial=replica.in_trial, answered=replica.got_something_done, acquitted=replica.acquitted_someone)
+                if deaths.in_a_row > MAX_ENGINE_RESTARTS:
+                    raise WorkerError(f"{error}; {deaths.in_a_row} engine cores in a row have died, and no more are started") from error
+                await self._pause_before_restart(pause)
             finally:
                 self.was_ready = self.was_ready or replica.was_ready
 
@@ -127,9 +129,28 @@ class Worker:
             raise WorkerError(f"Redis cannot be used: {error}") from error
 
 
-def restart_pause(deaths: int) -> float:
-    """Seconds to wait after so many deaths in a row: 0, 1, 2, 4, ..."""
-    return 0.0 if deaths <= 1 else 2.0 ** (deaths - 2)
+class Deaths:
+    """The deaths of cores that brought nothing, and how long to wait after each: 0, 1, 2, 4, ... seconds.
+
+    Those in trials are counted apart, for they are what a trial is there to find out; they end no worker.
+    """
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self._in_trials = 0
+
+    def count(self, *, in_trial: bool, answered: bool, acquitted: bool) -> float:
+        """A death, and whether that core had answered or acquitted a request before; returns the seconds to wait."""
+        if answered:
+            self.in_a_row = 0
+        if answered or acquitted:
+            self._in_trials = 0
+        if in_trial:
+            self._in_trials += 1
+        else:
+            self.in_a_row += 1
+        row = self._in_trials if in_trial else self.in_a_row
+        return 0.0 if row <= 1 else min(_LONGEST_PAUSE, 2.0 ** (row - 2))
 
 
 def _in_daemon_thread(action: Callable[[], T]) -> asyncio.Future[T]:

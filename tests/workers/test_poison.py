@@ -132,6 +132,19 @@ def test_two_of_them_are_both_found(queue: Queue, redis_url: str) -> None:
 
 
 @pytest.mark.proof
+def test_deaths_in_trials_come_more_slowly_the_longer_nobody_is_cleared(queue: Queue, redis_url: str) -> None:
+    with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(SEGFAULT)) as worker:
+        batch = submit_batch(queue, [poisoned(SEGFAULT) for _ in range(2)])
+        wait_done(queue, batch, 2)
+        worker.wait_ready()
+        assert_found(queue, batch, [], {0: SEGFAULT, 1: SEGFAULT})
+        log = worker.log()
+        pauses = ("\n", " in 1 s\n", " in 2 s\n")
+        assert [log.count(f"another engine core is started{pause}") for pause in pauses] == [2, 1, 1]
+        assert worker.stop() == 0
+
+
+@pytest.mark.proof
 def test_a_poisonous_live_call_gets_a_500_and_the_streams_beside_it_go_on(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(SEGFAULT)):
         (undisturbed,) = run_batch(queue, [endless(600)])

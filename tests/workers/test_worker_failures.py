@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import endless, follow, question, run_batch, submit_batch, submit_live, text_of
 from workers.settings import DEMO_MODEL
-from workers.worker import MAX_ENGINE_RESTARTS
+from workers.worker import MAX_ENGINE_RESTARTS, Deaths
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
 TOKENS = 600
@@ -139,6 +139,19 @@ def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) 
         assert "Traceback" not in log
         assert worker.record is None
         assert queue.ready_length(batch) == 1
+
+
+def test_deaths_in_trials_that_cleared_nobody_make_pauses_but_end_no_worker() -> None:
+    deaths = Deaths()
+    nothing = {"answered": False, "acquitted": False}
+    assert deaths.count(in_trial=False, **nothing) == 0
+    assert [deaths.count(in_trial=True, **nothing) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 32, 32]
+    assert deaths.count(in_trial=False, **nothing) == 1
+    assert deaths.count(in_trial=True, answered=False, acquitted=True) == 0
+    assert deaths.in_a_row == 2
+    assert deaths.count(in_trial=True, **nothing) == 1
+    assert deaths.count(in_trial=False, answered=True, acquitted=False) == 0
+    assert deaths.in_a_row == 1
 
 
 @pytest.mark.proof
