@@ -1,0 +1,31 @@
+"""What the documentation names must be there."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", "CHANGELOG.md", "benchmarks/README.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md")))]
+_NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|json|gz|jsonl))`")
+_TEST = re.compile(r"`(test_\w+)`")
+
+
+@cache
+def _files() -> list[str]:
+    folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
+    return [str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*")]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    missing = [name for name in _NAME.findall(text) if not any(f"/{file}".endswith(f"/{name}") for file in _files())]
+    assert missing == []
+
+
+def test_every_test_that_a_page_names_exists() -> None:
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    named = {name for page in PAGES for name in _TEST.findall((ROOT / page).read_text())}
+    assert sorted(name for name in named if f"def {name}(" not in tests) == []
