@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CHANGELOG.md", "benchmarks/README.md", *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = ["README.md", "CHANGELOG.md", "benchmarks/README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 _NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|json|gz|jsonl))`")
 _TEST = re.compile(r"`(test_\w+)`")
 
