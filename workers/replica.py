@@ -43,7 +43,10 @@ GOODBYE_SECONDS = 5.0
 """How long a stopping worker waits for Redis to take its last results."""
 
 PACE_SECONDS = 0.5
-"""How long a draining worker looks at its requests before it tells which of them cannot finish in time."""
+"""How long a draining worker looks at its requests, at least, before it tells which of them cannot finish in time."""
+
+PACE_STEPS = 2
+"""How many steps it sees meanwhile, at least, unless the core's process is stopped."""
 
 _TRY_TOKENS = 15  # fewer than a block of the KV cache, so that nothing of it stays there
 
@@ -219,13 +222,15 @@ class Replica:
         await self._give_back(unstarted)
         if len(self._running):
             logger.info("draining: %d requests have %.0f s to finish", len(self._running.keys()), self._settings.shutdown_timeout)
-        begun, deadline = 0, self._loop.time() + self._settings.shutdown_timeout
-        look, before = self._loop.time() + PACE_SECONDS, self._running.tokens_left()
-        while len(self._running) and not steps.done() and (now := self._loop.time()) < deadline:
+        begun, start, looked = 0, self._loop.time(), False
+        deadline = start + self._settings.shutdown_timeout
+        before, steps_before = self._running.tokens_left(), self._running.steps
+        while len(self._running) and not steps.done() and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
-            if now >= look:
-                begun += await self._give_up(self._running.hopeless(before, (deadline - now) / PACE_SECONDS))
-                look = deadline
+            seconds = self._loop.time() - start
+            if not looked and seconds >= PACE_SECONDS and (self._running.steps >= steps_before + PACE_STEPS or self._engine.is_stopped()):
+                begun += await self._give_up(self._running.hopeless(before, (deadline - start - seconds) / seconds))
+                looked = True
         if steps.done() and isinstance(death := steps.exception(), EngineDeadError) and death.by_itself:
             raise death
         begun += await self._give_up(self._running.keys())

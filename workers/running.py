@@ -66,6 +66,7 @@ class Running:
         self._requests: dict[RequestKey, RequestInFlight] = {}
         self._watched: dict[RequestInFlight, float] = {}  # until when, on the clock
         self._next_sweep = 0.0
+        self.steps = 0
         self.finished = 0
         self.failed = 0
 
@@ -97,6 +98,7 @@ class Running:
 
     def on_step(self, output: StepOutput) -> None:
         """Gives every choice its tokens; ends what is done."""
+        self.steps += 1
         position = 0
         added: list[EngineRequest] = []
         over: list[int] = []

@@ -17,8 +17,9 @@ _FOLDER = Path(__file__).parent / "poisoned"
 
 @dataclass(frozen=True)
 class Poison:
-    """A request whose prompt holds " `word`" does this harm: segfault, exception, memory, hang, exit or slow; from its token `start` on.
+    """A request whose prompt holds " `word`" does this harm from its token `start` on.
 
+    It is one of segfault, exception, memory, hang, exit, slow (50 ms a step) and crawl (2 s a step).
     Without a word every request does.
     """
 

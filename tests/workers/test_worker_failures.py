@@ -217,6 +217,15 @@ def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> Non
     assert len(queue.results(batch)) == 1
 
 
+def test_sigterm_lets_finish_what_needs_a_few_long_steps_more(queue: Queue, redis_url: str) -> None:
+    crawling = poisoned_environment(Poison("three", "crawl"))
+    with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60", **crawling) as worker:
+        batch = submit_batch(queue, [endless(5)])
+        wait_published(queue, RequestKey(batch, 0), 1)  # the next token comes long after the worker began to look
+        assert worker.stop() == 0
+    assert len(queue.results(batch)) == 1
+
+
 def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "20", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS), endless(TOKENS)])

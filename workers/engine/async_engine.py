@@ -122,6 +122,14 @@ class AsyncEngine:
             raise RuntimeError("the engine has not been started")
         return self._core.pid
 
+    def is_stopped(self) -> bool:
+        """Whether a signal holds the core's process (as far as Linux tells)."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in "Tt"
+
     async def start(self, timeout: float = 600.0) -> None:
         """Starts the core and waits until it has loaded the model. Raises EngineStartError, and leaves no process behind, if that fails."""
         ours, theirs = socket.socketpair()

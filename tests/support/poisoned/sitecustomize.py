@@ -73,6 +73,8 @@ def do_harm(harm: str) -> None:
         os._exit(3)
     elif harm == "slow":
         time.sleep(0.05)
+    elif harm == "crawl":
+        time.sleep(2.0)
 
 
 if any("core_process" in word for word in sys.orig_argv):
