@@ -109,6 +109,16 @@ def ring(model: str, tenant: str) -> str:
     return f"{{q}}:ring:{model}\0{tenant}"  # either may hold colons
 
 
+def level(ring: str) -> str:
+    """Service that the last member of a ring to have its turn had received before it; the others stand no lower. Lasts some minutes."""
+    return f"{{q}}:level:{ring}"
+
+
+def served(ring: str, member: str) -> str:
+    """Service received by a member of a ring (`tenants`, `ring`) that has left it. Lasts some minutes, less long than the level."""
+    return f"{{q}}:served:{ring}\0{member}"
+
+
 def waiting(model: str) -> str:
     """Set of workers whose last claim left them room."""
     return f"{{q}}:waiting:{model}"

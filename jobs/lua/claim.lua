@@ -117,6 +117,11 @@ local function next_batch(model)
   end
 end
 
+local function serve(ring, member, service)
+  redis.call('SET', key.level(ring), digits(tonumber(redis.call('ZSCORE', ring, member))), 'EX', 2 * SERVED_SECONDS)
+  redis.call('ZINCRBY', ring, service, member)
+end
+
 local function take_lines(model, most)
   local batch, tenant, low_water, cost = next_batch(model)
   if not batch then
@@ -128,8 +133,8 @@ local function take_lines(model, most)
     take(batch .. '/' .. line, model)
   end
   local service = math.ceil(#lines * cost)
-  redis.call('ZINCRBY', key.ring(model, tenant), service, batch)
-  redis.call('ZINCRBY', key.tenants(model), service, tenant)
+  serve(key.ring(model, tenant), batch, service)
+  serve(key.tenants(model), tenant, service)
   local left = redis.call('LLEN', ready)
   if left == 0 then
     leave(batch, model, tenant)

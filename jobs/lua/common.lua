@@ -4,6 +4,7 @@
 local CONTROL_SECONDS = 600
 local API_SECONDS = 300
 local COUNTED_SECONDS = 86400
+local SERVED_SECONDS = 600
 local SUSPECTS_TOGETHER = 16
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
@@ -89,11 +90,24 @@ local function ring_bell(model, count, busy_too)
   end
 end
 
--- A newcomer starts level with the least served, so that it neither waits for long nor gets ahead.
+-- A newcomer starts level with whoever had the last turn, so that it neither waits for long nor gets ahead; one that was here before
+-- does not get rid of what it received beyond that.
 local function join(ring, member)
   if not redis.call('ZSCORE', ring, member) then
-    local first = redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES')
-    redis.call('ZADD', ring, first[2] or 0, member)
+    local level = redis.call('GET', key.level(ring)) or redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES')[2] or 0
+    local served = redis.call('GETDEL', key.served(ring, member)) or 0
+    redis.call('ZADD', ring, digits(math.max(tonumber(level), tonumber(served))), member)
+  end
+end
+
+-- What a member received is forgotten after a while, and before the level: nobody who comes anew may start below one who comes again.
+local function part(ring, member)
+  local served = redis.call('ZSCORE', ring, member)
+  if served then
+    redis.call('ZREM', ring, member)
+    if redis.call('EXPIRE', key.level(ring), 2 * SERVED_SECONDS) == 1 then
+      redis.call('SET', key.served(ring, member), digits(tonumber(served)), 'EX', SERVED_SECONDS)
+    end
   end
 end
 
@@ -107,9 +121,9 @@ end
 -- Leaves the ring, and the tenant too when that was its last batch.
 local function leave(batch, model, tenant)
   local ring = key.ring(model, tenant)
-  redis.call('ZREM', ring, batch)
+  part(ring, batch)
   if redis.call('EXISTS', ring) == 0 then
-    redis.call('ZREM', key.tenants(model), tenant)
+    part(key.tenants(model), tenant)
   end
 end
 

@@ -147,5 +147,5 @@ def test_whatever_the_control_plane_does(
 
 
 def queue_keys(client: redis.Redis, batch: str) -> list[str]:
-    """What is left that has to do with batches."""
-    return sorted(name.decode() for name in client.scan_iter("*batch*") if b"rq:" not in name)
+    """What is left that has to do with batches, but for the service they received, which is soon forgotten."""
+    return sorted(name.decode() for name in client.scan_iter("*batch*") if b"rq:" not in name and b":served:" not in name)

@@ -156,6 +156,37 @@ class TestFairness:
                 queue.commit("w1", [Finished(claim.key, claim.fence, Result(200, b"{}", usage, "req_1"))])
         assert taken["batch_short"] / taken["batch_long"] == pytest.approx(9, rel=0.15)
 
+    @pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")])
+    def test_a_list_that_runs_empty_wipes_out_no_service(self, queue: Queue, tenants: tuple[str, str]) -> None:
+        """One batch's lines come in portions that one claim takes whole, the other's never end: both get as many tokens."""
+        costs = {"batch_portions": 2010, "batch_steady": 20}
+        received, cursors = dict.fromkeys(costs, 0), dict.fromkeys(costs, 0)
+        for batch, tenant in zip(costs, tenants, strict=True):
+            assert queue.create_batch(batch, 100_000, tenant=tenant, state="in_progress")
+        for seq in range(600):
+            for batch, portion in (("batch_portions", 4), ("batch_steady", 64)):
+                if queue.ready_length(batch) < portion // 2:
+                    start, end = cursors[batch], cursors[batch] + portion
+                    assert queue.ingest(batch, [(line, request()) for line in range(start, end)], start, end)
+                    cursors[batch] = end
+            claims = take(queue, "w1", seq, 8)
+            usages = [Usage(10, costs[claim.key.batch] - 10) for claim in claims]
+            for claim, usage in zip(claims, usages, strict=True):
+                received[claim.key.batch] += usage.prompt_tokens + usage.completion_tokens if seq >= 100 else 0
+            results = [Result(200, b"{}", usage, "req_1") for usage in usages]
+            queue.commit("w1", [Finished(claim.key, claim.fence, result) for claim, result in zip(claims, results, strict=True)])
+        assert received["batch_steady"] / 1.5 <= received["batch_portions"] <= received["batch_steady"] * 1.5, received
+
+    def test_who_comes_anew_starts_level_with_who_was_served_alone(self, queue: Queue) -> None:
+        start_batch(queue, "batch_long", 2000, tenant="old")
+        for seq in range(50):
+            commit_all(queue, "w1", take(queue, "w1", seq, 16))
+        queue.cancel_batch("batch_long")
+        start_batch(queue, "batch_new", 400, tenant="new")
+        start_batch(queue, "batch_old", 400, tenant="old")
+        claims = [claim for seq in range(10) for claim in take(queue, "w1", 50 + seq, 32)]
+        assert 140 <= sum(claim.key.batch == "batch_old" for claim in claims) <= 180
+
     def test_lines_that_none_has_told_the_cost_of_go_by_their_size(self, queue: Queue) -> None:
         for batch, size in (("batch_short", 0), ("batch_long", 16 * 1024 - 4 * 256)):
             queue.create_batch(batch, 400, tenant=batch, state="in_progress")
