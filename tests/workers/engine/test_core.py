@@ -1,9 +1,5 @@
 """The core's loop with a real model, without a process around it."""
 
-import json
-import os
-import subprocess
-import sys
 import threading
 from queue import SimpleQueue
 
@@ -196,50 +192,35 @@ def test_a_want_of_memory_is_told_from_other_errors() -> None:
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
-_TIGHT = """
-import json, resource, sys
-from pathlib import Path
-from workers.engine.config import EngineConfig
-from workers.engine.core import EngineCore
-from workers.engine.executor import Executor
-from workers.engine.messages import EngineRequest, SamplingParams
-from workers.settings import DEMO_MODEL
+class NarrowMemory:
+    """Has each step of more than `room` tokens end with an allocation that really fails, when it comes to the function `at` of `owner`."""
 
-core = EngineCore(Executor(EngineConfig(model=DEMO_MODEL, device="cpu", dtype="float32", threads=1, debug=True)))
-sampling = SamplingParams(20, temperature=1.0, seed=3, logprobs=5, ignore_eos=True)
-core.add([EngineRequest(100, [1, 2, 3], [], sampling)])
-while core.busy:
-    core.step()
-room = int(sys.argv[1])
-if room:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
-core.add([EngineRequest(number, [(7 * number + at) % 1000 for at in range(400)], [], sampling) for number in range(40)])
-smallest, tokens = core.scheduler.token_budget, {}
-while core.busy:
-    output = core.step()
-    smallest = min(smallest, core.scheduler.token_budget)
-    if output is not None:
-        flat = iter(output.token_ids)
-        for number, count in zip(output.request_ids, output.counts):
-            tokens.setdefault(number, []).extend(next(flat) for _ in range(count))
-core.scheduler.check_idle()
-print(json.dumps([smallest, sorted(tokens.items())]))
-"""
+    def __init__(self, core: EngineCore, owner: object, at: str, room: int) -> None:
+        self.failed = self._tokens = 0
+        runner = core._executor.runner
+        launch, function = runner.launch, getattr(owner, at)
+
+        def watched_launch(plan: StepPlan) -> LaunchedStep:
+            self._tokens = int(plan.counts.sum())
+            return launch(plan)
+
+        def failing(*arguments: object) -> object:
+            if self._tokens > room:
+                self.failed += 1
+                torch.empty(1 << 55)
+            return function(*arguments)
+
+        runner.launch = watched_launch  # type: ignore[method-assign]
+        setattr(owner, at, failing)
 
 
-@pytest.mark.proof
-def test_a_process_that_runs_out_of_memory_gets_by_with_what_there_is() -> None:
-    def run(room: int) -> tuple[int, list[object]]:
-        environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "0"}
-        done = subprocess.run([sys.executable, "-c", _TIGHT, str(room)], env=environment, capture_output=True, text=True, check=True)
-        smallest, tokens = json.loads(done.stdout)
-        return smallest, tokens
-
-    full, expected = run(0)
-    for mebibytes in (16, 8, 4):
-        smallest, tokens = run(mebibytes << 20)
-        assert tokens == expected
-        if smallest < full:
-            return
-    pytest.fail("no step was too large for the memory there was")
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("at", ["forward", "logits", "_towards_host"])
+def test_a_step_that_runs_out_of_memory_half_way_changes_no_token(depth: int, at: str) -> None:
+    """Before the cache is written, after it, and after the next tokens were drawn."""
+    core = make_core(depth)
+    runner = core._executor.runner
+    memory = NarrowMemory(core, runner if at == "_towards_host" else runner.model, at, 5)
+    core.add(requests())
+    assert list(dict(sorted(collect(run_dry(core)).items())).values()) == reference(MODEL).tokens
+    assert memory.failed > 0
