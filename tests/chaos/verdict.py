@@ -44,7 +44,7 @@ class Verdict:
             ("processes started again", str(sum(map(len, self.exits.values())))),
             ("tokens generated, delivered", f"{generated}, {delivered}"),
             ("computed again, or cancelled", f"{(generated - delivered) / max(1, generated):.1%}"),
-            ("in no counter", f"what each killed worker generated in its last {self.killers.lease / 4:g} s at most"),
+            ("in no counter", "what each killed worker had generated since it last published"),
         ]
         width = max(len(name) for name, _ in rows)
         table = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
