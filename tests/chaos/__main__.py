@@ -7,6 +7,7 @@ started again, as a supervisor would. At the end every answer must be there once
 
 import argparse
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ def main() -> int:
     if verdict.faults:
         print(f"the fleet's folder is kept: {folder}")
         return 1
+    shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -55,7 +57,7 @@ def run(folder: Path, *, seconds: float, seed: int, every: float, requests: int,
             killers.finish()
             load.stop()
             fleet.wait(load.has_ended, END_SECONDS, f"the rest to end: {load.unfinished}")
-        return judge(fleet, load, killers, time.monotonic() - began, seed)
+        return judge(fleet, load, killers, time.monotonic() - began, seed, requests)
 
 
 def _break_things(fleet: Fleet, load: Load, killers: Killers, began: float, seconds: float, requests: int) -> None:

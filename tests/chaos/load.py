@@ -27,6 +27,7 @@ LIVE_CALLERS = 3
 CANCELLED = 5  # every so many batches one is cancelled at some line
 LEAVING = 0.1  # of the live callers' calls, that they hang up in
 _ORDER = {"validating": 0, "in_progress": 1, "finalizing": 2, "cancelling": 2, "completed": 3, "cancelled": 3}
+_OUTAGES = ("queue_unavailable", "model_loading", "no_worker")  # codes of errors that a live call may end with here
 _LOOK_SECONDS = 0.25
 _PAUSE = 0.2
 
@@ -222,8 +223,8 @@ class Load:
         """A call may end with its API process, or without Redis; whether the rest of its answer could be read afterwards."""
         self._compare_text(question, text, whole=False)
         name = f"{getattr(error, 'status_code', '')} {type(error).__name__}: {str(error)[:100]}".strip()
-        expected = isinstance(error, openai.APIConnectionError | httpx.TransportError | ConnectionError | openai.InternalServerError)
-        expected = expected or (isinstance(error, openai.APIError) and getattr(error, "code", None) == "queue_unavailable")
+        expected = isinstance(error, openai.APIConnectionError | httpx.TransportError | ConnectionError)
+        expected = expected or (isinstance(error, openai.APIError) and getattr(error, "code", None) in _OUTAGES)
         with self._lock:
             self.live.refusals[name] = self.live.refusals.get(name, 0) + 1
             if not expected:

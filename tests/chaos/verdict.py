@@ -53,7 +53,7 @@ class Verdict:
         return f"{table}{refused}\n{len(self.faults)} faults (seed {self.seed})\n{end}"
 
 
-def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int) -> Verdict:
+def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int, requests: int) -> Verdict:
     """Stops the fleet, which has nothing to do any more, and looks at all that it leaves."""
     found = [*load.faults, *load.live.wrong]
     for batch in load.batches:
@@ -67,6 +67,8 @@ def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int)
     pids = {pid for pid in descendants(os.getpid()) if pid != fleet.redis.pid}
     found += [f"left running: {command_line(pid)}" for pid in pids]
     found += faults(fleet.client)
+    found += [f"only {load.finished} of {requests} lines were answered in time"] if load.finished < requests else []
+    found += [] if load.live.right else ["no live call was answered"]
     generated, delivered = load.token_totals()
     return Verdict(seed, seconds, load.handed_in, load, killers, exits, (generated, delivered), found)
 
