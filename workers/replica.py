@@ -35,7 +35,7 @@ from workers.running import Running
 from workers.sampling_params import Limits
 from workers.settings import WorkerSettings
 from workers.text.tokenizer import TextTokenizer
-from workers.trials import Trials
+from workers.trials import HARMLESS_TOKENS, Trials
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ PACE_SECONDS = 0.5
 PACE_STEPS = 2
 """How many steps it sees meanwhile, at least, unless the core's process is stopped."""
 
-_TRY_TOKENS = 15  # fewer than a block of the KV cache, so that nothing of it stays there
+_TRY_LENGTH = 15  # tokens; fewer than a block of the KV cache, so that nothing of it stays there
 
 T = TypeVar("T")
 
@@ -63,11 +63,16 @@ class Replica:
         tokenizer: asyncio.Future[TextTokenizer],
         patience: Patience,
         stopping: asyncio.Event,
+        longest_at_death: int = 0,
     ) -> None:
-        """`stopping` is set when it is to end, and may be set here by an order that came through Redis."""
+        """`stopping` is set when it is to end, and may be set here by an order that came through Redis.
+
+        `longest_at_death`: tokens of the longest request that an earlier core of this worker had when it ended by itself; 0 for none.
+        """
         self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.was_ready = False
         self.acquitted_someone = False
+        self.longest_at_death = longest_at_death
         self._settings = settings
         self._queue = queue
         self._tokenizer = tokenizer
@@ -153,14 +158,22 @@ class Replica:
             raise EngineDeadError(f"the engine core failed at the first request, which was the worker's own: {error}", None) from error
 
     async def _try_engine(self, max_model_len: int) -> None:
-        """Two steps before anything is claimed: a device that fails at everything must not have requests condemned for it.
+        """A request of its own before anything is claimed: a device that fails at everything must not have requests condemned for it.
 
-        They also load what the first request would wait for, and begin to teach how long a step takes.
+        After a death it is as long as what that core had, and gets the tokens that acquit a suspect: one that fails at it as well failed
+        at its length. It also loads what the first request would wait for, and begins to teach how long a step takes.
         """
-        prompt = [0] * min(_TRY_TOKENS, max_model_len - 2)
-        if prompt:
-            async for _ in self._engine.generate(prompt, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)):
-                pass
+        length, tokens = (self.longest_at_death, HARMLESS_TOKENS) if self.longest_at_death else (_TRY_LENGTH, 2)
+        tokens = min(tokens, max_model_len - 1)
+        prompt = [0] * min(length, max_model_len - tokens)
+        if tokens > 0:
+            try:
+                async for _ in self._engine.generate(prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)):
+                    pass
+            except EngineDeadError as error:
+                if not error.by_itself:
+                    raise
+                raise _unfit(error, len(prompt) + tokens) from error
         self._tried_tokens = self._engine.stats.tokens
 
     async def _become_ready(self, tokenizer: TextTokenizer) -> None:
@@ -260,6 +273,7 @@ class Replica:
         await self._take_nothing_more()
         await self._deliver_last(self._running.checkpoint(self._running.keys()))
         if error.by_itself:
+            self.longest_at_death = max(self.longest_at_death, self._running.longest())
             held = self._running.drop(suspects)
             await self._call(lambda: self._queue.suspect(self.id, held, condemned(error)))
             self._leases.drop(held)
@@ -332,6 +346,12 @@ class Replica:
             await asyncio.to_thread(action)
         except QueueUnavailable as error:
             logger.warning("Redis did not hear of it: %s", error)
+
+
+def _unfit(error: EngineDeadError, tokens: int) -> EngineDeadError:
+    """What is to be said of a core that ended by itself at a request of `tokens` tokens which is nobody's."""
+    blame = f"an engine core failed at a harmless request of {tokens} tokens, so the device or the installation is at fault, not a request"
+    return EngineDeadError(f"{blame}: {error}", error.returncode)
 
 
 def condemned(error: EngineDeadError) -> Result:

@@ -148,6 +148,10 @@ class Running:
         """All requests in flight."""
         return list(self._requests)
 
+    def longest(self) -> int:
+        """Tokens of the longest choice, its prompt's included; 0 if there is none."""
+        return max((sequence.length for _, sequence in self._sequences.values()), default=0)
+
     def checkpoint(self, keys: Iterable[RequestKey]) -> list[Delta]:
         """Everything of these requests that is not published yet."""
         return self._deltas(self._requests[key] for key in keys if key in self._requests)

@@ -67,6 +67,11 @@ class Sequence:
         return len(self.token_ids) - self._resumed_tokens
 
     @property
+    def length(self) -> int:
+        """Tokens of its prompt and its output."""
+        return len(self._prompt.token_ids) + len(self.token_ids)
+
+    @property
     def tokens_left(self) -> int:
         """How many more it may get."""
         return self._sampling.max_tokens - len(self.token_ids)

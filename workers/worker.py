@@ -75,16 +75,17 @@ class Worker:
             tokenizer.cancel()
 
     async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer]) -> None:
-        deaths = Deaths()
+        deaths, longest_at_death = Deaths(), 0
         patience = Patience(self.settings.engine.step_timeout)
         while not self._stopping.is_set():
-            replica = Replica(self.settings, self._queue, tokenizer, patience, self._stopping)
+            replica = Replica(self.settings, self._queue, tokenizer, patience, self._stopping, longest_at_death)
             try:
                 await replica.run()
                 return
             except (EngineDeadError, EngineStartError) as error:
                 if self._stopping.is_set():
                     return
+                longest_at_death = replica.longest_at_death
                 if isinstance(error, EngineStartError):
                     if not self._may_start_yet(error):
                         raise WorkerError(str(error)) from error

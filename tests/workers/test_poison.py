@@ -243,6 +243,22 @@ def test_a_worker_whose_device_fails_at_everything_has_nobody_condemned(queue: Q
 
 
 @pytest.mark.proof
+def test_a_worker_whose_device_fails_at_more_than_a_few_tokens_has_nobody_condemned(queue: Queue, redis_url: str) -> None:
+    """The first core is found fit, by a request that is shorter, and takes all three with it."""
+    batch = submit_batch(queue, [*innocents(3)])
+    with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "segfault", start=20))) as worker:
+        assert worker.process.wait(200) == 1
+        last = worker.log().splitlines()[-1]
+        assert "the device or the installation is at fault, not a request" in last
+        assert "6 engine cores in a row have died" in last
+    assert queue.results(batch) == []
+    assert queue.redis.zcard(keys.suspects("demo")) == 3
+    with running_worker(queue, redis_url, *FLAGS):
+        wait_done(queue, batch, 3)
+    assert all(result.succeeded for _, result in queue.results(batch))
+
+
+@pytest.mark.proof
 def test_a_poisoned_line_ends_no_run(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in EXAMPLES.read_text().splitlines()[:20]]
     rows[7]["body"]["messages"] = [{"role": "user", "content": f"What does a {SEGFAULT.word} eat?"}]
