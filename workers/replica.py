@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,7 +40,7 @@ from workers.trials import HARMLESS_TOKENS, Trials
 logger = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 5.0
-"""How long a stopping worker waits for Redis to take its last results."""
+"""How long a stopping worker waits for Redis to take its last results, and to hear what it hands back."""
 
 PACE_SECONDS = 0.5
 """How long a draining worker looks at its requests, at least, before it tells which of them cannot finish in time."""
@@ -48,6 +48,7 @@ PACE_SECONDS = 0.5
 PACE_STEPS = 2
 """How many steps it sees meanwhile, at least, unless the core's process is stopped."""
 
+_TELL_AGAIN_SECONDS = 0.5
 _TRY_LENGTH = 15  # tokens; fewer than a block of the KV cache, so that nothing of it stays there
 
 T = TypeVar("T")
@@ -275,20 +276,21 @@ class Replica:
         if error.by_itself:
             self.longest_at_death = max(self.longest_at_death, self._running.longest())
             held = self._running.drop(suspects)
-            await self._call(lambda: self._queue.suspect(self.id, held, condemned(error)))
-            self._leases.drop(held)
+            await self._let_go(held, lambda: self._queue.suspect(self.id, held, condemned(error)))
             await self._give_back(self._running.drop(self._running.keys()))
 
     async def _deliver_last(self, deltas: list[Delta]) -> None:
-        try:
-            async with asyncio.timeout(GOODBYE_SECONDS):
-                await self._outbox.deliver(deltas)
-        except TimeoutError:
+        if not await self._in_time(self._outbox.deliver(deltas)):
             logger.warning("Redis is away: the last results are lost, and their requests will run again")
 
     async def _give_back(self, held: list[Held], acquitted: bool = False) -> None:
+        await self._let_go(held, lambda: self._queue.hand_back(self.id, held, acquitted=acquitted))
+
+    async def _let_go(self, held: list[Held], action: Callable[[], object]) -> None:
+        """Leases are renewed until Redis has heard what becomes of the requests: run out, they would count as a worker's death."""
         if held:
-            await self._call(lambda: self._queue.hand_back(self.id, held, acquitted=acquitted))
+            if not await self._in_time(self._until_heard(action)):
+                logger.warning("Redis is away: %d requests wait there until their leases have run out", len(held))
             self._leases.drop(held)
 
     def _generated(self) -> int:
@@ -339,6 +341,31 @@ class Replica:
     async def _set_state(self, state: WorkerState) -> None:
         self._record = msgspec.structs.replace(self._record, state=state)
         await self._call(lambda: self._queue.register_worker(self._record))
+
+    async def _in_time(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Waits for Redis as long as it takes; once the worker is to stop, GOODBYE_SECONDS more. Returns whether the work was done."""
+        task, stopping = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({task}, timeout=GOODBYE_SECONDS)
+            if done:
+                task.result()
+            return bool(done)
+        finally:
+            task.cancel()
+            stopping.cancel()
+
+    async def _until_heard(self, action: Callable[[], object]) -> None:
+        failing = False
+        while True:
+            try:
+                await asyncio.to_thread(action)
+                return
+            except QueueUnavailable as error:
+                if not failing:
+                    logger.warning("Redis did not hear of it, and is told again: %s", error)
+                failing = True
+                await asyncio.sleep(_TELL_AGAIN_SECONDS)
 
     async def _call(self, action: Callable[[], object]) -> None:
         """A call to Redis that is not worth failing for: leases run out by themselves, and records too."""

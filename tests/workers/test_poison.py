@@ -16,6 +16,7 @@ from jobs.connection import connect
 from jobs.queue import Queue
 from jobs.requests import StreamEntry
 from jobs.results import Result, Usage
+from jobs.server import PrivateServer
 from jobs.settings import QueueSettings
 from tests.pipeline.results import answers, custom_ids, read_results
 from tests.pipeline.results import text_of as text_of_line
@@ -25,6 +26,7 @@ from tests.support.poison import Poison, poisoned_environment
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import answer, endless, follow, question, run_batch, submit_batch, submit_live, text_of
+from workers.replica import GOODBYE_SECONDS
 
 FLAGS = ("--lease-seconds", "2", "--stream-interval", "0.05", "--max-num-seqs", "16")
 SOON_HUNG = (*FLAGS, "--step-timeout", "5")
@@ -32,6 +34,7 @@ SEGFAULT = Poison("crocodile", "segfault")
 EXCEPTION = Poison("rhinoceros", "exception")
 HANG = Poison("hibernation", "hang")
 EXIT = Poison("departure", "exit")
+OUTAGE = 2 * GOODBYE_SECONDS  # longer than a stopping worker waits, and a call tries again
 LATE = Poison("procrastination", "segfault", start=70)
 WORDS = {
     "segfault": "was ended by SIGSEGV",
@@ -230,6 +233,28 @@ def test_a_busy_worker_makes_room_for_suspects_that_wait(queue: Queue, redis_url
         assert "4 requests were handed back, to make room for suspects" in worker.log()
         wait_done(queue, busy, 4)
         assert int(queue.batch_fields(busy)["failed"]) == 0
+
+
+@pytest.mark.proof
+def test_an_acquittal_is_told_until_redis_hears_it(tmp_path: Path) -> None:
+    """The leases outlast the test: whoever lets go of them without being heard stays on trial in Redis."""
+    with PrivateServer(tmp_path) as server:
+        queue = Queue(connect(server.url), QueueSettings(lease_seconds=600.0, redis_retry_seconds=60.0))
+        batch = submit_batch(queue, [endless(40) for _ in range(3)])
+        claims = queue.claim("gone", 1, 3, models=["demo"])
+        with running_worker(queue, server.url, *FLAGS, "--lease-seconds", "600") as worker:
+            core = worker.core_pid
+            os.kill(core, signal.SIGSTOP)  # the trial cannot end before Redis has
+            queue.suspect("gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), ""))
+            wait_for_trial(worker)
+            server.stop()
+            os.kill(core, signal.SIGCONT)
+            time.sleep(OUTAGE)
+            server.start()
+            wait_done(queue, batch, 3, 60)
+            assert int(queue.batch_fields(batch)["failed"]) == 0
+            assert "were taken away" not in worker.log()
+            assert worker.stop() == 0
 
 
 @pytest.mark.proof
