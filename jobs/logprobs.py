@@ -4,31 +4,92 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from jobs.results import PositionLogprobs, TokenLogprob
+import msgspec
+
+from jobs.results import PositionLogprobs
 
 _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes in the midst of a character
 _LOWEST = -9999.0  # OpenAI's word for "next to impossible"; JSON has no infinity
 
 
+# A long answer has hundreds of thousands of log probabilities: each makes one small object that the garbage collector need not look at, and
+# of a token that comes up again the text is not made again.
+class ChatToken(msgspec.Struct, gc=False):
+    """One of a chat's tokens, as OpenAI's JSON has it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatPosition(ChatToken, gc=False):
+    """The same with the most likely tokens in its place."""
+
+    top_logprobs: list[ChatToken]
+
+
+class PromptToken(msgspec.Struct, gc=False):
+    """One of a prompt's tokens, as vLLM's JSON has it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class _ChatTexts(dict[bytes, tuple[str, list[int]]]):
+    def __missing__(self, token: bytes) -> tuple[str, list[int]]:
+        made = self[token] = _name(token, ""), list(token)
+        return made
+
+
+class _Names(dict[bytes, str]):
+    def __missing__(self, token: bytes) -> str:
+        made = self[token] = _name(token, "bytes:")
+        return made
+
+
+class _Decoded(dict[bytes, str]):
+    def __missing__(self, token: bytes) -> str:
+        made = self[token] = token.decode(errors="replace")
+        return made
+
+
 def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
     """The `logprobs` of a chat's choice."""
-    content = [_chat_token(position.chosen) | {"top_logprobs": [_chat_token(token) for token in position.top]} for position in positions]
+    texts, content = _ChatTexts(), []
+    for position in positions:
+        top = []
+        for token in position.top:
+            text, raw = texts[token.token]
+            top.append(ChatToken(text, _number(token.logprob), raw))
+        text, raw = texts[position.chosen.token]
+        content.append(ChatPosition(text, _number(position.chosen.logprob), raw, top))
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(positions: Sequence[PositionLogprobs], text_offset: list[int]) -> dict[str, Any]:
     """The `logprobs` of a completion's choice; `text_offset` is where each token begins in its text, in characters."""
+    names = _Names()
     return {
         "text_offset": text_offset,
-        "token_logprobs": [None if (token := position.chosen).logprob is None else _number(token) for position in positions],
-        "tokens": [_name(position.chosen.token, "bytes:") for position in positions],
-        "top_logprobs": [_by_name(position) for position in positions],
+        "token_logprobs": [None if (logprob := position.chosen.logprob) is None else _number(logprob) for position in positions],
+        "tokens": [names[position.chosen.token] for position in positions],
+        "top_logprobs": [_by_name(position, names) for position in positions],
     }
 
 
-def prompt_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[int, PromptToken] | None]:
     """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; null for the first token, which nothing predicts."""
-    return [None if position.chosen.logprob is None else _by_id(position) for position in positions]
+    decoded = _Decoded()
+    return [
+        None
+        if position.chosen.logprob is None
+        else {
+            token.token_id: PromptToken(_number(token.logprob), token.rank, decoded[token.token])
+            for token in (position.chosen, *position.top)
+        }
+        for position in positions
+    ]
 
 
 def text_offsets(text: str, positions: Sequence[PositionLogprobs]) -> list[int]:
@@ -89,25 +150,15 @@ def _goes_on(text: bytes) -> bool:
     return text[:1] != b"" and text[0] in _CONTINUATION
 
 
-def _chat_token(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": _name(token.token, ""), "logprob": _number(token), "bytes": list(token.token)}
-
-
-def _by_name(position: PositionLogprobs) -> dict[str, float] | None:
+def _by_name(position: PositionLogprobs, names: _Names) -> dict[str, float] | None:
     """The most likely tokens and the chosen one; of two that read the same the more likely one counts."""
     if position.chosen.logprob is None:
         return None
-    names: dict[str, float] = {}
-    for token in (*position.top, position.chosen):
-        names.setdefault(_name(token.token, "bytes:"), _number(token))
-    return names
-
-
-def _by_id(position: PositionLogprobs) -> dict[str, Any]:
-    return {
-        str(token.token_id): {"logprob": _number(token), "rank": token.rank, "decoded_token": token.token.decode(errors="replace")}
-        for token in (position.chosen, *position.top)
-    }
+    found: dict[str, float] = {}
+    for token in position.top:
+        found.setdefault(names[token.token], _number(token.logprob))
+    found.setdefault(names[position.chosen.token], _number(position.chosen.logprob))
+    return found
 
 
 def _name(token: bytes, prefix: str) -> str:
@@ -118,5 +169,5 @@ def _name(token: bytes, prefix: str) -> str:
         return prefix + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-def _number(token: TokenLogprob) -> float:
-    return _LOWEST if token.logprob is None else max(token.logprob, _LOWEST)
+def _number(logprob: float | None) -> float:
+    return _LOWEST if logprob is None or logprob < _LOWEST else logprob

@@ -27,7 +27,7 @@ class Usage(msgspec.Struct, frozen=True):
         }
 
 
-class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One token's log probability, from the model's own distribution (before temperature and all else)."""
 
     token_id: int
@@ -36,7 +36,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     rank: int  # 1 for the most likely
 
 
-class PositionLogprobs(msgspec.Struct, array_like=True, frozen=True):
+class PositionLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What stands at one position, and the most likely tokens there, as many as were asked for, best first."""
 
     chosen: TokenLogprob
@@ -95,7 +95,7 @@ def encode_json(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
-        text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        text = json.dumps(msgspec.to_builtins(value), separators=(",", ":"), ensure_ascii=False)
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 

@@ -71,8 +71,8 @@ def test_logprobs_of_a_chat_come_with_their_tokens_even_where_the_text_is_held_b
     assert [chunk["choices"][0]["delta"]["content"] for chunk in found] == ["", "", "aab"]
     contents = [(chunk["choices"][0]["logprobs"] or {}).get("content") for chunk in found]
     assert contents[0] is None
-    assert [[token["token"] for token in content] for content in contents[1:]] == [["a"], ["a", "b"]]
-    assert contents[1][0]["top_logprobs"][0]["logprob"] == -0.5
+    assert [[token.token for token in content] for content in contents[1:]] == [["a"], ["a", "b"]]
+    assert contents[1][0].top_logprobs[0].logprob == -0.5
 
 
 def test_an_echo_comes_first_with_its_logprobs_and_offsets_go_on() -> None:

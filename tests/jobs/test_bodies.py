@@ -1,7 +1,11 @@
 """Bodies and chunks are what the official client's types say."""
 
 import codecs
+import gc
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +33,11 @@ def tokens(*texts: bytes) -> list[PositionLogprobs]:
 def strictly(model, body):  # type: ignore[no-untyped-def]
     """Validated as it would be after a trip over the wire: every required field there, of its type."""
     return model.model_validate_json(encode_json(body), strict=True)
+
+
+def written(body: Any) -> Any:
+    """As clients read it."""
+    return msgspec.json.decode(encode_json(body))
 
 
 def test_chat_body() -> None:
@@ -107,7 +116,23 @@ def test_offsets_in_a_text(text: str, pieces: list[bytes], offsets: list[int]) -
 def test_of_two_tokens_that_read_the_same_the_more_likely_one_is_given() -> None:
     twins = PositionLogprobs(TokenLogprob(1, b"A", -3.0, 2), [TokenLogprob(2, b"A", -0.1, 1)])
     assert completion_logprobs([twins], [0])["top_logprobs"] == [{"A": -0.1}]
-    assert chat_logprobs([twins])["content"][0]["logprob"] == -3.0
+    assert chat_logprobs([twins])["content"][0].logprob == -3.0
+
+
+def test_a_long_answer_costs_few_objects() -> None:
+    """A text is made once for all positions that show it, and the garbage collector has nothing to look at."""
+    first, second = chat_logprobs([PositionLogprobs(A, [A, HALF]), PositionLogprobs(A, [HALF])])["content"]
+    assert first.token is second.token is first.top_logprobs[0].token
+    assert first.top_logprobs[1].bytes is second.top_logprobs[0].bytes
+    of_prompt = chat_body("chatcmpl-1", "m", [Choice(0, "x", "stop", prompt_logprobs=[PositionLogprobs(A, [A])])], USAGE, 1)
+    assert not any(map(gc.is_tracked, [A, first, *first.top_logprobs, *of_prompt["prompt_logprobs"][0].values()]))
+
+
+@pytest.mark.parametrize("build", [chat_body, completion_body])
+def test_half_a_character_in_a_model_s_name_does_not_keep_log_probabilities_from_being_written(build: Callable[..., Any]) -> None:
+    choices = [Choice(0, "a", "stop", logprobs=[PositionLogprobs(A, [A])], prompt_logprobs=[PositionLogprobs(A, [A])])]
+    whole, broken = (written(build("1", name, choices, USAGE, 1)) for name in ("m", "\ud800"))
+    assert broken == whole | {"model": "\ufffd"}
 
 
 def test_logprobs_of_a_prompt() -> None:
@@ -120,8 +145,8 @@ def test_logprobs_of_a_prompt() -> None:
         },
     ]
     choices = [Choice(0, "x", "stop", prompt_logprobs=prompt)]
-    assert completion_body("cmpl-1", "m", choices, USAGE, 1)["choices"][0]["prompt_logprobs"] == expected
-    assert chat_body("chatcmpl-1", "m", choices, USAGE, 1)["prompt_logprobs"] == expected
+    assert written(completion_body("cmpl-1", "m", choices, USAGE, 1))["choices"][0]["prompt_logprobs"] == expected
+    assert written(chat_body("chatcmpl-1", "m", choices, USAGE, 1))["prompt_logprobs"] == expected
 
 
 def test_offsets_go_on_from_chunk_to_chunk() -> None:
