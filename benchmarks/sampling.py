@@ -36,6 +36,7 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": (GREEDY, {"temperature": 1.0}),
     "min_p": (DRAWN, {"min_p": 0.05}),
     "top_k": (DRAWN, {"top_k": 50}),
+    "large top_k": (DRAWN, {"top_k": 40_000}),
     "top_p": (DRAWN, {"top_p": 0.9}),
     "logit_bias": (GREEDY, {"logit_bias": tuple((token, 0.01) for token in range(300))}),
     "min_tokens": (GREEDY, {"min_tokens": 4096, "stop_token_ids": (1, 2, 3, 4)}),

@@ -1,6 +1,7 @@
 """Limits and draws against the plain definition, down to ties, flat distributions and tiny temperatures."""
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from tests.workers.engine.sampling.plain import Row, plain_token
 from workers.engine.messages import SamplingParams
-from workers.engine.sampling import draw, draw_cpu
+from workers.engine.sampling import draw, draw_cpu, limits
 from workers.engine.sampling.draw import Draw
 from workers.engine.sampling.limits import nucleus_floors
 from workers.engine.sampling.rows import SampledRows
@@ -78,11 +79,11 @@ def test_a_nucleus_ends_where_it_does_in_double_precision(scale: float, top_p: f
     z[2, ::3] = z[2, 0]
     z[3] = z[3].round()
     z -= z.amax(-1, keepdim=True)
-    limits = torch.tensor([-torch.inf, -torch.inf, -torch.inf, -torch.inf, -1.5, -0.2])[:, None]
-    got = nucleus_floors(z, limits, torch.full((6, 1), top_p))
+    floors = torch.tensor([-torch.inf, -torch.inf, -torch.inf, -torch.inf, -1.5, -0.2])[:, None]
+    got = nucleus_floors(z, floors, torch.full((6, 1), top_p))
     for row in range(6):
         ordered = z[row].double().sort(descending=True).values
-        weights = torch.where(ordered >= limits[row], ordered.exp(), 0)
+        weights = torch.where(ordered >= floors[row], ordered.exp(), 0)
         before = (weights.cumsum(0) - weights) / weights.sum()
         # The accuracy of the sums may move the end by a few candidates, never further.
         few = [ordered[(before < share) & (weights > 0)][-1] for share in (top_p + 2e-6, top_p - 2e-6)]
@@ -113,6 +114,29 @@ def test_row_by_row_and_at_once_draw_the_same(scale: float, candidates: float, m
         at_once = draw.draw_on_device(z, floors, shares if top_p < 1 else None, keys)
         by_row = draw_cpu.draw_rows(z.numpy(), floors[:, 0].numpy(), shares[:, 0].numpy(), keys.numpy().view(np.uint64), 2)
         assert by_row.tolist() == at_once.tolist(), (top_p, floor)
+
+
+@pytest.mark.parametrize("find", [limits.smallest_on_host, limits.smallest_on_device])
+@pytest.mark.parametrize("scale", [0.01, 3.0])
+def test_the_smallest_of_the_largest(find: Callable[..., Tensor], scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows with ties and holes and in ordered ones, of which a sample says little."""
+    monkeypatch.setattr(limits, "AT_ONCE", 3 * 30_000)
+    z = awkward_rows(scale)
+    z[5] = z[5].sort().values
+    z[6, ::25] = -50.0
+    rows, expected = np.array([7, 1, 2, 3, 4, 5, 6]), z.sort(-1, descending=True).values
+    for top_k in (np.full(7, k) for k in (1, 50, 700, 5000, 29_000, 29_999)):
+        top_k[::3] = 40
+        assert find(z, rows, top_k)[:, 0].tolist() == expected[rows, top_k - 1].tolist()
+
+
+def test_one_row_s_large_top_k_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, int]] = []
+    topk = Tensor.topk
+    monkeypatch.setattr(Tensor, "topk", lambda z, k, dim: (found.append((len(z), k)), topk(z, k, dim))[1])
+    monkeypatch.setattr(limits, "AT_ONCE", 4 * VOCAB)
+    limits.smallest_on_device(random_logits(8), np.arange(8), np.array([5, 2000, 7, 5, 5, 5, 9, 5]))
+    assert found == [(4, 5), (3, 9), (1, 2000)]
 
 
 def test_ties_at_the_threshold_are_all_kept() -> None:
