@@ -16,11 +16,13 @@ from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, 
 from workers.engine.memory import available_memory, gib
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.config import ModelConfig
+from workers.engine.sampling.limits import AT_ONCE
 from workers.engine.step import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
 _CPU_CACHE_BYTES = 1 << 30
+_SAMPLED_BYTES = 32  # of temporaries for each logit that a device samples from at once: 64-bit noise, a sort with its indices
 
 
 class Executor:
@@ -161,7 +163,7 @@ def _device_cache_bytes(config: EngineConfig, model: ModelConfig, device: torch.
     assert config.max_num_seqs is not None
     free, total = torch.cuda.mem_get_info(device)
     per_token = 4 * (8 * model.hidden_size + 3 * model.intermediate_size)
-    activations = config.max_num_batched_tokens * per_token + 4 * 4 * config.max_num_seqs * model.vocab_size
+    activations = config.max_num_batched_tokens * per_token + 4 * 4 * config.max_num_seqs * model.vocab_size + _SAMPLED_BYTES * AT_ONCE
     return max(0, int(total * config.gpu_memory_utilization) - (total - free) - activations)
 
 
