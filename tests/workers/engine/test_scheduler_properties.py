@@ -311,7 +311,7 @@ def check(setup: Setup, cases: list[Case]) -> Run:
     return run
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(setup=SETUPS, cases=st.lists(CASES, max_size=9))
 def test_any_schedule_gives_every_request_its_own_answer(setup: Setup, cases: list[Case]) -> None:
     check(setup, cases)
