@@ -290,6 +290,7 @@ def test_an_order_to_drain_ends_a_worker(queue: Queue, redis_url: str) -> None:
     assert [worker.state for worker in queue.workers()] == ["stopped"]
 
 
+@pytest.mark.proof
 def test_a_worker_outlives_redis(tmp_path: Path) -> None:
     with PrivateServer(tmp_path) as server:
         queue = Queue(connect(server.url), QueueSettings(lease_seconds=1.0, redis_retry_seconds=60.0))
