@@ -1,7 +1,7 @@
 """Reading a call's body with errors that name the exact parameter, in OpenAI's words."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any, NoReturn, TypeVar
 
 from jobs.results import ApiError
@@ -69,12 +69,7 @@ def text(value: Any, param: str, most: int | None = None, least: int = 0) -> str
     """A string of whole characters, at least `least` and at most `most` of them."""
     if not isinstance(value, str):
         wrong_type(value, "a string", param)
-    if len(value) < least:
-        fail(f"Invalid '{param}': empty string. Expected a string with minimum length {least}, but got an empty string instead.", param,
-             "empty_string")  # fmt: skip
-    if most is not None and len(value) > most:
-        fail(f"Invalid '{param}': string too long. Expected a string with maximum length {most}, but got a string with length {len(value)} "
-             "instead.", param, "string_above_max_length")  # fmt: skip
+    _check_length(value, param, "a string", least, most)
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -121,12 +116,7 @@ def array(value: Any, param: str, most: int | None = None, least: int = 0) -> li
     """A list of at least `least` and at most `most` items."""
     if not isinstance(value, list):
         wrong_type(value, "an array", param)
-    if len(value) < least:
-        fail(f"Invalid '{param}': empty array. Expected an array with minimum length {least}, but got an empty array instead.", param,
-             "empty_array")  # fmt: skip
-    if most is not None and len(value) > most:
-        fail(f"Invalid '{param}': array too long. Expected an array with maximum length {most}, but got an array with length {len(value)} "
-             "instead.", param, "array_above_max_length")  # fmt: skip
+    _check_length(value, param, "an array", least, most)
     return value
 
 
@@ -135,6 +125,17 @@ def mapping(value: Any, param: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         wrong_type(value, "an object", param)
     return value
+
+
+def _check_length(value: Sized, param: str, kind: str, least: int, most: int | None) -> None:
+    """`kind` is a noun with its article."""
+    name = kind.split()[-1]
+    if len(value) < least:
+        fail(f"Invalid '{param}': empty {name}. Expected {kind} with minimum length {least}, but got an empty {name} instead.", param,
+             f"empty_{name}")  # fmt: skip
+    if most is not None and len(value) > most:
+        fail(f"Invalid '{param}': {name} too long. Expected {kind} with maximum length {most}, but got {kind} with length {len(value)} "
+             "instead.", param, f"{name}_above_max_length")  # fmt: skip
 
 
 def _check_range(value: int | float, param: str, kind: str, low: float, high: float) -> None:

@@ -70,6 +70,17 @@ local function count_generated(worker, generated)
   end
 end
 
+-- Ends a worker's lease under this very fence: model, attempt, deaths and suspicions of the request; nil if it does not hold it.
+local function take_from(worker, name, fence)
+  local held, attempt, model = holds(worker, name, fence)
+  if not held then
+    return nil
+  end
+  local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
+  release(worker, name)
+  return model, attempt, deaths or 0, suspicions or 0
+end
+
 local function tell(worker, kind, value, seconds)
   local stream = key.control(worker)
   redis.call('XADD', stream, 'MAXLEN', '~', 1000, '*', 'k', kind, 'v', value or '', 's', seconds or 0)

@@ -7,11 +7,9 @@ local worker, acquitted = ARGV[1], ARGV[2] == '1'
 local lost = {}
 for i = 3, #ARGV, 2 do
   local name, fence = ARGV[i], ARGV[i + 1]
-  local held, attempt, model = holds(worker, name, fence)
-  if held then
-    local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
-    release(worker, name)
-    requeue(name, model, attempt - 1, deaths or 0, acquitted and 0 or suspicions or 0)
+  local model, attempt, deaths, suspicions = take_from(worker, name, fence)
+  if model then
+    requeue(name, model, attempt - 1, deaths, acquitted and 0 or suspicions)
   else
     lost[#lost + 1] = name
   end

@@ -17,15 +17,14 @@ end
 count_generated(worker, generated)
 for i = 3, #ARGV, 7 do
   local name, fence, before, total, chunks, reply_to, accepted = unpack(ARGV, i, i + 6)
-  local held, attempt, model = holds(worker, name, fence)
+  local held = holds(worker, name, fence)
   if held and tonumber(before) <= published(name) then
     append(name, total .. '-' .. accepted, reply_to, chunks, 'a', accepted)
   else
     lost[#lost + 1] = name
     if held then
-      local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
-      release(worker, name)
-      requeue(name, model, attempt - 1, deaths or 0, suspicions or 0)
+      local model, attempt, deaths, suspicions = take_from(worker, name, fence)
+      requeue(name, model, attempt - 1, deaths, suspicions)
     end
   end
 end

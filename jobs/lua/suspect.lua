@@ -9,15 +9,11 @@ local ALONE = 2
 local lost, guilty = {}, {}
 for i = 4, #ARGV, 2 do
   local name, fence = ARGV[i], ARGV[i + 1]
-  local held, attempt, model = holds(worker, name, fence)
-  if held then
-    local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
-    release(worker, name)
-    if suspicions == ALONE then
-      guilty[#guilty + 1] = failed(name, condemned)
-    else
-      requeue(name, model, attempt, deaths or 0, (suspicions or 0) + 1)
-    end
+  local model, attempt, deaths, suspicions = take_from(worker, name, fence)
+  if suspicions == ALONE then
+    guilty[#guilty + 1] = failed(name, condemned)
+  elseif model then
+    requeue(name, model, attempt, deaths, suspicions + 1)
   else
     lost[#lost + 1] = name
   end
