@@ -62,7 +62,7 @@ def main() -> None:
 
 def _runner(name: str, device: str) -> ModelRunner:
     blocks = ROWS * (CONTEXT // BLOCK + 1) + 1
-    config = EngineConfig(model=str(model_folder(name)), max_model_len=1024, max_num_seqs=ROWS, block_size=BLOCK, device=device)
+    config = EngineConfig(model=str(model_folder(name)), max_model_len=1024, max_num_seqs=ROWS, block_size=BLOCK, device=device).resolve()
     return ModelRunner(config, load_model(config.model, config.dtype, torch.device(device)), blocks)
 
 

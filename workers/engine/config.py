@@ -48,7 +48,7 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
 
     def resolve(self) -> "EngineConfig":
-        """The same configuration with device, batch limits, block size, depth and threads settled for this machine.
+        """The same configuration with device, batch limits, block size, depth, threads and attention backend settled for this machine.
 
         Imports torch when the device is "auto", so it is called in the core and never in the front process.
         """
@@ -62,6 +62,7 @@ class EngineConfig:
             block_size=self.block_size or 16,
             depth=self.depth if self.depth is not None else int(cuda),
             threads=self.compute_threads(),
+            attention_backend=self.attention_backend if self.attention_backend != "auto" else "triton" if cuda else "torch",
         )
 
     def compute_threads(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention import Attention, AttentionMetadata, CacheShape, make_attention
+from workers.engine.attention import Attention, AttentionMetadata, CacheShape, RotaryHeads, make_attention
 from workers.engine.config import EngineConfig
 from workers.engine.models.base import DecoderModel
 from workers.engine.sampling.logprobs import Logprobs, concatenated, token_logprobs
@@ -45,11 +45,14 @@ class StepAttention:
     """A step's attention as the model's layers call it."""
 
     def __init__(self, runner: ModelRunner, metadata: AttentionMetadata) -> None:
-        self._forward, self._caches, self._metadata = runner.attention.forward, runner.caches, metadata
+        self._attention, self._caches, self._metadata = runner.attention, runner.caches, metadata
         self._scales, self._windows = runner.model.config.attention_scales, runner.model.config.sliding_windows
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._forward(q, k, v, self._caches[layer], self._metadata, self._scales[layer], self._windows[layer])
+        return self._attention.forward(q, k, v, self._caches[layer], self._metadata, self._scales[layer], self._windows[layer])
+
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+        return self._attention.forward_rotary(qkv, rotary, self._caches[layer], self._metadata, self._scales[layer], self._windows[layer])
 
 
 class ModelRunner:

@@ -59,7 +59,7 @@ def test_mixed_rows(window: int | None, per_kv: int, dtype: torch.dtype, monkeyp
     for _ in range(6):
         contexts = generator.integers(1, 60, 9).tolist()
         rows = Contexts(contexts, 2, dtype, generator)
-        attention = make_attention("auto", CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu"))
+        attention = make_attention("torch", CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu"))
         cache = attention.new_cache(1)[0]
         computed = [int(generator.integers(0, length)) if i % 3 else length - 1 for i, length in enumerate(contexts)]
         # What is computed already, written by steps of their own; then the rest of every row in one call.
@@ -79,7 +79,7 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
     """In a block past a row's end, or in one that nobody holds: one request's numbers gone wrong stay its own."""
     generator = np.random.default_rng(1)
     rows = Contexts([10, 29, 16], 1, torch.float32, generator)
-    attention = make_attention("auto", CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))
+    attention = make_attention("torch", CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))
     outs = []
     for content in (0.0, dirt):
         cache = attention.new_cache(1)[0]

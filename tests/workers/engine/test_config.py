@@ -29,11 +29,15 @@ def test_auto_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = EngineConfig(model="m", device="cpu").resolve()
     assert (resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.depth, resolved.threads) == (64, 2048, 0, 3)
     assert resolved.resolve() == resolved
-    assert EngineConfig(model="m", device="cuda").resolve().depth == 1
+    assert resolved.attention_backend == "torch"
+    on_card = EngineConfig(model="m", device="cuda").resolve()
+    assert (on_card.depth, on_card.attention_backend) == (1, "triton")
 
 
 def test_what_was_asked_for_stays() -> None:
-    asked = EngineConfig(model="m", device="cpu", max_num_seqs=5, max_num_batched_tokens=6, block_size=7, depth=1, threads=8)
+    asked = EngineConfig(
+        model="m", device="cpu", max_num_seqs=5, max_num_batched_tokens=6, block_size=7, depth=1, threads=8, attention_backend="triton"
+    )
     assert asked.resolve() == asked
 
 

@@ -15,7 +15,7 @@ from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
 BLOCK = 16
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
-CONFIG = EngineConfig(model="", dtype="float32", device="cpu", max_model_len=224, max_num_seqs=4, block_size=BLOCK, threads=1)
+CONFIG = EngineConfig(model="", dtype="float32", device="cpu", max_model_len=224, max_num_seqs=4, block_size=BLOCK, threads=1).resolve()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ decode rows mixed in one call."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from workers.engine.layers.norm import RMSNorm
 
 BACKENDS = ("torch",)
 
@@ -41,25 +44,57 @@ class AttentionMetadata:
     derived: dict[Any, Any] = field(default_factory=dict)  # what a backend works out once for all layers of the step
 
 
+@dataclass(slots=True)
+class DeviceMetadata:
+    """N rows of T tokens in device memory, for kernels that read lengths themselves; may be recorded in a CUDA graph."""
+
+    slot_mapping: Tensor  # int64 [T]; tokens of padding rows map into the null block
+    query_start: Tensor  # int32 [N + 1]
+    context_lens: Tensor  # int32 [N], this step's tokens included; 0 for a padding row
+    slots: Tensor  # int32 [N], each row's row in block_tables; 0 for a padding row
+    block_tables: Tensor  # int32 [num_slots, max_blocks], the whole table
+    max_query: int  # most tokens of one row, known on the host: picks the kernel, never a length inside it
+    max_context: int  # bound of context_lens, known on the host (in a graph: the largest there can be)
+
+
+Metadata = AttentionMetadata | DeviceMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryHeads:
+    """What queries and keys go through before they attend: a norm over each head, where the model has one, then a rotation."""
+
+    cos: Tensor  # [T, 1, d], as `Rotary.cos_sin` gives them
+    sin: Tensor
+    query_norm: RMSNorm | None = None
+    key_norm: RMSNorm | None = None
+
+
 class Attention(Protocol):
+    """A backend takes one kind of metadata: "torch" AttentionMetadata, "triton" DeviceMetadata."""
+
     def new_cache(self, num_layers: int) -> list[Tensor]:
         """Zeroed caches, one per layer, in the backend's own layout."""
         ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
         """Writes k and v [T, kv_heads, d] to the cache, then attends q [T, heads, d] causally over each row's own context.
 
-        `window` limits what a query sees to that many tokens, itself included. Returns [T, heads, d].
+        `window` limits what a query sees to that many tokens, itself included. Returns [T, heads, d]; zeros for a row without context.
         """
+        ...
+
+    def forward_rotary(
+        self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> Tensor:
+        """As `forward`, from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be normed and rotated."""
         ...
 
 
 def make_attention(name: str, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
-    """Raises ModelLoadError for a backend that does not exist."""
-    if name not in ("auto", *BACKENDS):
-        raise ModelLoadError(f"unknown attention backend {name!r}; choose auto or {', '.join(BACKENDS)}")
-    from workers.engine.attention.reference import TorchAttention
+    """Raises ModelLoadError for a backend that does not exist, or cannot run here."""
+    if name == "torch":
+        from workers.engine.attention.reference import TorchAttention
 
-    return TorchAttention(shape, num_heads, dtype, device)
+        return TorchAttention(shape, num_heads, dtype, device)
+    raise ModelLoadError(f"unknown attention backend {name!r}; choose auto or {', '.join(BACKENDS)}")

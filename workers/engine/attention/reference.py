@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention import AttentionMetadata, CacheShape
+from workers.engine.attention import AttentionMetadata, CacheShape, Metadata, RotaryHeads
+from workers.engine.layers.rotary import rotate
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 _STALE = "stale"
@@ -57,6 +58,7 @@ class Groups:
 class TorchAttention:
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
+        self._heads = num_heads
         self._per_kv = num_heads // shape.kv_heads
         self._dtype = dtype
         self._device = device
@@ -71,9 +73,8 @@ class TorchAttention:
             return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
         return [_lazy_zeros(size, self._dtype) for _ in range(num_layers)]
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, scale: float, window: int | None
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
+        assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
         if _STALE not in metadata.derived:
             metadata.derived[_STALE] = self._stale(metadata)
@@ -91,6 +92,17 @@ class TorchAttention:
         for row in groups.prefill:
             self._prefill(q, k, v, keys, values, row, scale, out)
         return out
+
+    def forward_rotary(
+        self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> Tensor:
+        turned = self._heads + self._shape.kv_heads
+        if rotary.query_norm is None or rotary.key_norm is None:
+            q, k = rotate(qkv[:, :turned], rotary.cos, rotary.sin).tensor_split([self._heads], 1)
+        else:
+            q = rotate(rotary.query_norm(qkv[:, : self._heads]), rotary.cos, rotary.sin)
+            k = rotate(rotary.key_norm(qkv[:, self._heads : turned]), rotary.cos, rotary.sin)
+        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, window)
 
     def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:
         s = self._shape

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workers.engine.attention import RotaryHeads
 from workers.engine.models.config import ModelConfig
 from workers.engine.weights import Weights
 
@@ -18,6 +19,10 @@ class AttentionContext(Protocol):
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]; writes k and v to the cache first."""
+        ...
+
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+        """The same from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be normed and rotated."""
         ...
 
 
