@@ -131,6 +131,7 @@ queue_options = all_of(
 model_options = all_of(
     flag("--served-model-name", multiple=True, help="Name that requests use for the model; may be repeated. [default: the --model given]"),
     flag("--tokenizer", help="Folder or hub name of the tokenizer. [default: the model's]"),
+    flag("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run; auto: a GPU if there is one."),
     flag("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Type of weights and activations."),
     flag("--max-model-len", type=Size(), help="Longest prompt and answer together, in tokens. [default: what the model's config says]"),
     flag("--max-num-seqs", type=Size(), help="Requests that run at once. [default: 64 on a CPU, 1024 on a GPU]"),
@@ -141,12 +142,15 @@ model_options = all_of(
     flag("--kv-cache-memory-bytes", type=Size(), help="Size of the KV cache. [default: what the machine allows]"),
     flag("--step-timeout", type=click.FloatRange(min=1),
          help="Seconds without a step after which the engine core counts as hung. [default: 300, and less once steps have been seen]"),
+    flag("--profile", type=click.Path(file_okay=False), help="Folder for a trace of some steps of the engine core, in Chrome's format."),
+    flag("--nvtx", is_flag=True, help="Name the parts of each step for Nsight Systems."),
     flag("--chat-template", help="Jinja file, or the template itself. [default: the tokenizer's]"),
 )
 
 MODEL_FLAGS = (
     "served_model_name",
     "tokenizer",
+    "device",
     "dtype",
     "max_model_len",
     "max_num_seqs",
@@ -156,6 +160,8 @@ MODEL_FLAGS = (
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
     "step_timeout",
+    "profile",
+    "nvtx",
     "chat_template",
 )
 """Parameter names of `model_options`."""
@@ -222,6 +228,8 @@ def model_arguments(values: dict[str, Any]) -> list[str]:
             continue
         if name == "enable_prefix_caching":
             arguments.append(as_flag(name) if value else "--no-enable-prefix-caching")
+        elif isinstance(value, bool):
+            arguments += [as_flag(name)] if value else []
         elif isinstance(value, list | tuple):
             arguments += [part for one in value for part in (as_flag(name), one)]
         elif value is not None:

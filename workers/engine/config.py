@@ -15,7 +15,8 @@ class EngineConfig:
     `max_model_len` and `max_num_batched_tokens` count tokens, `kv_cache_memory_bytes` bytes, `gpu_memory_utilization` is a fraction of
     the device's memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1. `step_timeout`:
     seconds without a step, while there are requests, after which the core counts as hung and is killed (None: as `watchdog.Patience`
-    learns). `debug` turns on the integrity check each time the core becomes idle. Raises ValueError for a value out of range.
+    learns). `profile` is a folder for a trace of some steps, `nvtx` names the parts of a step for Nsight Systems (`profiling.py`). `debug`
+    turns on the integrity check each time the core becomes idle. Raises ValueError for a value out of range.
     """
 
     model: str
@@ -33,6 +34,8 @@ class EngineConfig:
     threads: int | None = None
     attention_backend: str = "auto"
     step_timeout: float | None = None
+    profile: str | None = None
+    nvtx: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:

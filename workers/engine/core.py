@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from workers.engine.errors import StepOutOfMemory
 from workers.engine.kv_cache import KVCache
 from workers.engine.messages import AbortRequests, AddRequests, EngineRequest, Ready, Shutdown, StepOutput, ToCore
 from workers.engine.pace import Pace, StepSize
+from workers.engine.profiling import StepTrace, mark_spans, span
 from workers.engine.scheduler import Scheduler
 from workers.engine.step import StepPlan
 
@@ -42,6 +44,9 @@ class EngineCore:
         self._pace = Pace(config.max_num_batched_tokens)
         self._size = StepSize(config.max_num_batched_tokens)
         self._tries_alone = 0
+        self._trace = StepTrace(Path(config.profile), config.device) if config.profile else None
+        if config.nvtx:
+            mark_spans()
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -70,11 +75,15 @@ class EngineCore:
         """Serves until a `Shutdown` comes. Raises what the executor raises; then nothing of this core can be used any more."""
         while self._take_in(inbox):
             began = time.monotonic()
+            if self._trace is not None:
+                self._trace.next_step()
             output = self.step()
             if output is not None:
                 self._pace.note(time.monotonic() - began, output.stats.computed_tokens)
                 output.stats.full_step_seconds = self._pace.full_step
                 emit(output)
+        if self._trace is not None:
+            self._trace.close()
 
     def add(self, requests: Iterable[EngineRequest]) -> None:
         for request in requests:
@@ -90,7 +99,8 @@ class EngineCore:
 
     def step(self) -> StepOutput | None:
         """Launches the next step, if one can be, and retires the oldest once more than `depth` are launched; returns what that brought."""
-        plan = self.scheduler.schedule()
+        with span("schedule"):
+            plan = self.scheduler.schedule()
         if plan is not None:
             try:
                 launched = self._executor.launch(plan)
@@ -107,7 +117,8 @@ class EngineCore:
 
     def _retire(self) -> StepOutput:
         plan, launched = self._launched.popleft()
-        return self.scheduler.update(plan, self._executor.retire(launched))
+        with span("retire"):
+            return self.scheduler.update(plan, self._executor.retire(launched))
 
     def _make_do(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
         """After a step that did not fit into memory: halves the steps to come; gives up a request whose single token does not fit."""

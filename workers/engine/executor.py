@@ -11,6 +11,7 @@ import torch
 
 from workers.engine.attention import CacheShape
 from workers.engine.config import EngineConfig
+from workers.engine.device import check_dtype, usable_device
 from workers.engine.errors import ModelLoadError, StepOutOfMemory
 from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, weight_bytes
 from workers.engine.memory import available_memory, gib
@@ -34,12 +35,13 @@ class Executor:
 
     def __init__(self, config: EngineConfig) -> None:
         config = config.resolve()
-        device = _usable_device(config.device)
+        device = usable_device(config.device)
         if device.type == "cpu" and config.threads is not None:
             torch.set_num_threads(config.threads)
         started = time.monotonic()
         checkpoint = open_checkpoint(config.model)
         model, dtype = checkpoint.config, resolve_dtype(config.dtype, checkpoint.config, device)
+        check_dtype(device, dtype)
         # On a CPU the cache is planned first, for the context may come out shorter; on a GPU what the weights leave decides.
         try:
             if device.type == "cpu":
@@ -141,18 +143,6 @@ def _cpu_cache_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtyp
     per_request = -(-(config.max_model_len or model.max_model_len) // config.block_size)
     wanted = min(_CPU_CACHE_BYTES, (config.max_num_seqs * per_request + 1) * block_bytes(model, dtype, config.block_size))
     return wanted if available is None else min(wanted, available - weights)
-
-
-def _usable_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ModelLoadError(f"unknown device {name!r}; choose auto, cpu or cuda")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ModelLoadError(f"the device is {name}, but torch {torch.__version__} finds {torch.cuda.device_count()} GPUs here")
-    return device
 
 
 def _device_cache_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
