@@ -47,7 +47,7 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    num_heads: int
+    num_heads: int  # of one rank, where several share the model; so are the key-value heads and intermediate_size
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
@@ -59,6 +59,7 @@ class ModelConfig:
     rope: RopeConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str | None = None  # as the checkpoint names it
+    kv_copies: int = 1  # ranks that hold the same key-value heads
 
     @property
     def max_model_len(self) -> int:
