@@ -13,6 +13,7 @@ from workers.engine.attention import CacheShape
 from workers.engine.config import EngineConfig
 from workers.engine.device import check_dtype, usable_device
 from workers.engine.errors import ModelLoadError, StepOutOfMemory
+from workers.engine.layers.ops import make_ops
 from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, weight_bytes
 from workers.engine.memory import available_memory, gib
 from workers.engine.model_runner import LaunchedStep, ModelRunner
@@ -38,6 +39,7 @@ class Executor:
         device = usable_device(config.device)
         if device.type == "cpu" and config.threads is not None:
             torch.set_num_threads(config.threads)
+        ops = make_ops(config.attention_backend)
         started = time.monotonic()
         checkpoint = open_checkpoint(config.model)
         model, dtype = checkpoint.config, resolve_dtype(config.dtype, checkpoint.config, device)
@@ -47,9 +49,9 @@ class Executor:
             if device.type == "cpu":
                 budget = _cpu_cache_bytes(config, model, dtype, weight_bytes(checkpoint, dtype), available_memory())
                 config, self.num_blocks = plan_cache(config, model, dtype, budget)
-                decoder = load_weights(checkpoint, dtype, device, config.max_model_len)
+                decoder = load_weights(checkpoint, dtype, device, config.max_model_len, ops)
             else:
-                decoder = load_weights(checkpoint, dtype, device, config.max_model_len)
+                decoder = load_weights(checkpoint, dtype, device, config.max_model_len, ops)
                 config, self.num_blocks = plan_cache(config, model, dtype, _device_cache_bytes(config, model, device))
             self.weights_seconds = time.monotonic() - started
             self.config = _settle_prefix_caching(config, model)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from workers.engine.errors import ModelLoadError
+from workers.engine.layers.ops import Ops
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import Json, ModelConfig, eos_token_ids
 from workers.engine.models.registry import Family, find_family
@@ -71,11 +72,16 @@ def open_checkpoint(name: str) -> Checkpoint:
     return Checkpoint(folder, raw, family, config)
 
 
-def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None) -> DecoderModel:
-    """Reads the tensors and builds the model for contexts of up to `max_model_len` tokens (default: the model's own)."""
+def load_weights(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None, ops: Ops | None = None
+) -> DecoderModel:
+    """Reads the tensors and builds the model for contexts of up to `max_model_len` tokens (default: the model's own).
+
+    `ops` is what its layers compute with (default: plain torch).
+    """
     config = checkpoint.config
-    weights = Weights(_tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix)
-    model = checkpoint.family.build(checkpoint.raw, config, weights, dtype, device, max_model_len or config.max_model_len)
+    weights = Weights(_tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops)
+    model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
     unused = [name for name in weights.unused() if not name.endswith(derived)]
     if unused:

@@ -8,18 +8,28 @@ import torch
 from torch import Tensor
 
 from workers.engine.errors import ModelLoadError
+from workers.engine.layers.ops import Ops, TorchOps
 
 
 class Weights:
     """Hands a model its tensors in the dtype and on the device that it runs with, and knows which were never asked for.
 
-    `readers` maps a tensor's name to a function that reads it. Names may lack `prefix`: checkpoints saved from a bare decoder do.
+    `readers` maps a tensor's name to a function that reads it. Names may lack `prefix`: checkpoints saved from a bare decoder do. `ops` is
+    what the layers compute with.
     """
 
-    def __init__(self, readers: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+    def __init__(
+        self,
+        readers: Mapping[str, Callable[[], Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: str = "",
+        ops: Ops | None = None,
+    ) -> None:
         self._readers = dict(readers)
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
+        self.ops = ops or TorchOps()
         self._prefix = prefix if any(name.startswith(prefix) for name in readers) else ""
         self._taken: set[str] = set()
 
@@ -32,14 +42,14 @@ class Weights:
         Raises ModelLoadError where it is absent or has another shape.
         """
         size = (shape[1], shape[0]) if transpose else tuple(shape)
-        target = torch.empty(size, dtype=self._dtype, device=self._device)
+        target = torch.empty(size, dtype=self.dtype, device=self.device)
         self._read(name, shape, target.t() if transpose else target)
         return target
 
     def take_rows(self, names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
         """Several tensors of [rows, columns] (or [rows] where `columns` is None) stacked into one, for projections that run as one."""
         rest = () if columns is None else (columns,)
-        target = torch.empty((sum(rows), *rest), dtype=self._dtype, device=self._device)
+        target = torch.empty((sum(rows), *rest), dtype=self.dtype, device=self.device)
         for name, part in zip(names, torch.split(target, list(rows)), strict=True):
             self._read(name, part.shape, part)
         return target

@@ -7,11 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from tests.workers.engine.tiny_models import MODELS, folder, make
+from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads
+from workers.engine.attention.reference import TorchAttention
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
 from workers.engine.executor import Executor, _cpu_cache_bytes, block_bytes
@@ -37,18 +41,27 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def logits(model: DecoderModel) -> torch.Tensor:
-    """Of one prompt; keys and values need no cache for that."""
+class OnePrompt:
+    """Attention of a prompt of nine tokens."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        config = model.config
+        self.scales, self.windows = config.attention_scales, config.sliding_windows
+        self.attention = TorchAttention(CacheShape(2, 16, config.num_kv_heads, config.head_dim), config.num_heads, model.dtype, CPU)
+        self.caches = self.attention.new_cache(config.num_layers)
+        self.metadata = AttentionMetadata(16 + torch.arange(9), np.array([0, 9]), np.array([9]), np.array([[1]]))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attention.forward(q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer])
+
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+        return self.attention.forward_rotary(qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer])
+
+
+def logits(model: DecoderModel) -> Tensor:
     ids, positions = torch.arange(9), torch.arange(9)
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        scale = model.config.attention_scales[layer]
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
     with torch.inference_mode():
-        return model.logits(model.forward(ids, positions, positions + 1, attend))
+        return model.logits(model.forward(ids, positions, positions + 1, OnePrompt(model)))
 
 
 @pytest.mark.parametrize("name", MODELS)

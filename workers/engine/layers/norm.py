@@ -1,37 +1,42 @@
-"""Normalisations over the last dimension."""
+"""Normalisations over the last dimension, each also as one with the addition that stands before it in a decoder."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.weights import Weights
 
 
 class RMSNorm:
-    """Root-mean-square norm (Zhang and Sennrich, 2019); sums in float32."""
-
-    __slots__ = ("eps", "shape", "weight")
+    __slots__ = ("_ops", "eps", "weight")
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
         self.weight = weights.take(f"{name}.weight", (size,))
-        self.shape = (size,)
         self.eps = eps
+        self._ops = weights.ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return self._ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and x + residual; both arguments are used up."""
+        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class LayerNorm:
-    """Layer norm with weight and bias (Ba et al., 2016)."""
+    """With weight and bias."""
 
-    __slots__ = ("bias", "eps", "shape", "weight")
+    __slots__ = ("_ops", "bias", "eps", "weight")
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
         self.weight = weights.take(f"{name}.weight", (size,))
         self.bias = weights.take(f"{name}.bias", (size,))
-        self.shape = (size,)
         self.eps = eps
+        self._ops = weights.ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        return self._ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + residual, and x + residual; both arguments are used up."""
+        return self._ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)

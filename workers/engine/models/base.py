@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,10 +31,10 @@ class DecoderModel(ABC):
     #: What a bare decoder's tensor names lack in a full checkpoint; layers write it as "*."
     prefix: str
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
-        self.dtype = dtype
-        self.device = device
+        self.dtype = weights.dtype
+        self.device = weights.device
         self.lm_head: Tensor  # [vocab, hidden]
 
     @abstractmethod

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from workers.engine.attention import RotaryHeads
 from workers.engine.errors import ModelLoadError
 from workers.engine.layers.activation import activation
 from workers.engine.layers.linear import Linear, load_fused, load_linear
 from workers.engine.layers.norm import RMSNorm
-from workers.engine.layers.rotary import Rotary, rotate
+from workers.engine.layers.rotary import Rotary
 from workers.engine.models.base import AttentionContext, DecoderModel, load_head
 from workers.engine.models.config import Json, ModelConfig, require, rope_config
 from workers.engine.weights import Weights
@@ -30,13 +30,11 @@ class Variant:
 class RotaryDecoder(DecoderModel):
     prefix = "model."
 
-    def __init__(
-        self, config: ModelConfig, variant: Variant, weights: Weights, dtype: torch.dtype, device: torch.device, max_model_len: int
-    ) -> None:
-        super().__init__(config, dtype, device)
+    def __init__(self, config: ModelConfig, variant: Variant, weights: Weights, max_model_len: int) -> None:
+        super().__init__(config, weights)
         assert config.rope is not None
         self.embedding = weights.take("*.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self.rotary = Rotary(config.rope, config.head_dim, max_model_len, dtype, device)
+        self.rotary = Rotary(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
         self.layers = [DecoderLayer(config, variant, weights, layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm(weights, "*.norm", config.hidden_size, config.norm_eps)
         self.lm_head = load_head(weights, config, self.embedding)
@@ -44,21 +42,23 @@ class RotaryDecoder(DecoderModel):
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
         hidden = self.embedding[input_ids]
         cos, sin = self.rotary.cos_sin(positions, lengths)
+        residual: Tensor | None = None
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin, attend)
-        return self.norm(hidden)
+            hidden, residual = layer(hidden, residual, cos, sin, attend)
+        return hidden if residual is None else self.norm.add(hidden, residual)[0]
 
 
 class DecoderLayer:
     def __init__(self, config: ModelConfig, variant: Variant, weights: Weights, layer: int) -> None:
         name = f"*.layers.{layer}"
         self.index = layer
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.head_dim = config.head_dim
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
         self.qkv = load_fused(weights, projections, config.hidden_size, [queries, keys, keys], variant.qkv_bias)
         self.output = load_linear(weights, f"{name}.self_attn.o_proj", queries, config.hidden_size, variant.output_bias)
-        self.query_norm = self.key_norm = None
+        self.query_norm: RMSNorm | None = None
+        self.key_norm: RMSNorm | None = None
         if variant.head_norm:
             self.query_norm = RMSNorm(weights, f"{name}.self_attn.q_norm", self.head_dim, config.norm_eps)
             self.key_norm = RMSNorm(weights, f"{name}.self_attn.k_norm", self.head_dim, config.norm_eps)
@@ -66,19 +66,19 @@ class DecoderLayer:
         self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config, variant, weights, f"{name}.mlp")
 
-    def __call__(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: AttentionContext) -> Tensor:
-        hidden = hidden + self._attention(self.input_norm(hidden), cos, sin, attend)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+    def __call__(
+        self, hidden: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: AttentionContext
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's own output, and the residual stream before it; the stream into the layer is `hidden` plus `residual`, if any."""
+        x, residual = (self.input_norm(hidden), hidden) if residual is None else self.input_norm.add(hidden, residual)
+        x, residual = self.mlp_norm.add(self._attention(x, cos, sin, attend), residual)
+        return self.mlp(x), residual
 
     def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionContext) -> Tensor:
-        tokens, turned = x.shape[0], self.heads + self.kv_heads
-        qkv = self.qkv(x).view(tokens, turned + self.kv_heads, self.head_dim)
-        if self.query_norm is None or self.key_norm is None:
-            q, k = rotate(qkv[:, :turned], cos, sin).tensor_split([self.heads], 1)
-        else:
-            q = rotate(self.query_norm(qkv[:, : self.heads]), cos, sin)
-            k = rotate(self.key_norm(qkv[:, self.heads : turned]), cos, sin)
-        return self.output(attend(self.index, q, k, qkv[:, turned:]).reshape(tokens, -1))
+        tokens = x.shape[0]
+        qkv = self.qkv(x).view(tokens, -1, self.head_dim)
+        attended = attend.rotary(self.index, qkv, RotaryHeads(cos, sin, self.query_norm, self.key_norm))
+        return self.output(attended.reshape(tokens, -1))
 
 
 class GatedMLP:
@@ -87,11 +87,12 @@ class GatedMLP:
         projections = [f"{name}.gate_proj", f"{name}.up_proj"]
         self.gate_up: Linear = load_fused(weights, projections, config.hidden_size, [width, width], variant.mlp_bias)
         self.down = load_linear(weights, f"{name}.down_proj", width, config.hidden_size, variant.mlp_bias)
-        self.activation = activation(config.activation)
+        activation(config.activation)  # an unknown one is refused here, not by the first step
+        self.activation = config.activation
+        self._ops = weights.ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(self._ops.gated_activation(self.activation, self.gate_up(x)))
 
 
 def decoder_config(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from workers.engine.errors import ModelLoadError
@@ -38,15 +37,15 @@ def config(raw: Json) -> ModelConfig:
     )
 
 
-def build(raw: Json, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, max_model_len: int) -> GPT2:
-    return GPT2(config, weights, dtype, device)
+def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> GPT2:
+    return GPT2(config, weights)
 
 
 class GPT2(DecoderModel):
     prefix = "transformer."
 
-    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(config, dtype, device)
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        super().__init__(config, weights)
         self.embedding = weights.take("*.wte.weight", (config.vocab_size, config.hidden_size))
         self.position_embedding = weights.take("*.wpe.weight", (config.max_position_embeddings, config.hidden_size))
         self.layers = [GPT2Layer(config, weights, layer) for layer in range(config.num_layers)]
@@ -55,9 +54,10 @@ class GPT2(DecoderModel):
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
         hidden = self.embedding[input_ids] + self.position_embedding[positions]
+        residual: Tensor | None = None
         for layer in self.layers:
-            hidden = layer(hidden, attend)
-        return self.norm(hidden)
+            hidden, residual = layer(hidden, residual, attend)
+        return hidden if residual is None else self.norm.add(hidden, residual)[0]
 
 
 class GPT2Layer:
@@ -73,8 +73,9 @@ class GPT2Layer:
         self.down = load_transposed(weights, f"{name}.mlp.c_proj", config.intermediate_size, hidden)
         self.activation = activation(config.activation)
 
-    def __call__(self, hidden: Tensor, attend: AttentionContext) -> Tensor:
-        qkv = self.qkv(self.attention_norm(hidden)).view(-1, 3 * self.heads, self.head_dim)
-        q, k, v = qkv.chunk(3, 1)
-        hidden = hidden + self.output(attend(self.index, q, k, v).reshape(hidden.shape))
-        return hidden + self.down(self.activation(self.up(self.mlp_norm(hidden))))
+    def __call__(self, hidden: Tensor, residual: Tensor | None, attend: AttentionContext) -> tuple[Tensor, Tensor]:
+        """The layer's own output, and the residual stream before it; the stream into the layer is `hidden` plus `residual`, if any."""
+        x, residual = (self.attention_norm(hidden), hidden) if residual is None else self.attention_norm.add(hidden, residual)
+        q, k, v = self.qkv(x).view(-1, 3 * self.heads, self.head_dim).chunk(3, 1)
+        x, residual = self.mlp_norm.add(self.output(attend(self.index, q, k, v).reshape(hidden.shape)), residual)
+        return self.down(self.activation(self.up(x))), residual

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from workers.engine.models.config import Json, ModelConfig
 from workers.engine.models.decoder import RotaryDecoder, Variant, decoder_config
 from workers.engine.weights import Weights
@@ -13,7 +11,7 @@ def config(raw: Json) -> ModelConfig:
     return decoder_config(raw, max_position_embeddings=2048)
 
 
-def build(raw: Json, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, max_model_len: int) -> RotaryDecoder:
+def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> RotaryDecoder:
     bias = bool(raw.get("attention_bias", False))
     variant = Variant(qkv_bias=bias, output_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False)))
-    return RotaryDecoder(config, variant, weights, dtype, device, max_model_len)
+    return RotaryDecoder(config, variant, weights, max_model_len)

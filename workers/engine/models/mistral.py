@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from workers.engine.models.config import Json, ModelConfig, require
 from workers.engine.models.decoder import RotaryDecoder, Variant, decoder_config
 from workers.engine.weights import Weights
@@ -15,5 +13,5 @@ def config(raw: Json) -> ModelConfig:
     return decoder_config(raw, num_kv_heads=8, max_position_embeddings=131072, windows=windows)
 
 
-def build(raw: Json, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, max_model_len: int) -> RotaryDecoder:
-    return RotaryDecoder(config, Variant(), weights, dtype, device, max_model_len)
+def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> RotaryDecoder:
+    return RotaryDecoder(config, Variant(), weights, max_model_len)

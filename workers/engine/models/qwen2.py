@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from workers.engine.models.config import Json, ModelConfig, layer_windows, require
 from workers.engine.models.decoder import RotaryDecoder, Variant, decoder_config
 from workers.engine.weights import Weights
@@ -14,5 +12,5 @@ def config(raw: Json) -> ModelConfig:
     return decoder_config(raw, num_kv_heads=32, max_position_embeddings=32768, windows=windows)
 
 
-def build(raw: Json, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, max_model_len: int) -> RotaryDecoder:
-    return RotaryDecoder(config, Variant(qkv_bias=True), weights, dtype, device, max_model_len)
+def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> RotaryDecoder:
+    return RotaryDecoder(config, Variant(qkv_bias=True), weights, max_model_len)

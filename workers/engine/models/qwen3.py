@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from workers.engine.models.config import Json, ModelConfig, layer_windows, require
 from workers.engine.models.decoder import RotaryDecoder, Variant, decoder_config
 from workers.engine.weights import Weights
@@ -14,7 +12,7 @@ def config(raw: Json) -> ModelConfig:
     return decoder_config(raw, num_kv_heads=32, head_dim=128, max_position_embeddings=32768, windows=windows)
 
 
-def build(raw: Json, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device, max_model_len: int) -> RotaryDecoder:
+def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> RotaryDecoder:
     bias = bool(raw.get("attention_bias", False))
     variant = Variant(qkv_bias=bias, output_bias=bias, head_norm=True)
-    return RotaryDecoder(config, variant, weights, dtype, device, max_model_len)
+    return RotaryDecoder(config, variant, weights, max_model_len)

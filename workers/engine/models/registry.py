@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from workers.engine.errors import ModelLoadError
 from workers.engine.models import gpt2, llama, mistral, qwen2, qwen3
 from workers.engine.models.base import DecoderModel
@@ -14,7 +12,7 @@ from workers.engine.models.config import Json, ModelConfig
 from workers.engine.models.decoder import RotaryDecoder
 from workers.engine.weights import Weights
 
-Build = Callable[[Json, ModelConfig, Weights, torch.dtype, torch.device, int], DecoderModel]
+Build = Callable[[Json, ModelConfig, Weights, int], DecoderModel]
 
 
 @dataclass(frozen=True, slots=True)
