@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from tests.workers.engine.tiny_models import folder
+from workers.engine.cache_plan import block_bytes
 from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
-from workers.engine.executor import Executor, block_bytes
+from workers.engine.executor import Executor
 from workers.engine.loader import open_checkpoint
 from workers.engine.messages import EngineRequest, Finish, TokenLogprobs
 

@@ -12,9 +12,10 @@ from tests.workers.engine.tiny_models import NEW_TOKENS, VOCAB, folder, referenc
 from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
 from workers.engine.errors import StepOutOfMemory
-from workers.engine.executor import Executor, is_out_of_memory
+from workers.engine.executor import Executor
 from workers.engine.messages import AbortRequests, AddRequests, EngineRequest, Finish, SamplingParams, Shutdown, StepOutput, ToCore
 from workers.engine.model_runner import LaunchedStep
+from workers.engine.rank import is_out_of_memory
 from workers.engine.step import StepPlan, StepResult
 
 MODEL = "llama"

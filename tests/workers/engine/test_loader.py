@@ -16,9 +16,10 @@ from torch import Tensor
 from tests.workers.engine.tiny_models import MODELS, folder, make
 from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads
 from workers.engine.attention.reference import TorchAttention
+from workers.engine.cache_plan import block_bytes, cpu_cache_bytes
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
-from workers.engine.executor import Executor, _cpu_cache_bytes, block_bytes
+from workers.engine.executor import Executor
 from workers.engine.loader import load_model, open_checkpoint, weight_bytes
 from workers.engine.models.base import DecoderModel
 
@@ -263,10 +264,10 @@ def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> N
 def test_a_cache_that_nobody_sized_takes_what_the_weights_leave() -> None:
     settings = config(max_num_seqs=8).resolve()
     model = open_checkpoint(settings.model).config
-    free, tight = (_cpu_cache_bytes(settings, model, torch.float32, 1000, available) for available in (None, 9000))
+    free, tight = (cpu_cache_bytes(settings, model, torch.float32, 1000, available) for available in (None, 9000))
     assert tight == 8000 < free
     with pytest.raises(ModelLoadError, match=r"weights of .* do not fit"):
-        _cpu_cache_bytes(settings, model, torch.float32, 1000, 999)
+        cpu_cache_bytes(settings, model, torch.float32, 1000, 999)
 
 
 def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:

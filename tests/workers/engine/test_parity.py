@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.tiny_models import MODELS, NEW_TOKENS, VOCAB, Reference, folder, reference
+from workers.engine.cache_plan import block_bytes
 from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
-from workers.engine.executor import Executor, block_bytes
+from workers.engine.executor import Executor
 from workers.engine.loader import open_checkpoint
 from workers.engine.messages import EngineRequest, SamplingParams
 from workers.engine.sampling.rows import SampledRows

@@ -1,0 +1,112 @@
+"""One rank's part of a replica: its weights, its KV cache, the steps run on them. A replica of one process has one."""
+
+from __future__ import annotations
+
+import torch
+
+from workers.engine.cache_plan import cpu_cache_bytes, longest_context, plan_cache
+from workers.engine.config import EngineConfig
+from workers.engine.device import check_dtype, usable_device
+from workers.engine.errors import ModelLoadError, StepOutOfMemory
+from workers.engine.layers.ops import make_ops
+from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, weight_bytes
+from workers.engine.memory import available_memory
+from workers.engine.model_runner import LaunchedStep, ModelRunner
+from workers.engine.models.base import DecoderModel
+from workers.engine.models.config import ModelConfig
+from workers.engine.sampling.limits import AT_ONCE
+from workers.engine.step import StepPlan, StepResult
+
+_SAMPLED_BYTES = 32  # of temporaries for each logit that a device samples from at once: 64-bit noise, a sort with its indices
+
+
+class Rank:
+    """Comes to life in three steps: made, it knows the model's shape; `load` reads the weights and says how large a cache could be;
+    `allocate` makes the cache, whose size all ranks of a replica share. From then on it launches and retires steps.
+
+    Takes a resolved configuration. All three raise ModelLoadError where the model cannot be loaded or a setting does not suit it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.device = usable_device(config.device)
+        if self.device.type == "cpu" and config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self._ops = make_ops(config.attention_backend)
+        self._checkpoint = open_checkpoint(config.model)
+        self.model_config: ModelConfig = self._checkpoint.config
+        self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
+        check_dtype(self.device, self.dtype)
+        longest_context(config, self.model_config)
+        self._decoder: DecoderModel
+        self.runner: ModelRunner
+
+    def load(self) -> int:
+        """Reads the weights; returns how many bytes this rank has for its KV cache."""
+        config, model = self._config, self.model_config
+        try:
+            if self.device.type != "cpu":
+                self._decoder = load_weights(self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops)
+                return _device_cache_bytes(config, model, self.device)
+            # The cache is planned first, for it may not fit, or the context come out shorter.
+            budget = cpu_cache_bytes(config, model, self.dtype, weight_bytes(self._checkpoint, self.dtype), available_memory())
+            planned, _ = plan_cache(config, model, self.dtype, budget)
+            self._decoder = load_weights(self._checkpoint, self.dtype, self.device, planned.max_model_len, self._ops)
+            return budget
+        except (MemoryError, RuntimeError) as error:
+            self._refuse(error)
+            raise
+
+    def allocate(self, config: EngineConfig, num_blocks: int) -> None:
+        """Makes the cache of `num_blocks` blocks; `config` has `max_model_len` settled."""
+        try:
+            self.runner = ModelRunner(config, self._decoder, num_blocks)
+        except (MemoryError, RuntimeError) as error:
+            self._refuse(error)
+            raise
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may be launched again, in other parts."""
+        try:
+            return self.runner.launch(plan)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            why = one_line(error)
+        # Only here, where no error holds on to the step's tensors any more, can their memory be had again.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise StepOutOfMemory(why)
+
+    def retire(self, launched: LaunchedStep) -> StepResult:
+        """What came of a step. Waits for the device."""
+        return self.runner.retire(launched)
+
+    def _refuse(self, error: Exception) -> None:
+        """Raises ModelLoadError for a want of memory."""
+        if is_out_of_memory(error):
+            what = f"weights and KV cache of {self._config.model} do not fit into memory on {self.device}"
+            raise ModelLoadError(f"{what}: {error}") from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory for a tensor or an array could not be had, on the device, where cuBLAS takes some at its first use, or on the host."""
+    signs = ("out of memory", "can't allocate memory", "std::bad_alloc", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
+
+
+def one_line(error: Exception) -> str:
+    """The first line of an error's text, which for torch is followed by advice; else its kind."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _device_cache_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
+    """What `gpu_memory_utilization` leaves beside the weights and the largest step's activations."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    free, total = torch.cuda.mem_get_info(device)
+    per_token = 4 * (8 * model.hidden_size + 3 * model.intermediate_size)
+    activations = config.max_num_batched_tokens * per_token + 4 * 4 * config.max_num_seqs * model.vocab_size + _SAMPLED_BYTES * AT_ONCE
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - activations)
