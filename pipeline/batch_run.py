@@ -54,6 +54,7 @@ class Task:
     model_flags: Mapping[str, Any]
     worker_arguments: list[str]
     starts_worker: bool
+    replicas: int
     retry_failed: bool
     fail_on_error: bool
     log_level: str
@@ -224,7 +225,8 @@ class BatchRun:
 
     def _start_worker(self, stack: Stack) -> None:
         model = ["--model", self._task.model] if self._task.model else []
-        stack.start_worker([*model, "--shutdown-timeout", str(_SHUTDOWN_SECONDS), *self._task.worker_arguments])
+        arguments = [*model, "--shutdown-timeout", str(_SHUTDOWN_SECONDS), *self._task.worker_arguments]
+        stack.start_workers(arguments, self._task.replicas)
 
     def _counts(self, record: BatchRecord) -> Counts:
         note = ""

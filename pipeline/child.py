@@ -36,7 +36,7 @@ class ChildFailed(Exception):
 
 class Child:
     """A process that is kept running. `command` is asked anew at each start; `on_death` gets the process id as soon as the process
-    is found ended.
+    is found ended. One that is `named` has its name before each line that it prints.
 
     The kernel ties a child to the thread that started it, so `start` and `check` belong to the main thread.
     """
@@ -48,8 +48,11 @@ class Child:
         environment: Mapping[str, str],
         say: Callable[[str], None],
         on_death: Callable[[int], None] = lambda pid: None,
+        *,
+        named: bool = False,
     ) -> None:
         self.name = name
+        self._prefix = f"{name}: " if named else ""
         self._command = command
         self._environment = {**os.environ, **environment}
         self._say = say
@@ -141,7 +144,7 @@ class Child:
                 self._errors.append(line.removeprefix(ERROR_PREFIX))
                 continue
             self._last_lines.append(line)
-            self._say(line)
+            self._say(self._prefix + line)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.poll() is None:

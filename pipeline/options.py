@@ -40,6 +40,18 @@ class Size(click.ParamType[int]):
         return number
 
 
+class Device(click.ParamType[str]):
+    """auto, cpu, cuda, or a card by its number among those that are visible."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = str(value)
+        if text not in ("auto", "cpu", "cuda") and not (text.startswith("cuda:") and text.removeprefix("cuda:").isdecimal()):
+            self.fail(f"{text!r} is none of auto, cpu, cuda and cuda:N", param, ctx)
+        return text
+
+
 def flag(*names: str, env: str | None = None, **attributes: Any) -> Callable[[Command], Command]:
     """A click option that can also be set by the environment variable `env` (PIPELINE_ and the flag's name, unless given)."""
     longest = max((name.split("/")[0] for name in names), key=len)
@@ -131,7 +143,11 @@ queue_options = all_of(
 model_options = all_of(
     flag("--served-model-name", multiple=True, help="Name that requests use for the model; may be repeated. [default: the --model given]"),
     flag("--tokenizer", help="Folder or hub name of the tokenizer. [default: the model's]"),
-    flag("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", help="Where to run; auto: a GPU if there is one."),
+    flag("--device", type=Device(), default="auto", help="cuda (any free GPU), cuda:1 (that one) or cpu; auto: a GPU if there is one."),
+    flag("--tensor-parallel-size", type=click.IntRange(min=1), default=1,
+         help="Cards (on a CPU, processes) that share one copy of the model; a number that divides its attention heads."),
+    flag("--device-lock-folder", type=click.Path(file_okay=False),
+         help="Where workers of this host say which card they have; one for all, containers too. [default: /run/lock or /tmp]"),
     flag("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Type of weights and activations."),
     flag("--max-model-len", type=Size(), help="Longest prompt and answer together, in tokens. [default: what the model's config says]"),
     flag("--max-num-seqs", type=Size(), help="Requests that run at once. [default: 64 on a CPU, 1024 on a GPU]"),
@@ -151,6 +167,8 @@ MODEL_FLAGS = (
     "served_model_name",
     "tokenizer",
     "device",
+    "tensor_parallel_size",
+    "device_lock_folder",
     "dtype",
     "max_model_len",
     "max_num_seqs",
@@ -167,9 +185,18 @@ MODEL_FLAGS = (
 """Parameter names of `model_options`."""
 
 
+replicas_option = flag(
+    "--data-parallel-size", type=click.IntRange(min=1), default=1,
+    help="Copies of the model, each with a card (or --tensor-parallel-size of them) of its own; they share the work.",
+)  # fmt: skip
+
+
 def check_model_flags(ctx: click.Context) -> None:
     """Refuses model flags that contradict each other."""
     values = ctx.params
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        if ":" in values["device"] and values[name] > 1:
+            raise Refused(f"--device {values['device']} names one card, and {as_flag(name)} {values[name]} needs more: give --device cuda")
     tokens, requests = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
     if tokens is not None and requests is not None and tokens < requests:
         raise Refused(f"--max-num-batched-tokens {tokens} is below --max-num-seqs {requests}: a step gives each running request one token")

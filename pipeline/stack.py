@@ -1,10 +1,11 @@
 """Every process on one machine: a private Redis if none is given, and the children that stand on it, supervised by this process."""
 
 import contextlib
+import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 
@@ -17,6 +18,7 @@ from pipeline.errors import Unfinished
 from pipeline.kept_server import KeptServer
 from pipeline.options import CHILD_VARIABLE
 from pipeline.private_folder import private_folder
+from workers.engine.config import available_cpus
 
 _STOP_SECONDS = 15.0
 
@@ -27,8 +29,18 @@ class Stack:
     With no `redis_url` a private server is started in a folder of its own, which is removed at the end.
     """
 
-    def __init__(self, redis_url: str | None, settings: QueueSettings, say: Callable[[str], None], log_level: str = "info") -> None:
+    def __init__(
+        self,
+        redis_url: str | None,
+        settings: QueueSettings,
+        say: Callable[[str], None],
+        log_level: str = "info",
+        *,
+        stop_seconds: float = _STOP_SECONDS,
+    ) -> None:
+        """`stop_seconds`: what each kind of child has to end in once it is told to stop."""
         self.settings = settings
+        self._stop_seconds = stop_seconds
         self._log_level = log_level
         self._given_url = redis_url
         self._say = say
@@ -76,9 +88,16 @@ class Stack:
         store = ["--file-store", file_store] if file_store is not None else []
         self._add("ticker", partial(_python, "jobs.ticker", "--redis-url", self.redis_url, *store))
 
-    def start_worker(self, arguments: list[str]) -> None:
-        """One model replica. `arguments` are the flags of `pipeline worker`."""
-        self._add("worker", partial(_python, "pipeline", "worker", "--log-level", self._log_level, *arguments), on_death=self._bury)
+    def start_workers(self, arguments: list[str], replicas: int = 1) -> None:
+        """Model replicas, each with a front and an engine core; they take different cards. `arguments` are flags of `pipeline worker`."""
+        # Said in any case, for the environment, which a child inherits, may say something else.
+        command = partial(_python, "pipeline", "worker", "--log-level", self._log_level, "--data-parallel-size", "1", *arguments)
+        if replicas == 1:
+            self._add("worker", command, on_death=self._bury)
+            return
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cpus() // replicas))
+        for number in range(replicas):
+            self._add(f"worker-{number}", command, {"OMP_NUM_THREADS": threads}, on_death=self._bury, named=True)
 
     def start_api(self, arguments: list[str]) -> None:
         """The HTTP face. `arguments` are the flags of `pipeline api`."""
@@ -93,9 +112,9 @@ class Stack:
         pauses = [child.pause_left for child in self._children]
         return min((pause for pause in pauses if pause is not None), default=5.0)
 
-    def has(self, name: str) -> bool:
-        """Whether a child of that name was started and not stopped."""
-        return any(child.name == name for child in self._children)
+    def has(self, kind: str) -> bool:
+        """Whether a child whose name begins so was started and not stopped."""
+        return any(child.name.startswith(kind) for child in self._children)
 
     def stop(self, only: str = "", insisted: Callable[[], bool] = lambda: False) -> None:
         """Stops the children whose name begins with `only`: first those that take work, then those that take its results.
@@ -104,7 +123,7 @@ class Stack:
         """
         for kind in ("api", "worker", "jobs", "ticker"):
             chosen = [child for child in self._children if child.name.startswith(kind) and child.name.startswith(only)]
-            deadline = time.monotonic() + _STOP_SECONDS
+            deadline = time.monotonic() + self._stop_seconds
             for child in chosen:
                 child.ask_to_stop()
             for child in chosen:
@@ -119,8 +138,15 @@ class Stack:
             child.wait_until_stopped(0.0)
         self._children.clear()
 
-    def _add(self, name: str, command: Callable[[], list[str]], on_death: Callable[[int], None] = lambda pid: None) -> None:
-        child = Child(name, command, self._environment, self._say, on_death)
+    def _add(
+        self,
+        name: str,
+        command: Callable[[], list[str]],
+        environment: Mapping[str, str] | None = None,
+        on_death: Callable[[int], None] = lambda pid: None,
+        named: bool = False,
+    ) -> None:
+        child = Child(name, command, {**self._environment, **(environment or {})}, self._say, on_death, named=named)
         child.start()
         self._children.append(child)
 

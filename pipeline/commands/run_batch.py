@@ -16,6 +16,7 @@ from pipeline.options import (
     model_options,
     queue_options,
     redis_option,
+    replicas_option,
 )
 
 
@@ -30,6 +31,7 @@ from pipeline.options import (
 @flag("--local-worker", is_flag=True, help="With REDIS_URL: start a worker on this machine too.")
 @flag("--detach", is_flag=True, help="With REDIS_URL: hand the batch in, print its id and leave; see `pipeline wait`.")
 @model_options
+@replicas_option
 @redis_option
 @queue_options
 @common_options
@@ -37,7 +39,7 @@ from pipeline.options import (
 def run_batch(
     ctx: click.Context, /, input: Path | None, input_file: Path | None, output_file: Path | None, model: str | None, retry_failed: bool,
     fail_on_error: bool, local_worker: bool, detach: bool, redis_url: str | None, lease_seconds: float, stream_interval: float,
-    log_level: str, **model_flags: object,
+    data_parallel_size: int, log_level: str, **model_flags: object,
 ) -> None:  # fmt: skip
     """Answers every line of INPUT, in OpenAI's batch format, and writes the results in input order.
 
@@ -62,6 +64,7 @@ def run_batch(
         model_flags=ctx.params,
         worker_arguments=model_arguments(ctx.params),
         starts_worker=redis_url is None or local_worker,
+        replicas=data_parallel_size,
         retry_failed=retry_failed,
         fail_on_error=fail_on_error,
         log_level=log_level,
@@ -94,6 +97,6 @@ def _check_fleet_flags(ctx: click.Context, redis_url: str | None, local_worker: 
         raise Refused("--detach leaves the batch to a fleet: set REDIS_URL")
     if detach and local_worker:
         raise Refused("--detach leaves at once and --local-worker stays to work: give one of them")
-    unused = given_as_flag(ctx, MODEL_FLAGS)
+    unused = given_as_flag(ctx, [*MODEL_FLAGS, "data_parallel_size"])
     if redis_url is not None and not local_worker and unused:
         raise Refused(f"{unused[0]} is for a worker that is started here, but with REDIS_URL the fleet answers: add --local-worker")

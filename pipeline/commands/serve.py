@@ -14,6 +14,7 @@ from pipeline.options import (
     one_model,
     queue_options,
     redis_option,
+    replicas_option,
 )
 
 
@@ -22,13 +23,14 @@ from pipeline.options import (
 @flag("--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]")
 @listen_options
 @model_options
+@replicas_option
 @redis_option
 @queue_options
 @common_options
 @click.pass_context
 def serve(
     ctx: click.Context, /, model: str | None, model_option: str | None, host: str, port: int, redis_url: str | None, lease_seconds: float,
-    stream_interval: float, log_level: str, **model_flags: object,
+    stream_interval: float, data_parallel_size: int, log_level: str, **model_flags: object,
 ) -> None:  # fmt: skip
     """Serves one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a private Redis."""
     from pipeline.logs import configure_logs
@@ -53,7 +55,7 @@ def serve(
     try:
         with Stack(redis_url, settings, print_line, log_level) as stack:
             stack.start_api(["--host", host, "--port", str(port)])
-            stack.start_worker([*([name] if name else []), *model_arguments(ctx.params)])
+            stack.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
             stack.start_jobs()
             run_until_stopped(stack)
     except ChildFailed as error:

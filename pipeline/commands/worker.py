@@ -1,4 +1,4 @@
-"""`pipeline worker`: one model replica."""
+"""`pipeline worker`: one model replica, or several."""
 
 import click
 
@@ -8,11 +8,15 @@ from pipeline.options import (
     common_options,
     flag,
     log_settings,
+    model_arguments,
     model_options,
     one_model,
     queue_options,
     redis_option,
+    replicas_option,
 )
+
+_BESIDES = 10.0  # seconds that a replica may take to stop in beyond what its requests get
 
 
 @click.command()
@@ -20,12 +24,19 @@ from pipeline.options import (
 @flag("--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]")
 @flag("--shutdown-timeout", type=click.FloatRange(min=0), default=10.0, help="Seconds that running requests get to end in after SIGTERM.")
 @model_options
+@replicas_option
 @redis_option
 @queue_options
 @common_options
 @click.pass_context
-def worker(ctx: click.Context, /, model: str | None, model_option: str | None, redis_url: str | None, log_level: str, **_: object) -> None:
-    """Answers the requests of a queue with one model: a front process, and an engine core process on the device."""
+def worker(
+    ctx: click.Context, /, model: str | None, model_option: str | None, data_parallel_size: int, redis_url: str | None, log_level: str,
+    **_: object,
+) -> None:  # fmt: skip
+    """Answers the requests of a queue with one model: a front process, and an engine core process on the device.
+
+    With --data-parallel-size N there are N of both under this process, which starts again what ends.
+    """
     from pipeline.logs import configure_logs
 
     configure_logs("worker", log_level)
@@ -33,11 +44,31 @@ def worker(ctx: click.Context, /, model: str | None, model_option: str | None, r
     check_model_flags(ctx)
     if redis_url is None:
         raise Refused("`pipeline worker` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)")
+    name = one_model(ctx, model, model_option)
+    if data_parallel_size > 1:
+        _supervise(ctx, name, redis_url, data_parallel_size, log_level)
+        return
     from jobs.connection import check_server, connect
     from pipeline.worker_settings import worker_settings
     from workers.worker import main
 
-    settings = worker_settings(one_model(ctx, model, model_option), redis_url, ctx.params)
+    settings = worker_settings(name, redis_url, ctx.params)
     with connect(redis_url) as client:
         check_server(client)
     raise SystemExit(main(settings))
+
+
+def _supervise(ctx: click.Context, model: str | None, redis_url: str, replicas: int, log_level: str) -> None:
+    from pipeline.child import ChildFailed
+    from pipeline.run import print_line, run_until_stopped
+    from pipeline.stack import Stack
+    from pipeline.worker_settings import worker_settings
+
+    settings = worker_settings(model, redis_url, ctx.params)  # refuses before anything is started
+    arguments = [*([model] if model else []), "--shutdown-timeout", str(settings.shutdown_timeout), *model_arguments(ctx.params)]
+    try:
+        with Stack(redis_url, settings.queue, print_line, log_level, stop_seconds=settings.shutdown_timeout + _BESIDES) as stack:
+            stack.start_workers(arguments, replicas)
+            run_until_stopped(stack)
+    except ChildFailed as error:
+        raise error.as_exit() from None

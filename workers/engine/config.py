@@ -6,6 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_COUNTS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_memory_bytes",
+    "threads",
+    "tensor_parallel_size",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +24,9 @@ class EngineConfig:
     `max_model_len` and `max_num_batched_tokens` count tokens, `kv_cache_memory_bytes` bytes, `gpu_memory_utilization` is a fraction of
     the device's memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1. `step_timeout`:
     seconds without a step, while there are requests, after which the core counts as hung and is killed (None: as `watchdog.Patience`
-    learns). `profile` is a folder for a trace of some steps, `nvtx` names the parts of a step for Nsight Systems (`profiling.py`). `debug`
+    learns). `tensor_parallel_size` processes share the model, each on a card of its own; `device_lock_folder` is where workers of a host
+    agree who has which (None: the usual one, see `device_lock.py`). `threads` are those of one process.
+    `profile` is a folder for a trace of some steps, `nvtx` names the parts of a step for Nsight Systems (`profiling.py`). `debug`
     turns on the integrity check each time the core becomes idle. Raises ValueError for a value out of range.
     """
 
@@ -23,6 +34,8 @@ class EngineConfig:
     tokenizer: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    device_lock_folder: str | None = None
+    tensor_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -39,7 +52,7 @@ class EngineConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "threads"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -64,12 +77,12 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens or (16384 if cuda else 2048),
             block_size=self.block_size or 16,
             depth=self.depth if self.depth is not None else int(cuda),
-            threads=self.compute_threads(),
+            threads=self.threads or max(1, self.compute_threads() // self.tensor_parallel_size),
             attention_backend=self.attention_backend if self.attention_backend != "auto" else "triton" if cuda else "torch",
         )
 
     def compute_threads(self) -> int:
-        """Threads for the core's arithmetic: `threads`, else OMP_NUM_THREADS, else the CPUs that this process may use."""
+        """Threads for the arithmetic of all ranks: `threads`, else OMP_NUM_THREADS, else the CPUs that this process may use."""
         if self.threads is not None:
             return self.threads
         asked = os.environ.get("OMP_NUM_THREADS", "")
