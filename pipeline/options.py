@@ -143,6 +143,8 @@ queue_options = all_of(
 model_options = all_of(
     flag("--served-model-name", multiple=True, help="Name that requests use for the model; may be repeated. [default: the --model given]"),
     flag("--tokenizer", help="Folder or hub name of the tokenizer. [default: the model's]"),
+    flag("--model-impl", type=click.Choice(["auto", "own", "transformers"]), default="auto",
+         help="Whose code runs the model; auto: the engine's own where it has a file for the architecture, else transformers'."),
     flag("--device", type=Device(), default="auto", help="cuda (any free GPU), cuda:1 (that one) or cpu; auto: a GPU if there is one."),
     flag("--tensor-parallel-size", type=click.IntRange(min=1), default=1,
          help="Cards (on a CPU, processes) that share one copy of the model; a number that divides its attention heads."),
@@ -166,6 +168,7 @@ model_options = all_of(
 MODEL_FLAGS = (
     "served_model_name",
     "tokenizer",
+    "model_impl",
     "device",
     "tensor_parallel_size",
     "device_lock_folder",

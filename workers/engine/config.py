@@ -21,6 +21,7 @@ _COUNTS = (
 class EngineConfig:
     """What one model replica runs with. `None` and "auto" mean: decided once, by `resolve()` or, where only the model can tell, at load.
 
+    `model_impl`: whose code runs the model, "own", "transformers", or "auto": the engine's own where it has some for the architecture.
     `max_model_len` and `max_num_batched_tokens` count tokens, `kv_cache_memory_bytes` bytes, `gpu_memory_utilization` is a fraction of
     the device's memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1. `step_timeout`:
     seconds without a step, while there are requests, after which the core counts as hung and is killed (None: as `watchdog.Patience`
@@ -32,6 +33,7 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    model_impl: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     device_lock_folder: str | None = None
@@ -56,6 +58,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.model_impl not in ("auto", "own", "transformers"):
+            raise ValueError(f"model_impl must be auto, own or transformers, got {self.model_impl!r}")
         if self.depth not in (None, 0, 1):
             raise ValueError(f"depth must be 0 or 1, got {self.depth}")
         if self.step_timeout is not None and not self.step_timeout > 0:

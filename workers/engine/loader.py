@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,8 +19,11 @@ from workers.engine.errors import ModelLoadError
 from workers.engine.layers.ops import Ops
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import Json, ModelConfig, eos_token_ids
-from workers.engine.models.registry import Family, find_family
+from workers.engine.models.registry import FAMILIES, Family, find_family
 from workers.engine.weights import Weights
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from workers.engine.models.transformers_model import TransformersClass
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ class Checkpoint:
 
     folder: Path
     raw: Json
-    family: Family
+    family: Family | TransformersClass
     config: ModelConfig
 
 
@@ -57,19 +60,33 @@ def load_model(name: str, dtype: str, device: torch.device, max_model_len: int |
     return load_weights(checkpoint, resolve_dtype(dtype, checkpoint.config, device), device, max_model_len)
 
 
-def open_checkpoint(name: str) -> Checkpoint:
-    """Finds the folder and reads its configuration. Raises ModelLoadError."""
+def open_checkpoint(name: str, model_impl: str = "auto") -> Checkpoint:
+    """Finds the folder, reads its configuration and settles whose code runs it. Raises ModelLoadError."""
     folder = find_folder(name)
     raw = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
-    family = find_family(raw)
     if raw.get("quantization_config"):
         raise ModelLoadError(f"the model {name} is quantised, which is not supported; use its float16, bfloat16 or float32 version")
-    config = family.config(raw)
+    family: Family | TransformersClass | None = find_family(raw, model_impl)
+    if family is None:
+        family = _transformers_class(folder, raw)
+    config = family.config(raw) if isinstance(family, Family) else family.config
     stored = raw.get("dtype") or raw.get("torch_dtype")
     config = replace(config, eos_token_ids=eos_token_ids(raw, generation), dtype=str(stored).removeprefix("torch.") if stored else None)
     return Checkpoint(folder, raw, family, config)
+
+
+def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
+    from workers.engine.models.transformers_model import find_class
+
+    name = raw["architectures"][0]
+    try:
+        return find_class(folder, raw)
+    except ModelLoadError as error:
+        if name in FAMILIES:
+            raise
+        raise ModelLoadError(f"the engine has no code of its own for {name} (it has for {', '.join(FAMILIES)}), and {error}") from error
 
 
 def load_weights(
@@ -80,6 +97,9 @@ def load_weights(
     `ops` is what its layers compute with (default: plain torch).
     """
     config = checkpoint.config
+    if not isinstance(checkpoint.family, Family):
+        _weight_files(checkpoint.folder)
+        return checkpoint.family.load(checkpoint.folder, dtype, device, max_model_len or config.max_model_len)
     weights = Weights(_tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops)
     model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED

@@ -33,7 +33,7 @@ class Rank:
         if self.device.type == "cpu" and config.threads is not None:
             torch.set_num_threads(config.threads)
         self._ops = make_ops(config.attention_backend)
-        self._checkpoint = open_checkpoint(config.model)
+        self._checkpoint = open_checkpoint(config.model, config.model_impl)
         self.model_config: ModelConfig = self._checkpoint.config
         self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
         check_dtype(self.device, self.dtype)

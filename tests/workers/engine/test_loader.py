@@ -180,7 +180,8 @@ def test_unknown_architecture(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("llama")
     edit(path / "config.json", architectures=["MambaForCausalLM"])
     supported = "GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
-    assert refusal(path) == f"config.json names the architecture 'MambaForCausalLM'; supported are {supported}"
+    why = "transformers' MambaForCausalLM cannot run on this engine: it keeps a state beside its keys and values"
+    assert refusal(path) == f"the engine has no code of its own for MambaForCausalLM (it has for {supported}), and {why}"
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", ""])

@@ -31,10 +31,16 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def find_family(raw: Json) -> Family:
-    """Raises ModelLoadError for an architecture that is not known."""
+def find_family(raw: Json, model_impl: str) -> Family | None:
+    """The engine's own code for an architecture; None where transformers' class is to run. Raises ModelLoadError where nothing may."""
     names = raw.get("architectures") or []
-    if isinstance(names, list) and names and names[0] in FAMILIES:
-        return FAMILIES[names[0]]
-    found = f"the architecture {names[0]!r}" if isinstance(names, list) and names else "no architecture"
-    raise ModelLoadError(f"config.json names {found}; supported are {', '.join(FAMILIES)}")
+    if not isinstance(names, list) or not names:
+        raise ModelLoadError(f"config.json names no architecture; the engine has its own code for {', '.join(FAMILIES)}")
+    if model_impl == "transformers":
+        return None
+    if model_impl == "own" and names[0] not in FAMILIES:
+        raise ModelLoadError(
+            f"config.json names the architecture {names[0]!r}, and the engine has its own code for {', '.join(FAMILIES)}; "
+            "with the model implementation auto, transformers' class runs where it can"
+        )
+    return FAMILIES.get(names[0])

@@ -1,0 +1,109 @@
+"""The engine's attention as one of transformers' attention functions, and two functions that only watch how a class calls it.
+
+A class that declares support for other attention functions (`_supports_attention_backend`) looks the function up by the name in its
+configuration, hands on whatever keywords its forward was given, and builds no mask where no mask function bears that name. So the step's
+attention travels as the keyword `attend`, and a class under `PAGED` runs without masks and without a cache of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from workers.engine.models.base import AttentionContext
+
+PAGED = "paged_rows"
+WATCHED = "paged_rows_watched"
+"""Attends nothing; each call's shapes and arguments are appended to `attend`, a list of `LayerCall`."""
+MASKED = "paged_rows_masked"
+"""The same, with masks: each is a single number that says what it lets a query see."""
+
+# What every class hands down to its attention and what changes nothing there. Anything else that is set would have to be done by us.
+_HARMLESS = frozenset(
+    {"cache_position", "is_causal", "output_attentions", "output_hidden_states", "past_key_values", "position_embeddings"}
+    | {"position_ids", "return_dict", "use_cache"}
+)
+_NAMED = {"s_aux": "attention sinks", "softcap": "a soft cap on attention scores", "position_bias": "a bias by position"}
+
+ALL_BEFORE = 0
+OTHER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """How one layer called its attention."""
+
+    layer: int | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float | None
+    window: int | None  # tokens that a query sees, itself included; None: all before it
+    mask: int | None  # the same by the class' own mask: ALL_BEFORE, a window, or OTHER; None where it built none
+    objection: str | None  # what the call asks for that the engine's attention does not do
+
+
+def attend_rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, attend: AttentionContext, **_: Any
+) -> tuple[Tensor, None]:
+    """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]; T tokens of any rows."""
+    layer = cast(int, module.layer_idx)
+    return attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
+
+
+def watch(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    attend: list[LayerCall],
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    layer = getattr(module, "layer_idx", None)
+    mask = None if attention_mask is None else int(attention_mask)
+    objection = _objection(query, key, value, others)
+    attend.append(LayerCall(layer, query.shape[1], key.shape[1], query.shape[3], scaling, sliding_window, mask, objection))
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _objection(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Any]) -> str | None:
+    if value.shape[3] != key.shape[3] or key.shape[3] != query.shape[3]:
+        return f"keys of {key.shape[3]} and values of {value.shape[3]} numbers a head"
+    if key.shape[2] != query.shape[2]:
+        return "keys of more tokens than the step has"
+    if others.get("is_causal") is False:
+        return "attention to later tokens"
+    unknown = [name for name, value in others.items() if name not in _HARMLESS and value is not None and value is not False]
+    return _NAMED.get(unknown[0], f"the attention argument {unknown[0]!r}") if unknown else None
+
+
+def describe_mask(*, mask_function: Callable[..., Tensor], config: Any, device: torch.device | str = "cpu", **_: Any) -> Tensor:
+    """[1, 1, 1, 1] int64: what the mask lets a query far along see, as `LayerCall.mask` has it."""
+    far = 2 * int(getattr(config, "max_position_embeddings", None) or 1 << 17)
+    seen = {_visible(mask_function, query) for query in (far, far + 1)}  # a mask by chunks changes from one to the next
+    return torch.full((1, 1, 1, 1), seen.pop() if len(seen) == 1 else OTHER, device=device)
+
+
+def _visible(mask_function: Callable[..., Tensor], query: int) -> int:
+    zero = torch.zeros((), dtype=torch.int64)
+    visible = mask_function(zero, zero, zero + query, torch.arange(query + 2))
+    count = int(visible.sum())
+    if count == 0 or not bool(visible[query + 1 - count : query + 1].all()):
+        return OTHER
+    return ALL_BEFORE if count == query + 1 else count
+
+
+AttentionInterface.register(PAGED, attend_rows)
+AttentionInterface.register(WATCHED, watch)
+AttentionInterface.register(MASKED, watch)
+AttentionMaskInterface.register(MASKED, describe_mask)

@@ -1,0 +1,332 @@
+"""Any decoder of transformers that declares support for other attention functions, run on the paged cache.
+
+The class is asked before any weight is read: built without memory and run on two tokens, it shows how each layer calls its attention, and
+whatever the engine's attention would not do is refused. Its weights are read by transformers, which knows how checkpoints are laid out;
+from safetensors only. Importing this module takes seconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from workers.engine.errors import ModelLoadError
+from workers.engine.models.base import AttentionContext, DecoderModel
+from workers.engine.models.config import ROPE_TYPES, Json, ModelConfig, RopeConfig
+from workers.engine.models.transformers_attention import MASKED, OTHER, PAGED, WATCHED, LayerCall
+from workers.engine.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+# transformers types half of what its classes do; what is theirs is left untyped here.
+Pretrained = Any
+Settings = Any
+
+_KEEPS_A_STATE = "it keeps a state beside its keys and values"
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersClass:
+    """A class of transformers that can run here, with its configuration and the path of its body: what gives hidden states."""
+
+    model_class: Pretrained
+    settings: Settings
+    body: str
+    config: ModelConfig
+
+    def load(self, folder: Path, dtype: torch.dtype, device: torch.device, max_model_len: int) -> TransformersModel:
+        """The model with its weights, checked against the class' own attention. Raises ModelLoadError."""
+        from workers.engine.models.transformers_parity import check_parity
+
+        module = _read_weights(self, folder, dtype).to(device)
+        model = TransformersModel(self, module, dtype, device, max_model_len)
+        check_windows(model)
+        check_parity(model)
+        return model
+
+
+class TransformersModel(DecoderModel):
+    def __init__(self, found: TransformersClass, module: Pretrained, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
+        super().__init__(found.config, Weights({}, dtype, device))
+        self.module = module
+        self._lengths = _Lengths()
+        _rotate_by_token(module, self._lengths, max_len)
+        self._body = module.get_submodule(found.body)
+        self._head = _with_replaced(module, found.body.split("."), _Given())
+
+    def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
+        self._lengths.now = lengths
+        outputs = self._body(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, attend=attend)
+        hidden: Tensor = outputs.last_hidden_state
+        return hidden[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits
+        return logits[0].float()
+
+    def own_logits(self, input_ids: Tensor, attention: str, **arguments: Any) -> Tensor:
+        """Logits [T, vocab] of one prompt by the class' whole forward under one of transformers' attention functions."""
+        positions = torch.arange(len(input_ids), device=input_ids.device)
+        self._lengths.now = positions + 1
+        self.module.set_attn_implementation(attention)
+        try:
+            outputs = self.module(input_ids=input_ids[None], position_ids=positions[None], use_cache=False, **arguments)
+        finally:
+            self.module.set_attn_implementation(PAGED)
+        logits: Tensor = outputs.logits
+        return logits[0].float()
+
+
+def find_class(folder: Path, raw: Json) -> TransformersClass:
+    """transformers' class for a checkpoint's architecture. Raises ModelLoadError with why it cannot run here."""
+    name = str(raw["architectures"][0])
+    try:
+        settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise ModelLoadError(f"transformers {transformers.__version__} cannot read {folder}/config.json: {_one_line(error)}") from error
+    model_class = _decoder_class(name, settings)
+    skeleton = _skeleton(model_class, settings)
+    calls, body = _watched(name, skeleton)
+    return TransformersClass(model_class, settings, body, _model_config(name, settings, skeleton, calls))
+
+
+def _decoder_class(name: str, settings: Settings) -> Pretrained:
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise _refusal(name, f"transformers {transformers.__version__} has no causal language model of that name")
+    found = getattr(transformers, name)
+    if getattr(settings, "is_encoder_decoder", False):
+        raise _refusal(name, "it has an encoder")
+    if settings.get_text_config() is not settings:
+        raise _refusal(name, "it takes more than text")
+    if found._is_stateful:
+        raise _refusal(name, _KEEPS_A_STATE)
+    if not found._supports_attention_backend:
+        raise _refusal(name, "transformers' class does not take attention functions from outside")
+    return found
+
+
+def _refusal(name: str, why: str) -> ModelLoadError:
+    return ModelLoadError(f"transformers' {name} cannot run on this engine: {why}")
+
+
+def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
+    """The model without memory for its weights."""
+    settings = copy.deepcopy(settings)
+    settings._attn_implementation = WATCHED
+    settings._experts_implementation = "batched_mm"  # of those that transformers has, the one whose shapes depend on no value
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            model = model_class._from_config(settings, attn_implementation=WATCHED).eval()
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise _refusal(model_class.__name__, f"it cannot be built as config.json says ({_one_line(error)})") from error
+    _rotate_by_token(model, _Lengths(), 1)
+    return model
+
+
+def _watched(name: str, skeleton: Pretrained) -> tuple[list[LayerCall], str]:
+    """How the class calls its attention on two tokens, and the first module that its forward calls: that with everything but the head."""
+    calls: list[LayerCall] = []
+    entered: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, path=path: entered.append(path), prepend=True)
+        for path, module in skeleton.named_modules()
+        if path
+    ]
+    ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")
+    try:
+        with torch.inference_mode():
+            skeleton(input_ids=ids, position_ids=ids, use_cache=False, attend=calls)
+    except Exception as error:  # whatever a class does that does not suit
+        raise _refusal(name, f"it fails without a cache of its own ({_one_line(error)})") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not entered or not calls:
+        raise _refusal(name, "its layers do not call the attention function that they were given")
+    return calls, entered[0]
+
+
+def _model_config(name: str, settings: Settings, skeleton: Pretrained, calls: list[LayerCall]) -> ModelConfig:
+    _check_calls(name, settings, calls)
+    positions = getattr(settings, "max_position_embeddings", None)
+    if not isinstance(positions, int):
+        raise _refusal(name, "its config.json has no max_position_embeddings")
+    first, head = calls[0], skeleton.get_output_embeddings()
+    by_layer = sorted(calls, key=lambda call: call.layer or 0)
+    return ModelConfig(
+        architecture=name,
+        vocab_size=int(head.weight.shape[0]),
+        hidden_size=int(settings.hidden_size),
+        intermediate_size=int(getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size),
+        num_layers=len(calls),
+        num_heads=first.heads,
+        num_kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        max_position_embeddings=positions,
+        norm_eps=0.0,
+        activation="",
+        tie_word_embeddings=bool(getattr(settings, "tie_word_embeddings", False)),
+        sliding_windows=tuple(call.window if call.window and call.window < positions else None for call in by_layer),
+        attention_scales=tuple(call.scale if call.scale is not None else call.head_dim**-0.5 for call in by_layer),
+        rope=_rope(name, settings, positions),
+    )
+
+
+def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:
+    for call in calls:
+        if call.objection is not None:
+            raise _refusal(name, f"layer {call.layer} asks for {call.objection}, which the engine's attention does not do")
+    layers = sorted(-1 if call.layer is None else call.layer for call in calls)
+    expected = int(getattr(settings, "num_hidden_layers", len(calls)))
+    if layers != list(range(expected)):
+        raise _refusal(name, f"of its {expected} layers {len(set(layers))} attend, in {len(calls)} calls; each has to do so once")
+    if len({(call.heads, call.kv_heads, call.head_dim) for call in calls}) > 1:
+        raise _refusal(name, "its layers differ in the number or size of their heads")
+    if calls[0].heads % calls[0].kv_heads:
+        raise _refusal(name, f"it has {calls[0].heads} attention heads, which {calls[0].kv_heads} key-value heads do not divide")
+
+
+def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
+    """What `max_model_len` and prefix caching follow from. Dynamic ones are held to the length where they start to grow."""
+    found = getattr(settings, "rope_parameters", None) or {}
+    kinds = {value.get("rope_type") for value in found.values() if isinstance(value, dict)} or {found.get("rope_type")}
+    if found.get("rope_type") not in ROPE_TYPES:
+        if kinds & {"dynamic", "longrope"}:
+            raise _refusal(name, "positions that depend on the length are supported only where they are the same in all layers")
+        return None
+    if found["rope_type"] == "dynamic":
+        return None
+    scaling = dict(found)
+    if found["rope_type"] in ("longrope", "yarn", "llama3"):
+        original = found.get("original_max_position_embeddings") or getattr(settings, "original_max_position_embeddings", None)
+        scaling["original_max_position_embeddings"] = original or positions
+    return RopeConfig(float(found.get("rope_theta") or 10_000.0), str(found["rope_type"]), scaling, positions)
+
+
+def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) -> Pretrained:
+    log: Any = transformers.logging
+    verbosity = log.get_verbosity()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        module, report = found.model_class.from_pretrained(
+            folder,
+            config=found.settings,
+            dtype=dtype,
+            attn_implementation=PAGED,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (SafetensorError, ValueError, TypeError, KeyError, OSError) as error:
+        raise ModelLoadError(f"{folder} cannot be read as {found.config.architecture}: {_one_line(error)}") from error
+    finally:
+        log.set_verbosity(verbosity)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelLoadError(f"the checkpoint has no tensor {missing[0]!r}; is it whole, and of the architecture in config.json?")
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        logger.warning("%s does not use %d tensors of %s, the first is %s", found.config.architecture, len(unused), folder, unused[0])
+    return _owned(module.eval())
+
+
+def _owned(module: Pretrained) -> Pretrained:
+    """With weights that lie in memory: a file that is replaced under a memory map would kill the process."""
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.clone()
+    return module
+
+
+class _Given(nn.Module):
+    """In the place of a body: hands on what it is given as the hidden states."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> BaseModelOutputWithPast:
+        return _HiddenStates(last_hidden_state=inputs_embeds)
+
+
+class _HiddenStates(BaseModelOutputWithPast):
+    """Hidden states and nothing else: what some bodies give beside them (a router's logits) is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _with_replaced(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
+    """The module with the same parameters and another submodule at `path`; the original stays as it is."""
+    if not path:
+        return replacement
+    changed = copy.copy(module)
+    changed._modules = dict(module._modules)
+    changed._modules[path[0]] = _with_replaced(module.get_submodule(path[0]), path[1:], replacement)
+    return changed
+
+
+class _Lengths:
+    """Each token's length in the step that runs, int64 [T]; as DecoderModel.forward takes them."""
+
+    now: Tensor
+
+
+def _rotate_by_token(model: Pretrained, lengths: _Lengths, max_model_len: int) -> None:
+    """Rotary positions that would follow from the longest request of a step follow from each token's own length."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if kind not in ("dynamic", "longrope"):
+            continue
+        plain = inspect.unwrap(type(module).forward)
+        original = int(module.config.rope_parameters.get("original_max_position_embeddings") or 0)
+        if kind == "dynamic" or max_model_len <= original:
+            module.forward = MethodType(plain, module)
+            continue
+        long = copy.copy(module)
+        long._buffers = dict(module._buffers)
+        long._buffers["inv_freq"], _ = ROPE_INIT_FUNCTIONS[kind](module.config, module.inv_freq.device, seq_len=original + 1)
+        module.forward = partial(_rotations, partial(plain, module), partial(plain, long), lengths, original)
+
+
+def _rotations(
+    short: Callable[..., tuple[Tensor, Tensor]],
+    long: Callable[..., tuple[Tensor, Tensor]],
+    lengths: _Lengths,
+    original: int,
+    x: Tensor,
+    position_ids: Tensor,
+) -> tuple[Tensor, Tensor]:
+    beyond = (lengths.now > original)[None, :, None]
+    (cos, sin), (long_cos, long_sin) = short(x, position_ids), long(x, position_ids)
+    return torch.where(beyond, long_cos, cos), torch.where(beyond, long_sin, sin)
+
+
+@torch.inference_mode()
+def check_windows(model: TransformersModel) -> None:
+    """Each layer's own mask must let it see what the window says that it hands to attention functions. Raises ModelLoadError."""
+    calls: list[LayerCall] = []
+    model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
+    for call in calls:
+        window, longest = model.config.sliding_windows[call.layer or 0], model.config.max_position_embeddings
+        if call.mask is None or call.mask == OTHER or (call.mask < longest and call.mask != (window or 0)):
+            sees = "what no window says" if call.mask in (None, OTHER) else f"{call.mask or 'all'} tokens"
+            told = f"{window or 'all'}"
+            raise _refusal(model.config.architecture, f"the mask of layer {call.layer} lets it see {sees}, its attention is told {told}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).partition(". ")[0][:300] or type(error).__name__

@@ -1,0 +1,78 @@
+"""Whether a class of transformers says the same on the paged cache as by its own attention, tried on one short prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.engine.attention import Attention, AttentionMetadata, CacheShape, RotaryHeads, make_attention
+from workers.engine.errors import ModelLoadError
+from workers.engine.models.base import DecoderModel
+from workers.engine.models.config import ModelConfig
+from workers.engine.models.transformers_model import TransformersModel
+
+_BLOCK = 4
+_TABLE = (5, 1, 4, 2)  # blocks of the prompt's cache, in no order
+_STEPS = [6, 5, 1]  # tokens of each: two chunks, across blocks, and a token alone
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
+
+
+class _TrialAttention:
+    """One request's attention over a cache of its own."""
+
+    def __init__(self, attention: Attention, config: ModelConfig, metadata: AttentionMetadata, caches: list[Tensor]) -> None:
+        self._attention, self._config, self._metadata, self._caches = attention, config, metadata, caches
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scale, window = self._config.attention_scales[layer], self._config.sliding_windows[layer]
+        return self._attention.forward(q, k, v, self._caches[layer], self._metadata, scale, window)
+
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+        scale, window = self._config.attention_scales[layer], self._config.sliding_windows[layer]
+        return self._attention.forward_rotary(qkv, rotary, self._caches[layer], self._metadata, scale, window)
+
+
+@torch.inference_mode()
+def check_parity(model: TransformersModel) -> None:
+    """Raises ModelLoadError where a step's logits are further from those of the class itself than rounding accounts for."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, model.config.vocab_size, (sum(_STEPS),), generator=generator).to(model.device)
+    try:
+        expected = torch.split(model.own_logits(prompt, "eager"), _STEPS)
+        found = torch.split(_paged_logits(model, prompt), _STEPS)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise ModelLoadError(f"transformers' {model.config.architecture} fails on a paged cache: {error}") from error
+    apart = max(_distance(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    if not apart <= _TOLERANCES.get(model.dtype, _TOLERANCES[torch.bfloat16]):
+        raise ModelLoadError(
+            f"transformers' {model.config.architecture} gives other logits on a paged cache than by itself "
+            f"({apart:.2g} of their size apart), so this engine cannot run it"
+        )
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    """The difference as a share of the logits, by root mean squares; what all logits of a token have in common counts for nothing."""
+    ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
+
+
+def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
+    config, device = model.config, model.device
+    shape = CacheShape(1 + max(_TABLE), _BLOCK, config.num_kv_heads, config.head_dim)
+    attention = make_attention("torch", shape, config.num_heads, model.dtype, device)
+    caches = attention.new_cache(config.num_layers)
+    parts = []
+    for first, last in zip(np.cumsum([0, *_STEPS[:-1]]), np.cumsum(_STEPS), strict=True):
+        positions = np.arange(first, last)
+        places = np.array(_TABLE)[positions // _BLOCK] * _BLOCK + positions % _BLOCK
+        metadata = AttentionMetadata(
+            torch.from_numpy(places).to(device),
+            np.array([0, last - first], np.int32),
+            np.array([last], np.int32),
+            np.array([_TABLE], np.int32),
+        )
+        at = torch.from_numpy(positions).to(device)
+        hidden = model.forward(prompt[first:last], at, at + 1, _TrialAttention(attention, config, metadata, caches))
+        parts.append(model.logits(hidden))
+    return torch.cat(parts)
