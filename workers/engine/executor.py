@@ -8,6 +8,7 @@ import time
 from workers.engine.cache_plan import plan_cache, settle_prefix_caching
 from workers.engine.config import EngineConfig
 from workers.engine.model_runner import LaunchedStep, ModelRunner
+from workers.engine.parallel import Parallel
 from workers.engine.rank import Rank
 from workers.engine.step import StepPlan, StepResult
 
@@ -24,7 +25,7 @@ class Executor:
         config = config.resolve()
         self._rank = Rank(config)
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
-        config, self.num_blocks = plan_cache(config, self.model_config, self.dtype, self._rank.load())
+        config, self.num_blocks = plan_cache(config, self.model_config, self.dtype, self._rank.load(Parallel()))
         self.weights_seconds = time.monotonic() - started
         self.config = settle_prefix_caching(config, self.model_config)
         self._rank.allocate(self.config, self.num_blocks)

@@ -20,6 +20,7 @@ from workers.engine.layers.ops import Ops
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import Json, ModelConfig, eos_token_ids
 from workers.engine.models.registry import FAMILIES, Family, find_family
+from workers.engine.parallel import Parallel, shard_model
 from workers.engine.weights import Weights
 
 if TYPE_CHECKING:  # importing it takes seconds
@@ -89,18 +90,32 @@ def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
         raise ModelLoadError(f"the engine has no code of its own for {name} (it has for {', '.join(FAMILIES)}), and {error}") from error
 
 
+def shard_checkpoint(checkpoint: Checkpoint, size: int) -> Checkpoint:
+    """The checkpoint as one of `size` ranks loads it. Raises ModelLoadError where the model cannot be cut into so many parts."""
+    if size > 1 and not isinstance(checkpoint.family, Family):
+        name = checkpoint.config.architecture
+        raise ModelLoadError(f"a tensor parallel size of {size} needs the engine's own code, and {name} runs by that of transformers; use 1")
+    return replace(checkpoint, config=shard_model(checkpoint.config, size))
+
+
 def load_weights(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int | None = None, ops: Ops | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+    parallel: Parallel | None = None,
 ) -> DecoderModel:
     """Reads the tensors and builds the model for contexts of up to `max_model_len` tokens (default: the model's own).
 
-    `ops` is what its layers compute with (default: plain torch).
+    `ops` is what its layers compute with (default: plain torch). One rank of several in `parallel` takes what
+    `shard_checkpoint` gives.
     """
     config = checkpoint.config
     if not isinstance(checkpoint.family, Family):
         _weight_files(checkpoint.folder)
         return checkpoint.family.load(checkpoint.folder, dtype, device, max_model_len or config.max_model_len)
-    weights = Weights(_tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops)
+    weights = Weights(_tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops, parallel)
     model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
     unused = [name for name in weights.unused() if not name.endswith(derived)]

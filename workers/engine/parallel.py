@@ -40,6 +40,10 @@ class Shard:
     def where(self) -> slice:
         return slice(self.start, self.start + self.length)
 
+    def within(self, part: int, parts: int) -> Shard:
+        """The same of part `part` of a tensor in which `parts` of this one's total stand side by side."""
+        return Shard(part * self.total + self.start, self.length, parts * self.total)
+
 
 class Parallel:
     """Rank `rank` of `size`. Alone, which is the default, it holds everything and says nothing."""
@@ -75,9 +79,14 @@ class Parallel:
         return Shard(self.rank // copies * length, length, length * self.size // copies)
 
     def vocabulary(self, vocab_size: int) -> Shard:
-        """This rank's rows of the vocabulary: as many for each rank, so the last ones may reach beyond its end."""
-        length = -(-vocab_size // self.size)
-        return Shard(self.rank * length, length, length * self.size)
+        """This rank's rows of the vocabulary: `vocabulary_rows` of them, on the last ranks fewer where it comes to its end."""
+        rows = self.vocabulary_rows(vocab_size)
+        start = min(self.rank * rows, vocab_size)
+        return Shard(start, min(rows, vocab_size - start), vocab_size)
+
+    def vocabulary_rows(self, vocab_size: int) -> int:
+        """How many logits each rank computes, padding among them."""
+        return -(-vocab_size // self.size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks of contiguous `x`, in its place; the same bits on each."""

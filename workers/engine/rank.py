@@ -9,11 +9,12 @@ from workers.engine.config import EngineConfig
 from workers.engine.device import check_dtype, usable_device
 from workers.engine.errors import ModelLoadError, StepOutOfMemory
 from workers.engine.layers.ops import make_ops
-from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, weight_bytes
+from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, shard_checkpoint, weight_bytes
 from workers.engine.memory import available_memory
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
+from workers.engine.parallel import Parallel
 from workers.engine.sampling.limits import AT_ONCE
 from workers.engine.step import StepPlan, StepResult
 
@@ -33,7 +34,7 @@ class Rank:
         if self.device.type == "cpu" and config.threads is not None:
             torch.set_num_threads(config.threads)
         self._ops = make_ops(config.attention_backend)
-        self._checkpoint = open_checkpoint(config.model, config.model_impl)
+        self._checkpoint = shard_checkpoint(open_checkpoint(config.model, config.model_impl), config.tensor_parallel_size)
         self.model_config: ModelConfig = self._checkpoint.config
         self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
         check_dtype(self.device, self.dtype)
@@ -41,17 +42,23 @@ class Rank:
         self._decoder: DecoderModel
         self.runner: ModelRunner
 
-    def load(self) -> int:
-        """Reads the weights; returns how many bytes this rank has for its KV cache."""
+    def load(self, parallel: Parallel) -> int:
+        """Reads the weights; returns how many bytes each rank has for its KV cache: the least that any of them has."""
+        return parallel.least(self._load(parallel))
+
+    def _load(self, parallel: Parallel) -> int:
         config, model = self._config, self.model_config
         try:
             if self.device.type != "cpu":
-                self._decoder = load_weights(self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops)
+                self._decoder = load_weights(self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, parallel)
                 return _device_cache_bytes(config, model, self.device)
             # The cache is planned first, for it may not fit, or the context come out shorter.
-            budget = cpu_cache_bytes(config, model, self.dtype, weight_bytes(self._checkpoint, self.dtype), available_memory())
+            weights = weight_bytes(self._checkpoint, self.dtype) // parallel.size
+            available = available_memory()
+            share = None if available is None else available // parallel.size
+            budget = cpu_cache_bytes(config, model, self.dtype, weights, share)
             planned, _ = plan_cache(config, model, self.dtype, budget)
-            self._decoder = load_weights(self._checkpoint, self.dtype, self.device, planned.max_model_len, self._ops)
+            self._decoder = load_weights(self._checkpoint, self.dtype, self.device, planned.max_model_len, self._ops, parallel)
             return budget
         except (MemoryError, RuntimeError) as error:
             self._refuse(error)

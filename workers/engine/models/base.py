@@ -35,7 +35,8 @@ class DecoderModel(ABC):
         self.config = config
         self.dtype = weights.dtype
         self.device = weights.device
-        self.lm_head: Tensor  # [vocab, hidden]
+        self.lm_head: Tensor  # [vocab, hidden], or this rank's rows of it
+        self._parallel = weights.parallel
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
@@ -46,11 +47,13 @@ class DecoderModel(ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> float32 [R, vocab]."""
-        return F.linear(hidden, self.lm_head).float()
+        return self._parallel.gather_logits(F.linear(hidden, self.lm_head), self.config.vocab_size)
 
 
 def load_head(weights: Weights, config: ModelConfig, embedding: Tensor) -> Tensor:
-    """The output projection [vocab, hidden]: the embedding itself where the two are tied."""
-    if config.tie_word_embeddings:
-        return embedding
-    return weights.take("lm_head.weight", (config.vocab_size, config.hidden_size))
+    """This rank's rows of the output projection [vocab, hidden], padded to as many as each has: rows of the embedding itself where the
+    two are tied."""
+    own = weights.parallel.vocabulary(config.vocab_size)
+    head = embedding[own.where] if config.tie_word_embeddings else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
+    missing = weights.parallel.vocabulary_rows(config.vocab_size) - own.length
+    return F.pad(head, (0, 0, 0, missing)) if missing else head

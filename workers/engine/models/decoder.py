@@ -9,7 +9,7 @@ from torch import Tensor
 from workers.engine.attention import RotaryHeads
 from workers.engine.errors import ModelLoadError
 from workers.engine.layers.activation import activation
-from workers.engine.layers.linear import Linear, load_fused, load_linear
+from workers.engine.layers.linear import load_fused, load_row_parallel
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import Rotary
 from workers.engine.models.base import AttentionContext, DecoderModel, load_head
@@ -53,10 +53,11 @@ class DecoderLayer:
         name = f"*.layers.{layer}"
         self.index = layer
         self.head_dim = config.head_dim
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        queries = weights.parallel.shard(config.num_heads * config.head_dim)
+        keys = weights.parallel.shard(config.num_kv_heads * config.head_dim, config.kv_copies)
         projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
         self.qkv = load_fused(weights, projections, config.hidden_size, [queries, keys, keys], variant.qkv_bias)
-        self.output = load_linear(weights, f"{name}.self_attn.o_proj", queries, config.hidden_size, variant.output_bias)
+        self.output = load_row_parallel(weights, f"{name}.self_attn.o_proj", queries.length, config.hidden_size, variant.output_bias)
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if variant.head_norm:
@@ -83,10 +84,10 @@ class DecoderLayer:
 
 class GatedMLP:
     def __init__(self, config: ModelConfig, variant: Variant, weights: Weights, name: str) -> None:
-        width = config.intermediate_size
+        width = weights.parallel.shard(config.intermediate_size)
         projections = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up: Linear = load_fused(weights, projections, config.hidden_size, [width, width], variant.mlp_bias)
-        self.down = load_linear(weights, f"{name}.down_proj", width, config.hidden_size, variant.mlp_bias)
+        self.gate_up = load_fused(weights, projections, config.hidden_size, [width, width], variant.mlp_bias)
+        self.down = load_row_parallel(weights, f"{name}.down_proj", width.length, config.hidden_size, variant.mlp_bias)
         activation(config.activation)  # an unknown one is refused here, not by the first step
         self.activation = config.activation
         self._ops = weights.ops

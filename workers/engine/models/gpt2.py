@@ -6,7 +6,7 @@ from torch import Tensor
 
 from workers.engine.errors import ModelLoadError
 from workers.engine.layers.activation import activation
-from workers.engine.layers.linear import load_transposed
+from workers.engine.layers.linear import load_fused, load_row_parallel
 from workers.engine.layers.norm import LayerNorm
 from workers.engine.models.base import AttentionContext, DecoderModel, load_head
 from workers.engine.models.config import Json, ModelConfig, require
@@ -66,16 +66,18 @@ class GPT2Layer:
         self.index = layer
         self.heads, self.head_dim = config.num_heads, config.head_dim
         self.attention_norm = LayerNorm(weights, f"{name}.ln_1", hidden, config.norm_eps)
-        self.qkv = load_transposed(weights, f"{name}.attn.c_attn", hidden, 3 * hidden)
-        self.output = load_transposed(weights, f"{name}.attn.c_proj", hidden, hidden)
+        heads, width = weights.parallel.shard(config.num_heads * config.head_dim), weights.parallel.shard(config.intermediate_size)
+        qkv = [heads.within(part, 3) for part in range(3)]
+        self.qkv = load_fused(weights, [f"{name}.attn.c_attn"] * 3, hidden, qkv, bias=True, transposed=True)
+        self.output = load_row_parallel(weights, f"{name}.attn.c_proj", heads.length, hidden, bias=True, transposed=True)
         self.mlp_norm = LayerNorm(weights, f"{name}.ln_2", hidden, config.norm_eps)
-        self.up = load_transposed(weights, f"{name}.mlp.c_fc", hidden, config.intermediate_size)
-        self.down = load_transposed(weights, f"{name}.mlp.c_proj", config.intermediate_size, hidden)
+        self.up = load_fused(weights, [f"{name}.mlp.c_fc"], hidden, [width], bias=True, transposed=True)
+        self.down = load_row_parallel(weights, f"{name}.mlp.c_proj", width.length, hidden, bias=True, transposed=True)
         self.activation = activation(config.activation)
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, attend: AttentionContext) -> tuple[Tensor, Tensor]:
         """The layer's own output, and the residual stream before it; the stream into the layer is `hidden` plus `residual`, if any."""
         x, residual = (self.attention_norm(hidden), hidden) if residual is None else self.attention_norm.add(hidden, residual)
         q, k, v = self.qkv(x).view(-1, 3 * self.heads, self.head_dim).chunk(3, 1)
-        x, residual = self.mlp_norm.add(self.output(attend(self.index, q, k, v).reshape(hidden.shape)), residual)
+        x, residual = self.mlp_norm.add(self.output(attend(self.index, q, k, v).flatten(1)), residual)
         return self.down(self.activation(self.up(x))), residual
