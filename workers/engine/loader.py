@@ -94,7 +94,7 @@ def shard_checkpoint(checkpoint: Checkpoint, size: int) -> Checkpoint:
     """The checkpoint as one of `size` ranks loads it. Raises ModelLoadError where the model cannot be cut into so many parts."""
     if size > 1 and not isinstance(checkpoint.family, Family):
         name = checkpoint.config.architecture
-        raise ModelLoadError(f"a tensor parallel size of {size} needs the engine's own code, and {name} runs by that of transformers; use 1")
+        raise ModelLoadError(f"a tensor parallel size of {size} needs code of the engine's own, and {name} runs by transformers'; use 1")
     return replace(checkpoint, config=shard_model(checkpoint.config, size))
 
 
