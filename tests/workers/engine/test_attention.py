@@ -98,5 +98,5 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
 
 
 def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="unknown attention backend 'flash'; choose auto or torch"):
+    with pytest.raises(ModelLoadError, match="unknown attention backend 'flash'; choose auto, torch or triton"):
         make_attention("flash", CacheShape(2, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))

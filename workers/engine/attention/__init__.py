@@ -3,6 +3,7 @@ decode rows mixed in one call."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +17,7 @@ from workers.engine.errors import ModelLoadError
 if TYPE_CHECKING:
     from workers.engine.layers.norm import RMSNorm
 
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class DeviceMetadata:
     block_tables: Tensor  # int32 [num_slots, max_blocks], the whole table
     max_query: int  # most tokens of one row, known on the host: picks the kernel, never a length inside it
     max_context: int  # bound of context_lens, known on the host (in a graph: the largest there can be)
+    derived: dict[Any, Any] = field(default_factory=dict)  # as above, on the device: for each step and each recording metadata of its own
 
 
 Metadata = AttentionMetadata | DeviceMetadata
@@ -97,4 +99,18 @@ def make_attention(name: str, shape: CacheShape, num_heads: int, dtype: torch.dt
         from workers.engine.attention.reference import TorchAttention
 
         return TorchAttention(shape, num_heads, dtype, device)
-    raise ModelLoadError(f"unknown attention backend {name!r}; choose auto or {', '.join(BACKENDS)}")
+    if name == "triton":
+        _require_triton(device)
+        from workers.engine.attention.triton import TritonAttention
+
+        return TritonAttention(shape, num_heads, dtype, device)
+    raise ModelLoadError(f"unknown attention backend {name!r}; choose auto, {' or '.join(BACKENDS)}")
+
+
+def _require_triton(device: torch.device) -> None:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ModelLoadError("the triton backend needs a GPU; on a CPU choose the torch backend, or set TRITON_INTERPRET=1 to test kernels")
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise ModelLoadError(f"the triton backend cannot load Triton ({error}); install triton>=3.6 or choose the torch backend") from None

@@ -1,0 +1,161 @@
+"""Attention by Triton kernels that read every length from the device's memory: a step may be recorded in a CUDA graph.
+
+The cache of a layer is [2, num_blocks, kv_heads, block_size, d]. What an earlier owner left behind a row's end is never multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.engine.attention import CacheShape, DeviceMetadata, Metadata, RotaryHeads
+from workers.engine.kernels import attention as kernels
+from workers.engine.kernels.tuning import Choice, choices
+from workers.engine.layers.rotary import rotate
+
+_LOG2_E = math.log2(math.e)
+_WAVES = {"decode": 4, "prefill": 1}  # pieces of work, in programs that run at once: decode rows differ in length, prompts fill the card
+_MIN_PIECE = 512  # tokens of context worth a program of their own
+_COMBINED = 16  # tile rows that one program adds up
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A step cut into pieces of work, on the device, for all layers of one window."""
+
+    records: Tensor  # int32 [pieces, kernels.RECORD]
+    owners: Tensor  # int32 [partials]
+    choice: Choice
+    block_q: int  # queries of one piece
+
+
+class TritonAttention:
+    def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape, self._heads, self._dtype, self._device = shape, num_heads, dtype, device
+        self._group = num_heads // shape.kv_heads
+        self._block_d = max(16, _power_of_two(shape.head_dim))
+        self._choices = choices(shape, num_heads, dtype, device)
+        self._parallel = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self._dot = kernels.dot_type(dtype)
+
+    def new_cache(self, num_layers: int) -> list[Tensor]:
+        s = self._shape
+        size = (2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim)
+        return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
+        assert isinstance(metadata, DeviceMetadata)
+        block, offset = metadata.slot_mapping // self._shape.block_size, metadata.slot_mapping % self._shape.block_size
+        layer_cache[0, block, :, offset] = k
+        layer_cache[1, block, :, offset] = v
+        return self._attend(q, layer_cache, metadata, scale, window)
+
+    def forward_rotary(
+        self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> Tensor:
+        turned = self._heads + self._shape.kv_heads
+        q, k = qkv[:, : self._heads], qkv[:, self._heads : turned]
+        if rotary.query_norm is not None and rotary.key_norm is not None:
+            q, k = rotary.query_norm(q), rotary.key_norm(k)
+        q, k = rotate(q, rotary.cos, rotary.sin), rotate(k, rotary.cos, rotary.sin)
+        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, window)
+
+    def _attend(self, q: Tensor, layer_cache: Tensor, metadata: DeviceMetadata, scale: float, window: int | None) -> Tensor:
+        """q [T, heads, d], heads side by side in memory."""
+        s = self._shape
+        assert q.stride()[1:] == (s.head_dim, 1)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        pieces = self._pieces(metadata, q.shape[0], window or 0)
+        choice, partials = pieces.choice, pieces.owners.shape[0]
+        rows = pieces.block_q * self._group
+        partial = torch.empty((partials, s.kv_heads, rows, s.head_dim), dtype=torch.float32, device=q.device)
+        sums = torch.empty((partials, s.kv_heads, rows), dtype=torch.float32, device=q.device)
+        kernels.attend[(pieces.records.shape[0], s.kv_heads)](
+            q,
+            layer_cache,
+            metadata.block_tables,
+            pieces.records,
+            out,
+            partial,
+            sums,
+            scale * _LOG2_E,
+            s.num_blocks,
+            q.stride(0),
+            metadata.block_tables.stride(0),
+            KV_HEADS=s.kv_heads,
+            GROUP=self._group,
+            HEAD_DIM=s.head_dim,
+            BLOCK_SIZE=s.block_size,
+            WINDOW=window or 0,
+            BLOCK_M=choice.block_m,
+            BLOCK_Q=pieces.block_q,
+            BLOCK_D=self._block_d,
+            TILE=choice.tile,
+            PEELED=choice.peeled,
+            DOT=self._dot,
+            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+            num_warps=choice.warps,
+            num_stages=choice.stages,
+        )
+        if partials:
+            kernels.combine[(partials, s.kv_heads, -(-rows // _COMBINED))](
+                pieces.records,
+                pieces.owners,
+                out,
+                partial,
+                sums,
+                KV_HEADS=s.kv_heads,
+                GROUP=self._group,
+                HEAD_DIM=s.head_dim,
+                BLOCK_Q=pieces.block_q,
+                BLOCK_D=self._block_d,
+                BLOCK_M=_COMBINED,
+            )
+        return out
+
+    def _pieces(self, metadata: DeviceMetadata, tokens: int, window: int) -> Pieces:
+        # A plan made before a recording would not be made again when the recording is played.
+        key = (window, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
+        if key not in metadata.derived:
+            metadata.derived[key] = self._plan(metadata, tokens, window)
+        pieces: Pieces = metadata.derived[key]
+        return pieces
+
+    def _plan(self, metadata: DeviceMetadata, tokens: int, window: int) -> Pieces:
+        kind = "decode" if metadata.max_query == 1 else "prefill"
+        choice, rows = self._choices[kind], metadata.context_lens.shape[0]
+        block_q = 1 if kind == "decode" else choice.block_m // self._group
+        blocks = rows if kind == "decode" else tokens // block_q + rows
+        share = -(-_WAVES[kind] * self._parallel // self._shape.kv_heads)
+        if metadata.max_context <= _MIN_PIECE:
+            share = 0
+        # A row that is cut is longer than its even share, so that it makes less than twice as many pieces as shares.
+        records = torch.empty((blocks + share, kernels.RECORD.value), dtype=torch.int32, device=self._device)
+        owners = torch.empty(2 * share, dtype=torch.int32, device=self._device)
+        levels = (rows - 1).bit_length()
+        kernels.plan[(1,)](
+            metadata.query_start,
+            metadata.context_lens,
+            metadata.slots,
+            records,
+            owners,
+            torch.empty((2, 1 << levels), dtype=torch.int32, device=self._device),
+            rows,
+            records.shape[0],
+            owners.shape[0],
+            share,
+            WINDOW=window,
+            BLOCK_Q=block_q,
+            TILE=choice.tile,
+            MIN_TILES=max(1, _MIN_PIECE // choice.tile),
+            LEVELS=levels,
+            PIECES=256,
+        )
+        return Pieces(records, owners, choice, block_q)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

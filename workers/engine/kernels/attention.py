@@ -1,0 +1,304 @@
+"""Paged attention in three kernels: `plan` cuts a step's rows into pieces of work, once for all layers; `attend` does a piece; `combine`
+adds up the pieces of what was cut along the context.
+
+A piece is a block of queries of one row against a stretch of the row's keys, for one key-value head. The query heads that share the head
+stand beside each other in the matrix tile: tile row m is query m // GROUP of the block, head m % GROUP of the group. The softmax is taken
+online (Milakov and Gimelshein, 2018; Dao, 2023: FlashAttention-2), cutting the context follows Dao et al., 2023 (Flash-Decoding). The
+grid depends on what the host knows; every length is read from memory, so that a launch can be recorded in a CUDA graph.
+
+The cache of a layer is [2, num_blocks, kv_heads, block_size, d], keys before values. Any block size will do: a tile gathers its keys token
+by token, d contiguous elements each.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+#: Columns of a piece's record: first query's token, queries, first query's position, first key, last key (exclusive), slot, where its
+#: partial result goes (-1: nowhere, it is whole), pieces along the context (0 for all but the first of them).
+RECORD = tl.constexpr(8)
+_FAR_BELOW = tl.constexpr(-1.0e30)  # below every score, yet finite: a difference of two is a number
+
+
+def dot_type(dtype: torch.dtype) -> tl.dtype:
+    """What `attend` multiplies numbers of `dtype` as: themselves, but float32 where the interpreter would multiply bit patterns."""
+    if dtype == torch.float32 or knobs.runtime.interpret:
+        return tl.float32
+    return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_pieces", "num_partials", "share"])
+def plan(
+    query_start,  # int32 [num_rows + 1]
+    context_lens,  # int32 [num_rows]
+    slots,  # int32 [num_rows]
+    records,  # int32 [num_pieces, RECORD], out
+    owners,  # int32 [num_partials], out: the piece whose partial result stands there, -1 where there is none
+    scratch,  # int32 [2, 2**LEVELS]
+    num_rows,
+    num_pieces,
+    num_partials,
+    share,  # pieces that the work of all rows is to be cut into at least; 0 cuts nothing
+    WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,  # fewest tiles of keys worth a piece
+    LEVELS: tl.constexpr,  # 2**LEVELS is at least num_rows
+    PIECES: tl.constexpr,  # written at once
+):
+    """One program. A row is cut along its context only where it is long beside an even share of the whole work."""
+    ROWS: tl.constexpr = 1 << LEVELS
+    row = tl.arange(0, ROWS)
+    real = row < num_rows
+    start = tl.load(query_start + row, mask=real, other=0)
+    queries = tl.load(query_start + row + 1, mask=real, other=0) - start
+    context = tl.load(context_lens + row, mask=real, other=0)
+    blocks = tl.cdiv(queries, BLOCK_Q)
+    span = context
+    if WINDOW > 0:
+        span = tl.minimum(context, WINDOW + BLOCK_Q + TILE)
+    tiles = tl.cdiv(span, TILE)
+    piece_tiles = tl.maximum(MIN_TILES, tl.cdiv(tl.sum(blocks * tiles, 0), tl.maximum(share, 1)))
+    parts = tl.where(share > 0, tl.maximum(tl.cdiv(tiles, piece_tiles), 1), 1)
+    pieces = blocks * parts
+    partials = tl.where(parts > 1, pieces, 0)
+    ends = tl.cumsum(pieces, 0)
+    tl.store(scratch + row, ends)
+    tl.store(scratch + ROWS + row, tl.cumsum(partials, 0) - partials)
+    total = tl.sum(pieces, 0)
+    for first in range(0, num_partials, PIECES):
+        place = first + tl.arange(0, PIECES)
+        tl.store(owners + place, tl.full([PIECES], -1, tl.int32), mask=place < num_partials)
+    tl.debug_barrier()
+    for first in range(0, num_pieces, PIECES):
+        piece = first + tl.arange(0, PIECES)
+        used = piece < total
+        low = tl.zeros([PIECES], tl.int32)  # the first row that ends behind the piece, found bit by bit
+        for level in tl.static_range(1, LEVELS + 1):
+            half: tl.constexpr = ROWS >> level
+            low = tl.where(tl.load(scratch + low + half - 1) <= piece, low + half, low)
+        start = tl.load(query_start + low, mask=used, other=0)
+        queries = tl.load(query_start + low + 1, mask=used, other=0) - start
+        context = tl.load(context_lens + low, mask=used, other=0)
+        slot = tl.load(slots + low, mask=used, other=0)
+        span = context
+        if WINDOW > 0:
+            span = tl.minimum(context, WINDOW + BLOCK_Q + TILE)
+        tiles = tl.cdiv(span, TILE)
+        parts = tl.where(share > 0, tl.maximum(tl.cdiv(tiles, piece_tiles), 1), 1)
+        blocks = tl.cdiv(queries, BLOCK_Q)
+        within = piece - (tl.load(scratch + low, mask=used, other=0) - blocks * parts)
+        block, part = within // parts, within % parts
+        count = tl.minimum(queries - block * BLOCK_Q, BLOCK_Q)
+        position = context - queries + block * BLOCK_Q
+        last = tl.minimum(position + count, context)
+        key = tl.zeros([PIECES], tl.int32)
+        if WINDOW > 0:
+            key = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
+        whole = parts == 1
+        partial = tl.where(whole, -1, tl.load(scratch + ROWS + low, mask=used, other=0) + within)
+        key += tl.where(whole, 0, part * piece_tiles * TILE)
+        last = tl.where(whole, last, tl.minimum(last, key + piece_tiles * TILE))
+        # Long stretches first: the last query blocks of a prompt see the most keys.
+        place = tl.where(used, total - 1 - piece, piece)
+        record = records + place * RECORD
+        mask = piece < num_pieces
+        tl.store(record, start + block * BLOCK_Q, mask=mask)
+        tl.store(record + 1, tl.where(used, count, 0), mask=mask)
+        tl.store(record + 2, position, mask=mask)
+        tl.store(record + 3, key, mask=mask)
+        tl.store(record + 4, last, mask=mask)
+        tl.store(record + 5, slot, mask=mask)
+        tl.store(record + 6, partial, mask=mask)
+        tl.store(record + 7, tl.where(part == 0, parts, 0), mask=mask)
+        tl.store(owners + partial, place, mask=used & (partial >= 0))
+
+
+@triton.jit
+def _tiles(
+    q,
+    weighted,
+    top,
+    total,
+    keys,
+    values,
+    table,
+    positions,
+    first,
+    last,
+    scale,
+    BLOCK_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Folds the keys from `first`, a multiple of TILE, to `last` into the running softmax. Unmasked: every query sees all of them."""
+    d = tl.arange(0, BLOCK_D)
+    whole_head: tl.constexpr = HEAD_DIM == BLOCK_D
+    for tile in tl.range(first, last, TILE):
+        key = tile + tl.arange(0, TILE)
+        # Behind the last key its own block is read again: no block but the row's, and none that is not there.
+        column = tl.minimum(key, last - 1) // BLOCK_SIZE if MASKED else key // BLOCK_SIZE
+        places = tl.load(table + column).to(tl.int64) * BLOCK_STRIDE + key % BLOCK_SIZE * HEAD_DIM
+        offsets = places[:, None] + d[None, :]
+        k = tl.load(keys + offsets) if whole_head else tl.load(keys + offsets, mask=d[None, :] < HEAD_DIM, other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision=PRECISION)
+        if MASKED:
+            seen = key[None, :] <= positions[:, None]
+            if WINDOW > 0:
+                seen &= key[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        # What stands behind the last key may not even be a number: it is replaced, for zero times it is none either.
+        if MASKED and whole_head:
+            v = tl.load(values + offsets, mask=key[:, None] < last, other=0.0)
+        elif MASKED:
+            v = tl.load(values + offsets, mask=(key[:, None] < last) & (d[None, :] < HEAD_DIM), other=0.0)
+        elif whole_head:
+            v = tl.load(values + offsets)
+        else:
+            v = tl.load(values + offsets, mask=d[None, :] < HEAD_DIM, other=0.0)
+        v = v.to(DOT)
+        weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+    return weighted, top, total
+
+
+@triton.jit(do_not_specialize=["scale", "num_blocks"])
+def attend(
+    q,  # [T, heads, d], any stride between tokens
+    cache,  # [2, num_blocks, kv_heads, block_size, d]
+    block_tables,  # int32 [num_slots, table_stride]
+    records,  # int32 [num_pieces, RECORD]
+    out,  # [T, heads, d]
+    partials,  # float32 [num_partials, kv_heads, BLOCK_Q * GROUP, d]
+    partial_sums,  # float32 [num_partials, kv_heads, BLOCK_Q * GROUP], log2 of the sum of exponentials
+    scale,  # log2(e) times the model's
+    num_blocks,
+    q_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    PEELED: tl.constexpr,  # a loop of its own for the tiles that need no mask
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (piece, key-value head). A row without context gets zeros."""
+    record = records + tl.program_id(0) * RECORD
+    head = tl.program_id(1)
+    queries = tl.load(record + 1)
+    if queries == 0:
+        return
+    token = tl.load(record).to(tl.int64)
+    position = tl.load(record + 2)
+    first = tl.load(record + 3)
+    last = tl.load(record + 4)
+    slot = tl.load(record + 5).to(tl.int64)
+    partial = tl.load(record + 6).to(tl.int64)
+
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    query = m // GROUP
+    q_head = head * GROUP + m % GROUP
+    mask = (query < queries)[:, None] & (d < HEAD_DIM)[None, :]
+    tile = tl.load(q + ((token + query) * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0).to(DOT)
+    positions = position + query
+    block_stride: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    keys = cache + head * (BLOCK_SIZE * HEAD_DIM)
+    values = keys + num_blocks.to(tl.int64) * block_stride
+    table = block_tables + slot * table_stride
+
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], _FAR_BELOW, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if PEELED:
+        middle = first
+        if WINDOW > 0:
+            entered = tl.cdiv(tl.maximum(position + queries - WINDOW, 0), TILE) * TILE  # from here on the last query sees all
+            middle = tl.maximum(first, tl.minimum(entered, last))
+            weighted, top, total = _tiles(
+                tile, weighted, top, total, keys, values, table, positions, first, middle, scale,
+                block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT, PRECISION,
+            )  # fmt: skip
+        diagonal = tl.maximum(middle, tl.minimum(position + 1, last) // TILE * TILE)
+        weighted, top, total = _tiles(
+            tile, weighted, top, total, keys, values, table, positions, middle, diagonal, scale,
+            block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, False, DOT, PRECISION,
+        )  # fmt: skip
+        first = diagonal
+    weighted, top, total = _tiles(
+        tile, weighted, top, total, keys, values, table, positions, first, last, scale,
+        block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT, PRECISION,
+    )  # fmt: skip
+
+    weighted = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+    if partial < 0:
+        places = ((token + query) * (KV_HEADS * GROUP) + q_head) * HEAD_DIM
+        tl.store(out + places[:, None] + d[None, :], weighted.to(out.dtype.element_ty), mask=mask)
+    else:
+        places = (partial * KV_HEADS + head) * (BLOCK_Q * GROUP) + m
+        tl.store(partials + places[:, None] * HEAD_DIM + d[None, :], weighted, mask=mask)
+        tl.store(partial_sums + places, tl.where(total == 0.0, _FAR_BELOW, top + tl.log2(total)), mask=query < queries)
+
+
+@triton.jit
+def combine(
+    records,
+    owners,
+    out,
+    partials,
+    partial_sums,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Program (partial result, key-value head, BLOCK_M tile rows): the first piece along a context gathers the others, which follow it."""
+    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    owner = tl.load(owners + place)
+    if owner < 0:
+        return
+    record = records + owner * RECORD
+    parts = tl.load(record + 7)
+    if parts == 0:
+        return
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    query = m // GROUP
+    present = query < tl.load(record + 1)
+    mask = present[:, None] & (d < HEAD_DIM)[None, :]
+    step: tl.constexpr = KV_HEADS * BLOCK_Q * GROUP
+    places = (place * KV_HEADS + head) * (BLOCK_Q * GROUP) + m
+    top = tl.full([BLOCK_M], _FAR_BELOW, tl.float32)
+    for part in range(parts):
+        top = tl.maximum(top, tl.load(partial_sums + places + part * step, mask=present, other=_FAR_BELOW))
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for part in tl.range(parts, num_stages=4):
+        share = tl.exp2(tl.load(partial_sums + places + part * step, mask=present, other=_FAR_BELOW) - top)
+        weighted += share[:, None] * tl.load(partials + (places + part * step)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+        total += share
+    weighted = weighted / total[:, None]
+    token = tl.load(record).to(tl.int64)
+    target = ((token + query) * (KV_HEADS * GROUP) + head * GROUP + m % GROUP) * HEAD_DIM
+    tl.store(out + target[:, None] + d[None, :], weighted.to(out.dtype.element_ty), mask=mask)
