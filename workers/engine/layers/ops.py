@@ -58,4 +58,8 @@ class TorchOps:
 
 def make_ops(backend: str) -> Ops:
     """Those that go with an attention backend."""
+    if backend == "triton":
+        from workers.engine.kernels.ops import TritonOps
+
+        return TritonOps()
     return TorchOps()

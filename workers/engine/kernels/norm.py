@@ -1,0 +1,64 @@
+"""Norms over the last dimension, with the addition before them where there is one, in one pass over each row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SHORT = 1024  # elements of one program, in several rows where those are shorter
+
+
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm of x [..., size] where there is a bias, else root-mean-square norm; a new tensor."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows)
+    _launch(rows, None, weight, bias, out, eps)
+    return out.view(x.shape)
+
+
+def add_normed(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual in place of x, and x + residual in place of the residual; both contiguous [..., size]."""
+    size = x.shape[-1]
+    _launch(x.view(-1, size), residual.view(-1, size), weight, bias, x.view(-1, size), eps)
+    return x, residual
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, out: Tensor, eps: float) -> None:
+    count, size = x.shape
+    if not count:
+        return
+    width, rows, warps = shape(size)
+    _norm[(triton.cdiv(count, rows),)](x, residual, weight, bias, out, count, size, eps, rows, width, num_warps=warps)
+
+
+def shape(size: int) -> tuple[int, int, int]:
+    """How many columns a program has for rows of `size`, how many rows, and how many warps: 16 bytes a thread at a time and up."""
+    width = triton.next_power_of_2(size)
+    rows = max(1, _SHORT // width)
+    return width, rows, min(max(rows * width // 512, 4), 32)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _norm(x, residual, weight, bias, out, count, size, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    mask = (row < count) & (column < size)
+    at = row.to(tl.int64) * size + column
+    values = tl.load(x + at, mask, 0.0).to(tl.float32)
+    if residual is not None:
+        values += tl.load(residual + at, mask, 0.0).to(tl.float32)
+        # What is normed is the sum as the next layer will read it.
+        total = values.to(residual.dtype.element_ty)
+        tl.store(residual + at, total, mask)
+        values = total.to(tl.float32)
+    factor = tl.load(weight + column, column < size, 0.0).to(tl.float32)
+    if bias is not None:
+        mean = tl.sum(values, 1)[:, None] / size
+        values = tl.where(mask, values - mean, 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(values * values, 1)[:, None] / size + eps)
+    values = values * scale * factor
+    if bias is not None:
+        values += tl.load(bias + column, column < size, 0.0).to(tl.float32)
+    tl.store(out + at, values.to(out.dtype.element_ty), mask)

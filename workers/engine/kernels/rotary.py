@@ -1,0 +1,167 @@
+"""Head norms, rotation and the way into the paged cache in one pass over a step's queries, keys and values."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.engine.attention import RotaryHeads
+
+_HEADS = 8  # of one program
+
+
+def rotate_and_write(qkv: Tensor, heads: int, rotary: RotaryHeads | None, layer_cache: Tensor, slot_mapping: Tensor) -> Tensor:
+    """Writes the keys and values of qkv [T, heads + 2 * kv_heads, d] to layer_cache [2, blocks, kv_heads, block_size, d] and returns the
+    queries [T, heads, d].
+
+    Queries and keys are normed, where there are norms, and rotated on the way; all of it in float32, rounded once. Without `rotary` the
+    queries come back as they are, a view.
+    """
+    if rotary is None:
+        kv_heads = layer_cache.shape[2]
+        write(qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :], layer_cache, slot_mapping)
+        return qkv[:, :heads]
+    tokens, total, head_dim = qkv.shape
+    q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return q
+    query_norm, key_norm = rotary.query_norm, rotary.key_norm
+    _rotate_and_write[(tokens, triton.cdiv(total, _HEADS))](
+        qkv,
+        rotary.cos,
+        rotary.sin,
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
+        q,
+        layer_cache,
+        slot_mapping,
+        qkv.stride(0),
+        qkv.stride(1),
+        rotary.cos.stride(0),
+        *layer_cache.stride()[:3],
+        0.0 if query_norm is None else query_norm.eps,
+        heads,
+        (total - heads) // 2,
+        layer_cache.shape[3],
+        head_dim,
+        triton.next_power_of_2(head_dim // 2),
+        _HEADS,
+        num_warps=4 if head_dim > 64 else 2,
+    )
+    return q
+
+
+def write(k: Tensor, v: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
+    """k and v [T, kv_heads, d], in any strides, to where slot_mapping int64 [T] says in [2, blocks, kv_heads, block_size, d]."""
+    tokens, kv_heads, head_dim = k.shape
+    if not tokens:
+        return
+    _write[(tokens,)](
+        k,
+        v,
+        layer_cache,
+        slot_mapping,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *layer_cache.stride()[:3],
+        kv_heads,
+        layer_cache.shape[3],
+        head_dim,
+        triton.next_power_of_2(kv_heads),
+        triton.next_power_of_2(head_dim),
+    )
+
+
+@triton.jit
+def _rotate_and_write(
+    qkv,
+    cos,
+    sin,
+    query_weight,
+    key_weight,
+    q,
+    cache,
+    slot_mapping,
+    token_stride,
+    head_stride,
+    angle_stride,
+    values_stride,
+    block_stride,
+    cache_head_stride,
+    eps,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    inside = column < HEAD_DIM // 2
+    mask = (head < heads + 2 * kv_heads) & inside
+    source = qkv + token * token_stride + head * head_stride + column
+    low = tl.load(source, mask, 0.0).to(tl.float32)
+    high = tl.load(source + HEAD_DIM // 2, mask, 0.0).to(tl.float32)
+    is_query, is_value = head < heads, head >= heads + kv_heads
+    turned_low, turned_high = low, high
+    if query_weight is not None:
+        scale = 1.0 / tl.sqrt_rn((tl.sum(low * low, 1) + tl.sum(high * high, 1))[:, None] / HEAD_DIM + eps)
+        turned_low *= scale * _of_head(query_weight, key_weight, column, is_query, inside)
+        turned_high *= scale * _of_head(query_weight, key_weight, column + HEAD_DIM // 2, is_query, inside)
+    # Both halves turn by the same angles; the sine's first half is the negative of its second.
+    angle = token * angle_stride + HEAD_DIM // 2 + column
+    cosine = tl.load(cos + angle, inside, 0.0).to(tl.float32)
+    sine = tl.load(sin + angle, inside, 0.0).to(tl.float32)
+    low = tl.where(is_value, low, turned_low * cosine - turned_high * sine).to(q.dtype.element_ty)
+    high = tl.where(is_value, high, turned_high * cosine + turned_low * sine).to(q.dtype.element_ty)
+    target = q + (token * heads + head) * HEAD_DIM + column
+    tl.store(target, low, mask & is_query)
+    tl.store(target + HEAD_DIM // 2, high, mask & is_query)
+    place = tl.load(slot_mapping + token)
+    cache += (place // BLOCK_SIZE) * block_stride + (place % BLOCK_SIZE) * HEAD_DIM
+    kv_head = tl.where(is_value, head - heads - kv_heads, head - heads)
+    target = cache + tl.where(is_value, values_stride, 0).to(tl.int64) + kv_head * cache_head_stride + column
+    tl.store(target, low, mask & (head >= heads))
+    tl.store(target + HEAD_DIM // 2, high, mask & (head >= heads))
+
+
+@triton.jit
+def _of_head(query_weight, key_weight, column, is_query, inside):
+    query = tl.load(query_weight + column, inside, 0.0).to(tl.float32)
+    key = tl.load(key_weight + column, inside, 0.0).to(tl.float32)
+    return tl.where(is_query, query, key)
+
+
+@triton.jit
+def _write(
+    k,
+    v,
+    cache,
+    slot_mapping,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    values_stride,
+    block_stride,
+    cache_head_stride,
+    kv_heads: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
+    mask = (head < kv_heads) & (column < HEAD_DIM)
+    key = tl.load(k + token * key_stride + head * key_head_stride + column, mask)
+    value = tl.load(v + token * value_stride + head * value_head_stride + column, mask)
+    place = tl.load(slot_mapping + token)
+    cache += (place // BLOCK_SIZE) * block_stride + (place % BLOCK_SIZE) * HEAD_DIM
+    target = cache + head * cache_head_stride + column
+    tl.store(target, key, mask)
+    tl.store(target + values_stride, value, mask)
