@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import redis
 from rq import Queue as JobQueue
-from rq.exceptions import DuplicateJobError, NoSuchJobError
+from rq.exceptions import DuplicateJobError, InvalidJobOperation, NoSuchJobError
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
@@ -63,14 +63,14 @@ def enqueue(client: redis.Redis, job: JobName, batch: str, generation: int) -> b
 
 
 def _removed_if_failed(client: redis.Redis, name: str) -> bool:
-    """RQ keeps a failed job, which would bar the next one of its id."""
+    """RQ keeps a failed job, which would bar the next one of its id; so would what RQ noted of one that Redis had forgotten."""
     try:
         found = Job.fetch(name, connection=client, serializer=JSONSerializer)
-    except NoSuchJobError:  # it ended meanwhile
-        return True
-    if found.get_status(refresh=False) not in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED):
-        return False
-    found.delete()
+        if found.get_status(refresh=False) not in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED):
+            return False
+        found.delete()
+    except (NoSuchJobError, InvalidJobOperation):  # it ended meanwhile, or was forgotten
+        client.unlink(Job.key_for(name))
     return True
 
 

@@ -15,9 +15,11 @@ from types import FrameType
 from typing import Any
 
 import redis
+from rq import Queue as JobQueue
 from rq import SimpleWorker
-from rq.exceptions import StopRequested
+from rq.exceptions import InvalidJobOperation, StopRequested
 from rq.job import Job
+from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs import control
@@ -80,6 +82,17 @@ class ControlWorker(SimpleWorker):
     def handle_warm_shutdown_request(self) -> None:
         """Long jobs end at their next beat."""
         control.stopping.set()
+
+    def handle_job_success(self, job: Job, queue: JobQueue, started_job_registry: StartedJobRegistry) -> None:
+        """A Redis that forgot the job while it ran has nothing of it but the last sign of life, which nobody else would remove."""
+        try:
+            super().handle_job_success(job, queue, started_job_registry)
+        except InvalidJobOperation:
+            log.info("Redis forgot %s while it ran", job.id)
+            with self.connection.pipeline() as pipeline:
+                self.cleanup_execution(job, pipeline=pipeline)
+                pipeline.unlink(job.key)
+                pipeline.execute()
 
     def get_heartbeat_ttl(self, job: Job) -> int:
         """Jobs have no time limit; the worker's entry must not outlive a kill by long."""

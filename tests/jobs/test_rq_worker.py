@@ -1,5 +1,6 @@
 """The processes that run the jobs: quick, quiet when idle, clean on SIGTERM, gone with their parent, and not stopped by an outage."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -11,13 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from rq import Queue as JobQueue
 from rq.serializers import JSONSerializer
 
 from jobs.batches import BatchSpec, create_batch, get_batch, wait_for
 from jobs.connection import connect
-from jobs.control import enqueue, is_waiting
+from jobs.control import enqueue, is_waiting, process_queue, use_server
 from jobs.manifest import load_manifest
 from jobs.queue import Queue
+from jobs.rq_worker import ControlWorker
 from tests.support.batch_steps import answer_all
 from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
 from tests.support.processes import is_running
@@ -68,6 +71,25 @@ def test_nothing_in_redis_is_pickled(redis_client: redis.Redis) -> None:
     job = redis_client.hgetall("rq:job:advance-batch_x-3")
     data = zlib.decompress(job[b"data"])  # type: ignore[index]
     assert JSONSerializer.loads(data) == ["jobs.advance.run", None, ["batch_x", 3], {}]
+
+
+def forget_everything() -> None:
+    """A job in whose time Redis came back empty."""
+    process_queue().redis.flushall()
+
+
+def test_a_job_that_redis_forgot_ends_without_a_trace(
+    redis_client: redis.Redis, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_server(redis_url)
+    jobs = JobQueue("advance", connection=redis_client, serializer=JSONSerializer)
+    jobs.enqueue_call(forget_everything, job_id="forgotten", timeout=-1, result_ttl=0)
+    worker = ControlWorker("advance", redis_client)
+    dequeued = worker.dequeue_job_and_maintain_ttl(1)
+    assert dequeued is not None
+    worker.execute_job(*dequeued)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [key for key in redis_client.keys() if b"forgotten" in key] == []  # type: ignore[union-attr]
 
 
 def test_sigterm_keeps_what_finished(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

@@ -146,6 +146,12 @@ def test_a_failed_job_does_not_bar_the_next(redis_client: redis.Redis, status: s
     assert is_waiting(redis_client, "advance", "batch_x", 1)
 
 
+def test_what_was_noted_of_a_forgotten_job_does_not_bar_the_next(redis_client: redis.Redis) -> None:
+    redis_client.hset("rq:job:advance-batch_x-1", "last_heartbeat", "2026-11-21T14:40:13Z")
+    assert control.enqueue(redis_client, "advance", "batch_x", 1)
+    assert is_waiting(redis_client, "advance", "batch_x", 1)
+
+
 def test_a_slice_that_does_not_end_is_asked_for_less_and_less(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ import pytest
 import redis
 
 from jobs import keys
-from jobs.batches import BatchRecord, BatchSpec, create_batch, get_batch
+from jobs.batches import BatchRecord, BatchSpec, cancel_batch, create_batch, get_batch
 from tests.pipeline.results import read_results, text_of
 from tests.support.fleet import Fleet, running_fleet
 from tests.support.integrity import faults
@@ -47,20 +47,45 @@ def undisturbed(whole: Fleet) -> list[str]:
 
 @pytest.fixture
 def fleet(whole: Fleet, undisturbed: list[str]) -> Iterator[Fleet]:
-    """All at work before, and all still there after the test, none of them restarted."""
+    """All at work before, and all still there after the test, none of them restarted. A test that failed half-way harms no other."""
     whole.wait_ready()
     exits = {name: list(codes) for name, codes in whole.exits.items()}
+    logged = {name: len(member.log) for name, member in whole.members.items()}
     yield whole
-    assert whole.exits == exits, {name: member.log[-2000:] for name, member in whole.members.items()}
-    assert [name for name, member in whole.members.items() if "Traceback" in member.log] == []
+    repair(whole)
+    logs = {name: member.log[logged[name] :] for name, member in whole.members.items()}
+    assert whole.exits == exits, {name: log[-2000:] for name, log in logs.items()}
+    complaints = "".join(log for log in logs.values() if "Traceback" in log)
+    assert not complaints, complaints
     assert faults(whole.client) == []
 
 
-class Work:
-    """A batch and a live call, all claimed and under way: the API has heard of its call from the worker."""
+def repair(fleet: Fleet) -> None:
+    """Undoes what a test has left broken or running that failed half-way; changes nothing after the others."""
+    fleet.redis.repair()
+    fleet.client.replicaof("NO", "ONE")
+    fleet.client.config_set("maxmemory", 0)
+    for proxy in fleet.proxies:
+        proxy.lose(0)
+        proxy.join()
+    for worker in fleet.workers:
+        for pid in (worker.pid, *descendants(worker.pid)):
+            os.kill(pid, signal.SIGCONT)
+    for batch in fleet.queue.batches():
+        cancel_batch(fleet.client, batch)
+    fleet.wait(lambda: not fleet.client.exists(keys.LEASES), END_SECONDS, "nothing to be held any more")
 
-    def __init__(self, fleet: Fleet) -> None:
+
+class Work:
+    """A batch and a live call, all claimed and under way: the API has heard of its call from the worker.
+
+    The cores stand still until that is so, so that nothing ends before; if they are `held`, until `go_on`.
+    """
+
+    def __init__(self, fleet: Fleet, held: bool = False) -> None:
         self._fleet = fleet
+        self.cores = [pid for worker in fleet.workers for pid in worker.below("core_process")]
+        self._signal(signal.SIGSTOP)
         self.claimed_before = fences(fleet)
         folder = fleet.folder / f"work-{time.time_ns()}"
         folder.mkdir()
@@ -70,6 +95,12 @@ class Work:
         self._batch = create_batch(fleet.client, BatchSpec(input=str(source), root=str(root), output=str(self._output))).id
         self._live = LiveCall(fleet, question(LINES))
         fleet.wait(lambda: self.claims >= LINES + 1 and self._live.has_begun, END_SECONDS, "all to be under way")
+        if not held:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Lets the cores begin."""
+        self._signal(signal.SIGCONT)
 
     @property
     def claims(self) -> int:
@@ -90,6 +121,10 @@ class Work:
     def undrained(self) -> int:
         """Bytes of results that stand in Redis."""
         return int(self._fleet.queue.batch_fields(self._batch)["result_bytes"])
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self.cores:
+            os.kill(pid, number)
 
     def check_end(self, answers: list[str] | None) -> list[str]:
         """Waits for the end: every line once and in order, the live call whole, all with the right answer."""
@@ -331,11 +366,12 @@ def holder(fleet: Fleet) -> int:
 
 
 def test_workers_go_on_decoding_while_redis_is_away(fleet: Fleet, undisturbed: list[str]) -> None:
-    work = Work(fleet)
-    cores = [next(iter(worker.below("core_process"))) for worker in fleet.workers]
+    """The live call alone takes its core more than a second, and none of it is done before Redis is gone."""
+    work = Work(fleet, held=True)
     fleet.redis.kill()
-    before = sum(map(cpu_seconds, cores))
-    fleet.wait(lambda: sum(map(cpu_seconds, cores)) > before + 0.25, END_SECONDS, "the cores to go on computing")
+    before = sum(map(cpu_seconds, work.cores))
+    work.go_on()
+    fleet.wait(lambda: sum(map(cpu_seconds, work.cores)) > before + 0.25, END_SECONDS, "the cores to go on computing")
     fleet.redis.start()
     work.check_end(undisturbed)
     assert work.claims == LINES + 1

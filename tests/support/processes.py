@@ -1,16 +1,17 @@
 """Finding and watching processes by their id, as /proc has them."""
 
+import contextlib
 import os
 from pathlib import Path
 
 
 def descendants(pid: int) -> list[int]:
     """Every process below `pid`, parents before children; those that end meanwhile may be missing."""
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:
-        return []
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # a thread that ended just now; its children went over to another
+                found += map(int, (task / "children").read_text().split())
     return found + [below for child in found for below in descendants(child)]
 
 

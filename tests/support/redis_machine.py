@@ -89,6 +89,14 @@ class RedisMachine:
     def free_disk(self) -> None:
         self._limit_files(resource.RLIM_INFINITY)
 
+    def repair(self) -> None:
+        """Undoes what a test has left broken that failed half-way."""
+        if not self.is_running:
+            self._server.stop()
+            self.start()
+        self.go_on()
+        self.free_disk()
+
     def _limit_files(self, size: int) -> None:
         _, hard = resource.prlimit(self.pid, resource.RLIMIT_FSIZE)
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (size, hard))
