@@ -11,17 +11,17 @@ from jobs.requests import Checkpoint, ChoiceCheckpoint, Finished, RequestKey
 from jobs.results import Result, Usage
 from jobs.settings import QueueSettings
 from tests.support.integrity import faults
-from tests.support.requests import MODEL, delta, finished, held, lines, request, start_batch
-from tests.support.waiting import wait_until
+from tests.support.requests import MODEL, delta, finished, held, lines, pass_time, request, start_batch
 
-SHORT_LEASE = 0.15
+LEASE = 30.0
 
 
 @pytest.fixture
-def hasty(redis_client: redis.Redis) -> Queue:
-    """A queue whose leases end almost at once, and that no restart of the server holds back from reaping."""
-    queue = Queue(redis_client, QueueSettings(lease_seconds=SHORT_LEASE, worker_deaths=3))
+def ticking(redis_client: redis.Redis) -> Queue:
+    """A queue whose ticker has run for so long that no restart of the server holds it back from reaping."""
+    queue = Queue(redis_client, QueueSettings(lease_seconds=LEASE, worker_deaths=3))
     queue.reap()
+    pass_time(redis_client, LEASE)
     return queue
 
 
@@ -449,59 +449,70 @@ class TestReap:
         [again] = take(queue, "w2", 1)
         assert (again.attempt, again.checkpoint) == (2, checkpoint([5, 6], 2))
 
-    def test_leases_that_ran_out(self, hasty: Queue) -> None:
-        start_batch(hasty, "batch_a", 2)
-        claims = take(hasty, "w1", 1)
-        assert hasty.reap() == 0
-        wait_until(lambda: hasty.renew("w1", held(claims[:1])) == [] and hasty.reap() == 1, 5, "the lease that is not renewed ends")
-        assert hasty.renew("w1", held(claims)) == [claims[1].key]
-        assert lines(take(hasty, "w2", 1)) == [1]
+    def test_leases_that_ran_out(self, ticking: Queue, redis_client: redis.Redis) -> None:
+        start_batch(ticking, "batch_a", 2)
+        claims = take(ticking, "w1", 1)
+        pass_time(redis_client, LEASE / 2)
+        assert ticking.renew("w1", held(claims[:1])) == []
+        assert ticking.reap() == 0
+        pass_time(redis_client, LEASE / 2)
+        assert ticking.reap() == 1
+        assert ticking.renew("w1", held(claims)) == [claims[1].key]
+        assert lines(take(ticking, "w2", 1)) == [1]
 
-    def test_waits_one_lease_after_the_server_was_away(self, hasty: Queue, redis_client: redis.Redis) -> None:
-        start_batch(hasty, "batch_a", 1)
-        claims = take(hasty, "w1", 1)
+    def test_waits_one_lease_after_the_server_was_away(self, ticking: Queue, redis_client: redis.Redis) -> None:
+        start_batch(ticking, "batch_a", 1)
+        claims = take(ticking, "w1", 1)
         now = int(redis_client.time()[0] * 1000)
         redis_client.zadd(keys.LEASES, {str(claims[0].key): now - 60_000})
         redis_client.hset(keys.TICK, mapping={"time": now - 30_000})
-        assert hasty.reap() == 0
-        assert hasty.renew("w1", held(claims)) == []
+        assert ticking.reap() == 0
+        assert ticking.renew("w1", held(claims)) == []
         redis_client.hset(keys.TICK, mapping={"run_id": "another"})
         redis_client.zadd(keys.LEASES, {str(claims[0].key): now - 60_000})
-        assert hasty.reap() == 0
-        wait_until(lambda: hasty.reap() == 1, 5, "the pause ends")
+        assert ticking.reap() == 0
+        pass_time(redis_client, LEASE / 2)
+        assert ticking.reap() == 0
+        pass_time(redis_client, LEASE / 2)
+        assert ticking.reap() == 1
 
     def test_the_first_look_reaps_nothing(self, redis_client: redis.Redis) -> None:
-        queue = Queue(redis_client, QueueSettings(lease_seconds=SHORT_LEASE))
+        queue = Queue(redis_client, QueueSettings(lease_seconds=LEASE))
         start_batch(queue, "batch_a", 1)
         [claim] = take(queue, "w1", 1)
         redis_client.zadd(keys.LEASES, {str(claim.key): 1})
         assert queue.reap() == 0
-        wait_until(lambda: queue.reap() == 1, 5, "the pause ends")
+        pass_time(redis_client, LEASE)
+        assert queue.reap() == 1
 
-    def test_a_clock_that_went_back(self, hasty: Queue, redis_client: redis.Redis) -> None:
+    def test_a_clock_that_went_back(self, ticking: Queue, redis_client: redis.Redis) -> None:
         """By an hour: what was not renewed since ends one lease later, what was renewed is kept."""
-        start_batch(hasty, "batch_a", 2)
-        claims = take(hasty, "w1", 1)
+        start_batch(ticking, "batch_a", 2)
+        claims = take(ticking, "w1", 1)
         hour = 3_600_000
         redis_client.zincrby(keys.LEASES, hour, str(claims[0].key))
         redis_client.hincrby(keys.TICK, "time", hour)
         redis_client.hincrby(keys.TICK, "reap_after", hour)
-        assert hasty.reap() == 0
-        wait_until(lambda: hasty.renew("w1", held(claims[1:])) == [] and hasty.reap() == 1, 5, "the lease ends")
-        assert hasty.renew("w1", held(claims)) == [claims[0].key]
+        assert ticking.reap() == 0
+        pass_time(redis_client, LEASE / 2)
+        assert ticking.renew("w1", held(claims[1:])) == []
+        assert ticking.reap() == 0
+        pass_time(redis_client, LEASE / 2)
+        assert ticking.reap() == 1
+        assert ticking.renew("w1", held(claims)) == [claims[0].key]
 
-    def test_too_many_deaths_end_in_an_error(self, hasty: Queue) -> None:
-        start_batch(hasty, "batch_a", 1)
-        hasty.submit("live_a", request(reply_to="api1"))
+    def test_too_many_deaths_end_in_an_error(self, ticking: Queue) -> None:
+        start_batch(ticking, "batch_a", 1)
+        ticking.submit("live_a", request(reply_to="api1"))
         for attempt in range(1, 4):
-            claims = take(hasty, f"w{attempt}", 1)
+            claims = take(ticking, f"w{attempt}", 1)
             assert {claim.attempt for claim in claims} == {attempt}
-            assert hasty.reap(f"w{attempt}") == 2
-        assert take(hasty, "w4", 1) == []
-        [(_, result)] = hasty.results("batch_a")
+            assert ticking.reap(f"w{attempt}") == 2
+        assert take(ticking, "w4", 1) == []
+        [(_, result)] = ticking.results("batch_a")
         assert (result.status, b"worker_lost" in result.body) == (500, True)
-        assert hasty.batch_fields("batch_a")["failed"] == "1"
-        [(_, entry)] = hasty.read_api("api1", "0-0", 0)
+        assert ticking.batch_fields("batch_a")["failed"] == "1"
+        [(_, entry)] = ticking.read_api("api1", "0-0", 0)
         assert entry.result is not None
         assert entry.result.status == 500
 

@@ -80,23 +80,23 @@ def test_gives_up_after_the_time_given() -> None:
     started = time.monotonic()
     with pytest.raises(QueueUnavailable, match="out of reach"):
         Queue(client, QueueSettings(redis_retry_seconds=0.2)).submit("live_a", request())
-    assert 0.2 <= time.monotonic() - started < 2
+    assert 0.2 <= time.monotonic() - started < QueueSettings().redis_retry_seconds / 2
 
 
 def test_goes_on_when_the_server_comes_back(tmp_path: Path) -> None:
     with running_server(tmp_path / "redis") as server:
         client = connect(server.url)
-        queue = Queue(client, QueueSettings(redis_retry_seconds=30))
+        queue = Queue(client, QueueSettings(redis_retry_seconds=60))
         client.ping()
         client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
         done = threading.Event()
         thread = threading.Thread(target=lambda: (queue.submit("live_a", request()), done.set()))
         thread.start()
         other = connect(server.url)
-        wait_until(lambda: any(entry["cmd"].startswith("eval") for entry in other.client_list()), 5, "the call waits")
+        wait_until(lambda: any(entry["cmd"].startswith("eval") for entry in other.client_list()), 30, "the call waits")
         assert not done.is_set()
         other.execute_command("CLIENT", "UNPAUSE")
-        wait_until(done.is_set, 10, "the call went through")
+        wait_until(done.is_set, 60, "the call went through")
         thread.join()
 
 
@@ -107,7 +107,7 @@ def test_own_mistakes_are_not_repeated(redis_client: redis.Redis) -> None:
     started = time.monotonic()
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         queue.claim("w1", 1, 1, models=[MODEL])
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < queue.settings.redis_retry_seconds / 2
     redis_client.flushall()
 
 

@@ -50,7 +50,7 @@ def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
         queue.commit("w1", [finished(claim) for claim in claims[:10]])
         before = queue.batch_fields("batch_a")
         os.kill(server.pid, signal.SIGKILL)
-        wait_until(lambda: not server.is_running(), 10, "the server is dead")
+        wait_until(lambda: not server.is_running(), 60, "the server is dead")
     with PrivateServer(tmp_path / "redis") as server:
         client = connect(server.url)
         queue = Queue(client)
@@ -79,7 +79,7 @@ def test_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
-    wait_until(lambda: not _is_alive(pid), 10, "the server is gone")
+    wait_until(lambda: not _is_alive(pid), 60, "the server is gone")
 
 
 def _is_alive(pid: int) -> bool:
@@ -99,7 +99,7 @@ def test_a_start_that_fails_says_why(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "appendonly.aof.manifest").write_text("this is no manifest\n")
     with pytest.raises(ServerError, match=r"ended while starting: .*manifest"):
-        PrivateServer(tmp_path).start(timeout=20)
+        PrivateServer(tmp_path).start()
 
 
 def test_without_any_binary_there_are_three_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_a_kill_leaves_a_file_that_sweep_removes(tmp_path: Path) -> None:
 
 def test_the_kernel_lets_go_of_a_dead_holder_s_folder(tmp_path: Path) -> None:
     script = (
-        f"import time\nfrom jobs.storage import exclusive\nwith exclusive({str(tmp_path)!r}, 0): print('held', flush=True); time.sleep(60)"
+        f"import time\nfrom jobs.storage import exclusive\nwith exclusive({str(tmp_path)!r}, 0): print('held', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
     assert holder.stdout is not None
@@ -149,7 +149,7 @@ def test_the_kernel_lets_go_of_a_dead_holder_s_folder(tmp_path: Path) -> None:
         except Busy:
             return False
 
-    wait_until(free, 5, "the folder is free")
+    wait_until(free, 60, "the folder is free")
 
 
 def test_locations() -> None:

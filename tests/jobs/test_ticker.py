@@ -32,7 +32,7 @@ def test_one_leads_and_the_next_takes_over(redis_client: redis.Redis) -> None:
     assert not second.lead()
     assert first.lead()
     redis_client.pexpire("{q}:leader", 1)
-    wait_until(second.lead, 5, "the lead ran out")
+    wait_until(second.lead, 60, "the lead ran out")
     assert not first.lead()
     first.resign()
     assert second.lead()
@@ -45,7 +45,7 @@ def test_a_lead_that_lasts_long_after_the_clock_was_set_back_is_cut_short(redis_
     assert first.lead()
     redis_client.pexpire("{q}:leader", 60_000)
     assert not second.lead()
-    wait_until(second.lead, 10, "the lead ran out")
+    wait_until(second.lead, 30, "the lead ran out, in less than the minute that was left")
 
 
 def test_the_lead_passes_on_when_the_leader_is_killed(redis_client: redis.Redis, redis_url: str) -> None:
@@ -55,7 +55,7 @@ def test_the_lead_passes_on_when_the_leader_is_killed(redis_client: redis.Redis,
         token = wait_until(lambda: redis_client.get("{q}:leader"), 30, "one leads")
         second.start("ticker")
         first.kill("ticker")
-        wait_until(lambda: redis_client.get("{q}:leader") not in (None, token), 15, "the other leads")
+        wait_until(lambda: redis_client.get("{q}:leader") not in (None, token), 60, "the other leads")
     finally:
         for plane in (first, second):
             for name in list(plane.processes):

@@ -2,7 +2,11 @@
 
 import contextlib
 import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from tests.support.waiting import wait_until
 
 
 def descendants(pid: int) -> list[int]:
@@ -29,6 +33,19 @@ def is_running(pid: int) -> bool:
         return os.readlink(f"/proc/{pid}/exe") != "" and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def wait_for_rest(pids: Sequence[int], share: float, seconds: float = 3.0) -> None:
+    """Until these processes have used no more than `share` of a core each over so many seconds, as they do when nothing is left to do."""
+
+    def rest() -> bool:
+        began, before = time.monotonic(), [cpu_seconds(pid) for pid in pids]
+        time.sleep(seconds)  # what is measured is this very time
+        used = [cpu_seconds(pid) - spent for pid, spent in zip(pids, before, strict=True)]
+        print({command_line(pid): spent for pid, spent in zip(pids, used, strict=True)})
+        return max(used) <= share * (time.monotonic() - began) + 1 / os.sysconf("SC_CLK_TCK")
+
+    wait_until(rest, 60, "processes to rest")
 
 
 def cpu_seconds(pid: int) -> float:

@@ -1,5 +1,8 @@
 """Small requests, deltas and results for tests of the queue."""
 
+import redis
+
+from jobs import keys
 from jobs.queue import Queue
 from jobs.requests import Claim, Delta, Finished, Request, TokenChunk
 from jobs.results import Result, Usage
@@ -28,6 +31,14 @@ def delta(claim: Claim, index: int, token_ids: list[int], text: str = "", offset
 def finished(claim: Claim, text: str = "done", status: int = 200, last: Delta | None = None) -> Finished:
     body = b'{"text":"%b"}' % text.encode() if status < 400 else b'{"error":{"message":"%b"}}' % text.encode()
     return Finished(claim.key, claim.fence, Result(status, body, Usage(3, 5, 0), "req_1"), last, claim.request.reply_to)
+
+
+def pass_time(client: redis.Redis, seconds: float) -> None:
+    """Brings the ends of leases and of workers' records so much nearer, as if the time had passed and the ticker had run meanwhile."""
+    for name in (keys.LEASES, keys.ALIVE):
+        for member in client.zrange(name, 0, -1):  # type: ignore[union-attr]
+            client.zincrby(name, -1000 * seconds, member)
+    client.hincrby(keys.TICK, "reap_after", int(-1000 * seconds))
 
 
 def held(claims: list[Claim]) -> list[tuple]:

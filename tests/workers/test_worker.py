@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from jobs.results import Result
 from jobs.settings import QueueSettings
 from jobs.streams import FIRST_ID
 from tests.support.poison import Poison, poisoned_environment
+from tests.support.processes import wait_for_rest
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
@@ -256,7 +256,7 @@ def test_a_cancelled_call_leaves_no_work_behind(shared: tuple[Queue, WorkerProce
     follow(queue, api, until=3)
     queue.cancel([key])
     assert run_batch(queue, [question("What is 2 + 3?")])[0].status == 200
-    wait_until(lambda: queue.read_tokens({key: FIRST_ID}) == [], 20, "the stream to be gone")
+    wait_until(lambda: queue.read_tokens({key: FIRST_ID}) == [], 60, "the stream to be gone")
 
 
 def test_the_front_process_has_no_torch(shared: tuple[Queue, WorkerProcess]) -> None:
@@ -268,14 +268,4 @@ def test_the_front_process_has_no_torch(shared: tuple[Queue, WorkerProcess]) -> 
 def test_an_idle_worker_uses_next_to_nothing(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, worker = shared
     run_batch(queue, [question("What is 2 + 3?")])
-    seconds = 4.0
-    before, started = cpu_seconds(worker.pid), time.monotonic()
-    core_before = cpu_seconds(worker.core_pid)
-    wait_until(lambda: time.monotonic() - started > seconds, 10, "some idle seconds")
-    assert (cpu_seconds(worker.pid) - before) / seconds <= 0.01
-    assert (cpu_seconds(worker.core_pid) - core_before) / seconds <= 0.01
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    wait_for_rest([worker.pid, worker.core_pid], 0.01)
