@@ -33,6 +33,7 @@ from workers.engine.messages import (
     StepOutput,
     ToCore,
 )
+from workers.engine.process import child_environment
 from workers.engine.transport import frame, read_frame
 from workers.engine.watchdog import Patience
 
@@ -389,16 +390,9 @@ def _log_and_parent() -> list[str]:
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """The core's environment: the packages that this process runs from, and thread counts that count only before torch is imported."""
+    """The core's environment, with thread counts that count only before torch is imported."""
     threads = str(config.compute_threads())
-    packages = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([packages, inherited]) if inherited else packages,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-    }
+    return {**child_environment(), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 _DECODER: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)

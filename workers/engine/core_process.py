@@ -5,12 +5,9 @@ Reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the
 """
 
 import argparse
-import ctypes
-import faulthandler
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -20,11 +17,9 @@ from queue import SimpleQueue
 import msgspec
 
 from workers.engine.config import EngineConfig
-from workers.engine.errors import ModelLoadError
 from workers.engine.messages import Failed, ToCore
+from workers.engine.process import become_child, explains_itself, leave, sentence
 from workers.engine.transport import FrameReader, FrameSender
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -33,11 +28,8 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="the front's process id")
     parser.add_argument("--log-level", type=int, default=logging.INFO, help="as the logging module counts them")
     given = parser.parse_args()
-    fd = given.fd
-    _die_with_parent(given.parent)
-    _detach_from_terminal(fd)
-    _set_up_log(given.log_level)
-    connection = socket.socket(fileno=fd)
+    connection = socket.socket(fileno=given.fd)
+    become_child(given.parent, connection, "core", given.log_level)
     reader = FrameReader(connection)
     config = reader.read(msgspec.msgpack.Decoder(EngineConfig))
     if config is None:
@@ -48,9 +40,9 @@ def main() -> int:
     try:
         _serve(config, inbox, sender)
     except Exception as error:
-        if not _explains_itself(error):
+        if not explains_itself(error):
             traceback.print_exc()
-        sender.put(Failed(_sentence(error)))
+        sender.put(Failed(sentence(error)))
         return 1
     finally:
         sender.close()
@@ -64,36 +56,22 @@ def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender
     # Imported here, when the front is already being listened to, since importing torch takes seconds.
     from workers.engine.core import EngineCore
     from workers.engine.executor import Executor
+    from workers.engine.ranks import RankDeath, end_likewise
 
-    core = EngineCore(Executor(config))
+    def on_rank_death(death: RankDeath) -> None:
+        if death.returncode >= 0:
+            sender.put(Failed(death.sentence))
+            sender.close()
+        end_likewise(death)
+
+    executor = Executor(config, on_rank_death)
+    core = EngineCore(executor)
     # What loading left behind lives as long as the process; without this each full collection walks through it, at the cost of a step.
     gc.collect()
     gc.freeze()
     sender.put(core.ready)
     core.run(inbox, sender.put)
-
-
-def _die_with_parent(parent: int) -> None:
-    """The kernel kills this process once the thread that started it is gone (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the order above took hold
-        os._exit(1)
-
-
-def _set_up_log(level: int) -> None:
-    logging.basicConfig(level=level, format="%(asctime)s core %(levelname)s %(message)s", datefmt="%H:%M:%S")
-    for noisy in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "huggingface_hub"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, level))
-
-
-def _detach_from_terminal(fd: int) -> None:
-    """Leaves it to the front to hear Ctrl-C and orders to stop, which may reach a whole group of processes, and keeps its stdout clean."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    faulthandler.enable()
-    os.set_inheritable(fd, False)
-    os.dup2(2, 1)
+    executor.close()
 
 
 def _receive(reader: FrameReader, inbox: SimpleQueue[ToCore]) -> None:
@@ -109,18 +87,5 @@ def _receive(reader: FrameReader, inbox: SimpleQueue[ToCore]) -> None:
     os._exit(status)
 
 
-def _explains_itself(error: Exception) -> bool:
-    return isinstance(error, ModelLoadError | OSError)
-
-
-def _sentence(error: Exception) -> str:
-    """An error as one line."""
-    text = " ".join(str(error).split())
-    return text if text and _explains_itself(error) else f"{type(error).__name__}: {text}"
-
-
 if __name__ == "__main__":
-    # Without the interpreter's teardown, which a thread that is still inside a read can hold up; everything has been flushed.
-    status = main()
-    sys.stderr.flush()
-    os._exit(status)
+    leave(main())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from workers.engine.config import EngineConfig
+from workers.engine.device_lock import TakenCards, take_cards
 from workers.engine.errors import ModelLoadError
 
 _BFLOAT16_SINCE = (8, 0)  # compute capability
@@ -37,6 +39,19 @@ def _why_none() -> str:
     except RuntimeError as error:  # an old driver, or none; or every card is hidden
         return f" ({_one_line(error)})"
     return ""
+
+
+def take_devices(config: EngineConfig) -> tuple[list[str], TakenCards]:
+    """A device for each rank of a replica, and the locks that keep other workers of this host from its cards.
+
+    On a CPU nothing is locked. Raises ModelLoadError where too few cards are free.
+    """
+    device, size = usable_device(config.device), config.tensor_parallel_size
+    if device.type != "cuda":
+        return [config.device] * size, TakenCards([], [])
+    names = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]
+    taken = take_cards(names, size, config.device_lock_folder, device.index)
+    return [f"cuda:{index}" for index in taken.indices], taken
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:

@@ -1,34 +1,38 @@
-"""Where a replica's model lives: loads it, sizes its cache, runs its steps. One process; a process per rank would stand behind the same
-calls."""
+"""Where a replica's model lives: this process, or several ranks of which it is the first. Loads it, sizes its cache, runs its steps."""
 
 from __future__ import annotations
 
-import time
+from dataclasses import replace
 
-from workers.engine.cache_plan import plan_cache, settle_prefix_caching
 from workers.engine.config import EngineConfig
+from workers.engine.device import take_devices
 from workers.engine.model_runner import LaunchedStep, ModelRunner
-from workers.engine.parallel import Parallel
 from workers.engine.rank import Rank
+from workers.engine.ranks import OnDeath, Ranks, end_likewise
 from workers.engine.step import StepPlan, StepResult
 
 
 class Executor:
-    """Loads `config.model` and allocates its cache; then runs steps in order.
+    """Takes its devices, loads `config.model` and allocates its cache; then runs steps in order.
 
     `config` afterwards is the resolved configuration with `max_model_len` settled, and prefix caching off where the model rules it out.
     Raises ModelLoadError where the model cannot be loaded or a setting does not suit it.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        started = time.monotonic()
+    def __init__(self, config: EngineConfig, on_rank_death: OnDeath = end_likewise) -> None:
+        """`on_rank_death` is called in another thread when another rank has ended, and has to end this process."""
         config = config.resolve()
-        self._rank = Rank(config)
+        devices, self._cards = take_devices(config)
+        self._ranks = Ranks(devices[1:], self._cards.fds[1:], on_rank_death)
+        try:
+            self._rank = Rank(replace(config, device=devices[0]))
+            with self._ranks.heard_first():
+                self.config, self.num_blocks = self._rank.settle(self._ranks.join(config, self._rank.device))
+        except BaseException:
+            self.close()
+            raise
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
-        config, self.num_blocks = plan_cache(config, self.model_config, self.dtype, self._rank.load(Parallel()))
-        self.weights_seconds = time.monotonic() - started
-        self.config = settle_prefix_caching(config, self.model_config)
-        self._rank.allocate(self.config, self.num_blocks)
+        self.weights_seconds = self._rank.weights_seconds
 
     @property
     def runner(self) -> ModelRunner:
@@ -43,8 +47,17 @@ class Executor:
         return self.model_config.eos_token_ids
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may be launched again, in other parts."""
-        return self._rank.launch(plan)
+        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may be launched again, in other parts; or
+        RankError, after which nothing can be launched any more."""
+        with self._ranks.heard_first():
+            self._ranks.send(plan)
+            return self._rank.launch(plan)
 
     def retire(self, launched: LaunchedStep) -> StepResult:
-        return self._rank.retire(launched)
+        with self._ranks.heard_first():
+            return self._rank.retire(launched)
+
+    def close(self) -> None:
+        """Ends the other ranks and gives the cards back."""
+        self._ranks.close()
+        self._cards.release()

@@ -22,6 +22,7 @@ from workers.engine.errors import ModelLoadError
 from workers.engine.models.config import ModelConfig
 
 _LOOPBACK = "127.0.0.1"
+_GRAIN = 16
 # A rank that has died is noticed by its process' end, and a hung one by the front's watchdog, both long before this.
 _TIMEOUT = timedelta(hours=1)
 # torch 2.13 gave the one a new name and warns at the old one.
@@ -78,15 +79,17 @@ class Parallel:
         """This rank's `length` of what all ranks hold, where `copies` ranks hold the same."""
         return Shard(self.rank // copies * length, length, length * self.size // copies)
 
-    def vocabulary(self, vocab_size: int) -> Shard:
-        """This rank's rows of the vocabulary: `vocabulary_rows` of them, on the last ranks fewer where it comes to its end."""
-        rows = self.vocabulary_rows(vocab_size)
-        start = min(self.rank * rows, vocab_size)
-        return Shard(start, min(rows, vocab_size - start), vocab_size)
+    def part(self, total: int) -> Shard:
+        """This rank's part of `total` rows that can be cut anywhere: `part_size` of them, on the last ranks fewer."""
+        size = self.part_size(total)
+        start = min(self.rank * size, total)
+        return Shard(start, min(size, total - start), total)
 
-    def vocabulary_rows(self, vocab_size: int) -> int:
-        """How many logits each rank computes, padding among them."""
-        return -(-vocab_size // self.size)
+    def part_size(self, total: int) -> int:
+        """The longest part: equal ones where that comes out even, else a multiple of what matrix units work on."""
+        equal = -(-total // self.size)
+        rounded = -(-equal // _GRAIN) * _GRAIN
+        return equal if total % self.size == 0 or rounded * (self.size - 1) >= total else rounded
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks of contiguous `x`, in its place; the same bits on each."""
@@ -117,20 +120,19 @@ class Parallel:
 def shard_model(model: ModelConfig, size: int) -> ModelConfig:
     """The shape of one rank's part of `model`. Key-value heads that are fewer than the ranks are held by several.
 
-    Raises ModelLoadError where the heads or the MLP cannot be cut into `size` equal parts.
+    Raises ModelLoadError where the heads cannot be cut into `size` equal parts.
     """
     fits = [ranks for ranks in range(1, model.num_heads + 1) if _divides(ranks, model)]
     if size not in fits:
         raise ModelLoadError(
-            f"a tensor parallel size of {size} does not divide the model's {model.num_heads} attention heads, {model.num_kv_heads} "
-            f"key-value heads and MLP width of {model.intermediate_size}; sizes that do: {', '.join(map(str, fits))}"
+            f"{size} ranks cannot share the model's {model.num_heads} attention heads and {model.num_kv_heads} key-value heads equally; "
+            f"tensor parallel sizes that fit: {', '.join(map(str, fits))}"
         )
     copies = max(1, size // model.num_kv_heads)
     return replace(
         model,
         num_heads=model.num_heads // size,
         num_kv_heads=model.num_kv_heads * copies // size,
-        intermediate_size=model.intermediate_size // size,
         kv_copies=copies,
     )
 
@@ -151,7 +153,7 @@ def connected_store(size: int, port: int) -> Store:
 
 def _divides(ranks: int, model: ModelConfig) -> bool:
     kv_fits = model.num_kv_heads % ranks == 0 or ranks % model.num_kv_heads == 0
-    return model.num_heads % ranks == 0 and model.intermediate_size % ranks == 0 and kv_fits
+    return model.num_heads % ranks == 0 and kv_fits
 
 
 def _loopback_interface() -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
-from workers.engine.cache_plan import cpu_cache_bytes, longest_context, plan_cache
+from workers.engine.cache_plan import cpu_cache_bytes, longest_context, plan_cache, settle_prefix_caching
 from workers.engine.config import EngineConfig
 from workers.engine.device import check_dtype, usable_device
-from workers.engine.errors import ModelLoadError, StepOutOfMemory
+from workers.engine.errors import ModelLoadError, RankError, StepOutOfMemory
 from workers.engine.layers.ops import make_ops
 from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, shard_checkpoint, weight_bytes
 from workers.engine.memory import available_memory
@@ -23,15 +25,20 @@ _SAMPLED_BYTES = 32  # of temporaries for each logit that a device samples from 
 
 class Rank:
     """Comes to life in three steps: made, it knows the model's shape; `load` reads the weights and says how large a cache could be;
-    `allocate` makes the cache, whose size all ranks of a replica share. From then on it launches and retires steps.
+    `allocate` makes the cache, whose size all ranks of a replica share; `settle` does both, at the same time on all ranks. From then on it
+    launches and retires steps.
 
     Takes a resolved configuration. All three raise ModelLoadError where the model cannot be loaded or a setting does not suit it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self._began = time.monotonic()
         self._config = config
+        self._parallel = Parallel()
         self.device = usable_device(config.device)
-        if self.device.type == "cpu" and config.threads is not None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        elif config.threads is not None:
             torch.set_num_threads(config.threads)
         self._ops = make_ops(config.attention_backend)
         self._checkpoint = shard_checkpoint(open_checkpoint(config.model, config.model_impl), config.tensor_parallel_size)
@@ -42,11 +49,22 @@ class Rank:
         self._decoder: DecoderModel
         self.runner: ModelRunner
 
-    def load(self, parallel: Parallel) -> int:
-        """Reads the weights; returns how many bytes each rank has for its KV cache: the least that any of them has."""
-        return parallel.least(self._load(parallel))
+    def settle(self, parallel: Parallel) -> tuple[EngineConfig, int]:
+        """Loads and allocates as one of the ranks in `parallel`; returns when all have.
 
-    def _load(self, parallel: Parallel) -> int:
+        Returns the configuration with `max_model_len` settled, and the number of blocks, both the same on all ranks.
+        """
+        self._parallel = parallel
+        config, num_blocks = plan_cache(self._config, self.model_config, self.dtype, parallel.least(self.load()))
+        self.weights_seconds = time.monotonic() - self._began
+        config = settle_prefix_caching(config, self.model_config)
+        self.allocate(config, num_blocks)
+        parallel.least(0)
+        return config, num_blocks
+
+    def load(self) -> int:
+        """Reads the weights; returns how many bytes this rank has for its KV cache."""
+        parallel = self._parallel
         config, model = self._config, self.model_config
         try:
             if self.device.type != "cpu":
@@ -73,7 +91,10 @@ class Rank:
             raise
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may be launched again, in other parts."""
+        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may be launched again, in other parts.
+
+        Raises RankError for the same where there are other ranks: they may be in the middle of the step, and wait for this one in vain.
+        """
         try:
             return self.runner.launch(plan)
         except (MemoryError, RuntimeError) as error:
@@ -83,6 +104,11 @@ class Rank:
         # Only here, where no error holds on to the step's tensors any more, can their memory be had again.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        if self._parallel.size > 1:
+            raise RankError(
+                f"rank {self._parallel.rank} ran out of memory in a step of {plan.counts.sum()} tokens ({why}), and the others cannot be "
+                "called back from it; lower max_num_batched_tokens or gpu_memory_utilization"
+            )
         raise StepOutOfMemory(why)
 
     def retire(self, launched: LaunchedStep) -> StepResult:

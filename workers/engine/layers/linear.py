@@ -47,7 +47,7 @@ def load_fused(
     return Linear(weight, weights.take_rows([f"{name}.bias" for name in names], sizes_out, None) if bias else None)
 
 
-def load_row_parallel(weights: Weights, name: str, size_in: int, size_out: int, bias: bool, transposed: bool = False) -> RowParallel:
-    """The projection of what `load_fused` led to: `size_in` is the size of this rank's part."""
-    weight = weights.take_columns(f"{name}.weight", size_out, weights.parallel.shard(size_in), transposed)
+def load_row_parallel(weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False) -> RowParallel:
+    """The projection of what came of `load_fused`, cut as that was."""
+    weight = weights.take_columns(f"{name}.weight", size_out, size_in, transposed)
     return RowParallel(weight, weights.take(f"{name}.bias", (size_out,)) if bias else None, weights.parallel)

@@ -53,7 +53,7 @@ class DecoderModel(ABC):
 def load_head(weights: Weights, config: ModelConfig, embedding: Tensor) -> Tensor:
     """This rank's rows of the output projection [vocab, hidden], padded to as many as each has: rows of the embedding itself where the
     two are tied."""
-    own = weights.parallel.vocabulary(config.vocab_size)
+    own = weights.parallel.part(config.vocab_size)
     head = embedding[own.where] if config.tie_word_embeddings else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
-    missing = weights.parallel.vocabulary_rows(config.vocab_size) - own.length
+    missing = weights.parallel.part_size(config.vocab_size) - own.length
     return F.pad(head, (0, 0, 0, missing)) if missing else head

@@ -47,7 +47,7 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_layers: int
-    num_heads: int  # of one rank, where several share the model; so are the key-value heads and intermediate_size
+    num_heads: int  # of one rank, where several share the model; so are the key-value heads
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int

@@ -57,7 +57,7 @@ class DecoderLayer:
         keys = weights.parallel.shard(config.num_kv_heads * config.head_dim, config.kv_copies)
         projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
         self.qkv = load_fused(weights, projections, config.hidden_size, [queries, keys, keys], variant.qkv_bias)
-        self.output = load_row_parallel(weights, f"{name}.self_attn.o_proj", queries.length, config.hidden_size, variant.output_bias)
+        self.output = load_row_parallel(weights, f"{name}.self_attn.o_proj", queries, config.hidden_size, variant.output_bias)
         self.query_norm: RMSNorm | None = None
         self.key_norm: RMSNorm | None = None
         if variant.head_norm:
@@ -84,10 +84,10 @@ class DecoderLayer:
 
 class GatedMLP:
     def __init__(self, config: ModelConfig, variant: Variant, weights: Weights, name: str) -> None:
-        width = weights.parallel.shard(config.intermediate_size)
+        width = weights.parallel.part(config.intermediate_size)
         projections = [f"{name}.gate_proj", f"{name}.up_proj"]
         self.gate_up = load_fused(weights, projections, config.hidden_size, [width, width], variant.mlp_bias)
-        self.down = load_row_parallel(weights, f"{name}.down_proj", width.length, config.hidden_size, variant.mlp_bias)
+        self.down = load_row_parallel(weights, f"{name}.down_proj", width, config.hidden_size, variant.mlp_bias)
         activation(config.activation)  # an unknown one is refused here, not by the first step
         self.activation = config.activation
         self._ops = weights.ops

@@ -66,13 +66,13 @@ class GPT2Layer:
         self.index = layer
         self.heads, self.head_dim = config.num_heads, config.head_dim
         self.attention_norm = LayerNorm(weights, f"{name}.ln_1", hidden, config.norm_eps)
-        heads, width = weights.parallel.shard(config.num_heads * config.head_dim), weights.parallel.shard(config.intermediate_size)
+        heads, width = weights.parallel.shard(config.num_heads * config.head_dim), weights.parallel.part(config.intermediate_size)
         qkv = [heads.within(part, 3) for part in range(3)]
         self.qkv = load_fused(weights, [f"{name}.attn.c_attn"] * 3, hidden, qkv, bias=True, transposed=True)
-        self.output = load_row_parallel(weights, f"{name}.attn.c_proj", heads.length, hidden, bias=True, transposed=True)
+        self.output = load_row_parallel(weights, f"{name}.attn.c_proj", heads, hidden, bias=True, transposed=True)
         self.mlp_norm = LayerNorm(weights, f"{name}.ln_2", hidden, config.norm_eps)
         self.up = load_fused(weights, [f"{name}.mlp.c_fc"], hidden, [width], bias=True, transposed=True)
-        self.down = load_row_parallel(weights, f"{name}.mlp.c_proj", width.length, hidden, bias=True, transposed=True)
+        self.down = load_row_parallel(weights, f"{name}.mlp.c_proj", width, hidden, bias=True, transposed=True)
         self.activation = activation(config.activation)
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, attend: AttentionContext) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,61 @@
+"""What the engine's child processes have in common: they end with their parent, leave the terminal to it, and say in one line why they
+cannot go on. Imports no torch."""
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from workers.engine.errors import ModelLoadError, RankError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def become_child(parent: int, connection: socket.socket, name: str, log_level: int) -> None:
+    """The first thing that a child does. It ends when `parent` does, hears no Ctrl-C and no order to stop, which may reach a whole group
+    of processes, keeps stdout clean, and logs under `name`."""
+    _die_with_parent(parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    connection.set_inheritable(False)
+    os.dup2(2, 1)
+    logging.basicConfig(level=log_level, format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    for noisy in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "huggingface_hub"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, log_level))
+
+
+def child_environment() -> dict[str, str]:
+    """This process' environment, with the packages that it runs from."""
+    packages = str(Path(__file__).resolve().parents[2])
+    inherited = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([packages, inherited]) if inherited else packages}
+
+
+def leave(status: int) -> None:
+    """Ends the process without the interpreter's teardown, which a thread that is still inside a read can hold up."""
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def explains_itself(error: Exception) -> bool:
+    """Whether its message is all that a person needs."""
+    return isinstance(error, ModelLoadError | RankError | OSError)
+
+
+def sentence(error: Exception) -> str:
+    """An error as one line."""
+    text = " ".join(str(error).split())
+    return text if text and explains_itself(error) else f"{type(error).__name__}: {text}"
+
+
+def _die_with_parent(parent: int) -> None:
+    """The kernel kills this process once the thread that started it is gone (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the order above took hold
+        os._exit(1)
