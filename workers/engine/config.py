@@ -26,8 +26,8 @@ class EngineConfig:
     the device's memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1. `step_timeout`:
     seconds without a step, while there are requests, after which the core counts as hung and is killed (None: as `watchdog.Patience`
     learns). `tensor_parallel_size` processes share the model, each on a card of its own; `device_lock_folder` is where workers of a host
-    agree who has which (None: the usual one, see `device_lock.py`). `threads` are those of one process.
-    `profile` is a folder for a trace of some steps, `nvtx` names the parts of a step for Nsight Systems (`profiling.py`). `debug`
+    agree who has which (None: the usual one, see `device_lock.py`). `threads` are those of one process. `enforce_eager` does without CUDA
+    graphs. `profile` is a folder for a trace of some steps, `nvtx` names the parts of a step for Nsight Systems (`profiling.py`). `debug`
     turns on the integrity check each time the core becomes idle. Raises ValueError for a value out of range.
     """
 
@@ -48,6 +48,7 @@ class EngineConfig:
     depth: int | None = None
     threads: int | None = None
     attention_backend: str = "auto"
+    enforce_eager: bool = False
     step_timeout: float | None = None
     profile: str | None = None
     nvtx: bool = False

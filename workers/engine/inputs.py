@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention import AttentionMetadata
+from workers.engine.attention import AttentionMetadata, Metadata
+from workers.engine.staging import to_device
 from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
 
@@ -21,11 +22,10 @@ class StepInputs:
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     lengths: Tensor  # int64 [T], as DecoderModel.forward takes them
-    metadata: AttentionMetadata
-    query_start: NDArray[np.int32]  # [N + 1], on the host
+    metadata: Metadata
     last: Tensor  # int64 [R], the last token of each row that samples
-    slots: Tensor  # int64 [R], the slots of these rows
-    ends: Tensor  # int64 [R], where in its slot the token stands that such a row samples
+    slots: Tensor  # int32 or int64 [R], the slots of these rows
+    ends: Tensor  # int32 or int64 [R], how many tokens their requests know, which is where the sampled one goes
 
 
 class Inputs(Protocol):
@@ -38,6 +38,14 @@ class Inputs(Protocol):
         """Brings in a step's new requests and blocks, which may be done twice, and makes its inputs."""
         ...
 
+    def store(self, sampled: Tensor) -> None:
+        """Puts the tokens [R] that the step taken last has sampled where later steps read them."""
+        ...
+
+    def result(self, number: int) -> Tensor:
+        """int32 [number], what was stored last, all of it or nothing: to be copied to the host while later steps run."""
+        ...
+
 
 class HostInputs:
     """Makes a step's inputs on the host; only the tokens themselves are on the device."""
@@ -48,6 +56,8 @@ class HostInputs:
         self._block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self._block_size = block_size
         self._device = device
+        self._where: list[Tensor] = []  # slots and columns of the tokens that the step samples
+        self._sampled = torch.empty(0, dtype=torch.int32, device=device)
 
     def take(self, plan: StepPlan) -> StepInputs:
         for request in plan.added:
@@ -61,18 +71,24 @@ class HostInputs:
         slots = plan.slots[rows]
         mapping = self._block_tables[slots, positions // self._block_size] * np.int64(self._block_size) + positions % self._block_size
         lengths = np.maximum(self.prompt_lengths[slots], positions + 1)
-        of_tokens = torch.from_numpy(np.stack((slots.astype(np.int64), positions, lengths, mapping))).to(self._device)
+        of_tokens = to_device(np.stack((slots.astype(np.int64), positions, lengths, mapping)), self._device)
         contexts = plan.starts + plan.counts
         longest = -(-int(contexts.max()) // self._block_size)
         metadata = AttentionMetadata(of_tokens[3], query_start, contexts, self._block_tables[:, :longest][plan.slots])
         sampling = np.stack((query_start[1:] - 1, plan.slots, contexts))[:, plan.samples].astype(np.int64)
-        last, sampled_slots, ends = torch.from_numpy(sampling).to(self._device)
+        last, *self._where = to_device(sampling, self._device)
         input_ids = self.tokens[of_tokens[0], of_tokens[1]].long()
-        return StepInputs(input_ids, of_tokens[1], of_tokens[2], metadata, query_start, last, sampled_slots, ends)
+        return StepInputs(input_ids, of_tokens[1], of_tokens[2], metadata, last, *self._where)
+
+    def store(self, sampled: Tensor) -> None:
+        self._sampled = sampled.int()
+        self.tokens[tuple(self._where)] = self._sampled
+
+    def result(self, number: int) -> Tensor:
+        return self._sampled[:number]
 
     def _add(self, request: AddedRequest) -> None:
-        tokens = torch.tensor(request.token_ids, dtype=torch.int32)
-        self.tokens[request.slot, : len(request.token_ids)] = tokens.to(self._device)
+        self.tokens[request.slot, : len(request.token_ids)] = to_device(np.array(request.token_ids, np.int32), self._device)
         self._block_tables[request.slot] = 0
         self.prompt_lengths[request.slot] = request.prompt_length
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention import Attention, AttentionMetadata, CacheShape, RotaryHeads, make_attention
+from workers.engine.attention import Attention, CacheShape, Metadata, RotaryHeads, make_attention
 from workers.engine.config import EngineConfig
+from workers.engine.graphs import CudaRecorder, DecodeGraphs, Variant, Work
 from workers.engine.inputs import HostInputs, Inputs, StepInputs
 from workers.engine.models.base import DecoderModel
+from workers.engine.profiling import span
 from workers.engine.sampling.logprobs import Logprobs, concatenated, token_logprobs
 from workers.engine.sampling.rows import SampledRows
 from workers.engine.sampling.sampler import Sampled, Sampler
+from workers.engine.staging import ResultCopies
 from workers.engine.step import PromptScores, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from workers.engine.device_inputs import DeviceInputs
 
 _SCORED_LOGITS = 1 << 24  # of prompt tokens scored at once
 
@@ -29,13 +37,13 @@ class LaunchedStep:
     asking: NDArray[np.int64]  # which of them `logprobs` tells
     logprobs: Logprobs | None
     scores: list[Logprobs]  # of the plan's prompt scores, item by item
-    done: torch.Event | None = None
+    done: torch.cuda.Event | None = None
 
 
 class StepAttention:
     """A step's attention as the model's layers call it."""
 
-    def __init__(self, runner: ModelRunner, metadata: AttentionMetadata) -> None:
+    def __init__(self, runner: ModelRunner, metadata: Metadata) -> None:
         self._attention, self._caches, self._metadata = runner.attention, runner.caches, metadata
         self._scales, self._windows = runner.model.config.attention_scales, runner.model.config.sliding_windows
 
@@ -49,7 +57,8 @@ class StepAttention:
 class ModelRunner:
     """Runs steps in order. `launch` needs no token of an earlier step on the host; `retire` hands a step's tokens over.
 
-    State is kept by slot: what makes up a step's inputs in `inputs`, sampling parameters in `sampler`.
+    State is kept by slot: what makes up a step's inputs in `inputs`, sampling parameters in `sampler`. With `graphs`, steps that give each
+    row one token are padded and replayed; all others, and all without, run kernel by kernel.
     """
 
     def __init__(self, config: EngineConfig, model: DecoderModel, num_blocks: int) -> None:
@@ -58,24 +67,42 @@ class ModelRunner:
         assert config.block_size is not None
         self.model = model
         self.device = model.device
+        self.num_slots, self._max_model_len = config.max_num_seqs, config.max_model_len
         shape = CacheShape(num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
         self.attention: Attention = make_attention(config.attention_backend, shape, model.config.num_heads, model.dtype, model.device)
         self.caches = self.attention.new_cache(model.config.num_layers)
-        self.sampler = Sampler(config.max_num_seqs, model.config.vocab_size, model.config.eos_token_ids)
-        self.inputs: Inputs = HostInputs(config.max_num_seqs, config.max_model_len, config.block_size, self.device)
+        self.inputs: Inputs
+        self.device_inputs: DeviceInputs | None = None
+        if config.attention_backend == "triton":
+            from workers.engine.device_inputs import DeviceInputs
+
+            self.inputs = self.device_inputs = DeviceInputs(self.num_slots, self._max_model_len, config.block_size, self.device)
+        else:
+            self.inputs = HostInputs(self.num_slots, self._max_model_len, config.block_size, self.device)
+        self.sampler: Any = Sampler(self.num_slots, model.config.vocab_size, model.config.eos_token_ids)
+        self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and not config.enforce_eager:
+            self.use_graphs(CudaRecorder())
+        self._copies = ResultCopies(self.device)
         self._scored_rows = max(1, _SCORED_LOGITS // model.config.vocab_size)
-        self._scores_asked = np.zeros(config.max_num_seqs, np.int64)
+        self._scores_asked = np.zeros(self.num_slots, np.int64)
+
+    def use_graphs(self, record: Callable[[Work], Work]) -> None:
+        """Has steps of one token per row padded and recorded, where the inputs are made on the device."""
+        if self.device_inputs is not None:
+            self.graphs = DecodeGraphs(self.decode, self.num_slots, record)
+            self._hidden = torch.empty((self.num_slots, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Computes a step's tokens and samples; the sampled tokens are in the token table when the next launch reads it."""
+        self._copies.make_room()
         for request in plan.added:
             self._scores_asked[request.slot] = request.sampling.prompt_logprobs
             self.sampler.set(request.slot, request.sampling)
-        inputs = self.inputs.take(plan)
-        hidden = self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, StepAttention(self, inputs.metadata))
-        sampled = self._sample(plan, inputs, hidden)
-        return self._towards_host(sampled, [self._score(plan, scores, inputs, hidden) for scores in plan.prompt_scores])
+        if self.graphs is None or not _decodes(plan):
+            return self._launch_eagerly(plan)
+        return self._launch_graph(plan, self.graphs)
 
     def retire(self, launched: LaunchedStep) -> StepResult:
         """What came of a step. Waits for the device."""
@@ -86,19 +113,54 @@ class ModelRunner:
             launched.tokens.numpy(), dict(zip(launched.asking.tolist(), told, strict=True)), [scores.told() for scores in launched.scores]
         )
 
-    def _sample(self, plan: StepPlan, inputs: StepInputs, hidden: Tensor) -> Sampled:
-        if not plan.samples.any():
-            return Sampled(torch.empty(0, dtype=torch.int64), np.empty(0, np.int64), None)
+    def decode(self, variant: Variant, rows: int) -> None:
+        """What the device does for a staged step of one token per row, padded to `rows` rows; for nothing on the host but these two."""
+        assert self.device_inputs is not None
+        inputs = self.device_inputs.build(rows, rows, 1, self._max_model_len, rows)
+        hidden = self._forward(inputs)
+        if variant is Variant.HIDDEN:
+            self._hidden[:rows].copy_(hidden)
+            return
+        sampled = self.sampler.draw_static(self.model.logits(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths)
+        self.inputs.store(sampled)
+
+    def _launch_graph(self, plan: StepPlan, graphs: DecodeGraphs) -> LaunchedStep:
+        assert self.device_inputs is not None
+        rows = len(plan.slots)
+        self.device_inputs.stage(plan, self.num_slots)
+        if self.sampler.fits_graph(plan.slots) and not plan.prompt_scores:
+            graphs.run(Variant.TOKENS, rows)
+            return self._towards_host(rows, None, [])
+        graphs.run(Variant.HIDDEN, rows)
+        hidden = self._hidden[:rows]
+        sampled = self._sample(plan, hidden)
+        return self._towards_host(rows, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
+
+    def _launch_eagerly(self, plan: StepPlan) -> LaunchedStep:
+        with span("inputs"):
+            inputs = self.inputs.take(plan)
+        with span("forward"):
+            hidden = self._forward(inputs)
+        number = len(inputs.last)
+        with span("sample"):
+            sampled = self._sample(plan, hidden[inputs.last]) if number else None
+        return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, StepAttention(self, inputs.metadata))
+
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> Sampled:
+        """For hidden states [R, hidden] of the rows that sample."""
         slots, lengths = plan.slots[plan.samples], (plan.starts + plan.counts)[plan.samples].astype(np.int64)
         rows = SampledRows(slots, self.inputs.prompt_lengths[slots], lengths, self.inputs.tokens)
-        sampled = self.sampler.sample(self.model.logits(hidden[inputs.last]), rows)
-        self.inputs.tokens[inputs.slots, inputs.ends] = sampled.tokens.int()
+        sampled: Sampled = self.sampler.sample(self.model.logits(hidden), rows)
+        self.inputs.store(sampled.tokens)
         return sampled
 
-    def _score(self, plan: StepPlan, scores: PromptScores, inputs: StepInputs, hidden: Tensor) -> Logprobs:
+    def _score(self, plan: StepPlan, scores: PromptScores, hidden: Tensor) -> Logprobs:
         """Prompt tokens by the hidden states before them, a few rows of logits at a time."""
-        slot = plan.slots[scores.row]
-        before = int(inputs.query_start[scores.row] - plan.starts[scores.row]) + scores.first - 1
+        slot = int(plan.slots[scores.row])
+        before = int(plan.counts[: scores.row].sum() - plan.starts[scores.row]) + scores.first - 1
         tokens = self.inputs.tokens[slot, scores.first : scores.last].long()
         parts = []
         for first in range(0, len(tokens), self._scored_rows):
@@ -107,19 +169,18 @@ class ModelRunner:
             parts.append(token_logprobs(logits, part, np.full(len(part), self._scores_asked[slot])))
         return concatenated(parts)
 
-    def _towards_host(self, sampled: Sampled, scores: list[Logprobs]) -> LaunchedStep:
+    def _towards_host(self, number: int, sampled: Sampled | None, scores: list[Logprobs]) -> LaunchedStep:
         """Starts the way to the host behind the step itself, so that reading it does not wait for a step launched later."""
-        launched = LaunchedStep(_host_copy(sampled.tokens.int()), sampled.asking, sampled.logprobs, scores)
-        for logprobs in scores if sampled.logprobs is None else [sampled.logprobs, *scores]:
-            logprobs.token_ids, logprobs.logprobs, logprobs.ranks = map(_host_copy, (logprobs.token_ids, logprobs.logprobs, logprobs.ranks))
-        if self.device.type == "cuda":
-            launched.done = torch.Event(self.device)
-            launched.done.record(torch.cuda.current_stream(self.device))
-        return launched
+        told = [*([sampled.logprobs] if sampled is not None and sampled.logprobs is not None else []), *scores]
+        parts = [part for logprobs in told for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)]
+        copies, done = self._copies.start([self.inputs.result(number), *parts])
+        for index, logprobs in enumerate(told):
+            logprobs.token_ids, logprobs.logprobs, logprobs.ranks = copies[1 + 3 * index : 4 + 3 * index]
+        if sampled is None:
+            return LaunchedStep(copies[0], np.empty(0, np.int64), None, scores, done)
+        return LaunchedStep(copies[0], sampled.asking, sampled.logprobs, scores, done)
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+def _decodes(plan: StepPlan) -> bool:
+    """Whether each row has one token, and another one to come."""
+    return bool(plan.samples.all()) and int(plan.counts.sum()) == len(plan.counts)

@@ -16,6 +16,7 @@ from workers.engine.memory import available_memory
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
+from workers.engine.out_of_memory import is_out_of_memory, one_line
 from workers.engine.parallel import Parallel
 from workers.engine.sampling.limits import AT_ONCE
 from workers.engine.step import StepPlan, StepResult
@@ -120,17 +121,6 @@ class Rank:
         if is_out_of_memory(error):
             what = f"weights and KV cache of {self._config.model} do not fit into memory on {self.device}"
             raise ModelLoadError(f"{what}: {error}") from error
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory for a tensor or an array could not be had, on the device, where cuBLAS takes some at its first use, or on the host."""
-    signs = ("out of memory", "can't allocate memory", "std::bad_alloc", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
-
-
-def one_line(error: Exception) -> str:
-    """The first line of an error's text, which for torch is followed by advice; else its kind."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _device_cache_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:

@@ -15,7 +15,7 @@ from workers.engine.errors import StepOutOfMemory
 from workers.engine.executor import Executor
 from workers.engine.messages import AbortRequests, AddRequests, EngineRequest, Finish, SamplingParams, Shutdown, StepOutput, ToCore
 from workers.engine.model_runner import LaunchedStep
-from workers.engine.rank import is_out_of_memory
+from workers.engine.out_of_memory import is_out_of_memory
 from workers.engine.step import StepPlan, StepResult
 
 MODEL = "llama"

@@ -1,0 +1,177 @@
+"""A step's inputs, made on the device from what is kept there by slot: `apply_runs` brings the tables up to date, `build` makes the
+tensors that the model and its attention read, `store` puts sampled tokens where later steps find them.
+
+All three take what varies from step to step out of one buffer of 32-bit words, so that a launch can be recorded in a CUDA graph:
+
+    words 0 to 3         rows, rows that sample, runs, and which row of the results is this step's
+    from FIRST on        slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], sampling rows [ROWS]
+    behind them          the runs, RUN words each: table, row, column, number of values, where in the buffer they stand
+
+ROWS is as many rows as there can be, rounded up to a multiple of FIRST. Rows beyond the step's own are padding: they have one token each,
+which goes to the null block, and nothing to see.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FIRST = 16
+RUN = 5
+CHUNK = 1024
+"""Most values of one run."""
+
+TOKENS, BLOCKS, PROMPT_LENGTHS = range(3)
+"""The tables that runs write to."""
+
+_PROGRAMS = 64
+_TOKENS_AT_ONCE = 128
+_FIRST, _RUN, _CHUNK = tl.constexpr(FIRST), tl.constexpr(RUN), tl.constexpr(CHUNK)
+
+
+def runs_at(rows: int) -> int:
+    """Where the runs begin in a buffer for so many rows, a multiple of `FIRST`."""
+    return FIRST + 4 * rows + FIRST
+
+
+@triton.jit
+def _apply_runs(staged, tokens, block_tables, prompt_lengths, columns, max_blocks, ROWS: tl.constexpr, PROGRAMS: tl.constexpr):
+    runs = staged + _FIRST + 4 * ROWS + _FIRST
+    for index in range(tl.program_id(0), tl.load(staged + 2), PROGRAMS):
+        run = runs + index * _RUN
+        table, row, column = tl.load(run), tl.load(run + 1).to(tl.int64), tl.load(run + 2)
+        number, source = tl.load(run + 3), tl.load(run + 4)
+        offsets = tl.arange(0, _CHUNK)
+        inside = offsets < number
+        values = tl.load(staged + source + offsets, mask=inside, other=0)
+        if table == 0:
+            tl.store(tokens + row * columns + column + offsets, values, mask=inside)
+        elif table == 1:
+            tl.store(block_tables + row * max_blocks + column + offsets, values, mask=inside)
+        else:
+            tl.store(prompt_lengths + row + offsets, values, mask=inside)
+
+
+@triton.jit
+def _build(
+    staged,
+    tokens,  # int32 [slots, columns]
+    block_tables,  # int32 [slots, max_blocks]
+    prompt_lengths,  # int32 [slots]
+    columns,
+    max_blocks,
+    block_size,
+    of_tokens,  # int64 [4, token_stride], out: input ids, positions, lengths, slot mapping
+    token_stride,
+    of_rows,  # int32 [3, row_stride], out: context lengths; slot and length of the sampling rows
+    row_stride,
+    last,  # int64 [num_rows], out: the last token of each sampling row
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program makes BLOCK tokens of one row; the first of each row does what is to be done once, for it and one row that samples."""
+    row = tl.program_id(0)
+    slots = staged + _FIRST
+    starts = slots + ROWS
+    query_start = starts + ROWS
+    sampling = query_start + ROWS + _FIRST
+    real = row < tl.load(staged)
+    first, behind = tl.load(query_start + row), tl.load(query_start + row + 1)
+    start = tl.load(starts + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < behind - first
+    known = inside & real
+    position = start + offset
+    token = tl.load(tokens + slot * columns + position, mask=known, other=0)
+    block = tl.load(block_tables + slot * max_blocks + position // block_size, mask=known, other=0).to(tl.int64)
+    length = tl.maximum(tl.load(prompt_lengths + slot), position + 1)
+    place = of_tokens + first + offset
+    tl.store(place, token.to(tl.int64), mask=inside)
+    tl.store(place + token_stride, tl.where(known, position, 0).to(tl.int64), mask=inside)
+    tl.store(place + 2 * token_stride, tl.where(known, length, 1).to(tl.int64), mask=inside)
+    tl.store(place + 3 * token_stride, tl.where(known, block * block_size + position % block_size, 0), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(of_rows + row, tl.where(real, start + behind - first, 0))
+        sampled = tl.load(sampling + row)
+        samples = row < tl.load(staged + 1)
+        end = tl.load(query_start + sampled + 1, mask=samples, other=1)
+        length = tl.load(starts + sampled, mask=samples, other=0) + end - tl.load(query_start + sampled, mask=samples, other=0)
+        tl.store(of_rows + row_stride + row, tl.load(slots + sampled, mask=samples, other=0))
+        tl.store(of_rows + 2 * row_stride + row, length)
+        tl.store(last + row, (end - 1).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["number"])
+def _store(staged, sampled, number, tokens, columns, results, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = (index < number) & (index < tl.load(staged + 1))
+    slots = staged + _FIRST
+    starts = slots + ROWS
+    query_start = starts + ROWS
+    row = tl.load(query_start + ROWS + _FIRST + index, mask=real, other=0)
+    slot = tl.load(slots + row, mask=real, other=0).to(tl.int64)
+    count = tl.load(query_start + row + 1, mask=real, other=0) - tl.load(query_start + row, mask=real, other=0)
+    column = tl.load(starts + row, mask=real, other=0) + count
+    token = tl.load(sampled + index, mask=real, other=0).to(tl.int32)
+    tl.store(tokens + slot * columns + column, token, mask=real)
+    tl.store(results + tl.load(staged + 3) * ROWS + index, token, mask=real)
+
+
+def apply_runs(staged: Tensor, rows: int, tokens: Tensor, block_tables: Tensor, prompt_lengths: Tensor) -> None:
+    """Writes the runs' values into the tables by slot; twice is as good as once."""
+    _apply_runs[(_PROGRAMS,)](
+        staged, tokens, block_tables, prompt_lengths, tokens.shape[1], block_tables.shape[1], ROWS=rows, PROGRAMS=_PROGRAMS
+    )
+
+
+def build(
+    staged: Tensor,
+    rows: int,
+    tokens: Tensor,
+    block_tables: Tensor,
+    prompt_lengths: Tensor,
+    block_size: int,
+    num_rows: int,
+    num_tokens: int,
+    max_query: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """int64 [4, num_tokens]: input ids, positions, lengths, slot mapping; int32 [3, num_rows]: context lengths of the rows, slots of the
+    rows that sample and how many tokens they know; int64 [num_rows]: the last token of each row that samples."""
+    # Whatever their lengths, the rows of both begin where kernels may take them for aligned: another answer would be another compilation.
+    token_stride, row_stride = _aligned(num_tokens), _aligned(num_rows)
+    of_tokens = torch.empty((4, token_stride), dtype=torch.int64, device=staged.device)
+    of_rows = torch.empty((3, row_stride), dtype=torch.int32, device=staged.device)
+    last = torch.empty(num_rows, dtype=torch.int64, device=staged.device)
+    block = 1 if max_query == 1 else _TOKENS_AT_ONCE
+    _build[(num_rows, triton.cdiv(max_query, block))](
+        staged,
+        tokens,
+        block_tables,
+        prompt_lengths,
+        tokens.shape[1],
+        block_tables.shape[1],
+        block_size,
+        of_tokens,
+        token_stride,
+        of_rows,
+        row_stride,
+        last,
+        ROWS=rows,
+        BLOCK=block,
+    )
+    return of_tokens[:, :num_tokens], of_rows[:, :num_rows], last
+
+
+def store(staged: Tensor, rows: int, sampled: Tensor, tokens: Tensor, results: Tensor) -> None:
+    """Puts the sampled tokens [R] behind what the slots of the step's sampling rows know, and into the step's row of the results."""
+    number = sampled.shape[0]
+    _store[(triton.cdiv(number, _TOKENS_AT_ONCE),)](
+        staged, sampled, number, tokens, tokens.shape[1], results, ROWS=rows, BLOCK=_TOKENS_AT_ONCE
+    )
+
+
+def _aligned(number: int) -> int:
+    return -(-number // FIRST) * FIRST
