@@ -143,11 +143,13 @@ def _tiles(
     """Folds the keys from `first`, a multiple of TILE, to `last` into the running softmax. Unmasked: every query sees all of them."""
     d = tl.arange(0, BLOCK_D)
     whole_head: tl.constexpr = HEAD_DIM == BLOCK_D
+    # Blocks are looked up one tile ahead, so that keys and values wait for no other load of their own round: a pipeline of dependent
+    # loads would keep half as many bytes under way. Behind the last key its own block is named again: no block is read but the row's.
+    block = tl.load(table + tl.minimum(first + tl.arange(0, TILE), tl.maximum(last, 1) - 1) // BLOCK_SIZE)
     for tile in tl.range(first, last, TILE):
         key = tile + tl.arange(0, TILE)
-        # Behind the last key its own block is read again: no block but the row's, and none that is not there.
-        column = tl.minimum(key, last - 1) // BLOCK_SIZE if MASKED else key // BLOCK_SIZE
-        places = tl.load(table + column).to(tl.int64) * BLOCK_STRIDE + key % BLOCK_SIZE * HEAD_DIM
+        places = block.to(tl.int64) * BLOCK_STRIDE + key % BLOCK_SIZE * HEAD_DIM
+        block = tl.load(table + tl.minimum(key + TILE, last - 1) // BLOCK_SIZE)
         offsets = places[:, None] + d[None, :]
         k = tl.load(keys + offsets) if whole_head else tl.load(keys + offsets, mask=d[None, :] < HEAD_DIM, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision=PRECISION)

@@ -84,10 +84,11 @@ def _disassembled(cubin: bytes) -> tuple[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, sass = (
-            subprocess.run([tool, how, file.name], capture_output=True, text=True, check=True) for how in ("-res-usage", "-sass")
-        )
-    return usage.stdout, sass.stdout
+        return _output([tool, "-res-usage", file.name]), _output([tool, "-sass", file.name])
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":
