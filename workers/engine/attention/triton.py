@@ -13,8 +13,8 @@ from torch import Tensor
 
 from workers.engine.attention import CacheShape, DeviceMetadata, Metadata, RotaryHeads
 from workers.engine.kernels import attention as kernels
+from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.kernels.tuning import Choice, choices
-from workers.engine.layers.rotary import rotate
 
 _LOG2_E = math.log2(math.e)
 _WAVES = {"decode": 4, "prefill": 1}  # pieces of work, in programs that run at once: decode rows differ in length, prompts fill the card
@@ -48,25 +48,20 @@ class TritonAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
-        block, offset = metadata.slot_mapping // self._shape.block_size, metadata.slot_mapping % self._shape.block_size
-        layer_cache[0, block, :, offset] = k
-        layer_cache[1, block, :, offset] = v
+        write(k, v, layer_cache, metadata.slot_mapping)
         return self._attend(q, layer_cache, metadata, scale, window)
 
     def forward_rotary(
         self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
     ) -> Tensor:
-        turned = self._heads + self._shape.kv_heads
-        q, k = qkv[:, : self._heads], qkv[:, self._heads : turned]
-        if rotary.query_norm is not None and rotary.key_norm is not None:
-            q, k = rotary.query_norm(q), rotary.key_norm(k)
-        q, k = rotate(q, rotary.cos, rotary.sin), rotate(k, rotary.cos, rotary.sin)
-        return self.forward(q, k, qkv[:, turned:], layer_cache, metadata, scale, window)
+        assert isinstance(metadata, DeviceMetadata)
+        q = rotate_and_write(qkv, self._heads, rotary, layer_cache, metadata.slot_mapping)
+        return self._attend(q, layer_cache, metadata, scale, window)
 
     def _attend(self, q: Tensor, layer_cache: Tensor, metadata: DeviceMetadata, scale: float, window: int | None) -> Tensor:
-        """q [T, heads, d], heads side by side in memory."""
         s = self._shape
-        assert q.stride()[1:] == (s.head_dim, 1)
+        if q.stride()[1:] != (s.head_dim, 1):
+            q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pieces = self._pieces(metadata, q.shape[0], window or 0)
         choice, partials = pieces.choice, pieces.owners.shape[0]

@@ -251,14 +251,16 @@ def attend(
         block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT, PRECISION,
     )  # fmt: skip
 
-    weighted = weighted / tl.where(total == 0.0, 1.0, total)[:, None]
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    weighted *= (1.0 / total)[:, None]
     if partial < 0:
         places = ((token + query) * (KV_HEADS * GROUP) + q_head) * HEAD_DIM
         tl.store(out + places[:, None] + d[None, :], weighted.to(out.dtype.element_ty), mask=mask)
     else:
         places = (partial * KV_HEADS + head) * (BLOCK_Q * GROUP) + m
         tl.store(partials + places[:, None] * HEAD_DIM + d[None, :], weighted, mask=mask)
-        tl.store(partial_sums + places, tl.where(total == 0.0, _FAR_BELOW, top + tl.log2(total)), mask=query < queries)
+        tl.store(partial_sums + places, tl.where(nothing, _FAR_BELOW, top + tl.log2(total)), mask=query < queries)
 
 
 @triton.jit
@@ -300,7 +302,7 @@ def combine(
         share = tl.exp2(tl.load(partial_sums + places + part * step, mask=present, other=_FAR_BELOW) - top)
         weighted += share[:, None] * tl.load(partials + (places + part * step)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
         total += share
-    weighted = weighted / total[:, None]
+    weighted *= (1.0 / total)[:, None]
     token = tl.load(record).to(tl.int64)
     target = ((token + query) * (KV_HEADS * GROUP) + head * GROUP + m % GROUP) * HEAD_DIM
     tl.store(out + target[:, None] + d[None, :], weighted.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,223 @@
+"""Paged attention by Triton against the plain formula, in memory where whatever is not the rows' own is no number."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.engine.kernels.devices import CARD, DEVICE
+from workers.engine.attention import CacheShape, DeviceMetadata, RotaryHeads, make_attention
+from workers.engine.attention import triton as backend
+from workers.engine.errors import ModelLoadError
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+Rows = list[tuple[int, int]]  # tokens of this step, context
+
+DECODE: Rows = [(1, 5), (1, 64), (1, 190), (1, 0), (1, 1), (1, 65)]
+MIXED: Rows = [(1, 5), (7, 70), (40, 40), (3, 190), (1, 0), (1, 130)]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """What torch.empty gives is NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of a few tiles are cut already."""
+    monkeypatch.setattr(backend, "_MIN_PIECE", 64)
+    monkeypatch.setattr(backend, "_WAVES", {"decode": 16, "prefill": 16})
+
+
+@dataclass
+class Step:
+    """Rows whose earlier tokens are in the cache, in blocks handed out in random order, with random tensors and a random seed."""
+
+    rows: Rows
+    kv_heads: int = 2
+    group: int = 2
+    dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
+
+    def __post_init__(self) -> None:
+        print(f"seed {self.seed}")
+        self.random = np.random.default_rng(self.seed)
+        torch.manual_seed(self.seed)
+        blocks = [-(-context // self.block_size) for _, context in self.rows]
+        self.shape = CacheShape(sum(blocks) + 2, self.block_size, self.kv_heads, self.dim)
+        free = iter(self.random.permutation(np.arange(1, self.shape.num_blocks - 1)))
+        self.tables = np.full((len(self.rows) + 3, max(*blocks, 1) + 2), self.shape.num_blocks - 1, np.int32)
+        self.slots = self.random.permutation(np.arange(1, len(self.rows) + 1)).astype(np.int32)
+        for row, number in enumerate(blocks):
+            self.tables[self.slots[row], :number] = [next(free) for _ in range(number)]
+            self.slots[row] *= number > 0
+        self.q = self._random(sum(count for count, _ in self.rows), self.kv_heads * self.group)
+        self.keys = [self._random(max(count, context), self.kv_heads) for count, context in self.rows]
+        self.values = [self._random(max(count, context), self.kv_heads) for count, context in self.rows]
+
+    def _random(self, tokens: int, heads: int) -> Tensor:
+        return torch.randn(tokens, heads, self.dim, device=DEVICE).to(self.dtype)
+
+    def new(self, tensors: list[Tensor]) -> Tensor:
+        """Of every row what this step computes."""
+        return torch.cat([tensor[tensor.shape[0] - count :] for tensor, (count, _) in zip(tensors, self.rows, strict=True)])
+
+    def cache(self) -> Tensor:
+        """NaN but for the rows' earlier tokens."""
+        s = self.shape
+        cache = torch.full((2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim), float("nan"), dtype=self.dtype, device=DEVICE)
+        for row, (count, context) in enumerate(self.rows):
+            places = self._places(row, 0, context - count)
+            for half, tensors in enumerate((self.keys, self.values)):
+                cache[half, places // s.block_size, :, places % s.block_size] = tensors[row][: len(places)]
+        return cache
+
+    def _places(self, row: int, first: int, last: int) -> Tensor:
+        position = np.arange(first, last)
+        blocks = self.tables[self.slots[row], position // self.block_size] if last > 0 else position
+        return torch.from_numpy((blocks * np.int64(self.block_size) + position % self.block_size).astype(np.int64)).to(DEVICE)
+
+    def metadata(self) -> DeviceMetadata:
+        spans = [(row, context - count if context else 0, context or count) for row, (count, context) in enumerate(self.rows)]
+        slots = torch.cat([self._places(*span) if self.rows[span[0]][1] else self._places(span[0], 0, 0).new_zeros(1) for span in spans])
+        starts = np.cumsum([0] + [count for count, _ in self.rows]).astype(np.int32)
+        contexts = np.array([context for _, context in self.rows], np.int32)
+        on_device = [torch.from_numpy(array).to(DEVICE) for array in (starts, contexts, self.slots, self.tables)]
+        return DeviceMetadata(slots, *on_device, max(count for count, _ in self.rows), int(contexts.max()))
+
+    def attended(self) -> Tensor:
+        attention = make_attention("triton", self.shape, self.kv_heads * self.group, self.dtype, DEVICE)
+        k, v = self.new(self.keys), self.new(self.values)
+        return attention.forward(self.q, k, v, self.cache(), self.metadata(), self.dim**-0.5, self.window)
+
+    def expected(self) -> Tensor:
+        parts = []
+        for (count, context), q, keys, values in zip(
+            self.rows, self.q.split([count for count, _ in self.rows]), self.keys, self.values, strict=True
+        ):
+            if context == 0:
+                parts.append(torch.zeros_like(q, dtype=torch.float32))
+                continue
+            position = torch.arange(context - count, context, device=DEVICE)[:, None]
+            key = torch.arange(context, device=DEVICE)
+            seen = (key <= position) & (key > position - (self.window or context))
+            scores = torch.einsum("nhd,lhd->hnl", q.float(), keys.float().repeat_interleave(self.group, 1)) * self.dim**-0.5
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            parts.append(torch.einsum("hnl,lhd->nhd", weights, values.float().repeat_interleave(self.group, 1)))
+        return torch.cat(parts)
+
+    def check(self) -> None:
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(self.attended().float(), self.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"group": 2, "dtype": torch.bfloat16},
+        {"group": 7, "dim": 80, "block_size": 32, "kv_heads": 1},
+        {"group": 1, "dim": 128, "block_size": 8, "window": 50},
+    ],
+    ids=["group-2-bf16", "group-7-of-80", "window"],
+)
+def test_equals_the_formula(shape: dict[str, object], rows: Rows) -> None:
+    Step(rows, **shape).check()
+
+
+@pytest.mark.usefixtures("_short_pieces")
+@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("window", [None, 90])
+def test_a_context_in_pieces(window: int | None, rows: Rows) -> None:
+    step = Step(rows, kv_heads=1, group=4, window=window)
+    step.check()
+    metadata = step.metadata()
+    attention = make_attention("triton", step.shape, 4, step.dtype, DEVICE)
+    pieces = attention._pieces(metadata, step.q.shape[0], window or 0)  # type: ignore[attr-defined]
+    assert (pieces.owners >= 0).sum() > 2
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("window", [None, 1, 33])
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_wide_grid(group: int, dim: int, block_size: int, window: int | None, split: bool, request: pytest.FixtureRequest) -> None:
+    if split:
+        request.getfixturevalue("_short_pieces")
+    for rows, dtype in ((DECODE, torch.float32), (MIXED, torch.bfloat16)):
+        Step(rows, 1, group, dim, block_size, dtype, window).check()
+
+
+def test_heads_are_normed_and_rotated_on_the_way() -> None:
+    step = Step(MIXED, dtype=torch.bfloat16)
+    tokens = step.q.shape[0]
+    angles = torch.rand(tokens, 1, step.dim // 2, device=DEVICE).repeat(1, 1, 2)
+    sin = angles.sin() * torch.tensor([-1.0, 1.0], device=DEVICE).repeat_interleave(step.dim // 2)
+    rotary = RotaryHeads(angles.cos().to(step.dtype), sin.to(step.dtype))
+    qkv = torch.cat((step.q, step.new(step.keys), step.new(step.values)), 1)
+    attention = make_attention("triton", step.shape, 4, step.dtype, DEVICE)
+    cache = step.cache()
+    out = attention.forward_rotary(qkv, rotary, cache, step.metadata(), step.dim**-0.5, None)
+    turned = qkv[:, :6].float() * rotary.cos.float() + qkv[:, :6].float().roll(step.dim // 2, -1) * rotary.sin.float()
+    step.q = turned[:, :4].to(step.dtype)
+    new = turned[:, 4:].to(step.dtype).split([count for count, _ in step.rows])
+    for keys, part in zip(step.keys, new, strict=True):
+        keys[keys.shape[0] - part.shape[0] :] = part
+    torch.testing.assert_close(out.float(), step.expected(), rtol=3e-2, atol=3e-2)
+
+
+def test_without_a_card_the_interpreter_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ModelLoadError, match="the triton backend needs a GPU; on a CPU choose the torch backend"):
+        make_attention("triton", CacheShape(2, 16, 1, 16), 1, torch.float32, torch.device("cpu"))
+
+
+@CARD
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("window", [None, 1024])
+@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 2, 128), (8, 4, 128), (2, 7, 64), (12, 1, 64), (4, 8, 96), (1, 16, 80)])
+def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dtype: torch.dtype) -> None:
+    random = np.random.default_rng()
+    decode = [(1, int(length)) for length in random.integers(1, 6000, 40)] + [(1, 0)] * 3
+    chunks = [
+        (int(count), int(count + before)) for count, before in zip(random.integers(2, 900, 5), random.integers(0, 3000, 5), strict=True)
+    ]
+    for rows in (decode, [(1, 30000)], [(2048, 2048)], [(100, 20000)], decode + chunks):
+        Step(rows, kv_heads, group, dim, 16, dtype, window).check()
+
+
+@CARD
+def test_a_recording_reads_the_lengths_that_stand_in_memory() -> None:
+    first = Step([(1, length) for length in (3000, 17, 1, 0)], dtype=torch.bfloat16)
+    metadata, cache = first.metadata(), first.cache()
+    attention = make_attention("triton", first.shape, 4, first.dtype, DEVICE)
+    k, v = first.new(first.keys), first.new(first.values)
+    attention.forward(first.q, k, v, cache, metadata, 0.125, None)  # compiled before it is recorded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.forward(first.q, k, v, cache, metadata, 0.125, None)
+    for contexts in ([3000, 17, 1, 0], [2000, 9, 0, 0], [513, 16, 1, 0]):
+        first.rows = [(1, context) for context in contexts]
+        metadata.context_lens.copy_(torch.tensor(contexts, dtype=torch.int32))
+        metadata.slot_mapping.copy_(torch.cat([first._places(row, max(c - 1, 0), max(c, 1)) for row, c in enumerate(contexts)]))
+        first.keys = [keys[: max(context, 1)].clone() for keys, context in zip(first.keys, contexts, strict=True)]
+        first.values = [values[: max(context, 1)].clone() for values, context in zip(first.values, contexts, strict=True)]
+        k.copy_(first.new(first.keys))
+        v.copy_(first.new(first.values))
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.testing.assert_close(out.float(), first.expected(), rtol=3e-2, atol=3e-2)
