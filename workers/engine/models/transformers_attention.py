@@ -65,10 +65,12 @@ def watch(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    attend: list[LayerCall],
+    attend: list[LayerCall] | None = None,
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
+    if attend is None:
+        raise ValueError("its layers do not hand keywords down to their attention")
     layer = getattr(module, "layer_idx", None)
     mask = None if attention_mask is None else int(attention_mask)
     objection = _objection(query, key, value, others)
