@@ -114,7 +114,7 @@ def load_weights(
     config = checkpoint.config
     if not isinstance(checkpoint.family, Family):
         _weight_files(checkpoint.folder)
-        return checkpoint.family.load(checkpoint.folder, dtype, device, max_model_len or config.max_model_len)
+        return checkpoint.family.load(checkpoint.folder, config, dtype, device, max_model_len or config.max_model_len)
     weights = Weights(_tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops, parallel)
     model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED

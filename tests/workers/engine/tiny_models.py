@@ -42,7 +42,15 @@ _GPT2_SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-_LONG_FACTORS = {"short_factor": [1.0 + i / 16 for i in range(8)], "long_factor": [2.0 + i / 4 for i in range(8)]}
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+    "factor": 4.0,
+    "short_factor": [1.0 + i / 16 for i in range(8)],
+    "long_factor": [2.0 + i / 4 for i in range(8)],
+}
+_MULTIPLIERS = {"attention_multiplier": 0.1, "embedding_multiplier": 6.0, "residual_multiplier": 0.7, "logits_scaling": 0.5}
 
 
 @dataclass(frozen=True)
@@ -97,17 +105,32 @@ MODELS = {
         "Qwen2Config",
         _SHAPE | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}},
     ),
-    "rope-longrope": TinyModel(
+    "rope-longrope": TinyModel(1, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": _LONGROPE}),
+}
+
+
+OTHERS = {
+    "gemma3": TinyModel(
         1,
         0.22,
-        "LlamaConfig",
+        "Gemma3TextConfig",
         _SHAPE
         | {
-            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
-            | _LONG_FACTORS
+            "head_dim": 32,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
         },
     ),
+    "gpt-neox": TinyModel(3, 0.3, "GPTNeoXConfig", {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}),
+    "granite": TinyModel(1, 0.22, "GraniteConfig", _SHAPE | _MULTIPLIERS),
+    "granite-longrope": TinyModel(1, 0.22, "GraniteConfig", _SHAPE | _MULTIPLIERS | {"rope_parameters": _LONGROPE}),
+    "olmoe": TinyModel(1, 0.22, "OlmoeConfig", _SHAPE | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "opt": TinyModel(1, 0.3, "OPTConfig", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 48, "tie_word_embeddings": False}),
+    "phi3": TinyModel(1, 0.22, "Phi3Config", _SHAPE),
 }
+"""Those that run by transformers' classes."""
 
 
 _folders: list[TemporaryDirectory[str]] = []  # held so that they are removed at exit
@@ -140,18 +163,19 @@ def make(tiny: TinyModel) -> transformers.PreTrainedModel:
 
 @cache
 def folder(name: str) -> Path:
-    """A checkpoint of `MODELS[name]`, as transformers saves it."""
+    """A checkpoint of `MODELS[name]` or `OTHERS[name]`, as transformers saves it."""
     _folders.append(TemporaryDirectory(prefix=f"{name}-"))
     path = Path(_folders[-1].name)
-    make(MODELS[name]).save_pretrained(path)
+    make((MODELS | OTHERS)[name]).save_pretrained(path)
     return path
 
 
 @cache
 def reference(name: str) -> Reference:
-    """The answers of `MODELS[name]` to prompts of very different lengths, computed once."""
-    model = make(MODELS[name])
-    generator = torch.Generator().manual_seed(MODELS[name].seed)
+    """The answers of `MODELS[name]` or `OTHERS[name]` to prompts of very different lengths, computed once."""
+    tiny = (MODELS | OTHERS)[name]
+    model = make(tiny)
+    generator = torch.Generator().manual_seed(tiny.seed)
     prompts = [torch.randint(0, VOCAB, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
     tokens, logits = [], []
     for prompt in prompts:

@@ -50,25 +50,28 @@ class TransformersClass:
     body: str
     config: ModelConfig
 
-    def load(self, folder: Path, dtype: torch.dtype, device: torch.device, max_model_len: int) -> TransformersModel:
-        """The model with its weights, checked against the class' own attention. Raises ModelLoadError."""
+    def load(self, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int) -> TransformersModel:
+        """The model with its weights, checked against the class' own attention; `config` may say more than the class does.
+
+        Raises ModelLoadError.
+        """
         from workers.engine.models.transformers_parity import check_parity
 
         module = _read_weights(self, folder, dtype).to(device)
-        model = TransformersModel(self, module, dtype, device, max_model_len)
+        model = TransformersModel(module, self.body, config, Weights({}, dtype, device), max_model_len)
         check_windows(model)
         check_parity(model)
         return model
 
 
 class TransformersModel(DecoderModel):
-    def __init__(self, found: TransformersClass, module: Pretrained, dtype: torch.dtype, device: torch.device, max_len: int) -> None:
-        super().__init__(found.config, Weights({}, dtype, device))
+    def __init__(self, module: Pretrained, body: str, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
+        super().__init__(config, weights)
         self.module = module
         self._lengths = _Lengths()
-        _rotate_by_token(module, self._lengths, max_len)
-        self._body = module.get_submodule(found.body)
-        self._head = _with_replaced(module, found.body.split("."), _Given())
+        _rotate_by_token(module, self._lengths, max_model_len)
+        self._body = module.get_submodule(body)
+        self._head = _with_replaced(module, body.split("."), _Given())
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
         self._lengths.now = lengths
@@ -232,6 +235,7 @@ def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) ->
             attn_implementation=PAGED,
             use_safetensors=True,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
     except (SafetensorError, ValueError, TypeError, KeyError, OSError) as error:
@@ -241,6 +245,8 @@ def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) ->
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(f"the checkpoint has no tensor {missing[0]!r}; is it whole, and of the architecture in config.json?")
+    for name, stored, implied in sorted(report["mismatched_keys"]):
+        raise ModelLoadError(f"tensor {name!r} has shape {list(stored)}, but config.json implies {list(implied)}")
     unused = sorted(report["unexpected_keys"])
     if unused:
         logger.warning("%s does not use %d tensors of %s, the first is %s", found.config.architecture, len(unused), folder, unused[0])
