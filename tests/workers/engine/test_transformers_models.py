@@ -142,7 +142,7 @@ def test_what_the_engine_cannot_do_is_refused_before_any_weight_is_read(
 
 def test_own_code_only(tmp_path: Path) -> None:
     message = refusal(folder("granite"), impl="own")
-    assert message.startswith("config.json names the architecture 'GraniteForCausalLM', and the engine has its own code for GPT2LMHeadModel")
+    assert message.startswith("config.json names the architecture 'GraniteForCausalLM', and the engine has its own code for GPT2")
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def _watched(name: str, skeleton: Pretrained) -> tuple[list[LayerCall], str]:
         with torch.inference_mode():
             skeleton(input_ids=ids, position_ids=ids, use_cache=False, attend=calls)
     except Exception as error:  # whatever a class does that does not suit
-        raise _refusal(name, f"it fails on two tokens without a cache and without the values of its weights ({_one_line(error)})") from error
+        raise _refusal(name, f"two tokens fail without a cache and the values of its weights ({_one_line(error)})") from error
     finally:
         for hook in hooks:
             hook.remove()
