@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test proof chaos lint bench clean
+.PHONY: demo test proof chaos lint bench bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -24,6 +24,9 @@ lint: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed  ## the engine alone, and run-batch as a whole process, on random weights of a real shape
 	$(BIN)/python -m benchmarks.all
+
+bench-gpu: $(VENV)/.installed  ## one card, in under 8 minutes: the table of docs/gpu.md with what was measured
+	$(BIN)/python -m benchmarks.gpu
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 13) else f"Python {v[0]}.{v[1]} found; this needs 3.11 or 3.12. Say which: make $(MAKECMDGOALS) PYTHON=python3.12")'

@@ -6,6 +6,9 @@ The text they produce is noise; the work per token is that of the real model.
 import os
 import sysconfig
 from pathlib import Path
+from typing import Any
+
+from benchmarks.weights import write_checkpoint
 
 VOCABULARY_SIZE = 32_000
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -15,7 +18,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "gpt2-124m": {
         "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
     },
@@ -26,9 +29,20 @@ SHAPES = {
         "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
         "num_key_value_heads": 3, "max_position_embeddings": 2048, "tie_word_embeddings": True,
     },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "max_position_embeddings": 32768, "tie_word_embeddings": True, "vocab_size": 151_936,
+        "rope_theta": 1_000_000.0,
+    },
     "qwen3-0.6b": {
         "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": True, "vocab_size": 151_936,
+        "rope_theta": 1_000_000.0,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False, "vocab_size": 151_936,
+        "rope_theta": 1_000_000.0,
     },
 }
 
@@ -42,13 +56,13 @@ def model_folder(name: str) -> Path:
 
 
 def _write(name: str, folder: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(**{"vocab_size": VOCABULARY_SIZE, "bos_token_id": 0, "eos_token_id": 0, **SHAPES[name]})
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    write_checkpoint(settings_of(name), folder)
     _tokenizer().save_pretrained(folder)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """What transformers' configuration of one of SHAPES is made from."""
+    return {"vocab_size": VOCABULARY_SIZE, "bos_token_id": 0, "eos_token_id": 0, **SHAPES[name]}
 
 
 def _tokenizer():  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,26 @@ def write_report(name: str, figures: dict[str, Any]) -> Path:
     report = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()},
-        "versions": {package: metadata.version(package) for package in ("torch", "transformers", "redis", "rq")},
+        "machine": machine(),
+        "versions": versions("torch", "transformers", "redis", "rq"),
         "figures": figures,
     }
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     return path
+
+
+def machine() -> dict[str, Any]:
+    return {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of those that are installed."""
+    installed = {}
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed
 
 
 def _processor() -> str:

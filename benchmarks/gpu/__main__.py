@@ -1,0 +1,137 @@
+"""The engine on one card, in under 8 minutes: prints the table of the GPU path's aims with what was measured, and writes it as JSON.
+
+    python -m benchmarks.gpu                            # everything, into benchmarks/results/gpu-<card>.{json,md}
+    python -m benchmarks.gpu --rows card decode-attention --out somewhere
+    python -m benchmarks.gpu --device cpu               # shows on any machine that it runs; nothing is written to results/
+
+Each row runs in a process of its own and has a time of its own; one that fails says why and the others go on.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.roofline import Card
+from benchmarks.gpu.rows import ROWS
+from benchmarks.gpu.setting import NeedsCard, Setting
+from benchmarks.gpu.table import Outcome, notes, table
+from benchmarks.report import RESULTS, machine, versions
+
+TOTAL_SECONDS = 460.0
+"""Of a whole run; what is left of it bounds each row."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0 if every row could be measured, else 1."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="which rows; bounds need `card`")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="folder for the JSON and the table [default: benchmarks/results; none on a CPU]")
+    parser.add_argument("--one", nargs=2, metavar=("SETTING", "FILE"), help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if asked.one:
+        return _measure_here(asked.rows[0], *asked.one)
+    out = asked.out or (RESULTS if asked.device == "cuda" else None)
+    began = time.monotonic()
+    outcomes = _measure_all([name for name in ROWS if name in asked.rows], asked.device, began)
+    _report(outcomes, asked.device, out, time.monotonic() - began)
+    return int(any("failed" in outcome for outcome in outcomes.values()))
+
+
+def _measure_all(names: list[str], device: str, began: float) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory(prefix="gpu-bench-", dir=os.environ.get("BENCHMARK_CACHE")) as scratch:
+        card = None
+        for name in names:
+            setting = Setting(device, scratch, card)
+            left = TOTAL_SECONDS - (time.monotonic() - began)
+            print(f"{name}: at most {min(ROWS[name].seconds, left):.0f} s", flush=True)
+            row_began = time.monotonic()
+            outcomes[name] = _in_a_process(name, setting, min(ROWS[name].seconds, left)) if left > 0 else {"failed": "no time was left"}
+            outcomes[name]["row_seconds"] = round(time.monotonic() - row_began, 1)
+            print(f"{name}: {json.dumps(outcomes[name])}", flush=True)
+            if name == "card" and "failed" not in outcomes[name]:
+                card = Card(outcomes[name]["copy_bytes_per_second"], outcomes[name]["matrix_operations_per_second"])
+    return outcomes
+
+
+def _in_a_process(name: str, setting: Setting, seconds: float) -> Outcome:
+    """The row's figures, or why there are none. Its engine core dies with its process."""
+    file = Path(setting.scratch) / f"{name}.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rows", name, "--one", json.dumps(dataclasses.asdict(setting)), str(file)]
+    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if setting.tiny else {})}
+    process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return {"failed": f"it took longer than {seconds:.0f} s"}
+    if not file.exists():
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        return {"failed": f"its process {how}"}
+    outcome: Outcome = json.loads(file.read_text())
+    return outcome
+
+
+def _measure_here(name: str, setting: str, file: str) -> int:
+    values = json.loads(setting)
+    card = Card(**values.pop("card")) if values["card"] else values.pop("card")
+    try:
+        outcome = ROWS[name].measure(Setting(**values, card=card))
+    except NeedsCard as error:
+        outcome = {"failed": f"it needs a card: {error}"}
+    except Exception as error:
+        if not isinstance(error, OSError):
+            import traceback
+
+            traceback.print_exc()
+        outcome = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    Path(file).write_text(json.dumps(outcome))
+    return 0
+
+
+def _report(outcomes: dict[str, Outcome], device: str, out: Path | None, seconds: float) -> None:
+    name = str(outcomes.get("card", {}).get("name") or _card_name(device))
+    title = f"{name}, {time.strftime('%Y-%m-%d', time.gmtime())}, {seconds:.0f} s in all"
+    if device == "cpu":
+        title += "; tiny models on a CPU: these figures say only that the benchmark runs"
+    text = f"{title}\n\n{table(outcomes)}\n{notes(outcomes)}"
+    print(f"\n{text}")
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    stem = "gpu-" + (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or device)
+    report: dict[str, Any] = {
+        "benchmark": "gpu",
+        "card": name,
+        "comparable": device == "cuda",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "seconds": round(seconds, 1),
+        "machine": machine(),
+        "versions": versions("torch", "triton", "transformers"),
+        "rows": outcomes,
+    }
+    (out / f"{stem}.json").write_text(json.dumps(report, indent=2) + "\n")
+    (out / f"{stem}.md").write_text(text)
+
+
+def _card_name(device: str) -> str:
+    if device == "cpu":
+        return "CPU"
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no card"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Checkpoints of the rows' models in the run's scratch folder."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.setting import Setting
+from benchmarks.models import settings_of
+from benchmarks.weights import write_checkpoint
+
+_TINY = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "max_position_embeddings": 256, "vocab_size": 160,
+}  # fmt: skip
+
+
+def shape_of(setting: Setting, name: str) -> dict[str, Any]:
+    """A model's configuration by transformers' names; on a CPU a tiny one of the same family."""
+    return {**settings_of(name), **(_TINY if setting.tiny else {})}
+
+
+def checkpoint(setting: Setting, name: str) -> str:
+    """The folder of the model's weights, written on first use."""
+    folder = Path(setting.scratch) / name
+    if not (folder / "config.json").exists():
+        unfinished = Path(setting.scratch) / f"{name}.unfinished"
+        write_checkpoint(shape_of(setting, name), unfinished)
+        unfinished.rename(folder)
+    return str(folder)

@@ -1,0 +1,166 @@
+"""Rows that drive the whole engine as a worker does: `AsyncEngine` in this process, its core in one of its own.
+
+A pass is a workload handed in at once; its seconds run from there to the last token, as this process sees it. What comes up once (kernels
+loaded and tuned, graphs captured) has come up before the measured pass: see `_warm_up`. How long that took is told beside it.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from benchmarks.gpu.checkpoints import checkpoint, shape_of
+from benchmarks.gpu.roofline import cost_of, roofline
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.workload import Workload, drawn, even, staircase
+from workers.engine.async_engine import AsyncEngine
+from workers.engine.config import EngineConfig
+
+_TINY_LIMIT = 150  # below the tiny models' vocabulary
+_GRAPH_STEP = 8  # between the sizes of two decode graphs
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One workload from its first request to its last token."""
+
+    seconds: float
+    output_tokens: int
+    first_token_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+def qwen3_06b(setting: Setting) -> dict[str, Any]:
+    """nano-vllm's workload."""
+    return _throughput(setting, "qwen3-0.6b", _benchmark(setting, 256, 100, 1024), rehearse=True)
+
+
+def qwen25_05b(setting: Setting) -> dict[str, Any]:
+    """nano-vllm's workload on a model so quick that the host decides."""
+    return _throughput(setting, "qwen2.5-0.5b", _benchmark(setting, 256, 100, 1024), rehearse=True)
+
+
+def qwen3_8b(setting: Setting) -> dict[str, Any]:
+    """1,024 requests of half those lengths, so that all fit into the cache at once and the row into its time."""
+    return _throughput(setting, "qwen3-8b", _benchmark(setting, 1024, 50, 512), rehearse=False)
+
+
+def start_up(setting: Setting) -> dict[str, Any]:
+    """From no engine at all to the first token here."""
+    folder = checkpoint(setting, "qwen3-0.6b")
+
+    async def measured() -> dict[str, Any]:
+        began = time.perf_counter()
+        engine = AsyncEngine(config_for(setting, folder))
+        await engine.start()
+        ready = time.perf_counter() - began
+        try:
+            one = await run_pass(engine, even(1, 5, 1, token_limit=_limit(setting)))
+        finally:
+            await engine.stop()
+        return {
+            "value": round(ready + one.first_token_seconds, 2),
+            "ready_seconds": round(ready, 2),
+            "weights_seconds": round(engine.info.weights_seconds, 2),
+            "how": "wall clock from starting the core's process (import of torch, CUDA, weights, profiling run) to the first token in this "
+            "one; files in the page cache, kernels in Triton's and the tuner's caches on disk",
+        }
+
+    return asyncio.run(measured())
+
+
+def config_for(setting: Setting, folder: str, **settings: Any) -> EngineConfig:
+    """What a worker would run the model with, but for the context, which is nano-vllm's."""
+    if setting.tiny:
+        return EngineConfig(model=folder, device="cpu", max_model_len=128, dtype="float32", threads=1, **settings)
+    return EngineConfig(model=folder, device=setting.device, max_model_len=4096, dtype="bfloat16", **settings)
+
+
+async def with_engine(config: EngineConfig, use: Callable[[AsyncEngine], Awaitable[T]]) -> T:
+    """Starts an engine, uses it, and stops it whatever comes."""
+    engine = AsyncEngine(config)
+    await engine.start()
+    try:
+        return await use(engine)
+    finally:
+        await engine.stop()
+
+
+async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> Pass:
+    """Hands in the whole workload and waits for its last token. Raises RuntimeError if a request failed."""
+    requests = work.requests(first_id)
+    began = time.perf_counter()
+    engine.add(requests)
+    unfinished, tokens, first = len(requests), 0, 0.0
+    async for output in engine.steps():
+        if output.errors:
+            raise RuntimeError(next(iter(output.errors.values())))
+        if not tokens:
+            first = time.perf_counter() - began
+        tokens += len(output.token_ids)
+        unfinished -= sum(map(bool, output.finish))
+        if not unfinished:
+            break
+    return Pass(time.perf_counter() - began, tokens, first)
+
+
+async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
+    """Decode steps of all sizes up to `rows`; returns the seconds."""
+    stairs = staircase(rows, 4 if setting.tiny else 16, _GRAPH_STEP, token_limit=_limit(setting))
+    return (await run_pass(engine, stairs, first_id=1 << 20)).seconds
+
+
+def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool) -> dict[str, Any]:
+    """`rehearse`: the whole workload once before it is measured, with other tokens in its prompts."""
+    folder = checkpoint(setting, name)
+
+    async def measured(engine: AsyncEngine) -> tuple[float, list[Pass]]:
+        warm = await warm_up(engine, setting, len(work.prompts))
+        passes = []
+        if rehearse:
+            passes.append(await run_pass(engine, work.with_other_prompts(seed=2), first_id=1 << 21))
+        before = engine.stats
+        passes.append(await run_pass(engine, work))
+        after = engine.stats
+        figures.update(
+            steps=after.steps - before.steps, preemptions=after.preemptions - before.preemptions,
+            num_blocks=engine.info.num_blocks, dtype=engine.info.dtype, max_num_seqs=engine.info.max_num_seqs,
+        )  # fmt: skip
+        return warm, passes
+
+    figures: dict[str, Any] = {}
+    warm, passes = asyncio.run(with_engine(config_for(setting, folder), measured))
+    last = passes[-1]
+    assert last.output_tokens == work.output_tokens
+    figures |= {
+        "value": round(last.tokens_per_second, 1),
+        "seconds": round(last.seconds, 3),
+        "warm_up_seconds": round(warm, 2),
+        "rehearsal_seconds": [round(one.seconds, 3) for one in passes[:-1]],
+        "prompt_tokens": work.prompt_tokens,
+        "output_tokens": last.output_tokens,
+        "how": f"{len(work.prompts)} requests handed to AsyncEngine at once, {work.prompt_tokens:,} prompt and {last.output_tokens:,} "
+        "output tokens, greedy; wall clock from there to the last token in this process, after a warm-up that is not counted",
+    }
+    if setting.card is not None:
+        least = roofline(cost_of(shape_of(setting, name)), work, setting.card)
+        figures["bound"] = round(work.output_tokens / least.seconds, 1)
+        figures["roofline"] = {
+            "prompt_seconds": least.prompt_seconds, "decode_seconds": least.decode_seconds, "weight_bytes": least.weight_bytes,
+            "kv_bytes": least.kv_bytes, "operations": least.operations,
+        }  # fmt: skip
+    return figures
+
+
+def _benchmark(setting: Setting, requests: int, shortest: int, longest: int) -> Workload:
+    return drawn(12, 2, 20, token_limit=_TINY_LIMIT) if setting.tiny else drawn(requests, shortest, longest)
+
+
+def _limit(setting: Setting) -> int:
+    return _TINY_LIMIT if setting.tiny else 10_000

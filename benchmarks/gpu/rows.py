@@ -1,0 +1,50 @@
+"""The rows of the table, in the order in which they are measured: what each needs of its figure, and how long it may take."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.gpu.setting import Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`at_least` and `hoped` are in `unit`; `of_bound` says that they are shares of the bound that the row computes."""
+
+    title: str
+    measured_by: str  # module of this package, and function
+    seconds: float  # that it may take before it is given up
+    unit: str = ""
+    at_least: float | None = None
+    hoped: float | None = None
+    of_bound: bool = False
+    less_is_better: bool = False
+
+    def measure(self, setting: Setting) -> dict[str, Any]:
+        """The row's figures; `value` is the one in the table, `how` says how it was measured."""
+        module, function = self.measured_by.split(":")
+        measure: Callable[[Setting], dict[str, Any]] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
+        return measure(setting)
+
+    def met(self, figures: dict[str, Any]) -> bool | None:
+        """Whether the figure is at least what was asked for; None where nothing was, or nothing can be said."""
+        if self.at_least is None or (self.of_bound and not figures.get("bound")):
+            return None
+        value = figures["value"] / figures["bound"] if self.of_bound else figures["value"]
+        return bool(value <= self.at_least if self.less_is_better else value >= self.at_least)
+
+
+ROWS = {
+    "card": Row("copy bandwidth and bf16 matrix rate", "card:measure", 60, "TB/s"),
+    "qwen3-0.6b": Row("Qwen3-0.6B, bf16", "engine:qwen3_06b", 110, "tok/s", 25_000, 30_000),
+    "qwen2.5-0.5b": Row("Qwen2.5-0.5B, bf16 (tests the host)", "engine:qwen25_05b", 90, "tok/s", 40_000, 60_000),
+    "qwen3-8b": Row("Qwen3-8B shape, bf16, 1,024 requests", "engine:qwen3_8b", 200, "tok/s", 0.75, 0.85, of_bound=True),
+    "decode-attention": Row("decode attention, 256 rows × 1–8k context", "attention:decode", 60, "GB/s", 0.8, 0.9, of_bound=True),
+    "prefill-attention": Row(
+        "prefill attention, 4–16k tokens, against SDPA with FLASH_ATTENTION", "attention:prefill", 60, "x", 0.9, 1.1
+    ),
+    "generate-batch": Row("against transformers `generate_batch` on the same card", "generate_batch:measure", 100, "x", 3, 8),
+    "idle": Row("device idle between decode steps, 0.6B, 256 rows", "idle:measure", 60, "% of the step", 5, 2, less_is_better=True),
+    "start-up": Row("start-up to first token, 0.6B, warm disk", "engine:start_up", 60, "s", 15, 8, less_is_better=True),
+}

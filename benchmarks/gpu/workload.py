@@ -1,0 +1,57 @@
+"""The requests of the engine's rows: lengths and tokens by Python's `random`, so that another engine can be given exactly the same ones."""
+
+from dataclasses import dataclass
+from random import Random
+
+from workers.engine.messages import EngineRequest, SamplingParams
+
+TOKEN_LIMIT = 10_000  # prompt tokens lie below it, as in nano-vllm's benchmark
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts and how many tokens each is to be answered with."""
+
+    prompts: list[list[int]]
+    output_lengths: list[int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(self.output_lengths)
+
+    def requests(self, first_id: int = 0) -> list[EngineRequest]:
+        """Greedy requests that do not end before their length."""
+        return [
+            EngineRequest(first_id + number, prompt, [], SamplingParams(length, temperature=0.0, ignore_eos=True))
+            for number, (prompt, length) in enumerate(zip(self.prompts, self.output_lengths, strict=True))
+        ]
+
+    def with_other_prompts(self, seed: int) -> "Workload":
+        """The same lengths, and nothing that a prefix cache could know."""
+        draw = Random(seed)
+        return Workload([[draw.randint(0, max(map(max, self.prompts))) for _ in prompt] for prompt in self.prompts], self.output_lengths)
+
+
+def drawn(requests: int, shortest: int, longest: int, seed: int = 0, token_limit: int = TOKEN_LIMIT) -> Workload:
+    """Prompts and answers of `shortest` to `longest` tokens. `drawn(256, 100, 1024)` is nano-vllm's benchmark, call for call."""
+    draw = Random(seed)
+    prompts = [[draw.randint(0, token_limit) for _ in range(draw.randint(shortest, longest))] for _ in range(requests)]
+    return Workload(prompts, [draw.randint(shortest, longest) for _ in range(requests)])
+
+
+def even(requests: int, prompt_length: int, output_length: int, seed: int = 0, token_limit: int = TOKEN_LIMIT) -> Workload:
+    """All prompts of one length, all answers of another."""
+    draw = Random(seed)
+    prompts = [[draw.randint(0, token_limit) for _ in range(prompt_length)] for _ in range(requests)]
+    return Workload(prompts, [output_length] * requests)
+
+
+def staircase(requests: int, prompt_length: int, rows_per_step: int, seed: int = 1, token_limit: int = TOKEN_LIMIT) -> Workload:
+    """Answers that end `rows_per_step` at a time, so that decode steps of all sizes come up, each for a few steps: what is captured or
+    tuned at first use has been by then."""
+    flat = even(requests, prompt_length, 1, seed, token_limit)
+    return Workload(flat.prompts, [2 + 2 * (number // rows_per_step) for number in range(requests)])
