@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 
 _BLOCK = 33_554_467  # elements
 _SHARD_BYTES = 4 << 30
@@ -26,6 +25,7 @@ def write_checkpoint(settings: Mapping[str, Any], folder: Path, seed: int = 0) -
 
     Raises OSError where the disk has no room for them.
     """
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**settings)
@@ -99,8 +99,8 @@ def _write_tensor(file: BinaryIO, name: str, shape: Sequence[int], block: np.nda
 
 
 def _random_block(length: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    values = torch.randn(length, generator=torch.Generator().manual_seed(seed)).mul_(_DEVIATION)
-    return values.bfloat16().view(torch.int16).numpy().view(np.uint16)
+    values = np.random.default_rng(seed).standard_normal(length, np.float32) * np.float32(_DEVIATION)
+    return (values.view(np.uint32) >> 16).astype(np.uint16)  # a bfloat16 is a float32 without its lower half
 
 
 def _bytes(shape: Sequence[int]) -> int:

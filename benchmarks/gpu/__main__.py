@@ -69,7 +69,7 @@ def _in_a_process(name: str, setting: Setting, seconds: float) -> Outcome:
     file = Path(setting.scratch) / f"{name}.json"
     command = [sys.executable, "-m", "benchmarks.gpu", "--rows", name, "--one", json.dumps(dataclasses.asdict(setting)), str(file)]
     environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if setting.tiny else {})}
-    process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+    process = subprocess.Popen(command, env=environment, stdout=2)
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:

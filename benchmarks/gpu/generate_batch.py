@@ -23,9 +23,9 @@ def measure(setting: Setting) -> dict[str, Any]:
         "generate_batch_tokens_per_second": round(theirs, 1),
         "output_tokens": work.output_tokens,
         "faster_attention": versions("flash-attn", "flash-attn-3", "kernels"),
-        "how": f"the {len(work.prompts)} prompts of the first row with {work.output_lengths[0]} greedy tokens each; theirs: generate_batch "
-        "of a model loaded with sdpa, which it leaves for a package of `faster_attention` where there is one, from the first request's start "
-        "to the last one's end as its results tell, its own warm-up not counted; ours: as in the first row",
+        "how": f"the {len(work.prompts)} prompts of the first row with {work.output_lengths[0]} greedy tokens each; theirs: "
+        "generate_batch of a model loaded with sdpa, which it leaves for a package of `faster_attention` if there is one, from the first "
+        "request's start to the last one's end as its results tell, its own warm-up not counted; ours: as in the first row",
     }
 
 

@@ -32,8 +32,8 @@ class Workload:
 
     def with_other_prompts(self, seed: int) -> "Workload":
         """The same lengths, and nothing that a prefix cache could know."""
-        draw = Random(seed)
-        return Workload([[draw.randint(0, max(map(max, self.prompts))) for _ in prompt] for prompt in self.prompts], self.output_lengths)
+        draw, limit = Random(seed), max(map(max, self.prompts))
+        return Workload([[draw.randint(0, limit) for _ in prompt] for prompt in self.prompts], self.output_lengths)
 
 
 def drawn(requests: int, shortest: int, longest: int, seed: int = 0, token_limit: int = TOKEN_LIMIT) -> Workload:

@@ -41,10 +41,8 @@ def test_a_staircase_has_decode_steps_of_all_sizes() -> None:
 
 def test_the_roofline_of_the_smallest_workload_by_hand() -> None:
     """Two requests over weights of 10 + 4 elements and 6 bytes per token: one step with both, two with the longer one alone."""
-    cost = cost_of(
-        {"hidden_size": 1, "intermediate_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1}
-        | {"vocab_size": 4}
-    )
+    sizes = {"hidden_size": 1, "intermediate_size": 2, "num_hidden_layers": 1, "vocab_size": 4}
+    cost = cost_of(sizes | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1})
     assert (cost.layer_weights, cost.head_weights, cost.kv_bytes_per_token, cost.weight_bytes) == (4 + 6, 4, 4, 28)
     least = roofline(cost, Workload([[1, 1, 1], [1]], [2, 4]), Card(1.0, 1000.0))
     assert least.kv_bytes == 4 * ((4 + 2) + 3 + 4)
@@ -76,7 +74,7 @@ def test_attention_alone(setting: Setting) -> None:
     figures = attention.decode(setting)
     assert set(figures["gigabytes_per_second"]) == {"16", "48", "mixed"}
     assert figures["bound"] == 10.0
-    assert attention.prefill(setting)["lengths"]["32"]["ratio"] > 0
+    assert attention.prefill(setting)["lengths"]["32"]["milliseconds"] > 0
 
 
 def test_the_engine_runs_a_workload(setting: Setting) -> None:
@@ -114,7 +112,7 @@ def test_a_pass_counts_tokens_per_second() -> None:
 
 def test_a_row_that_fails_says_why_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(bench.RESULTS.iterdir())
-    assert bench.main(["--device", "cpu", "--rows", "idle", "card", "--out", str(tmp_path)]) == 1
+    assert bench.main(["--device", "cpu", "--rows", "idle", "card", "--out", str(tmp_path)]) == 1  # each in a process
     assert sorted(bench.RESULTS.iterdir()) == before
     report = json.loads((tmp_path / "gpu-cpu.json").read_text())
     assert report["comparable"] is False
