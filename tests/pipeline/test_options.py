@@ -104,7 +104,7 @@ def test_sizes_have_units() -> None:
 
 def test_model_flags_reach_a_child_unchanged() -> None:
     flags = ["--served-model-name", "x", "--served-model-name", "y", "--no-enable-prefix-caching", "--block-size", "8"]
-    flags += ["--device", "cpu", "--nvtx", "--profile", "traces"]
+    flags += ["--device", "cpu", "--enforce-eager", "--nvtx", "--profile", "traces"]
     before = values_of(*flags)
     after = values_of(*model_arguments(before))
     assert {name: after[name] for name in MODEL_FLAGS} == {name: before[name] for name in MODEL_FLAGS}

@@ -10,7 +10,7 @@ import torch
 from workers.engine.attention import CacheShape
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
-from workers.engine.memory import gib
+from workers.engine.memory import CardMemory, gib
 from workers.engine.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -18,10 +18,13 @@ logger = logging.getLogger(__name__)
 _CPU_CACHE_BYTES = 1 << 30
 
 
-def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int) -> tuple[EngineConfig, int]:
+def plan_cache(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: CardMemory | None = None
+) -> tuple[EngineConfig, int]:
     """The configuration with `max_model_len` settled, and how many blocks (the null block among them) `budget` bytes hold.
 
-    A context that was not asked for is shortened to what fits. Raises ModelLoadError for one that was and does not.
+    A context that was not asked for is shortened to what fits. Raises ModelLoadError for one that was and does not; `memory` says where a
+    card's went.
     """
     assert config.block_size is not None
     length = longest_context(config, model)
@@ -29,15 +32,21 @@ def plan_cache(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, bud
     num_blocks = budget // per_block
     fits = (num_blocks - 1) * config.block_size
     if fits < 1 or (length > fits and config.max_model_len is not None):
-        needed = (-(-length // config.block_size) + 1) * per_block
-        raise ModelLoadError(
-            f"a context of {length} tokens needs a KV cache of {needed} bytes, but {budget} are available; "
-            "lower max_model_len or raise kv_cache_memory_bytes"
-        )
+        raise ModelLoadError(_does_not_fit(config, length, per_block, budget, memory))
     if length > fits:
         logger.warning("the context is shortened from %d to %d tokens, which is what the KV cache holds", length, fits)
         length = fits
     return replace(config, max_model_len=length), num_blocks
+
+
+def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int, memory: CardMemory | None) -> str:
+    assert config.block_size is not None
+    needed = (-(-length // config.block_size) + 1) * per_block
+    wanted = f"a context of {length} tokens needs a KV cache of {needed} bytes, {per_block} for each block of {config.block_size} tokens"
+    if memory is None:
+        return f"{wanted}, but {budget} are available; lower max_model_len or raise kv_cache_memory_bytes"
+    account = memory.account if budget >= memory.left else f"{memory.account}, and another rank's card {gib(budget)}"
+    return f"{account}, but {wanted}; raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or max_num_seqs"
 
 
 def longest_context(config: EngineConfig, model: ModelConfig) -> int:

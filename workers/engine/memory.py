@@ -1,11 +1,38 @@
-"""How much memory this process may still take. Imports no torch."""
+"""How much memory this process may still take, of a machine and of a card. Imports no torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """What becomes of a card's memory before there is a KV cache; all but the first two in bytes."""
+
+    card: str
+    utilization: float  # of the whole, what this replica may use
+    total: int
+    taken: int  # by others, and by the driver
+    weights: int
+    step: int  # the largest step, and what is kept by slot
+    graphs: int
+
+    @property
+    def left(self) -> int:
+        """For the KV cache; below 0 where even the rest does not fit."""
+        return int(self.total * self.utilization) - self.taken - self.weights - self.step - self.graphs
+
+    @property
+    def account(self) -> str:
+        """The beginning of a sentence that says what is left."""
+        usable = f"gpu_memory_utilization {self.utilization:g} makes {gib(int(self.total * self.utilization))} of them usable"
+        parts = f"{gib(self.taken)} are taken already, the weights take {gib(self.weights)}, the largest step {gib(self.step)}"
+        left = f"leaves {gib(self.left)}" if self.left > 0 else f"is {gib(-self.left)} too much"
+        return f"{self.card} has {gib(self.total)}, {usable}; {parts} and CUDA graphs {gib(self.graphs)}, which {left}"
 
 
 def available_memory() -> int | None:

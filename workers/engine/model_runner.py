@@ -94,6 +94,19 @@ class ModelRunner:
             self._hidden = torch.empty((self.num_slots, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device)
 
     @torch.inference_mode()
+    def prepare(self) -> None:
+        """Records the largest step of one token per row, in which no row is anybody's."""
+        if self.graphs is not None:
+            self.stage_padding()
+            self.graphs.prepare(Variant.TOKENS)
+
+    def stage_padding(self) -> None:
+        """Stages a step without rows: whatever is padded to is padding."""
+        assert self.device_inputs is not None
+        nothing = np.zeros(0, np.int32)
+        self.device_inputs.stage(StepPlan(0, [], [], nothing, nothing, nothing, nothing.astype(np.bool_)), self.num_slots)
+
+    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Computes a step's tokens and samples; the sampled tokens are in the token table when the next launch reads it."""
         self._copies.make_room()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
+from dataclasses import replace
 
 import torch
 
@@ -12,16 +15,16 @@ from workers.engine.device import check_dtype, usable_device
 from workers.engine.errors import ModelLoadError, RankError, StepOutOfMemory
 from workers.engine.layers.ops import make_ops
 from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, shard_checkpoint, weight_bytes
-from workers.engine.memory import available_memory
+from workers.engine.memory import CardMemory, available_memory
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
 from workers.engine.out_of_memory import is_out_of_memory, one_line
 from workers.engine.parallel import Parallel
-from workers.engine.sampling.limits import AT_ONCE
+from workers.engine.rehearsal import rehearse
 from workers.engine.step import StepPlan, StepResult
 
-_SAMPLED_BYTES = 32  # of temporaries for each logit that a device samples from at once: 64-bit noise, a sort with its indices
+logger = logging.getLogger(__name__)
 
 
 class Rank:
@@ -48,6 +51,7 @@ class Rank:
         check_dtype(self.device, self.dtype)
         longest_context(config, self.model_config)
         self._decoder: DecoderModel
+        self._memory: CardMemory | None = None
         self.runner: ModelRunner
 
     def settle(self, parallel: Parallel) -> tuple[EngineConfig, int]:
@@ -56,7 +60,7 @@ class Rank:
         Returns the configuration with `max_model_len` settled, and the number of blocks, both the same on all ranks.
         """
         self._parallel = parallel
-        config, num_blocks = plan_cache(self._config, self.model_config, self.dtype, parallel.least(self.load()))
+        config, num_blocks = plan_cache(self._config, self.model_config, self.dtype, parallel.least(self.load()), self._memory)
         self.weights_seconds = time.monotonic() - self._began
         config = settle_prefix_caching(config, self.model_config)
         self.allocate(config, num_blocks)
@@ -68,9 +72,8 @@ class Rank:
         parallel = self._parallel
         config, model = self._config, self.model_config
         try:
-            if self.device.type != "cpu":
-                self._decoder = load_weights(self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, parallel)
-                return _device_cache_bytes(config, model, self.device)
+            if self.device.type == "cuda":
+                return self._load_on_card()
             # The cache is planned first, for it may not fit, or the context come out shorter.
             weights = weight_bytes(self._checkpoint, self.dtype) // parallel.size
             available = available_memory()
@@ -83,10 +86,28 @@ class Rank:
             self._refuse(error)
             raise
 
+    def _load_on_card(self) -> int:
+        config = self._config
+        taken = _used(self.device)
+        self._decoder = load_weights(self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, self._parallel)
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes
+        torch.cuda.empty_cache()
+        loaded = _used(self.device)
+        graphs = rehearse(replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder)
+        rehearsed = _used(self.device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        card, total = torch.cuda.get_device_name(self.device), torch.cuda.mem_get_info(self.device)[1]
+        self._memory = CardMemory(card, config.gpu_memory_utilization, total, taken, loaded - taken, rehearsed - loaded, graphs)
+        logger.info("%s for the KV cache", self._memory.account)
+        return max(0, self._memory.left)
+
     def allocate(self, config: EngineConfig, num_blocks: int) -> None:
         """Makes the cache of `num_blocks` blocks; `config` has `max_model_len` settled."""
         try:
             self.runner = ModelRunner(config, self._decoder, num_blocks)
+            self.runner.prepare()
         except (MemoryError, RuntimeError) as error:
             self._refuse(error)
             raise
@@ -123,13 +144,7 @@ class Rank:
             raise ModelLoadError(f"{what}: {error}") from error
 
 
-def _device_cache_bytes(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
-    """What `gpu_memory_utilization` leaves beside the weights and the largest step's activations."""
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes
-    assert config.max_num_batched_tokens is not None
-    assert config.max_num_seqs is not None
+def _used(device: torch.device) -> int:
+    """Bytes of a card that somebody uses, this process among them."""
     free, total = torch.cuda.mem_get_info(device)
-    per_token = 4 * (8 * model.hidden_size + 3 * model.intermediate_size)
-    activations = config.max_num_batched_tokens * per_token + 4 * 4 * config.max_num_seqs * model.vocab_size + _SAMPLED_BYTES * AT_ONCE
-    return max(0, int(total * config.gpu_memory_utilization) - (total - free) - activations)
+    return total - free

@@ -1,8 +1,18 @@
-"""What the machine and the container leave of memory."""
+"""What the machine, the container and a card leave of memory, and the step that is done to see it."""
 
 from pathlib import Path
 
-from workers.engine.memory import _container, _machine, available_memory, gib
+import pytest
+import torch
+
+from tests.workers.engine.tiny_models import folder
+from workers.engine.cache_plan import block_bytes, plan_cache
+from workers.engine.config import EngineConfig
+from workers.engine.errors import ModelLoadError
+from workers.engine.layers.ops import make_ops
+from workers.engine.loader import load_weights, open_checkpoint
+from workers.engine.memory import CardMemory, _container, _machine, available_memory, gib
+from workers.engine.rehearsal import largest_step, rehearse
 
 
 def test_this_machine_says_something() -> None:
@@ -31,3 +41,57 @@ def test_a_containers_limit_leaves_what_it_does_not_use_and_files_that_can_go(tm
 
 def test_sizes_are_shown_in_gib() -> None:
     assert gib(3 << 29) == "1.50 GiB"
+
+
+GIB = 1 << 30
+CARD = CardMemory("Some Card", 0.9, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
+
+
+def test_a_card_is_divided_up() -> None:
+    assert CARD.left == 30 * GIB
+    assert CARD.account == (
+        "Some Card has 100.00 GiB, gpu_memory_utilization 0.9 makes 90.00 GiB of them usable; 3.00 GiB are taken already, "
+        "the weights take 50.00 GiB, the largest step 5.00 GiB and CUDA graphs 2.00 GiB, which leaves 30.00 GiB"
+    )
+    full = CardMemory("Some Card", 0.5, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
+    assert full.left == -10 * GIB
+    assert full.account.endswith("which is 10.00 GiB too much")
+
+
+def config(**settings: int) -> EngineConfig:
+    return EngineConfig(model=str(folder("llama")), device="cpu", dtype="float32", threads=1, **settings).resolve()
+
+
+def test_a_context_that_a_card_does_not_hold_is_refused_with_all_numbers() -> None:
+    """The cache is as large as the fullest card of a replica allows."""
+    settings = config(max_model_len=200)
+    model = open_checkpoint(settings.model).config
+    per_block = block_bytes(model, torch.float32, 16)
+    assert plan_cache(settings, model, torch.float32, CARD.left, CARD)[1] == CARD.left // per_block
+    full = CardMemory("Some Card", 0.6, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
+    need = f"but a context of 200 tokens needs a KV cache of {14 * per_block} bytes, {per_block} for each block of 16 tokens; "
+    advice = "raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or max_num_seqs"
+    for card, account in ((full, full.account), (CARD, f"{CARD.account}, and another rank's card 0.00 GiB")):
+        with pytest.raises(ModelLoadError) as caught:
+            plan_cache(settings, model, torch.float32, 0, card)
+        assert str(caught.value) == f"{account}, {need}{advice}"
+
+
+@pytest.mark.parametrize(("seqs", "tokens", "length"), [(8, 64, 64), (5, 17, 8), (16, 4, 64), (1, 300, 200)])
+def test_the_largest_step_fills_the_budget_as_far_as_contexts_reach(seqs: int, tokens: int, length: int) -> None:
+    plan = largest_step(config(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length))
+    rows = min(seqs, tokens)
+    assert len(plan.slots) == rows
+    assert plan.counts.sum() == min(tokens, rows * (length - 1))
+    assert plan.counts.max() < length
+    assert plan.samples.all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(backend: str) -> None:
+    checkpoint = open_checkpoint(str(folder("llama")))
+    model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, make_ops(backend))
+    settings = EngineConfig(
+        model="", device="cpu", threads=1, attention_backend=backend, max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64
+    )
+    assert rehearse(settings.resolve(), model) == 0
