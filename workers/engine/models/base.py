@@ -45,6 +45,10 @@ class DecoderModel(ABC):
         A token's length is the larger of its request's prompt length and its position + 1; only length-dependent RoPE reads it.
         """
 
+    def head(self, hidden: Tensor) -> Tensor:
+        """`logits` in whichever float dtype they come, which saves a pass over them."""
+        return F.linear(hidden, self.lm_head) if self._parallel.size == 1 else self.logits(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> float32 [R, vocab]."""
         return self._parallel.gather_logits(F.linear(hidden, self.lm_head), self.config.vocab_size)

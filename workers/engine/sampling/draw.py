@@ -12,6 +12,7 @@ from workers.engine.sampling.draw_cpu import draw_rows
 from workers.engine.sampling.limits import Limits, nucleus_floors
 from workers.engine.sampling.noise import gumbel, request_keys, signed_seed
 from workers.engine.sampling.rows import SampledRows
+from workers.engine.staging import to_device
 
 _AT_ONCE = 1 << 24  # logits of rows drawn together on a device
 
@@ -37,11 +38,11 @@ class Draw:
         if drawn.size == 0:
             return _argmax(logits)
         slots, device = rows.slots[drawn], logits.device
-        on_device = torch.from_numpy(drawn).to(device)
+        on_device = to_device(drawn, device)
         z = logits if drawn.size == logits.shape[0] else logits[on_device]
         # From the largest down, so that a tiny temperature cannot overflow.
-        z = z.sub_(z.amax(-1, keepdim=True)).div_(torch.from_numpy(self._temperature[slots]).to(device)[:, None])
-        keys = request_keys(*torch.from_numpy(np.stack((self._seed[slots], self._choice[slots], rows.indices[drawn]))).to(device))
+        z = z.sub_(z.amax(-1, keepdim=True)).div_(to_device(self._temperature[slots], device)[:, None])
+        keys = request_keys(*to_device(np.stack((self._seed[slots], self._choice[slots], rows.indices[drawn])), device))
         chosen = self._draw(z, keys, slots)
         if drawn.size == logits.shape[0]:
             return chosen
@@ -54,7 +55,7 @@ class Draw:
         if not z.is_cuda:
             host_keys = keys.numpy().view(np.uint64)
             return torch.from_numpy(draw_rows(z.numpy(), floors[:, 0].numpy(), top_p, host_keys, torch.get_num_threads()))
-        return draw_on_device(z, floors, torch.from_numpy(top_p).to(z.device)[:, None] if (top_p < 1).any() else None, keys)
+        return draw_on_device(z, floors, to_device(top_p, z.device)[:, None] if (top_p < 1).any() else None, keys)
 
 
 def draw_on_device(z: Tensor, floors: Tensor, top_p: Tensor | None, keys: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.messages import SamplingParams
+from workers.engine.staging import to_device
 
 _ONE_TOKEN = 1e-9  # a top_p from here down keeps the largest alone, in any vocabulary
 
@@ -20,6 +21,12 @@ AT_ONCE = 1 << 24  # logits of rows whose largest a device finds together
 _SORTED = 1024  # from a larger top_k a device sorts the whole row
 _STRIDE = 25  # of a row's values, one in so many is looked at to guess where its k-th largest lies
 _SPREAD = 4.0  # standard deviations by which the guess may be wrong
+
+
+def settled(params: SamplingParams, vocab_size: int) -> tuple[float, int, float]:
+    """The log of min_p, top_k (`vocab_size` for no limit) and top_p."""
+    floor = math.log(params.min_p) if params.min_p else -math.inf
+    return floor, min(params.top_k or vocab_size, vocab_size), max(params.top_p, _ONE_TOKEN)
 
 
 class Limits:
@@ -32,17 +39,15 @@ class Limits:
         self._top_p = np.ones(num_slots, np.float32)
 
     def set(self, slot: int, params: SamplingParams) -> None:
-        self._floor[slot] = math.log(params.min_p) if params.min_p else -math.inf
-        self._top_k[slot] = min(params.top_k or self._vocab_size, self._vocab_size)
-        self._top_p[slot] = max(params.top_p, _ONE_TOKEN)
+        self._floor[slot], self._top_k[slot], self._top_p[slot] = settled(params, self._vocab_size)
 
     def floors(self, z: Tensor, slots: NDArray[np.int32]) -> Tensor:
         """The smallest value that min_p and top-k leave in each row of z [R, vocab], whose largest is 0; float32 [R, 1]."""
         floors, top_k = self._floor[slots], self._top_k[slots]
         rows = np.nonzero(top_k < self._vocab_size)[0]
-        threshold = torch.from_numpy(floors).to(z.device)[:, None]
+        threshold = to_device(floors, z.device)[:, None]
         if rows.size:
-            on_device = torch.from_numpy(rows).to(z.device)
+            on_device = to_device(rows, z.device)
             find = smallest_on_device if z.is_cuda else smallest_on_host
             threshold[on_device] = torch.maximum(threshold[on_device], find(z, rows, top_k[rows]))
         return threshold
@@ -59,7 +64,7 @@ def smallest_on_device(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int
     step = max(1, AT_ONCE // z.shape[1])
     for group in (order[:few], order[few:]):
         for part in (group[first : first + step] for first in range(0, len(group), step)):
-            which, its_rows, places = torch.from_numpy(np.stack((part, rows[part], top_k[part] - 1))).to(z.device)
+            which, its_rows, places = to_device(np.stack((part, rows[part], top_k[part] - 1)), z.device)
             smallest[which] = z[its_rows].topk(int(top_k[part].max()), -1).values.gather(1, places[:, None])
     return smallest
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workers.engine.messages import SamplingParams
 from workers.engine.sampling.rows import Lists, SampledRows
+from workers.engine.staging import to_device
 
 
 class LogitBias:
@@ -32,7 +33,7 @@ class LogitBias:
             return
         at, tokens, bias = self._bias.gather(rows.slots, users)
         places = _places(logits, at, tokens)
-        logits.view(-1).index_add_(0, places, torch.from_numpy(bias).to(logits.device))
+        logits.view(-1).index_add_(0, places, to_device(bias, logits.device))
 
 
 class MinTokens:
@@ -84,7 +85,7 @@ class BadWords:
             in_output = position >= rows.prompt_lengths[row]
             word = np.repeat(np.arange(len(last)), before)
             host = np.stack((rows.slots[row], np.maximum(position, 0), token, word, in_output))
-            slot, column, expected, of_word, inside = torch.from_numpy(host).to(logits.device)
+            slot, column, expected, of_word, inside = to_device(host, logits.device)
             differs = (rows.tokens[slot, column] != expected) | (inside == 0)
             missing.index_add_(0, of_word, differs.float())
         # Taking the least makes it indifferent in which order words that end alike are looked at.
@@ -93,4 +94,4 @@ class BadWords:
 
 
 def _places(logits: Tensor, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(rows * logits.shape[1] + tokens).to(logits.device)
+    return to_device(rows * logits.shape[1] + tokens, logits.device)

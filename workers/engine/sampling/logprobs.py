@@ -11,6 +11,7 @@ from torch import Tensor
 
 from workers.engine.messages import SamplingParams, TokenLogprobs
 from workers.engine.sampling.rows import SampledRows
+from workers.engine.staging import to_device
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class KeptLogits:
 
     def logprobs(self, tokens: Tensor) -> Logprobs:
         """Of the tokens [R] that the step's rows have drawn."""
-        return token_logprobs(self.logits, tokens[torch.from_numpy(self.rows).to(tokens.device)], self.counts)
+        return token_logprobs(self.logits, tokens[to_device(self.rows, tokens.device)], self.counts)
 
 
 class AskedLogprobs:
@@ -55,7 +56,7 @@ class AskedLogprobs:
         asking = np.nonzero(counts >= 0)[0]
         if not asking.size:
             return None
-        return KeptLogits(asking, counts[asking], logits[torch.from_numpy(asking).to(logits.device)])
+        return KeptLogits(asking, counts[asking], logits[to_device(asking, logits.device)])
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: NDArray[np.int64]) -> Logprobs:

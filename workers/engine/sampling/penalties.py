@@ -13,6 +13,7 @@ from torch import Tensor
 
 from workers.engine.messages import SamplingParams
 from workers.engine.sampling.rows import SampledRows
+from workers.engine.staging import to_device
 
 _COUNTERS = 1 << 24  # of rows penalised at once: one per token of the vocabulary
 _PLACES = 1 << 22  # of rows penalised at once: one per token of the longest text
@@ -54,9 +55,9 @@ class Penalties:
         """Rows `users`, the longest of which has `width` tokens to look at."""
         device, slots = logits.device, rows.slots[users]
         host = np.stack((users, slots, starts[users], rows.lengths[users], rows.prompt_lengths[users]))
-        row, slot, start, length, prompt_length = torch.from_numpy(host).to(device)[:, :, None]
+        row, slot, start, length, prompt_length = to_device(host, device)[:, :, None]
         factors = np.stack((self._repetition[slots], self._presence[slots], self._frequency[slots]))
-        repetition, presence, frequency = torch.from_numpy(factors).to(device)[:, :, None]
+        repetition, presence, frequency = to_device(factors, device)[:, :, None]
         position = start + torch.arange(width, device=device)
         # Beyond its end a row looks at its first token again, which changes nothing: each look at a token gives it the same logit.
         counted = (position >= prompt_length) & (position < length)

@@ -1,0 +1,50 @@
+"""The draw by kernels that read each slot's parameters from a table on the device, kept up by differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.engine.kernels import sampling as kernels
+from workers.engine.messages import SamplingParams
+from workers.engine.sampling.limits import settled
+from workers.engine.sampling.noise import signed_seed
+from workers.engine.sampling.rows import SampledRows
+from workers.engine.staging import to_device
+
+
+class FusedDraw:
+    """As `Draw`; what `set` says counts from the next `upload` on."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._words = np.zeros((num_slots, kernels.WORDS), np.int32)
+        self._floats, self._longs = self._words.view(np.float32), self._words.view(np.int64)
+        self._changed: set[int] = set()
+        self._table = torch.zeros((num_slots, kernels.WORDS), dtype=torch.int32, device=device)  # greedy throughout
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        floor, top_k, top_p = settled(params, self._vocab_size)
+        self._floats[slot, [kernels.TEMPERATURE, kernels.FLOOR, kernels.TOP_P]] = params.temperature, -floor, top_p
+        self._words[slot, kernels.TOP_K] = top_k
+        self._longs[slot, [kernels.SEED // 2, kernels.CHOICE // 2]] = signed_seed(params.seed), params.choice
+        self._changed.add(slot)
+
+    def upload(self) -> None:
+        """Sends the changed slots' parameters, all in one copy, behind which the table changes in the order of the stream."""
+        if not self._changed:
+            return
+        slots = np.array(sorted(self._changed), np.int32)
+        self._changed.clear()
+        rows = to_device(np.concatenate((slots[:, None], self._words[slots]), 1), self._table.device)
+        self._table.index_copy_(0, rows[:, 0].long(), rows[:, 1:])
+
+    def tokens(self, logits: Tensor, rows: SampledRows) -> Tensor:
+        """int64 [R] tokens from logits [R, vocab]."""
+        where = to_device(np.stack((rows.slots, rows.indices)).astype(np.int32), logits.device)
+        return kernels.draw(logits, self._table, where[0], where[1], None).long()
+
+    def static(self, logits: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
+        """int32 [R] tokens; see `Sampler.draw_static`."""
+        return kernels.draw(logits, self._table, slots, lengths, prompt_lengths)
