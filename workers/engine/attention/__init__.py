@@ -101,9 +101,10 @@ def make_attention(name: str, shape: CacheShape, num_heads: int, dtype: torch.dt
         return TorchAttention(shape, num_heads, dtype, device)
     if name == "triton":
         _require_triton(device)
+        from workers.engine.attention.choosing import choices
         from workers.engine.attention.triton import TritonAttention
 
-        return TritonAttention(shape, num_heads, dtype, device)
+        return TritonAttention(shape, num_heads, dtype, device, choices(shape, num_heads, dtype, device))
     raise ModelLoadError(f"unknown attention backend {name!r}; choose auto, {' or '.join(BACKENDS)}")
 
 

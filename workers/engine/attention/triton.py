@@ -6,6 +6,7 @@ The cache of a layer is [2, num_blocks, kv_heads, block_size, d]. What an earlie
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from workers.engine.attention import CacheShape, DeviceMetadata, Metadata, RotaryHeads
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.rotary import rotate_and_write, write
-from workers.engine.kernels.tuning import Choice, choices
+from workers.engine.kernels.tuning import Choice
 
 _LOG2_E = math.log2(math.e)
 _WAVES = {"decode": 4, "prefill": 1}  # pieces of work, in programs that run at once: decode rows differ in length, prompts fill the card
@@ -33,11 +34,12 @@ class Pieces:
 
 
 class TritonAttention:
-    def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device, choices: Mapping[str, Choice]) -> None:
+        """`choices`: tiles for "decode" and "prefill" steps."""
         self._shape, self._heads, self._dtype, self._device = shape, num_heads, dtype, device
         self._group = num_heads // shape.kv_heads
         self._block_d = max(16, _power_of_two(shape.head_dim))
-        self._choices = choices(shape, num_heads, dtype, device)
+        self._choices = choices
         self._parallel = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         self._dot = kernels.dot_type(dtype)
 
@@ -49,16 +51,17 @@ class TritonAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
         write(k, v, layer_cache, metadata.slot_mapping)
-        return self._attend(q, layer_cache, metadata, scale, window)
+        return self.attend(q, layer_cache, metadata, scale, window)
 
     def forward_rotary(
         self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
     ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
         q = rotate_and_write(qkv, self._heads, rotary, layer_cache, metadata.slot_mapping)
-        return self._attend(q, layer_cache, metadata, scale, window)
+        return self.attend(q, layer_cache, metadata, scale, window)
 
-    def _attend(self, q: Tensor, layer_cache: Tensor, metadata: DeviceMetadata, scale: float, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, layer_cache: Tensor, metadata: DeviceMetadata, scale: float, window: int | None) -> Tensor:
+        """`forward` once keys and values are in the cache."""
         s = self._shape
         if q.stride()[1:] != (s.head_dim, 1):
             q = q.contiguous()
@@ -89,9 +92,8 @@ class TritonAttention:
             BLOCK_Q=pieces.block_q,
             BLOCK_D=self._block_d,
             TILE=choice.tile,
-            PEELED=choice.peeled,
+            PEELED=metadata.max_query > 1,
             DOT=self._dot,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             num_warps=choice.warps,
             num_stages=choice.stages,
         )

@@ -20,6 +20,7 @@ from triton import knobs
 #: Columns of a piece's record: first query's token, queries, first query's position, first key, last key (exclusive), slot, where its
 #: partial result goes (-1: nowhere, it is whole), pieces along the context (0 for all but the first of them).
 RECORD = tl.constexpr(8)
+_PRECISION = tl.constexpr("tf32x3")  # of float32 products: three of TensorFloat-32, nearly exact, and no spilling of registers
 _FAR_BELOW = tl.constexpr(-1.0e30)  # below every score, yet finite: a difference of two is a number
 
 
@@ -138,7 +139,6 @@ def _tiles(
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Folds the keys from `first`, a multiple of TILE, to `last` into the running softmax. Unmasked: every query sees all of them."""
     d = tl.arange(0, BLOCK_D)
@@ -152,7 +152,7 @@ def _tiles(
         block = tl.load(table + tl.minimum(key + TILE, last - 1) // BLOCK_SIZE)
         offsets = places[:, None] + d[None, :]
         k = tl.load(keys + offsets) if whole_head else tl.load(keys + offsets, mask=d[None, :] < HEAD_DIM, other=0.0)
-        scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision=PRECISION)
+        scores = tl.dot(q, tl.trans(k.to(DOT)), input_precision=_PRECISION)
         if MASKED:
             seen = key[None, :] <= positions[:, None]
             if WINDOW > 0:
@@ -172,7 +172,7 @@ def _tiles(
         else:
             v = tl.load(values + offsets, mask=d[None, :] < HEAD_DIM, other=0.0)
         v = v.to(DOT)
-        weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision=PRECISION)
+        weighted = tl.dot(weights.to(v.dtype), v, weighted * shrink[:, None], input_precision=_PRECISION)
         top = new_top
     return weighted, top, total
 
@@ -201,7 +201,6 @@ def attend(
     TILE: tl.constexpr,
     PEELED: tl.constexpr,  # a loop of its own for the tiles that need no mask
     DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Program (piece, key-value head). A row without context gets zeros."""
     record = records + tl.program_id(0) * RECORD
@@ -238,17 +237,17 @@ def attend(
             middle = tl.maximum(first, tl.minimum(entered, last))
             weighted, top, total = _tiles(
                 tile, weighted, top, total, keys, values, table, positions, first, middle, scale,
-                block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT, PRECISION,
+                block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT,
             )  # fmt: skip
         diagonal = tl.maximum(middle, tl.minimum(position + 1, last) // TILE * TILE)
         weighted, top, total = _tiles(
             tile, weighted, top, total, keys, values, table, positions, middle, diagonal, scale,
-            block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, False, DOT, PRECISION,
+            block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, False, DOT,
         )  # fmt: skip
         first = diagonal
     weighted, top, total = _tiles(
         tile, weighted, top, total, keys, values, table, positions, first, last, scale,
-        block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT, PRECISION,
+        block_stride, BLOCK_SIZE, HEAD_DIM, BLOCK_D, TILE, WINDOW, True, DOT,
     )  # fmt: skip
 
     nothing = total == 0.0

@@ -1,12 +1,33 @@
-"""Which tiles the attention kernel works in."""
+"""Which tiles the attention kernel works in: a few candidates by head size, group and dtype, timed on the card at the first start with a
+shape, and the quickest remembered on disk.
+
+The file is JSON, one for each card, version of Triton and source of the kernels, so that a choice outlives neither. Processes that start
+together wait for the first of them to measure.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+import triton
 
-from workers.engine.attention import CacheShape
+logger = logging.getLogger(__name__)
+
+_ROW_BYTES = 256  # of a head's key, for which the candidates below are written: 128 numbers of 16 bits
+_CANDIDATES = {  # block_m, tile, warps, stages; the first is taken where nothing can be measured
+    "decode": ((16, 64, 4, 3), (16, 128, 4, 2), (16, 64, 4, 4), (16, 32, 4, 4), (16, 128, 8, 2)),
+    "prefill": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +37,95 @@ class Choice:
     block_m: int  # rows of the matrix tile: queries times heads of a group
     tile: int  # keys at once
     warps: int
-    stages: int  # of loads under way
-    peeled: bool  # tiles that need no mask have a loop of their own
+    stages: int  # rounds whose loads are under way or in use
 
 
-def choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, Choice]:
-    """For "decode" (one token a row) and "prefill"."""
-    group = 1 << (num_heads // shape.kv_heads - 1).bit_length()
-    return {"decode": Choice(max(16, group), 64, 4, 3, False), "prefill": Choice(max(128, group), 64, 8, 3, True)}
+def candidates(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> list[Choice]:
+    """For a `kind` of step, "decode" (one token a row) or "prefill". Heads of other sizes have tiles of about as many bytes."""
+    row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
+    found = []
+    for block_m, tile, warps, stages in _CANDIDATES[kind]:
+        tile = max(16, min(128, tile * _ROW_BYTES // row_bytes))
+        if dtype == torch.float32 and kind == "prefill":  # three products for one take registers
+            block_m, tile, warps, stages = 64, min(tile, 32), 4, 2
+        choice = Choice(max(block_m, triton.next_power_of_2(group)), tile, warps, stages)
+        if choice not in found:
+            found.append(choice)
+    return found
+
+
+class ChoiceCache:
+    """Choices by name in a file of `folder`. A file that says something else than it should is warned of and replaced."""
+
+    def __init__(self, folder: Path, card: str, source: str) -> None:
+        self._header = {"card": card, "triton": triton.__version__, "source": hashlib.sha256(source.encode()).hexdigest()}
+        name = hashlib.sha256(json.dumps(self._header).encode()).hexdigest()[:16]
+        self.path = folder / f"attention-{name}.json"
+
+    def get(self, name: str, among: Sequence[Choice]) -> Choice | None:
+        known = self._read().get(name)
+        return next((choice for choice in among if asdict(choice) == known), None)
+
+    def put(self, name: str, choice: Choice) -> None:
+        """Raises OSError."""
+        content = json.dumps({**self._header, "choices": {**self._read(), name: asdict(choice)}}, indent=2)
+        temporary = self.path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(content)
+        temporary.replace(self.path)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time; all of them where the folder cannot be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle = self.path.with_suffix(".lock").open("w")
+        except OSError:
+            yield
+            return
+        with handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+    def _read(self) -> dict[str, object]:
+        try:
+            content = json.loads(self.path.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            logger.warning("ignoring the tuned kernels in %s, which cannot be read: %s", self.path, error)
+            return {}
+        fits = isinstance(content, dict) and isinstance(content.get("choices"), dict)
+        if not fits or {name: content.get(name) for name in self._header} != self._header:
+            logger.warning("ignoring the tuned kernels in %s, which were not written by this version for this card", self.path)
+            return {}
+        return dict(content["choices"])
+
+
+def tuned(cache: ChoiceCache, name: str, among: Sequence[Choice], measure: Callable[[Choice], float]) -> Choice:
+    """What the cache says of `name`, else the choice with the least of what `measure` gives, which is kept.
+
+    A choice that the card refuses, for want of registers or shared memory, is passed over; the first is taken when it refuses all.
+    """
+    with cache.locked():
+        known = cache.get(name, among)
+        if known is not None:
+            return known
+        started = time.monotonic()
+        seconds = {}
+        for choice in among:
+            with contextlib.suppress(triton.OutOfResources, torch.OutOfMemoryError):
+                seconds[choice] = measure(choice)
+        if not seconds:
+            return among[0]
+        best = min(seconds, key=seconds.__getitem__)
+        logger.info("tuned attention for %s in %.1f s: %s", name, time.monotonic() - started, best)
+        try:
+            cache.put(name, best)
+        except OSError as error:
+            logger.info("the choice is not kept: %s", error)
+        return best
+
+
+def cache_folder() -> Path:
+    """Where choices are kept: below XDG_CACHE_HOME (XDG Base Directory Specification), ~/.cache by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "batch-inference-pipeline"

@@ -1,0 +1,74 @@
+"""The tiles that `TritonAttention` works in on this machine: timed on its card, on rows of the model's own shape."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+
+from workers.engine.attention import CacheShape, DeviceMetadata
+from workers.engine.attention.triton import TritonAttention
+from workers.engine.kernels import attention as kernels
+from workers.engine.kernels.tuning import Choice, ChoiceCache, cache_folder, candidates, tuned
+
+_POOL_BYTES = 256 << 20  # of keys and values: several times what a card's cache holds
+_DECODED = (128, 512, 4096)  # rows, and their shortest and longest context
+_PROMPT = 4096
+_RUNS = 5
+
+
+def choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, Choice]:
+    """For "decode" and "prefill" steps. Without a card, what suits most."""
+    return dict(_choices(replace(shape, num_blocks=1), num_heads, dtype, device))
+
+
+@cache  # for where nothing can be kept on disk: a replica sets its attention up twice
+def _choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, Choice]:
+    group = num_heads // shape.kv_heads
+    offered = {kind: candidates(kind, shape.head_dim, group, dtype) for kind in ("decode", "prefill")}
+    if device.type != "cuda":
+        return {kind: among[0] for kind, among in offered.items()}
+    known = ChoiceCache(cache_folder(), torch.cuda.get_device_name(device), Path(kernels.__file__).read_text())
+    name = f"heads of {shape.head_dim}, {shape.kv_heads} with {group} each, {dtype}, blocks of {shape.block_size}"
+    with torch.cuda.device(device):
+        measured = _Measured(shape, num_heads, dtype, device)
+        chosen = {kind: tuned(known, f"{kind}, {name}", among, partial(measured, kind)) for kind, among in offered.items()}
+        del measured
+        torch.cuda.empty_cache()  # the cache of the model's own is sized by what is free
+    return chosen
+
+
+class _Measured:
+    """Seconds that a step of random rows takes with a choice of tiles. Memory is taken when the first is measured."""
+
+    def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
+        blocks = max(64, _POOL_BYTES // shape.block_bytes(dtype))
+        self._shape = CacheShape(blocks, shape.block_size, shape.kv_heads, shape.head_dim)
+        self._heads, self._dtype, self._device = num_heads, dtype, device
+        self._cache: torch.Tensor | None = None
+
+    def __call__(self, kind: str, choice: Choice) -> float:
+        attention = TritonAttention(self._shape, self._heads, self._dtype, self._device, {kind: choice})
+        if self._cache is None:
+            self._cache = attention.new_cache(1)[0].normal_()
+        metadata = self._metadata(kind)
+        q = torch.randn((int(metadata.query_start[-1]), self._heads, self._shape.head_dim), dtype=self._dtype, device=self._device)
+        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        for run in range(2 + _RUNS):
+            if run == 2:
+                start.record()
+            attention.attend(q, self._cache, metadata, self._shape.head_dim**-0.5, None)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / _RUNS
+
+    def _metadata(self, kind: str) -> DeviceMetadata:
+        rows, shortest, longest = _DECODED if kind == "decode" else (1, _PROMPT, _PROMPT)
+        queries = 1 if kind == "decode" else _PROMPT
+        columns = -(-longest // self._shape.block_size)
+        contexts = torch.linspace(shortest, longest, rows, device=self._device).int()
+        tables = torch.randint(1, self._shape.num_blocks, (rows, columns), dtype=torch.int32, device=self._device)
+        order = torch.arange(rows + 1, dtype=torch.int32, device=self._device)
+        return DeviceMetadata(order.long(), order * queries, contexts, order[:-1], tables, queries, longest)
