@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -144,16 +144,13 @@ class Ranks:
         watcher.start()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-        said = ""
-        try:
+        message = None
+        with suppress(OSError):  # it left something unread
             message = FrameReader(connection).read(msgspec.msgpack.Decoder(RankFailed))
-            said = message.message if message is not None else ""
-        except (OSError, msgspec.MsgspecError) as error:
-            said = f"{type(error).__name__}: {error}"
         if self._closing:
             return
         _wait(process, time.monotonic() + _END_SECONDS)
-        self._on_death(RankDeath(rank, process.pid, process.returncode, said))
+        self._on_death(RankDeath(rank, process.pid, process.returncode, message.message if message is not None else ""))
 
 
 def rank_parallel(setup: RankSetup, device: torch.device) -> Parallel:
