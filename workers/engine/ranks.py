@@ -32,7 +32,9 @@ from workers.engine.transport import FrameReader, frame
 logger = logging.getLogger(__name__)
 
 _END_SECONDS = 5.0  # from a closed connection to the ended process, which may have a device to leave
-_ECHO_SECONDS = 2.0  # from a rank's death to what is done about it
+_ECHO_SECONDS = 0.3  # from a rank's death to what the others say of it
+_VERDICT_SECONDS = 2.0  # from a rank's death to what is done about it
+_CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,13 @@ class RankDeath:
     pid: int
     returncode: int
     said: str
+
+    @property
+    def doubt(self) -> int:
+        """How likely it is no more than the echo of another rank's death, which shows as an error, or an abort, in a sum over the ranks."""
+        if self.returncode < 0:
+            return 1 if -self.returncode in _CRASHES else 0
+        return 2
 
     @property
     def sentence(self) -> str:
@@ -77,6 +86,8 @@ class Ranks:
         self._connections: list[socket.socket] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watchers: list[threading.Thread] = []
+        self._deaths: list[RankDeath] = []
+        self._noting = threading.Lock()
         for rank in range(1, len(devices) + 1):
             self._start(rank, [locks[rank - 1]] if locks else [])
 
@@ -107,7 +118,7 @@ class Ranks:
         try:
             yield
         except Exception:
-            until = time.monotonic() + (_ECHO_SECONDS if self._watchers else 0.0)
+            until = time.monotonic() + (_VERDICT_SECONDS if self._watchers else 0.0)
             for watcher in self._watchers:
                 watcher.join(max(0.0, until - time.monotonic()))
             raise
@@ -149,8 +160,22 @@ class Ranks:
             message = FrameReader(connection).read(msgspec.msgpack.Decoder(RankFailed))
         if self._closing:
             return
-        _wait(process, time.monotonic() + _END_SECONDS)
-        self._on_death(RankDeath(rank, process.pid, process.returncode, message.message if message is not None else ""))
+        said = message.message if message is not None else ""
+        ended = _wait(process, time.monotonic() + _END_SECONDS)
+        with self._noting:
+            self._deaths.append(RankDeath(rank, process.pid, process.returncode if ended else 1, said))
+            first = len(self._deaths) == 1
+        if first:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Hears the other ranks too before it says who was the first to go."""
+        until = time.monotonic() + _ECHO_SECONDS
+        for watcher in self._watchers:
+            if watcher is not threading.current_thread():
+                watcher.join(max(0.0, until - time.monotonic()))
+        with self._noting:
+            self._on_death(min(self._deaths, key=lambda death: death.doubt))
 
 
 def rank_parallel(setup: RankSetup, device: torch.device) -> Parallel:
@@ -159,10 +184,12 @@ def rank_parallel(setup: RankSetup, device: torch.device) -> Parallel:
     return Parallel.join(setup.rank, size, device, connected_store(size, setup.port))
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> None:
-    """Until it has ended, if need be by force."""
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Returns once it has ended, which is brought about at the deadline; whether it did so by itself."""
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+        return False
+    return True

@@ -1,0 +1,82 @@
+"""Several replicas under one command, and several ranks under one replica: they share the work, and the death of one loses none of it."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from jobs import keys
+from jobs.connection import connect
+from jobs.queue import Queue
+from tests.pipeline.results import check_answers, examples
+from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
+from tests.support.processes import command_line, descendants, is_running
+from tests.support.waiting import wait_until
+
+LINES = 60
+
+
+def queue_of(run: RunningCommand) -> Queue:
+    """That of a `run-batch` which has said where it is."""
+    found = re.search(r"REDIS_URL=(\S+)", run.wait_for("pipeline tail"))
+    assert found is not None
+    return Queue(connect(found[1]))
+
+
+def at_work(queue: Queue) -> list[int]:
+    """Process ids of the workers that hold requests."""
+    return [worker.pid for worker in queue.workers() if queue.redis.exists(keys.held(worker.id))]
+
+
+def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(tmp_path: Path) -> None:
+    source, output = examples(tmp_path / "requests.jsonl", LINES), tmp_path / "out.jsonl"
+    flags = ("--data-parallel-size", 2, "--max-num-seqs", 4, "--dtype", "float32")
+    with running_pipeline("run-batch", source, "-o", output, *flags) as run:
+        queue = queue_of(run)
+        wait_until(lambda: len(at_work(queue)) == 2, 60, "both replicas at work")
+        os.kill(at_work(queue)[0], signal.SIGKILL)
+        queue.redis.close()
+        assert run.wait(90) == 0, run.output
+        assert re.search(r"the worker-[01] process was killed by SIGKILL; it is started again", run.output)
+        assert {"worker-0: ", "worker-1: "} <= set(re.findall(r"^worker-[01]: ", run.output, re.MULTILINE))
+    check_answers(source, output)
+
+
+@pytest.mark.proof
+def test_replicas_stop_in_order(redis_url: str, queue: Queue) -> None:
+    with running_pipeline("worker", "--data-parallel-size", 2, redis_url=redis_url) as run:
+        wait_until(lambda: [worker.state for worker in queue.workers()] == ["ready"] * 2, 60, "both replicas to be ready")
+        children = descendants(run.process.pid)
+        run.process.terminate()
+        assert run.wait(30) == 0, run.output
+        assert len(re.findall(r"^worker-[01]: .* stopped; 0 requests were handed back", run.output, re.MULTILINE)) == 2
+        assert not any(map(is_running, children))
+
+
+@pytest.mark.proof
+def test_the_requests_of_a_rank_that_died_are_answered_by_the_next_core(tmp_path: Path) -> None:
+    source, output = examples(tmp_path / "requests.jsonl", 12), tmp_path / "out.jsonl"
+    flags = ("--tensor-parallel-size", 3, "--max-num-seqs", 4, "--dtype", "float32")
+    with running_pipeline("run-batch", source, "-o", output, *flags) as run:
+        queue = queue_of(run)
+        wait_until(lambda: at_work(queue), 100, "the replica at work")
+        os.kill(next(pid for pid in descendants(run.process.pid) if "rank_process" in command_line(pid)), signal.SIGKILL)
+        queue.redis.close()
+        assert run.wait(120) == 0, run.output
+        assert re.search(r"the engine core was ended by SIGKILL; the last it wrote: .*rank 1 \(process \d+\) was ended by SIGKILL", run.output)
+    check_answers(source, output)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--tensor-parallel-size", 2), "2 ranks cannot share the model's 6 attention heads and 3 key-value heads equally"),
+        (("--device", "cuda:1", "--data-parallel-size", 2), "--device cuda:1 names one card, and --data-parallel-size 2 needs more"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_in_one_sentence(tmp_path: Path, flags: tuple[object, ...], sentence: str) -> None:
+    refused = run_pipeline("run-batch", examples(tmp_path / "requests.jsonl", 2), *flags)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].startswith(f"Error: {sentence}")

@@ -1,0 +1,132 @@
+"""Cards are taken by one holder at a time, all or none, and given back by whatever ends their holder. Real processes, no card."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import REPOSITORY
+from tests.support.waiting import wait_until
+from workers.engine.device_lock import shared_folder, take_cards
+from workers.engine.errors import ModelLoadError
+
+CARDS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
+_TAKER = """
+import sys, time
+from workers.engine.device_lock import take_cards
+folder, count, *names = sys.argv[1:]
+print(*take_cards(names, int(count), folder, patience=10).indices, flush=True)
+sys.stdin.read()
+"""
+
+
+class Taker:
+    """A process that takes cards and holds them until its stdin ends."""
+
+    def __init__(self, folder: Path, count: int, names: Sequence[str] = CARDS) -> None:
+        self._names = list(names)
+        arguments = [sys.executable, "-c", _TAKER, str(folder), str(count), *names]
+        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+
+    def taken(self) -> set[str]:
+        assert self.process.stdout is not None
+        return {self._names[int(index)] for index in self.process.stdout.readline().split()}
+
+    def leave(self) -> None:
+        self.process.communicate()
+
+
+def test_processes_that_race_get_different_cards(tmp_path: Path) -> None:
+    """Each sees the cards in another order, as under another CUDA_VISIBLE_DEVICES."""
+    takers = [Taker(tmp_path, 1, CARDS[first:] + CARDS[:first]) for first in range(4)]
+    assert sorted(card for taker in takers for card in taker.taken()) == CARDS
+    for taker in takers:
+        taker.leave()
+
+
+def test_pairs_that_race_wait_for_each_other_without_holding_half(tmp_path: Path) -> None:
+    takers = [Taker(tmp_path, 2, CARDS[:3]), Taker(tmp_path, 2, CARDS[2::-1])]
+
+    def hold(taker: Taker) -> int:
+        taken = len(taker.taken())
+        taker.leave()
+        return taken
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(hold, takers)) == [2, 2]
+
+
+def test_a_killed_holder_gives_its_card_back_once_its_children_have_ended(tmp_path: Path) -> None:
+    held = take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=held.fds)
+    held.release()
+    with pytest.raises(ModelLoadError, match="none of 1 is free"):
+        take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    take_cards(CARDS[:1], 1, str(tmp_path), patience=0).release()
+
+
+def test_a_refusal_names_the_holders_and_takes_nothing(tmp_path: Path) -> None:
+    taker = Taker(tmp_path, 3)
+    assert taker.taken() == set(CARDS[:3])
+    with pytest.raises(ModelLoadError) as refusal:
+        take_cards(CARDS, 2, str(tmp_path), patience=0)
+    holders = ", ".join(f"{card} is held by process {taker.process.pid} on {os.uname().nodename}" for card in CARDS[:3])
+    expected = f"2 cards are asked for, but only 1 of 4 is free: {holders}; stop one of those workers, or start fewer"
+    assert str(refusal.value) == expected
+    last = take_cards(CARDS, 1, str(tmp_path), patience=0)
+    assert last.indices == [3]
+    last.release()
+    taker.leave()
+
+
+def test_one_that_is_asked_for_by_number_is_that_one(tmp_path: Path) -> None:
+    held = take_cards(CARDS, 1, str(tmp_path), index=2, patience=0)
+    assert held.indices == [2]
+    with pytest.raises(ModelLoadError, match="none of 1 is free: GPU-c is held"):
+        take_cards(CARDS, 1, str(tmp_path), index=2, patience=0)
+    with pytest.raises(ModelLoadError, match="2 cards are asked for, but there is one here"):
+        take_cards(CARDS, 2, str(tmp_path), index=1, patience=0)
+    held.release()
+
+
+def test_a_card_is_waited_for(tmp_path: Path) -> None:
+    held = take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
+    taker = Taker(tmp_path, 1, CARDS[:1])
+    wait_until(lambda: Path(f"/proc/{taker.process.pid}/fd").exists(), 5, "the second process")
+    held.release()
+    assert taker.taken() == {"GPU-a"}
+    taker.leave()
+
+
+def test_the_lock_of_a_file_that_was_removed_is_not_mistaken_for_one(tmp_path: Path) -> None:
+    held = take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
+    for file in tmp_path.iterdir():
+        file.unlink()
+    again = take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
+    assert len(list(tmp_path.iterdir())) == 2
+    held.release()
+    again.release()
+
+
+def test_everybody_may_lock_what_one_has_made(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        take_cards(CARDS[:1], 1, str(tmp_path), patience=0).release()
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o666}
+    assert stat.S_IMODE(shared_folder().stat().st_mode) & 0o007 == 0o007
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelLoadError, match=r"cards cannot be locked in .*/file: .*--device-lock-folder"):
+        take_cards(CARDS, 1, str(tmp_path / "file"), patience=0)
