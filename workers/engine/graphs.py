@@ -36,14 +36,19 @@ class Variant(Enum):
 
 class DecodeGraphs:
     """Runs `step(variant, rows)` for at least as many rows as are asked for, recorded by `record`, which returns what repeats a piece of
-    work. More rows than there are must do no harm, and doing a step twice none either."""
+    work. More rows than there are must do no harm, and doing a step twice none either.
 
-    def __init__(self, step: Callable[[Variant, int], None], most: int, record: Callable[[Work], Work]) -> None:
+    `forgiving`: a size that there is no memory to record is done without. Ranks that wait for each other must all do the same, so they
+    cannot be.
+    """
+
+    def __init__(self, step: Callable[[Variant, int], None], most: int, record: Callable[[Work], Work], forgiving: bool = True) -> None:
         self._step = step
         self._record = record
         self._sizes = sizes(most)
         self._recorded: dict[tuple[Variant, int], Work] = {}
         self._wanted: Counter[tuple[Variant, int]] = Counter()
+        self._forgiving = forgiving
         self._short = False
 
     def run(self, variant: Variant, rows: int) -> None:
@@ -75,7 +80,7 @@ class DecodeGraphs:
         try:
             self._recorded[variant, size] = self._record(partial(self._step, variant, size))
         except (MemoryError, RuntimeError) as error:
-            if not any(is_out_of_memory(cause) for cause in _causes(error)):
+            if not self._forgiving or not any(is_out_of_memory(cause) for cause in _causes(error)):
                 raise
             self._short = True
             logger.warning("no more CUDA graphs are recorded: memory is too short for one of %d rows (%s)", size, one_line(error))

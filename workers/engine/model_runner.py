@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -79,18 +79,20 @@ class ModelRunner:
             self.inputs = self.device_inputs = DeviceInputs(self.num_slots, self._max_model_len, config.block_size, self.device)
         else:
             self.inputs = HostInputs(self.num_slots, self._max_model_len, config.block_size, self.device)
-        self.sampler: Any = Sampler(self.num_slots, model.config.vocab_size, model.config.eos_token_ids)
+        self.sampler = Sampler(
+            self.num_slots, model.config.vocab_size, model.config.eos_token_ids, self.device, fused=self.device_inputs is not None
+        )
         self.graphs: DecodeGraphs | None = None
-        if self.device.type == "cuda" and not config.enforce_eager:
-            self.use_graphs(CudaRecorder())
+        if self.device.type == "cuda" and not config.enforce_eager and model.recordable:
+            self.use_graphs(CudaRecorder(), forgiving=config.tensor_parallel_size == 1)
         self._copies = ResultCopies(self.device)
         self._scored_rows = max(1, _SCORED_LOGITS // model.config.vocab_size)
         self._scores_asked = np.zeros(self.num_slots, np.int64)
 
-    def use_graphs(self, record: Callable[[Work], Work]) -> None:
+    def use_graphs(self, record: Callable[[Work], Work], forgiving: bool = True) -> None:
         """Has steps of one token per row padded and recorded, where the inputs are made on the device."""
         if self.device_inputs is not None:
-            self.graphs = DecodeGraphs(self.decode, self.num_slots, record)
+            self.graphs = DecodeGraphs(self.decode, self.num_slots, record, forgiving)
             self._hidden = torch.empty((self.num_slots, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device)
 
     @torch.inference_mode()
@@ -113,6 +115,7 @@ class ModelRunner:
         for request in plan.added:
             self._scores_asked[request.slot] = request.sampling.prompt_logprobs
             self.sampler.set(request.slot, request.sampling)
+        self.sampler.upload()
         if self.graphs is None or not _decodes(plan):
             return self._launch_eagerly(plan)
         return self._launch_graph(plan, self.graphs)
@@ -141,13 +144,11 @@ class ModelRunner:
         assert self.device_inputs is not None
         rows = len(plan.slots)
         self.device_inputs.stage(plan, self.num_slots)
-        if self.sampler.fits_graph(plan.slots) and not plan.prompt_scores:
+        if self.sampler.fits_graph(plan.slots):
             graphs.run(Variant.TOKENS, rows)
             return self._towards_host(rows, None, [])
         graphs.run(Variant.HIDDEN, rows)
-        hidden = self._hidden[:rows]
-        sampled = self._sample(plan, hidden)
-        return self._towards_host(rows, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
+        return self._towards_host(rows, self._sample(plan, self._hidden[:rows]), [])
 
     def _launch_eagerly(self, plan: StepPlan) -> LaunchedStep:
         with span("inputs"):
@@ -166,7 +167,7 @@ class ModelRunner:
         """For hidden states [R, hidden] of the rows that sample."""
         slots, lengths = plan.slots[plan.samples], (plan.starts + plan.counts)[plan.samples].astype(np.int64)
         rows = SampledRows(slots, self.inputs.prompt_lengths[slots], lengths, self.inputs.tokens)
-        sampled: Sampled = self.sampler.sample(self.model.logits(hidden), rows)
+        sampled = self.sampler.sample(self.model.logits(hidden), rows)
         self.inputs.store(sampled.tokens)
         return sampled
 
@@ -195,5 +196,5 @@ class ModelRunner:
 
 
 def _decodes(plan: StepPlan) -> bool:
-    """Whether each row has one token, and another one to come."""
-    return bool(plan.samples.all()) and int(plan.counts.sum()) == len(plan.counts)
+    """Whether the step is one token for each row, and sampling. Scores are of a prompt's tokens before its last, so there are none."""
+    return bool(plan.samples.all()) and int(plan.counts.sum()) == len(plan.counts) and not plan.prompt_scores

@@ -31,6 +31,9 @@ class DecoderModel(ABC):
     #: What a bare decoder's tensor names lack in a full checkpoint; layers write it as "*."
     prefix: str
 
+    #: Whether a CUDA graph may hold its forward: that nothing in it waits for the device, or depends on the host beyond shapes.
+    recordable = True
+
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self.config = config
         self.dtype = weights.dtype

@@ -1,0 +1,148 @@
+"""Padded decode steps: which sizes there are and when they are recorded, and that padding is seen nowhere but in the null block."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from tests.workers.engine.tiny_models import folder, reference
+from workers.engine.config import EngineConfig
+from workers.engine.graphs import DecodeGraphs, Variant, Work, sizes
+from workers.engine.layers.ops import make_ops
+from workers.engine.loader import load_weights, open_checkpoint
+from workers.engine.messages import SamplingParams
+from workers.engine.model_runner import ModelRunner
+from workers.engine.models.decoder import RotaryDecoder
+from workers.engine.step import AddedRequest, NewBlocks, StepPlan
+
+BLOCK, BLOCKS = 4, 24
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8, 20, 64, 100, 256, 1000, 1024])
+def test_sizes_grow_by_at_most_a_quarter_once_they_are_large(most: int) -> None:
+    found = sizes(most)
+    assert found[0] == 1
+    assert found[-1] == most
+    assert found == sorted(set(found))
+    assert all(after <= 2 * before for before, after in pairwise(found))
+    assert all(after <= 1.25 * before for before, after in pairwise(found) if before >= 64)
+    assert len(found) < 30
+
+
+class Tape:
+    """Says which sizes were recorded and which were done, and by what."""
+
+    def __init__(self, most: int, room: int = 1 << 30) -> None:
+        self.recorded: list[int] = []
+        self.done: list[int] = []
+        self._room = room
+        self.graphs = DecodeGraphs(lambda _, rows: self.done.append(rows), most, self._record)
+
+    def _record(self, work: Work) -> Work:
+        if len(self.recorded) == self._room:
+            raise RuntimeError("the recording went wrong") from torch.OutOfMemoryError("CUDA out of memory.")
+        work()
+        self.recorded.append(self.done[-1])
+        return work
+
+    def run(self, rows: int) -> int:
+        self.graphs.run(Variant.TOKENS, rows)
+        return self.done[-1]
+
+
+def test_the_largest_size_is_recorded_first_and_the_others_when_they_pay() -> None:
+    tape = Tape(100)
+    assert tape.run(3) == 4
+    assert tape.recorded == [100, 4]
+    assert tape.run(98) == 100
+    assert tape.run(50) == 100  # no more than twice as many
+    assert tape.run(40) == 40
+    assert tape.run(2) == 4
+    assert tape.recorded == [100, 4, 40]
+    runs = [tape.run(50) for _ in range(100)]
+    assert runs == sorted(runs, reverse=True)
+    assert tape.recorded == [100, 4, 40, 56]
+    assert tape.run(56) == 56
+
+
+def test_without_memory_for_another_recording_a_larger_one_does_or_none() -> None:
+    tape = Tape(64, room=1)
+    assert [tape.run(rows) for rows in (1, 30, 64)] == [1, 64, 64]
+    assert tape.recorded == [64]
+    bare = Tape(64, room=0)
+    assert [bare.run(rows) for rows in (1, 30, 64)] == [1, 32, 64]
+
+
+def test_any_other_failure_is_nobodys_to_forgive() -> None:
+    def broken(_: Work) -> Work:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        DecodeGraphs(lambda *_: None, 8, broken).run(Variant.TOKENS, 3)
+
+    def full(_: Work) -> Work:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        DecodeGraphs(lambda *_: None, 8, full, forgiving=False).run(Variant.TOKENS, 3)
+
+
+def twice(work: Work) -> Work:
+    """As a card records: the work is done once before."""
+    work()
+    return work
+
+
+def make_runner(record: Callable[[Work], Work] | None) -> ModelRunner:
+    """The path of a card on a CPU, under the interpreter, with room for five rows; one layer, and a poisoned cache."""
+    config = EngineConfig(
+        model="", device="cpu", attention_backend="triton", max_num_seqs=5, max_num_batched_tokens=64, max_model_len=40, block_size=BLOCK
+    )
+    checkpoint = open_checkpoint(str(folder("llama")))
+    model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 40, make_ops("triton"))
+    assert isinstance(model, RotaryDecoder)
+    del model.layers[1:]
+    runner = ModelRunner(config, model, BLOCKS)
+    for cache in runner.caches:
+        cache.fill_(torch.nan)
+    if record is not None:
+        runner.use_graphs(record)
+    return runner
+
+
+def step(rows: list[tuple[int, int, int]], added: list[AddedRequest], blocks: list[NewBlocks]) -> StepPlan:
+    slots, starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    return StepPlan(0, added, blocks, slots, starts, counts, np.ones(len(rows), np.bool_))
+
+
+GREEDY = SamplingParams(8, temperature=0.0)
+DRAWN = SamplingParams(8, temperature=0.9, top_p=0.8, seed=5)
+STAGED = SamplingParams(8, temperature=0.9, repetition_penalty=1.3, logprobs=2, seed=6)
+
+
+def drive(runner: ModelRunner) -> list[list[int]]:
+    """Prompts of 9, 3 and 6 tokens in slots 4, 0 and 3, and four decode steps; the first request, which is sampled by stages, leaves after
+    two of them, the second after three. Nothing is retired between."""
+    slots, lengths = [4, 0, 3], [9, 3, 6]
+    prompts = [reference("llama").prompts[1][:length] for length in lengths]
+    samplings = [STAGED, DRAWN, GREEDY]
+    added = [AddedRequest(slot, prompt, len(prompt), sampling) for slot, prompt, sampling in zip(slots, prompts, samplings, strict=True)]
+    blocks = [NewBlocks(slot, 0, [4 * row + 1, 4 * row + 2, 4 * row + 3, 4 * row + 4]) for row, slot in enumerate(slots)]
+    launched = [runner.launch(step([(slot, 0, length) for slot, length in zip(slots, lengths, strict=True)], added, blocks))]
+    for number in range(4):
+        left = range(max(0, number - 1), 3)
+        launched.append(runner.launch(step([(slots[row], lengths[row] + number, 1) for row in left], [], [])))
+    return [runner.retire(one).tokens.tolist() for one in launched]
+
+
+def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block() -> None:
+    plain, padded = make_runner(None), make_runner(twice)
+    assert drive(padded) == drive(plain)
+    cache, expected = padded.caches[0], plain.caches[0]
+    torch.testing.assert_close(cache[:, 1:], expected[:, 1:], rtol=0, atol=1e-5, equal_nan=True)
+    assert cache[:, 13:].isnan().all()  # blocks that nobody has
+    assert torch.equal(padded.inputs.tokens, plain.inputs.tokens)
+    assert padded.graphs is not None
+    assert set(padded.graphs._recorded) == {(Variant.HIDDEN, 5), (Variant.TOKENS, 5), (Variant.TOKENS, 2)}
