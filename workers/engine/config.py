@@ -4,6 +4,7 @@ import importlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _COUNTS = (
@@ -71,10 +72,12 @@ class EngineConfig:
     def resolve(self) -> "EngineConfig":
         """The same configuration with device, batch limits, block size, depth, threads and attention backend settled for this machine.
 
-        Imports torch when the device is "auto", so it is called in the core and never in the front process.
+        Imports torch unless the device is the CPU, so it is called in the core and never in the front process.
         """
-        device = self.device if self.device != "auto" else _default_device()
-        cuda = device.startswith("cuda")
+        device = self.device if self.device != "auto" else _device_module().default_device()
+        cuda, backend = device.startswith("cuda"), self.attention_backend
+        if backend == "auto":
+            backend = _device_module().default_backend(device) if cuda else "torch"
         return replace(
             self,
             device=device,
@@ -83,7 +86,7 @@ class EngineConfig:
             block_size=self.block_size or 16,
             depth=self.depth if self.depth is not None else int(cuda),
             threads=self.threads or max(1, self.compute_threads() // self.tensor_parallel_size),
-            attention_backend=self.attention_backend if self.attention_backend != "auto" else "triton" if cuda else "torch",
+            attention_backend=backend,
         )
 
     def compute_threads(self) -> int:
@@ -104,7 +107,6 @@ def available_cpus() -> int:
     return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))
 
 
-def _default_device() -> str:
+def _device_module() -> Any:
     # By name, not by statement: this file is imported by the front process, which the import rules keep free of torch.
-    torch = importlib.import_module("torch")
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return importlib.import_module("workers.engine.device")

@@ -11,7 +11,7 @@ import torch
 
 from workers.engine.cache_plan import cpu_cache_bytes, longest_context, plan_cache, settle_prefix_caching
 from workers.engine.config import EngineConfig
-from workers.engine.device import check_dtype, usable_device
+from workers.engine.device import check_card, check_dtype, usable_device
 from workers.engine.errors import ModelLoadError, RankError, StepOutOfMemory
 from workers.engine.layers.ops import make_ops
 from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, shard_checkpoint, weight_bytes
@@ -44,6 +44,7 @@ class Rank:
             torch.cuda.set_device(self.device)
         elif config.threads is not None:
             torch.set_num_threads(config.threads)
+        check_card(self.device, config.attention_backend)
         self._ops = make_ops(config.attention_backend)
         self._checkpoint = shard_checkpoint(open_checkpoint(config.model, config.model_impl), config.tensor_parallel_size)
         self.model_config: ModelConfig = self._checkpoint.config

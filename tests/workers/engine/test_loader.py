@@ -278,7 +278,9 @@ def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:
     assert weight_bytes(checkpoint, torch.bfloat16) == full // 2
 
 
-@pytest.mark.parametrize(("device", "why"), [("gpu", "unknown device 'gpu'"), ("mps", "unknown device"), ("cuda:99", r"finds \d+ GPUs")])
+@pytest.mark.parametrize(
+    ("device", "why"), [("gpu", "unknown device 'gpu'"), ("mps", "unknown device"), ("cuda:99", "the device is cuda:99, but")]
+)
 def test_a_device_that_is_not_there_is_refused(device: str, why: str) -> None:
     with pytest.raises(ModelLoadError, match=why):
         Executor(replace(config(), device=device))

@@ -3,7 +3,6 @@ decode rows mixed in one call."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from workers.engine.device import require_triton
 from workers.engine.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -100,18 +100,9 @@ def make_attention(name: str, shape: CacheShape, num_heads: int, dtype: torch.dt
 
         return TorchAttention(shape, num_heads, dtype, device)
     if name == "triton":
-        _require_triton(device)
+        require_triton(device)
         from workers.engine.attention.choosing import choices
         from workers.engine.attention.triton import TritonAttention
 
         return TritonAttention(shape, num_heads, dtype, device, choices(shape, num_heads, dtype, device))
     raise ModelLoadError(f"unknown attention backend {name!r}; choose auto, {' or '.join(BACKENDS)}")
-
-
-def _require_triton(device: torch.device) -> None:
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ModelLoadError("the triton backend needs a GPU; on a CPU choose the torch backend, or set TRITON_INTERPRET=1 to test kernels")
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        raise ModelLoadError(f"the triton backend cannot load Triton ({error}); install triton>=3.6 or choose the torch backend") from None
