@@ -96,6 +96,7 @@ class TritonAttention:
             DOT=self._dot,
             num_warps=choice.warps,
             num_stages=choice.stages,
+            enable_fp_fusion=True,  # a product and its sum in one instruction, which later versions of Triton do not do unasked
         )
         if partials:
             kernels.combine[(partials, s.kv_heads, -(-rows // _COMBINED))](

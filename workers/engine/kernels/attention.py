@@ -53,69 +53,83 @@ def plan(
     """One program. A row is cut along its context only where it is long beside an even share of the whole work."""
     ROWS: tl.constexpr = 1 << LEVELS
     row = tl.arange(0, ROWS)
-    real = row < num_rows
-    start = tl.load(query_start + row, mask=real, other=0)
-    queries = tl.load(query_start + row + 1, mask=real, other=0) - start
-    context = tl.load(context_lens + row, mask=real, other=0)
+    _, queries, _, tiles = _row(query_start, context_lens, row, row < num_rows, WINDOW, BLOCK_Q, TILE)
     blocks = tl.cdiv(queries, BLOCK_Q)
-    span = context
-    if WINDOW > 0:
-        span = tl.minimum(context, WINDOW + BLOCK_Q + TILE)
-    tiles = tl.cdiv(span, TILE)
     piece_tiles = tl.maximum(MIN_TILES, tl.cdiv(tl.sum(blocks * tiles, 0), tl.maximum(share, 1)))
-    parts = tl.where(share > 0, tl.maximum(tl.cdiv(tiles, piece_tiles), 1), 1)
+    piece_tiles = tl.where(share > 0, piece_tiles, 0x7FFFFFFF // TILE)
+    parts = tl.maximum(tl.cdiv(tiles, piece_tiles), 1)
     pieces = blocks * parts
     partials = tl.where(parts > 1, pieces, 0)
-    ends = tl.cumsum(pieces, 0)
-    tl.store(scratch + row, ends)
-    tl.store(scratch + ROWS + row, tl.cumsum(partials, 0) - partials)
     total = tl.sum(pieces, 0)
+    tl.store(scratch + row, tl.cumsum(pieces, 0))
+    tl.store(scratch + ROWS + row, tl.cumsum(partials, 0) - partials)
     for first in range(0, num_partials, PIECES):
         place = first + tl.arange(0, PIECES)
         tl.store(owners + place, tl.full([PIECES], -1, tl.int32), mask=place < num_partials)
     tl.debug_barrier()
     for first in range(0, num_pieces, PIECES):
-        piece = first + tl.arange(0, PIECES)
-        used = piece < total
-        low = tl.zeros([PIECES], tl.int32)  # the first row that ends behind the piece, found bit by bit
-        for level in tl.static_range(1, LEVELS + 1):
-            half: tl.constexpr = ROWS >> level
-            low = tl.where(tl.load(scratch + low + half - 1) <= piece, low + half, low)
-        start = tl.load(query_start + low, mask=used, other=0)
-        queries = tl.load(query_start + low + 1, mask=used, other=0) - start
-        context = tl.load(context_lens + low, mask=used, other=0)
-        slot = tl.load(slots + low, mask=used, other=0)
-        span = context
-        if WINDOW > 0:
-            span = tl.minimum(context, WINDOW + BLOCK_Q + TILE)
-        tiles = tl.cdiv(span, TILE)
-        parts = tl.where(share > 0, tl.maximum(tl.cdiv(tiles, piece_tiles), 1), 1)
-        blocks = tl.cdiv(queries, BLOCK_Q)
-        within = piece - (tl.load(scratch + low, mask=used, other=0) - blocks * parts)
-        block, part = within // parts, within % parts
-        count = tl.minimum(queries - block * BLOCK_Q, BLOCK_Q)
-        position = context - queries + block * BLOCK_Q
-        last = tl.minimum(position + count, context)
-        key = tl.zeros([PIECES], tl.int32)
-        if WINDOW > 0:
-            key = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
-        whole = parts == 1
-        partial = tl.where(whole, -1, tl.load(scratch + ROWS + low, mask=used, other=0) + within)
-        key += tl.where(whole, 0, part * piece_tiles * TILE)
-        last = tl.where(whole, last, tl.minimum(last, key + piece_tiles * TILE))
-        # Long stretches first: the last query blocks of a prompt see the most keys.
-        place = tl.where(used, total - 1 - piece, piece)
-        record = records + place * RECORD
-        mask = piece < num_pieces
-        tl.store(record, start + block * BLOCK_Q, mask=mask)
-        tl.store(record + 1, tl.where(used, count, 0), mask=mask)
-        tl.store(record + 2, position, mask=mask)
-        tl.store(record + 3, key, mask=mask)
-        tl.store(record + 4, last, mask=mask)
-        tl.store(record + 5, slot, mask=mask)
-        tl.store(record + 6, partial, mask=mask)
-        tl.store(record + 7, tl.where(part == 0, parts, 0), mask=mask)
-        tl.store(owners + partial, place, mask=used & (partial >= 0))
+        _write_records(
+            first + tl.arange(0, PIECES), num_pieces, total, piece_tiles, query_start, context_lens, slots, records, owners, scratch,
+            WINDOW, BLOCK_Q, TILE, LEVELS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _row(query_start, context_lens, row, mask, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr):
+    """First token, queries, context, and the most tiles of keys that a block of its queries sees."""
+    start = tl.load(query_start + row, mask=mask, other=0)
+    queries = tl.load(query_start + row + 1, mask=mask, other=0) - start
+    context = tl.load(context_lens + row, mask=mask, other=0)
+    span = tl.minimum(context, WINDOW + BLOCK_Q + TILE) if WINDOW > 0 else context
+    return start, queries, context, tl.cdiv(span, TILE)
+
+
+@triton.jit
+def _write_records(
+    piece,
+    num_pieces,
+    total,
+    piece_tiles,
+    query_start,
+    context_lens,
+    slots,
+    records,
+    owners,
+    scratch,
+    WINDOW: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    TILE: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    ROWS: tl.constexpr = 1 << LEVELS
+    used = piece < total
+    row = piece * 0  # the first that ends behind the piece, found bit by bit
+    for level in tl.static_range(1, LEVELS + 1):
+        row = tl.where(tl.load(scratch + row + (ROWS >> level) - 1) <= piece, row + (ROWS >> level), row)
+    start, queries, context, tiles = _row(query_start, context_lens, row, used, WINDOW, BLOCK_Q, TILE)
+    parts = tl.maximum(tl.cdiv(tiles, piece_tiles), 1)
+    within = piece - (tl.load(scratch + row) - tl.cdiv(queries, BLOCK_Q) * parts)
+    block, part = within // parts, within % parts
+    count = tl.minimum(queries - block * BLOCK_Q, BLOCK_Q)
+    position = context - queries + block * BLOCK_Q
+    end = tl.minimum(position + count, context)
+    begin = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else piece * 0
+    cut = parts > 1
+    partial = tl.where(cut, tl.load(scratch + ROWS + row) + within, -1)
+    first = tl.where(cut, begin + part * piece_tiles * TILE, begin)
+    last = tl.where(cut, tl.minimum(end, first + piece_tiles * TILE), end)
+    # Long stretches first: the last blocks of a prompt's queries see the most keys.
+    place = tl.where(used, total - 1 - piece, piece)
+    record, mask = records + place * RECORD, piece < num_pieces
+    tl.store(record, start + block * BLOCK_Q, mask=mask)
+    tl.store(record + 1, tl.where(used, count, 0), mask=mask)
+    tl.store(record + 2, position, mask=mask)
+    tl.store(record + 3, first, mask=mask)
+    tl.store(record + 4, last, mask=mask)
+    tl.store(record + 5, tl.load(slots + row, mask=used, other=0), mask=mask)
+    tl.store(record + 6, partial, mask=mask)
+    tl.store(record + 7, tl.where(part == 0, parts, 0), mask=mask)
+    tl.store(owners + partial, place, mask=used & cut)
 
 
 @triton.jit

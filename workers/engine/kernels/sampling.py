@@ -73,10 +73,28 @@ def draw(logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_l
     _survey[(rows, parts)](
         logits, *asked, lengths, prompt_lengths, largest[0], scores, best[1], measured, *numbers, PIVOTS=PIVOTS, **constants
     )
-    _gather[(rows, parts)](logits, *asked, largest[0], measured, found, distances, gathered[1], counts, *numbers, PIVOTS=PIVOTS,
-                           GATHERED=GATHERED, **constants)
-    _choose[(rows,)](logits, *asked, lengths, prompt_lengths, largest[0], best[0], scores, best[1], measured, found, distances,
-                     gathered[1], counts, tokens, *numbers, GATHERED=GATHERED, **constants)
+    _gather[(rows, parts)](
+        logits, *asked, largest[0], measured, found, distances, gathered[1], counts, *numbers, PIVOTS=PIVOTS, GATHERED=GATHERED, **constants
+    )
+    _choose[(rows,)](
+        logits,
+        *asked,
+        lengths,
+        prompt_lengths,
+        largest[0],
+        best[0],
+        scores,
+        best[1],
+        measured,
+        found,
+        distances,
+        gathered[1],
+        counts,
+        tokens,
+        *numbers,
+        GATHERED=GATHERED,
+        **constants,
+    )
     return tokens
 
 

@@ -1,0 +1,100 @@
+"""Every way in which the attention kernels can be launched compiles for the cards that count, in registers and shared memory that they have."""
+
+import pytest
+import torch
+
+from tests.workers.engine.kernels.compiling import SHARED_MEMORY, Code, Variant, compiled
+from workers.engine.kernels.tuning import Choice, candidates
+
+MODULE = "workers.engine.kernels.attention"
+SPILLED = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 256}  # bytes of a thread
+NAMES = {torch.bfloat16: ("bf16", "tl.bfloat16"), torch.float16: ("fp16", "tl.float16"), torch.float32: ("fp32", "tl.float32")}
+
+
+def attend(kind: str, choice: Choice, dim: int, group: int, dtype: torch.dtype, window: int = 0) -> Variant:
+    short, name = NAMES[dtype]
+    signature = {
+        **dict.fromkeys(("q", "cache", "out"), f"*{short}"),
+        **dict.fromkeys(("block_tables", "records"), "*i32"),
+        **dict.fromkeys(("partials", "partial_sums"), "*fp32"),
+        "scale": "fp32",
+        **dict.fromkeys(("num_blocks", "q_stride", "table_stride"), "i32"),
+    }
+    constants = {
+        "KV_HEADS": 8,
+        "GROUP": group,
+        "HEAD_DIM": dim,
+        "BLOCK_SIZE": 16,
+        "WINDOW": window,
+        "BLOCK_M": choice.block_m,
+        "BLOCK_Q": 1 if kind == "decode" else choice.block_m // group,
+        "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
+        "TILE": choice.tile,
+        "PEELED": kind == "prefill",
+        "DOT": name,
+    }
+    pointers = tuple(parameter for parameter, kind in signature.items() if kind[0] == "*")
+    return Variant(MODULE, "attend", signature, constants, choice.warps, choice.stages, (*pointers, "q_stride"))
+
+
+def plan(rows: int, block_q: int, window: int) -> Variant:
+    signature = {
+        **dict.fromkeys(("query_start", "context_lens", "slots", "records", "owners", "scratch"), "*i32"),
+        **dict.fromkeys(("num_rows", "num_pieces", "num_partials", "share"), "i32"),
+    }
+    constants = {"WINDOW": window, "BLOCK_Q": block_q, "TILE": 64, "MIN_TILES": 8, "LEVELS": (rows - 1).bit_length(), "PIECES": 256}
+    return Variant(MODULE, "plan", signature, constants)
+
+
+def combine(dim: int, group: int) -> Variant:
+    signature = {"records": "*i32", "owners": "*i32", "out": "*bf16", "partials": "*fp32", "partial_sums": "*fp32"}
+    constants = {"KV_HEADS": 8, "GROUP": group, "HEAD_DIM": dim, "BLOCK_Q": 1, "BLOCK_D": 1 << (dim - 1).bit_length(), "BLOCK_M": 16}
+    return Variant(MODULE, "combine", signature, constants, aligned=("out", "partials"))
+
+
+def check(variants: list[Variant], spilled: int, capability: int) -> list[Code]:
+    codes = compiled(variants, capability)
+    for variant, code in zip(variants, codes, strict=True):
+        print(f"sm_{capability} {variant.kernel} {variant.constants} {variant.warps} warps {variant.stages} stages:")
+        print(
+            f"  {code.registers} registers, {code.spilled} bytes spilled, {code.shared} shared, {sum(code.opcodes.values())} instructions"
+        )
+        assert code.spilled <= spilled
+        assert code.shared <= SHARED_MEMORY[capability]
+    return codes
+
+
+def test_loads_and_products_are_as_wide_as_they_can_be() -> None:
+    """For heads of 128 on sm_90: keys and values by 16-byte asynchronous copies, prompts by the matrix units of a warp group."""
+    choices = {kind: candidates(kind, 128, 2, torch.bfloat16)[0] for kind in ("decode", "prefill")}
+    variants = [attend(kind, choice, 128, 2, torch.bfloat16) for kind, choice in choices.items()]
+    decode, prefill, _, _ = check([*variants, plan(1024, 1, 0), combine(128, 2)], 0, 90)
+    assert "mma.sync" in decode.ptx
+    assert "wgmma.mma_async" in prefill.ptx
+    for kind, code in (("decode", decode), ("prefill", prefill)):
+        choice = choices[kind]
+        assert code.opcodes["LDGSTS"] == 2 * (choice.tile * 256 // (16 * 32 * choice.warps)) * choice.stages * (
+            2 if kind == "prefill" else 1
+        )
+        assert "cp.async.cg.shared.global" in code.ptx
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_candidate_compiles(dim: int, dtype: torch.dtype, capability: int) -> None:
+    kinds = [(kind, choice) for kind in ("decode", "prefill") for choice in candidates(kind, dim, 4, dtype)]
+    check([attend(kind, choice, dim, 4, dtype) for kind, choice in kinds], SPILLED[dtype], capability)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_odd_shapes_compile(capability: int) -> None:
+    shapes = [(80, 7, torch.bfloat16, 1024), (96, 1, torch.float16, 0), (256, 16, torch.bfloat16, 512)]
+    variants = [
+        attend(kind, candidates(kind, dim, group, dtype)[0], dim, group, dtype, window)
+        for dim, group, dtype, window in shapes
+        for kind in ("decode", "prefill")
+    ]
+    check([*variants, plan(8, 9, 1024), combine(80, 7)], 64, capability)
