@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tests.workers.engine.places import CPU, Place
 from tests.workers.engine.tiny_models import folder
 from workers.engine.cache_plan import block_bytes
 from workers.engine.config import EngineConfig
@@ -33,17 +34,16 @@ class Run:
     prefix_hit_tokens: int = 0
 
 
-def make_core(name: str, *, num_blocks: int = 400, **settings: Any) -> EngineCore:
+def make_core(name: str, *, num_blocks: int = 400, place: Place = CPU, **settings: Any) -> EngineCore:
     """A core for one of the tiny models; `num_blocks` KV blocks of 16 tokens, the null block among them."""
     per_block = block_bytes(open_checkpoint(str(folder(name))).config, torch.float32, BLOCK_SIZE)
     config = EngineConfig(
         model=str(folder(name)),
-        dtype="float32",
-        device="cpu",
         threads=torch.get_num_threads(),
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=num_blocks * per_block,
         debug=True,
+        **place.settings(),
         **settings,
     )
     return EngineCore(Executor(config))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.waiting import wait_until
+from tests.workers.engine.places import CPU, Place, at
 from tests.workers.engine.tiny_models import NEW_TOKENS, VOCAB, folder, reference
 from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
@@ -22,8 +23,8 @@ MODEL = "llama"
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
 
 
-def make_core(depth: int = 0, **settings: int | bool) -> EngineCore:
-    config = EngineConfig(model=str(folder(MODEL)), device="cpu", dtype="float32", depth=depth, threads=1, debug=True, **settings)  # type: ignore[arg-type]
+def make_core(depth: int = 0, place: Place = CPU, **settings: int | bool) -> EngineCore:
+    config = EngineConfig(model=str(folder(MODEL)), depth=depth, threads=1, debug=True, **place.settings(), **settings)  # type: ignore[arg-type]
     return EngineCore(Executor(config))
 
 
@@ -50,27 +51,30 @@ def run_dry(core: EngineCore) -> list[StepOutput]:
     return outputs
 
 
+@at
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_tight_cache_changes_no_token(depth: int) -> None:
-    core = make_core(depth, kv_cache_memory_bytes=2 * 3 * 16 * 2 * 16 * 4 * 22, max_num_batched_tokens=48)
+def test_a_tight_cache_changes_no_token(depth: int, place: Place) -> None:
+    core = make_core(depth, place, kv_cache_memory_bytes=2 * 3 * 16 * 2 * 16 * 4 * 22, max_num_batched_tokens=48)
     core.add(requests())
     outputs = run_dry(core)
     assert outputs[-1].stats.preemptions > 0
     assert list(dict(sorted(collect(outputs).items())).values()) == reference(MODEL).tokens
 
 
+@at
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_request_goes_on_from_a_checkpoint(depth: int) -> None:
-    core = make_core(depth)
+def test_a_request_goes_on_from_a_checkpoint(depth: int, place: Place) -> None:
+    core = make_core(depth, place)
     expected = reference(MODEL)
     for number, (prompt, tokens) in enumerate(zip(expected.prompts, expected.tokens, strict=True)):
         core.add([EngineRequest(number, prompt, tokens[: 10 * number], GREEDY)])
     assert collect(run_dry(core)) == {number: tokens[10 * number :] for number, tokens in enumerate(expected.tokens)}
 
 
+@at
 @pytest.mark.parametrize("depth", [0, 1])
-def test_an_aborted_request_leaves_the_others_alone(depth: int) -> None:
-    core = make_core(depth)
+def test_an_aborted_request_leaves_the_others_alone(depth: int, place: Place) -> None:
+    core = make_core(depth, place)
     core.add(requests())
     outputs = [output for _ in range(9) if (output := core.step()) is not None]
     core.abort([0, 3])
@@ -142,10 +146,11 @@ class TightExecutor:
         return self._executor.retire(launched)
 
 
+@at
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("room", [1, 5, 40])
-def test_a_step_that_does_not_fit_is_tried_smaller(depth: int, room: int) -> None:
-    core = make_core(depth)
+def test_a_step_that_does_not_fit_is_tried_smaller(depth: int, room: int, place: Place) -> None:
+    core = make_core(depth, place)
     core.add(requests())
     executor = TightExecutor(core, room)
     assert list(dict(sorted(collect(run_dry(core)).items())).values()) == reference(MODEL).tokens

@@ -2,9 +2,11 @@
 
 import random
 
+import msgspec
 import pytest
 
 from tests.workers.engine.driving import Answer, make_core, run
+from tests.workers.engine.places import CPU, Place, at, interpreted, on_card
 from tests.workers.engine.sampling.plain import random_row
 from tests.workers.engine.tiny_models import VOCAB
 from workers.engine.messages import EngineRequest, Finish
@@ -22,8 +24,8 @@ def requests() -> list[EngineRequest]:
     return [EngineRequest(number, row.prompt * 2, [], row.params) for number, row in enumerate(rows)]
 
 
-def generate(some: list[EngineRequest], depth: int, num_blocks: int = 1000) -> tuple[dict[int, Answer], int]:
-    got = run(make_core("llama", depth=depth, max_model_len=120, max_num_seqs=64, num_blocks=num_blocks), some)
+def generate(some: list[EngineRequest], depth: int, num_blocks: int = 1000, place: Place = CPU) -> tuple[dict[int, Answer], int]:
+    got = run(make_core("llama", depth=depth, max_model_len=120, max_num_seqs=64, num_blocks=num_blocks, place=place), some)
     return got.answers, got.preemptions
 
 
@@ -35,26 +37,41 @@ def assert_same(got: Answer, expected: Answer, start: int = 0) -> None:
     assert [item.logprobs for item in got.logprobs] == [pytest.approx(item.logprobs, abs=1e-4) for item in told]
 
 
+@at
 @pytest.mark.parametrize("depth", [0, 1])
-def test_alone_in_company_and_after_preemption(depth: int) -> None:
+def test_alone_in_company_and_after_preemption(depth: int, place: Place) -> None:
     print(f"seed {SEED}")
-    together, _ = generate(requests(), depth)
+    together, _ = generate(requests(), depth, place=place)
     assert {answer.finish for answer in together.values()} == {Finish.STOP, Finish.LENGTH}
     for number in range(0, 64, 5):
-        assert_same(generate([requests()[number]], depth)[0][number], together[number])
-    squeezed, preemptions = generate(requests(), depth, num_blocks=40)
+        assert_same(generate([requests()[number]], depth, place=place)[0][number], together[number])
+    squeezed, preemptions = generate(requests(), depth, num_blocks=40, place=place)
     assert preemptions > 0
     for number, answer in squeezed.items():
         assert_same(answer, together[number])
 
 
+@at
 @pytest.mark.parametrize("depth", [0, 1])
-def test_from_a_checkpoint(depth: int) -> None:
+def test_from_a_checkpoint(depth: int, place: Place) -> None:
     """What another worker generated counts as output in everything: noise, penalties, min_tokens, bad words."""
     print(f"seed {SEED}")
-    whole, _ = generate(requests(), 0)
+    whole, _ = generate(requests(), 0, place=place)
     resumed = requests()
     for request in resumed:
         request.output_token_ids = whole[request.request_id].tokens[: request.request_id % NEW_TOKENS]
-    for number, answer in generate(resumed, depth)[0].items():
+    for number, answer in generate(resumed, depth, place=place)[0].items():
         assert_same(answer, whole[number], start=number % NEW_TOKENS)
+
+
+@pytest.mark.parametrize("place", [interpreted, on_card])
+def test_a_few_are_drawn_as_torch_draws_them(place: Place) -> None:
+    """By the kernels, in company and alone: what a worker without a card would have answered."""
+    print(f"seed {SEED}")
+    some = [EngineRequest(each.request_id, each.prompt_token_ids[:5], [], each.sampling) for each in requests()[:3]]
+    for request in some:
+        request.sampling = msgspec.structs.replace(request.sampling, max_tokens=3, prompt_logprobs=-1)
+    expected, _ = generate(some, depth=0)
+    for number, answer in generate(some, depth=1, place=place)[0].items():
+        assert_same(answer, expected[number])
+    assert_same(generate(some[1:2], depth=1, place=place)[0][1], expected[1])

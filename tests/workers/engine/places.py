@@ -1,0 +1,39 @@
+"""Where the engine's tests run: in torch on the CPU, on a card, and by the card's kernels under Triton's interpreter.
+
+Tests that take a `place` run unchanged on all of theirs. Arithmetic is float32 everywhere (the card's without TF32, as is torch's default),
+so that greedy tokens are the same ones. The interpreter is slow, so it has tests of its own, with few tokens.
+"""
+
+import os
+import tempfile
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+
+@dataclass(frozen=True)
+class Place:
+    """Settings of an `EngineConfig`."""
+
+    device: str
+    attention_backend: str
+
+    def settings(self) -> dict[str, str]:
+        """Each core believes that it has the card to itself: a test may hold several."""
+        settings = {"device": self.device, "attention_backend": self.attention_backend, "dtype": "float32"}
+        return settings | ({"device_lock_folder": tempfile.mkdtemp()} if self.device == "cuda" else {})
+
+
+CPU = Place("cpu", "torch")
+INTERPRETER = Place("cpu", "triton")
+CARD = Place("cuda", "triton")
+
+_no_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+_no_interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the card here")
+
+on_card = pytest.param(CARD, id="card", marks=[pytest.mark.gpu, _no_card])
+interpreted = pytest.param(INTERPRETER, id="interpreter", marks=_no_interpreter)
+
+at = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), on_card])
+"""For tests of the whole engine."""
