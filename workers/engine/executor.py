@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from workers.engine.config import EngineConfig
@@ -10,6 +11,8 @@ from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.rank import Rank
 from workers.engine.ranks import OnDeath, Ranks, end_likewise
 from workers.engine.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 class Executor:
@@ -23,6 +26,8 @@ class Executor:
         """`on_rank_death` is called in another thread when another rank has ended, and has to end this process."""
         config = config.resolve()
         devices, self._cards = take_devices(config)
+        if len(devices) > 1:
+            logger.info("%d ranks share the model, on %s", len(devices), ", ".join(devices))
         self._ranks = Ranks(devices[1:], self._cards.fds[1:], on_rank_death)
         try:
             self._rank = Rank(replace(config, device=devices[0]))

@@ -127,7 +127,8 @@ class Ranks:
         """Lets the ranks finish their steps and end, or ends them where there is nothing to finish; returns when they have."""
         self._closing = True
         for connection in self._connections:
-            connection.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # the rank was quicker
+                connection.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + _END_SECONDS
         for process in self._processes:
             _wait(process, deadline if self._joined else 0.0)

@@ -10,9 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.commands import REPOSITORY
 from tests.support.waiting import wait_until
+from workers.engine.config import EngineConfig
+from workers.engine.device import take_devices
 from workers.engine.device_lock import shared_folder, take_cards
 from workers.engine.errors import ModelLoadError
 
@@ -124,6 +127,18 @@ def test_everybody_may_lock_what_one_has_made(tmp_path: Path) -> None:
         os.umask(before)
     assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o666}
     assert stat.S_IMODE(shared_folder().stat().st_mode) & 0o007 == 0o007
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+def test_all_real_cards_can_be_taken_once(tmp_path: Path) -> None:
+    count = torch.cuda.device_count()
+    config = EngineConfig(model="m", device="cuda", device_lock_folder=str(tmp_path), tensor_parallel_size=count)
+    devices, held = take_devices(config)
+    assert devices == [f"cuda:{index}" for index in range(count)]
+    names = {file.name for file in tmp_path.iterdir() if "GPU-" in file.name}
+    assert len(names) == count
+    held.release()
 
 
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:

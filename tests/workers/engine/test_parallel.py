@@ -40,13 +40,12 @@ TOLERANCE = 1e-4
 
 
 @contextmanager
-def core(folder: Path, ranks: int) -> Iterator[EngineCore]:
+def core(folder: Path, ranks: int, **settings: Any) -> Iterator[EngineCore]:
     """One whose cache is too small for all of `requests` at once, whichever the number of its ranks."""
     whole = open_checkpoint(str(folder))
     config = EngineConfig(
         model=str(folder),
         dtype="float32",
-        device="cpu",
         threads=1,
         tensor_parallel_size=ranks,
         block_size=BLOCK_SIZE,
@@ -56,6 +55,7 @@ def core(folder: Path, ranks: int) -> Iterator[EngineCore]:
         max_num_batched_tokens=40,
         depth=1,
         debug=True,
+        **({"device": "cpu"} | settings),
     )
     executor = Executor(config)
     try:
@@ -97,6 +97,30 @@ def test_two_ranks_answer_as_one_does(name: str, tmp_path: Path) -> None:
             assert_close(shared.prompt_logprobs or [], answer.prompt_logprobs or [])
     assert runs[2][0].preemptions > 0
     assert runs[2][1].prefix_hit_tokens > runs[2][0].prefix_hit_tokens
+
+
+@pytest.mark.proof
+def test_two_ranks_answer_as_one_does_by_the_kernels_of_a_card(tmp_path: Path) -> None:
+    make(SHARED["llama-1-kv-head-tied-biased"]).save_pretrained(tmp_path)
+    tokens = []
+    for ranks in (1, 2):
+        with core(tmp_path, ranks, attention_backend="triton") as one:
+            short = [EngineRequest(number, [5 + number, 7, 9], [], SamplingParams(6, temperature=0.0)) for number in range(3)]
+            tokens.append([answer.tokens for answer in run(one, short).answers.values()])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+@pytest.mark.parametrize("name", SHARED)
+def test_two_cards_answer_as_one_does(name: str, tmp_path: Path) -> None:
+    """Through CUDA graphs and NCCL, each run on cards of its own choice."""
+    make(SHARED[name]).save_pretrained(tmp_path)
+    tokens = []
+    for ranks in (1, 2):
+        with core(tmp_path, ranks, device="cuda", device_lock_folder=str(tmp_path / "locks")) as one:
+            tokens.append([answer.tokens for answer in run(one, requests(0)).answers.values()])
+    assert tokens[0] == tokens[1]
 
 
 def assert_close(told: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
