@@ -137,7 +137,7 @@ class ModelRunner:
         if variant is Variant.HIDDEN:
             self._hidden[:rows].copy_(hidden)
             return
-        sampled = self.sampler.draw_static(self.model.logits(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths)
+        sampled = self.sampler.draw_static(self.model.head(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths)
         self.inputs.store(sampled)
 
     def _launch_graph(self, plan: StepPlan, graphs: DecodeGraphs) -> LaunchedStep:

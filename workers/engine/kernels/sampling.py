@@ -1,13 +1,13 @@
-"""The draw on a device, without a sort: four kernels whose launches depend on no value, so that they may be recorded in a CUDA graph.
+"""The draw on a device, without a sort: five kernels whose launches depend on no value, so that they may be recorded in a CUDA graph.
 
 A row's candidates are ordered by their distance from its largest logit, (largest - logit) / temperature, a float of at least 0, whose bits
 are ordered as integers as well. min_p, top-k and top-p are then a largest distance each.
 
 1. `_largest`: the largest logit of each part of each row, which is all that a greedy row needs.
-2. `_survey`: a row with neither top-k nor top-p is drawn from here, part by part. For the others, how many candidates, or how much weight,
-   lie within each of `PIVOTS`.
-3. `_gather`: what lies within the first of the pivots that holds the limit's end is written side by side.
-4. `_choose`: puts the parts together; finds the ends of top-k and top-p among what was gathered by bisection over the bits, and draws. A
+2. `_draw_parts`: a row with neither top-k nor top-p is drawn from, part by part.
+3. `_measure`: for the others, how many candidates, or how much weight, lie within each of `PIVOTS`.
+4. `_gather`: what lies within the first of the pivots that holds the limit's end is written side by side.
+5. `_choose`: puts the parts together; finds the ends of top-k and top-p among what was gathered by bisection over the bits, and draws. A
    row that has gathered more than `GATHERED` looks through all its logits at each step of the bisection.
 
 The noise is that of `workers.engine.sampling.noise`, bit for bit up to its logarithms. These are taken only where a block of tokens holds
@@ -35,7 +35,7 @@ GATHERED = 4096  # candidates that one program holds in registers
 
 _BLOCK = 2048
 _PARTS = 64  # of a row, at most
-_PROGRAMS = 512  # that a step should have at least
+_PROGRAMS = 1024  # that a step should have at least
 _WARPS = 8
 
 _TEMPERATURE, _FLOOR, _TOP_K, _TOP_P = tl.constexpr(TEMPERATURE), tl.constexpr(FLOOR), tl.constexpr(TOP_K), tl.constexpr(TOP_P)
@@ -70,9 +70,8 @@ def draw(logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_l
     constants: dict[str, Any] = {"PARTS": _PARTS, "BLOCK": _BLOCK, "num_warps": _WARPS}
     scores, distances = largest[1], gathered[0].view(torch.float32)
     _largest[(rows, parts)](logits, largest[0], best[0], counts, *numbers, BLOCK=_BLOCK, num_warps=_WARPS)
-    _survey[(rows, parts)](
-        logits, *asked, lengths, prompt_lengths, largest[0], scores, best[1], measured, *numbers, PIVOTS=PIVOTS, **constants
-    )
+    _draw_parts[(rows, parts)](logits, *asked, lengths, prompt_lengths, largest[0], scores, best[1], *numbers, **constants)
+    _measure[(rows, parts)](logits, *asked, largest[0], measured, *numbers, PIVOTS=PIVOTS, **constants)
     _gather[(rows, parts)](
         logits, *asked, largest[0], measured, found, distances, gathered[1], counts, *numbers, PIVOTS=PIVOTS, GATHERED=GATHERED, **constants
     )
@@ -123,54 +122,54 @@ def _largest(logits, largest, best, counts, stride, vocab, span, parts, BLOCK: t
 
 
 @triton.jit(do_not_specialize=["span", "parts"])
-def _survey(
-    logits, table, slots, lengths, prompt_lengths, largest, scores, tokens, measured, stride, vocab, span, parts,
-    PIVOTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+def _draw_parts(
+    logits, table, slots, lengths, prompt_lengths, largest, scores, tokens, stride, vocab, span, parts,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     temperature, floor, top_k, top_p = _limits(table, slot)
-    if temperature > 0:
+    if (temperature > 0) & (top_k >= vocab) & (top_p >= 1):
         most = _most(largest, row, parts, PARTS)
-        first, last = part * span, _end(part, span, vocab, BLOCK)
-        logits += row * stride
-        if (top_k < vocab) | (top_p < 1):
-            measured += (row * parts + part) * _MEASURES
-            _measure(logits, first, last, vocab, most, temperature, floor, top_k < vocab, measured, PIVOTS, BLOCK)
-        else:
-            key = _key(table, slot, lengths, prompt_lengths, row)
-            score, token = _drawn(logits, first, last, vocab, most, temperature, floor, key, BLOCK)
-            tl.store(scores + row * parts + part, score)
-            tl.store(tokens + row * parts + part, token)
+        key = _key(table, slot, lengths, prompt_lengths, row)
+        end = _end(part, span, vocab, BLOCK)
+        score, token = _drawn(logits + row * stride, part * span, end, vocab, most, temperature, floor, key, BLOCK)
+        tl.store(scores + row * parts + part, score)
+        tl.store(tokens + row * parts + part, token)
 
 
-@triton.jit
-def _measure(logits, first, last, vocab, most, temperature, floor, counting, measured, PIVOTS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many candidates, or how much weight, lie within each pivot, and how much weight within the floor."""
-    lane = tl.arange(0, BLOCK)
-    zero = tl.zeros([BLOCK], tl.float32)
-    a, b, c, d, e, f, g, h, total = zero, zero, zero, zero, zero, zero, zero, zero, zero
-    for block in range(first, last):
-        distance, inside = _distances(logits, block * BLOCK + lane, vocab, most, temperature)
-        weight = tl.where(inside, tl.where(counting, 1.0, tl.exp(-distance)), 0.0)
-        a += tl.where(distance <= PIVOTS[0], weight, 0.0)
-        b += tl.where(distance <= PIVOTS[1], weight, 0.0)
-        c += tl.where(distance <= PIVOTS[2], weight, 0.0)
-        d += tl.where(distance <= PIVOTS[3], weight, 0.0)
-        e += tl.where(distance <= PIVOTS[4], weight, 0.0)
-        f += tl.where(distance <= PIVOTS[5], weight, 0.0)
-        g += tl.where(distance <= PIVOTS[6], weight, 0.0)
-        h += tl.where(distance <= PIVOTS[7], weight, 0.0)
-        total += tl.where(distance <= floor, weight, 0.0)
-    tl.store(measured, tl.sum(a, 0))
-    tl.store(measured + 1, tl.sum(b, 0))
-    tl.store(measured + 2, tl.sum(c, 0))
-    tl.store(measured + 3, tl.sum(d, 0))
-    tl.store(measured + 4, tl.sum(e, 0))
-    tl.store(measured + 5, tl.sum(f, 0))
-    tl.store(measured + 6, tl.sum(g, 0))
-    tl.store(measured + 7, tl.sum(h, 0))
-    tl.store(measured + 8, tl.sum(total, 0))
+@triton.jit(do_not_specialize=["span", "parts"])
+def _measure(logits, table, slots, largest, measured, stride, vocab, span, parts,
+             PIVOTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, floor, top_k, top_p = _limits(table, tl.load(slots + row))
+    if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
+        most = _most(largest, row, parts, PARTS)
+        lane = tl.arange(0, BLOCK)
+        zero = tl.zeros([BLOCK], tl.float32)
+        a, b, c, d, e, f, g, h, total = zero, zero, zero, zero, zero, zero, zero, zero, zero
+        for block in range(part * span, _end(part, span, vocab, BLOCK)):
+            distance, inside = _distances(logits + row * stride, block * BLOCK + lane, vocab, most, temperature)
+            weight = tl.where(inside, tl.where(top_k < vocab, 1.0, tl.exp(-distance)), 0.0)
+            a += tl.where(distance <= PIVOTS[0], weight, 0.0)
+            b += tl.where(distance <= PIVOTS[1], weight, 0.0)
+            c += tl.where(distance <= PIVOTS[2], weight, 0.0)
+            d += tl.where(distance <= PIVOTS[3], weight, 0.0)
+            e += tl.where(distance <= PIVOTS[4], weight, 0.0)
+            f += tl.where(distance <= PIVOTS[5], weight, 0.0)
+            g += tl.where(distance <= PIVOTS[6], weight, 0.0)
+            h += tl.where(distance <= PIVOTS[7], weight, 0.0)
+            total += tl.where(distance <= floor, weight, 0.0)
+        measured += (row * parts + part) * _MEASURES
+        tl.store(measured, tl.sum(a, 0))
+        tl.store(measured + 1, tl.sum(b, 0))
+        tl.store(measured + 2, tl.sum(c, 0))
+        tl.store(measured + 3, tl.sum(d, 0))
+        tl.store(measured + 4, tl.sum(e, 0))
+        tl.store(measured + 5, tl.sum(f, 0))
+        tl.store(measured + 6, tl.sum(g, 0))
+        tl.store(measured + 7, tl.sum(h, 0))
+        tl.store(measured + 8, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["span", "parts"])

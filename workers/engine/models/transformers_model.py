@@ -81,9 +81,12 @@ class TransformersModel(DecoderModel):
         hidden: Tensor = outputs.last_hidden_state
         return hidden[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False).logits
-        return logits[0].float()
+        return logits[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden).float()
 
     def own_logits(self, input_ids: Tensor, attention: str, **arguments: Any) -> Tensor:
         """Logits [T, vocab] of one prompt by the class' whole forward under one of transformers' attention functions."""

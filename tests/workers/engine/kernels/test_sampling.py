@@ -96,16 +96,24 @@ def rows_of(kind: str, number: int, vocab: int, seed: int = 0) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("plain", torch.float32), ("ties", torch.bfloat16)])
-def test_equals_the_sorting_draw(kind: str, dtype: torch.dtype, small: None) -> None:
-    params, logits = asked(LIMITS), rows_of(kind, len(LIMITS), VOCAB).to(dtype)
+def test_equals_the_sorting_draw(small: None) -> None:
+    params, logits = asked(LIMITS), rows_of("ties", len(LIMITS), VOCAB).to(torch.bfloat16)
     assert drawn(logits, params) == sorted_draw(logits, params)
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("gathered", [64, 1024])
-@pytest.mark.parametrize("kind", ["plain", "flat", "ties", "holes"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "gathered"),
+    [
+        ("plain", torch.float32, 1024),
+        ("plain", torch.float16, 64),
+        ("flat", torch.float32, 64),
+        ("flat", torch.bfloat16, 1024),
+        ("ties", torch.float32, 1024),
+        ("holes", torch.float32, 64),
+        ("holes", torch.bfloat16, 1024),
+    ],
+)
 def test_equals_the_sorting_draw_on_other_rows(
     kind: str, dtype: torch.dtype, gathered: int, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,16 +123,16 @@ def test_equals_the_sorting_draw_on_other_rows(
 
 
 def test_parts_of_a_row_change_nothing(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    params, logits = asked(LIMITS[1:8:2]), rows_of("plain", 4, VOCAB)
+    params, logits = asked([LIMITS[1], LIMITS[7]]), rows_of("plain", 2, VOCAB)
     parted = drawn(logits, params)
     monkeypatch.setattr(kernels, "_PROGRAMS", 1)
     assert drawn(logits, params) == parted
 
 
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
-def test_rows_that_are_not_numbers_stay_in_the_vocabulary(value: float, small: None) -> None:
-    params = asked([{"temperature": 0.0}, {}, {"top_k": 5}, {"top_k": 600, "top_p": 0.5}])
-    assert all(0 <= token < VOCAB for token in drawn(torch.full((4, VOCAB), value), params))
+def test_rows_that_are_not_numbers_stay_in_the_vocabulary(small: None) -> None:
+    params = asked([{"temperature": 0.0}, {}, {"top_k": 150, "top_p": 0.5}])
+    for value in (torch.nan, -torch.inf, torch.inf):
+        assert all(0 <= token < 200 for token in drawn(torch.full((3, 200), value), params))
 
 
 def test_the_draw_leaves_the_logits(small: None) -> None:
@@ -137,7 +145,7 @@ def test_the_draw_leaves_the_logits(small: None) -> None:
 def test_all_stages_give_what_plain_torch_gives(small: None) -> None:
     """The stages before the draw, in a step whose rows ask for anything."""
     draw = random.Random("all stages")
-    rows = [random_row(draw, VOCAB) for _ in range(10)]
+    rows = [random_row(draw, VOCAB) for _ in range(6)]
     logits, batch = rows_of("plain", len(rows), VOCAB), sampled_rows(rows, VOCAB, DEVICE)
     sampled = []
     for kernels_draw in (False, True):
