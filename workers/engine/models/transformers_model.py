@@ -27,9 +27,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from workers.engine.errors import ModelLoadError
+from workers.engine.graphs import CudaRecorder
 from workers.engine.models.base import AttentionContext, DecoderModel
 from workers.engine.models.config import ROPE_TYPES, Json, ModelConfig, RopeConfig
-from workers.engine.models.transformers_attention import MASKED, OTHER, PAGED, WATCHED, LayerCall
+from workers.engine.models.transformers_attention import PAGED, WATCHED, LayerCall
+from workers.engine.out_of_memory import one_line
 from workers.engine.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -55,17 +57,18 @@ class TransformersClass:
 
         Raises ModelLoadError.
         """
-        from workers.engine.models.transformers_parity import check_parity
+        from workers.engine.models.transformers_parity import check_parity, check_windows, replays
 
         module = _read_weights(self, folder, dtype).to(device)
         model = TransformersModel(module, self.body, config, Weights({}, dtype, device), max_model_len)
         check_windows(model)
         check_parity(model)
+        if device.type == "cuda":
+            model.recordable = self.model_class._can_compile_fullgraph and replays(model, CudaRecorder())
         return model
 
 
 class TransformersModel(DecoderModel):
-    recordable = False  # who knows
 
     def __init__(self, module: Pretrained, body: str, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
         super().__init__(config, weights)
@@ -107,7 +110,7 @@ def find_class(folder: Path, raw: Json) -> TransformersClass:
     try:
         settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise ModelLoadError(f"transformers {transformers.__version__} cannot read {folder}/config.json: {_one_line(error)}") from error
+        raise ModelLoadError(f"transformers {transformers.__version__} cannot read {folder}/config.json: {one_line(error)}") from error
     model_class = _decoder_class(name, settings)
     skeleton = _skeleton(model_class, settings)
     calls, body = _watched(name, skeleton)
@@ -116,20 +119,20 @@ def find_class(folder: Path, raw: Json) -> TransformersClass:
 
 def _decoder_class(name: str, settings: Settings) -> Pretrained:
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise _refusal(name, f"transformers {transformers.__version__} has no causal language model of that name")
+        raise refusal(name, f"transformers {transformers.__version__} has no causal language model of that name")
     found = getattr(transformers, name)
     if getattr(settings, "is_encoder_decoder", False):
-        raise _refusal(name, "it has an encoder")
+        raise refusal(name, "it has an encoder")
     if settings.get_text_config() is not settings:
-        raise _refusal(name, "it takes more than text")
+        raise refusal(name, "it takes more than text")
     if found._is_stateful:
-        raise _refusal(name, _KEEPS_A_STATE)
+        raise refusal(name, _KEEPS_A_STATE)
     if not found._supports_attention_backend:
-        raise _refusal(name, "transformers' class does not take attention functions from outside")
+        raise refusal(name, "transformers' class does not take attention functions from outside")
     return found
 
 
-def _refusal(name: str, why: str) -> ModelLoadError:
+def refusal(name: str, why: str) -> ModelLoadError:
     return ModelLoadError(f"transformers' {name} cannot run on this engine: {why}")
 
 
@@ -142,7 +145,7 @@ def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
         with torch.device("meta"), torch.inference_mode():
             model = model_class._from_config(settings, attn_implementation=WATCHED).eval()
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise _refusal(model_class.__name__, f"it cannot be built as config.json says ({_one_line(error)})") from error
+        raise refusal(model_class.__name__, f"it cannot be built as config.json says ({one_line(error)})") from error
     _rotate_by_token(model, _Lengths(), 1)
     return model
 
@@ -161,12 +164,12 @@ def _watched(name: str, skeleton: Pretrained) -> tuple[list[LayerCall], str]:
         with torch.inference_mode():
             skeleton(input_ids=ids, position_ids=ids, use_cache=False, attend=calls)
     except Exception as error:  # whatever a class does that does not suit
-        raise _refusal(name, f"two tokens fail without a cache and the values of its weights ({_one_line(error)})") from error
+        raise refusal(name, f"two tokens fail without a cache and the values of its weights ({one_line(error)})") from error
     finally:
         for hook in hooks:
             hook.remove()
     if not entered or not calls:
-        raise _refusal(name, "its layers do not call the attention function that they were given")
+        raise refusal(name, "its layers do not call the attention function that they were given")
     return calls, entered[0]
 
 
@@ -174,13 +177,13 @@ def _model_config(name: str, settings: Settings, skeleton: Pretrained, calls: li
     _check_calls(name, settings, calls)
     positions = getattr(settings, "max_position_embeddings", None)
     if not isinstance(positions, int):
-        raise _refusal(name, "its config.json has no max_position_embeddings")
+        raise refusal(name, "its config.json has no max_position_embeddings")
     first, head = calls[0], skeleton.get_output_embeddings()
     by_layer = sorted(calls, key=lambda call: call.layer or 0)
     return ModelConfig(
         architecture=name,
         vocab_size=int(head.weight.shape[0]),
-        hidden_size=int(settings.hidden_size),
+        hidden_size=int(head.weight.shape[1]),
         intermediate_size=int(getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size),
         num_layers=len(calls),
         num_heads=first.heads,
@@ -199,15 +202,15 @@ def _model_config(name: str, settings: Settings, skeleton: Pretrained, calls: li
 def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:
     for call in calls:
         if call.objection is not None:
-            raise _refusal(name, f"layer {call.layer} asks for {call.objection}, which the engine's attention does not do")
+            raise refusal(name, f"layer {call.layer} asks for {call.objection}, which the engine's attention does not do")
     layers = sorted(-1 if call.layer is None else call.layer for call in calls)
     expected = int(getattr(settings, "num_hidden_layers", len(calls)))
     if layers != list(range(expected)):
-        raise _refusal(name, f"of its {expected} layers {len(set(layers))} attend, in {len(calls)} calls; each has to do so once")
+        raise refusal(name, f"of its {expected} layers {len(set(layers))} attend, in {len(calls)} calls; each has to do so once")
     if len({(call.heads, call.kv_heads, call.head_dim) for call in calls}) > 1:
-        raise _refusal(name, "its layers differ in the number or size of their heads")
+        raise refusal(name, "its layers differ in the number or size of their heads")
     if calls[0].heads % calls[0].kv_heads:
-        raise _refusal(name, f"it has {calls[0].heads} attention heads, which {calls[0].kv_heads} key-value heads do not divide")
+        raise refusal(name, f"it has {calls[0].heads} attention heads, which {calls[0].kv_heads} key-value heads do not divide")
 
 
 def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
@@ -216,7 +219,7 @@ def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
     kinds = {value.get("rope_type") for value in found.values() if isinstance(value, dict)} or {found.get("rope_type")}
     if found.get("rope_type") not in ROPE_TYPES:
         if kinds & {"dynamic", "longrope"}:
-            raise _refusal(name, "positions that depend on the length are supported only where they are the same in all layers")
+            raise refusal(name, "positions that depend on the length are supported only where they are the same in all layers")
         return None
     if found["rope_type"] == "dynamic":
         return None
@@ -244,7 +247,7 @@ def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) ->
             output_loading_info=True,
         )
     except (SafetensorError, ValueError, TypeError, KeyError, OSError) as error:
-        raise ModelLoadError(f"{folder} cannot be read as {found.config.architecture}: {_one_line(error)}") from error
+        raise ModelLoadError(f"{folder} cannot be read as {found.config.architecture}: {one_line(error)}") from error
     finally:
         log.set_verbosity(verbosity)
     missing = sorted(report["missing_keys"])
@@ -324,20 +327,3 @@ def _rotations(
     beyond = (lengths.now > original)[None, :, None]
     (cos, sin), (long_cos, long_sin) = short(x, position_ids), long(x, position_ids)
     return torch.where(beyond, long_cos, cos), torch.where(beyond, long_sin, sin)
-
-
-@torch.inference_mode()
-def check_windows(model: TransformersModel) -> None:
-    """Each layer's own mask must let it see what the window says that it hands to attention functions. Raises ModelLoadError."""
-    calls: list[LayerCall] = []
-    model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
-    for call in calls:
-        window, longest = model.config.sliding_windows[call.layer or 0], model.config.max_position_embeddings
-        if call.mask is None or call.mask == OTHER or (call.mask < longest and call.mask != (window or 0)):
-            sees = "what no window says" if call.mask in (None, OTHER) else f"{call.mask or 'all'} tokens"
-            told = f"{window or 'all'}"
-            raise _refusal(model.config.architecture, f"the mask of layer {call.layer} lets it see {sees}, its attention is told {told}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).partition(". ")[0][:300] or type(error).__name__

@@ -1,16 +1,24 @@
-"""Whether a class of transformers says the same on the paged cache as by its own attention, tried on one short prompt."""
+"""What is tried of a class of transformers once its weights are there: that its masks are the windows it names, that it says the same on a
+paged cache as by its own attention, and whether a CUDA graph of it repeats what it does."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from workers.engine.attention import Attention, AttentionMetadata, CacheShape, RotaryHeads, make_attention
-from workers.engine.errors import ModelLoadError
+from workers.engine.graphs import Work
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
-from workers.engine.models.transformers_model import TransformersModel
+from workers.engine.models.transformers_attention import MASKED, OTHER, LayerCall
+from workers.engine.models.transformers_model import TransformersModel, refusal
+from workers.engine.out_of_memory import is_out_of_memory, one_line
+
+logger = logging.getLogger(__name__)
 
 _BLOCK = 4
 _TABLE = (5, 1, 4, 2)  # blocks of the prompt's cache, in no order
@@ -34,6 +42,19 @@ class _TrialAttention:
 
 
 @torch.inference_mode()
+def check_windows(model: TransformersModel) -> None:
+    """Each layer's own mask must let it see what the window says that it hands to attention functions. Raises ModelLoadError."""
+    calls: list[LayerCall] = []
+    model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
+    for call in calls:
+        window, longest = model.config.sliding_windows[call.layer or 0], model.config.max_position_embeddings
+        if call.mask is None or call.mask == OTHER or (call.mask < longest and call.mask != (window or 0)):
+            sees = "what no window says" if call.mask in (None, OTHER) else f"{call.mask or 'all'} tokens"
+            told = f"its attention is told {window or 'all'}"
+            raise refusal(model.config.architecture, f"the mask of layer {call.layer} lets it see {sees}, {told}")
+
+
+@torch.inference_mode()
 def check_parity(model: TransformersModel) -> None:
     """Raises ModelLoadError where a step's logits are further from those of the class itself than rounding accounts for."""
     generator = torch.Generator().manual_seed(0)
@@ -41,14 +62,13 @@ def check_parity(model: TransformersModel) -> None:
     try:
         expected = torch.split(model.own_logits(prompt, "eager"), _STEPS)
         found = torch.split(_paged_logits(model, prompt), _STEPS)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise ModelLoadError(f"transformers' {model.config.architecture} fails on a paged cache: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise refusal(model.config.architecture, f"it fails on a paged cache ({one_line(error)})") from error
     apart = max(_distance(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     if not apart <= _TOLERANCES.get(model.dtype, _TOLERANCES[torch.bfloat16]):
-        raise ModelLoadError(
-            f"transformers' {model.config.architecture} gives other logits on a paged cache than by itself "
-            f"({apart:.2g} of their size apart), so this engine cannot run it"
-        )
+        raise refusal(model.config.architecture, f"its logits on a paged cache are {apart:.2g} of their size away from its own")
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
@@ -76,3 +96,35 @@ def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
         hidden = model.forward(prompt[first:last], at, at + 1, _TrialAttention(attention, config, metadata, caches))
         parts.append(model.logits(hidden))
     return torch.cat(parts)
+
+
+@torch.inference_mode()
+def replays(model: TransformersModel, record: Callable[[Work], Work]) -> bool:
+    """Whether a recording of the model's forward, everything but attention, does for other tokens what the forward does."""
+    vocab, device = model.config.vocab_size, model.device
+    first, second = torch.arange(4, device=device) % vocab, torch.arange(7, 3, -1, device=device) % vocab
+    ids, logits = first.clone(), torch.empty((4, vocab), dtype=model.dtype, device=device)
+
+    def step() -> None:
+        logits.copy_(model.head(model.forward(ids, ids, ids + 1, _NoAttention())))
+
+    try:
+        replay = record(step)
+        ids.copy_(second)
+        replay()
+        repeated = logits.clone()
+        step()
+    except RuntimeError as error:
+        logger.info("%s runs without CUDA graphs: %s", model.config.architecture, one_line(error))
+        return False
+    return _distance(repeated.float(), logits.float()) <= _TOLERANCES[torch.float32]
+
+
+class _NoAttention:
+    """Gives each token back its queries."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q
+
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+        raise NotImplementedError
