@@ -16,6 +16,7 @@ from workers.engine.config import EngineConfig
 from workers.engine.graphs import CudaRecorder, DecodeGraphs, Variant, Work
 from workers.engine.inputs import HostInputs, Inputs, StepInputs
 from workers.engine.models.base import DecoderModel
+from workers.engine.models.config import ModelConfig
 from workers.engine.profiling import span
 from workers.engine.sampling.logprobs import Logprobs, concatenated, token_logprobs
 from workers.engine.sampling.rows import SampledRows
@@ -43,9 +44,9 @@ class LaunchedStep:
 class StepAttention:
     """A step's attention as the model's layers call it."""
 
-    def __init__(self, runner: ModelRunner, metadata: Metadata) -> None:
-        self._attention, self._caches, self._metadata = runner.attention, runner.caches, metadata
-        self._scales, self._windows = runner.model.config.attention_scales, runner.model.config.sliding_windows
+    def __init__(self, attention: Attention, caches: list[Tensor], config: ModelConfig, metadata: Metadata) -> None:
+        self._attention, self._caches, self._metadata = attention, caches, metadata
+        self._scales, self._windows = config.attention_scales, config.sliding_windows
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attention.forward(q, k, v, self._caches[layer], self._metadata, self._scales[layer], self._windows[layer])
@@ -161,7 +162,8 @@ class ModelRunner:
         return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, StepAttention(self, inputs.metadata))
+        attend = StepAttention(self.attention, self.caches, self.model.config, inputs.metadata)
+        return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> Sampled:
         """For hidden states [R, hidden] of the rows that sample."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from tests.workers.engine.tiny_models import NEW_TOKENS, OTHERS, TinyModel, fold
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
 from workers.engine.executor import Executor
+from workers.engine.graphs import Work
 from workers.engine.loader import load_model, open_checkpoint
 from workers.engine.messages import EngineRequest, SamplingParams
 from workers.engine.models.registry import Family
 from workers.engine.models.transformers_model import TransformersClass, TransformersModel
+from workers.engine.models.transformers_parity import check_parity, check_windows, replays
 
 CPU = torch.device("cpu")
 DIFFERENT = ("gemma3", "granite-longrope", "olmoe")  # windows by layer, rotation by length and scaled logits, experts
@@ -199,3 +202,42 @@ def test_a_shape_that_does_not_fit_is_refused(granite: Path) -> None:
 def test_a_configuration_that_makes_no_model_is_refused(granite: Path) -> None:
     edit_config(granite, num_key_value_heads=3)
     assert "GraniteForCausalLM" in refusal(granite)
+
+
+def test_a_mask_that_is_not_the_window_named_is_refused() -> None:
+    """The same weights by a configuration whose windows are others than the mask function makes."""
+    model = load_model(str(folder("gemma3")), "float32", CPU)
+    assert isinstance(model, TransformersModel)
+    model.config = replace(model.config, sliding_windows=(24, 24, 24))
+    with pytest.raises(ModelLoadError, match="layer 1 has a mask of a window of all tokens and names one of 24"):
+        check_windows(model)
+    model.config = replace(model.config, sliding_windows=(23, None, 24))
+    with pytest.raises(ModelLoadError, match="layer 0 has a mask of a window of 24 tokens and names one of 23"):
+        check_windows(model)
+
+
+def test_other_logits_than_the_class_gives_are_refused() -> None:
+    model = load_model(str(folder("granite")), "float32", CPU)
+    assert isinstance(model, TransformersModel)
+    check_parity(model)
+    model.config = replace(model.config, attention_scales=(0.1, 0.1, 0.11))
+    with pytest.raises(ModelLoadError, match=r"cannot run on this engine: its logits on a paged cache are 0\.\d+ of their size away"):
+        check_parity(model)
+
+
+def test_a_recording_counts_only_where_it_repeats_for_other_tokens() -> None:
+    model = load_model(str(folder("granite")), "float32", CPU)
+    assert isinstance(model, TransformersModel)
+
+    def faithful(work: Work) -> Work:
+        work()
+        return work
+
+    def stale(work: Work) -> Work:
+        work()
+        return lambda: None
+
+    def failing(work: Work) -> Work:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert [replays(model, record) for record in (faithful, stale, failing)] == [True, False, False]

@@ -4,17 +4,18 @@ paged cache as by its own attention, and whether a CUDA graph of it repeats what
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engine.attention import Attention, AttentionMetadata, CacheShape, RotaryHeads, make_attention
+from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads, make_attention
 from workers.engine.graphs import Work
+from workers.engine.model_runner import StepAttention
 from workers.engine.models.base import DecoderModel
-from workers.engine.models.config import ModelConfig
-from workers.engine.models.transformers_attention import MASKED, OTHER, LayerCall
+from workers.engine.models.transformers_attention import ALL_BEFORE, MASKED, OTHER, LayerCall
 from workers.engine.models.transformers_model import TransformersModel, refusal
 from workers.engine.out_of_memory import is_out_of_memory, one_line
 
@@ -26,32 +27,18 @@ _STEPS = [6, 5, 1]  # tokens of each: two chunks, across blocks, and a token alo
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
-class _TrialAttention:
-    """One request's attention over a cache of its own."""
-
-    def __init__(self, attention: Attention, config: ModelConfig, metadata: AttentionMetadata, caches: list[Tensor]) -> None:
-        self._attention, self._config, self._metadata, self._caches = attention, config, metadata, caches
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scale, window = self._config.attention_scales[layer], self._config.sliding_windows[layer]
-        return self._attention.forward(q, k, v, self._caches[layer], self._metadata, scale, window)
-
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        scale, window = self._config.attention_scales[layer], self._config.sliding_windows[layer]
-        return self._attention.forward_rotary(qkv, rotary, self._caches[layer], self._metadata, scale, window)
-
-
 @torch.inference_mode()
 def check_windows(model: TransformersModel) -> None:
     """Each layer's own mask must let it see what the window says that it hands to attention functions. Raises ModelLoadError."""
     calls: list[LayerCall] = []
-    model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
+    with _or_refused(model):
+        model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
     for call in calls:
-        window, longest = model.config.sliding_windows[call.layer or 0], model.config.max_position_embeddings
-        if call.mask is None or call.mask == OTHER or (call.mask < longest and call.mask != (window or 0)):
-            sees = "what no window says" if call.mask in (None, OTHER) else f"{call.mask or 'all'} tokens"
-            told = f"its attention is told {window or 'all'}"
-            raise refusal(model.config.architecture, f"the mask of layer {call.layer} lets it see {sees}, {told}")
+        told = model.config.sliding_windows[call.layer or 0] or ALL_BEFORE
+        seen = OTHER if call.mask is None else call.mask if call.mask < model.config.max_position_embeddings else ALL_BEFORE
+        if seen != told:
+            shown = "no window" if seen == OTHER else f"a window of {seen or 'all'} tokens"
+            raise refusal(model.config.architecture, f"layer {call.layer} has a mask of {shown} and names one of {told or 'all'}")
 
 
 @torch.inference_mode()
@@ -59,16 +46,23 @@ def check_parity(model: TransformersModel) -> None:
     """Raises ModelLoadError where a step's logits are further from those of the class itself than rounding accounts for."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, model.config.vocab_size, (sum(_STEPS),), generator=generator).to(model.device)
-    try:
+    with _or_refused(model):
         expected = torch.split(model.own_logits(prompt, "eager"), _STEPS)
         found = torch.split(_paged_logits(model, prompt), _STEPS)
+    apart = max(_distance(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    if not apart <= _TOLERANCES.get(model.dtype, _TOLERANCES[torch.bfloat16]):
+        raise refusal(model.config.architecture, f"its logits on a paged cache are {apart:.2g} of their size away from its own")
+
+
+@contextmanager
+def _or_refused(model: TransformersModel) -> Iterator[None]:
+    """Turns what a class does that does not suit into ModelLoadError; a want of memory stays what it is."""
+    try:
+        yield
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise refusal(model.config.architecture, f"it fails on a paged cache ({one_line(error)})") from error
-    apart = max(_distance(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    if not apart <= _TOLERANCES.get(model.dtype, _TOLERANCES[torch.bfloat16]):
-        raise refusal(model.config.architecture, f"its logits on a paged cache are {apart:.2g} of their size away from its own")
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
@@ -93,7 +87,7 @@ def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
             np.array([_TABLE], np.int32),
         )
         at = torch.from_numpy(positions).to(device)
-        hidden = model.forward(prompt[first:last], at, at + 1, _TrialAttention(attention, config, metadata, caches))
+        hidden = model.forward(prompt[first:last], at, at + 1, StepAttention(attention, caches, config, metadata))
         parts.append(model.logits(hidden))
     return torch.cat(parts)
 
