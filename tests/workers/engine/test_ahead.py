@@ -1,14 +1,20 @@
 """One step ahead, with a real model: whatever comes, goes and is aborted meanwhile, a request's tokens are those that it has alone."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from tests.workers.engine.driving import make_core
 from tests.workers.engine.tiny_models import VOCAB
 from workers.engine.core import EngineCore
+from workers.engine.graphs import Work
 from workers.engine.messages import EngineRequest, Finish, SamplingParams
+from workers.engine.model_runner import LaunchedStep, ModelRunner
+from workers.engine.models.decoder import RotaryDecoder
+from workers.engine.step import StepPlan
 
 
 @dataclass(frozen=True)
@@ -84,3 +90,80 @@ def test_random_company_changes_no_token(seed: int) -> None:
         got, preemptions = drive(core, cases)
         assert preemptions > 0
         assert_own_answers(got, cases, alone)
+
+
+class Failing:
+    """Has launches end, now and then, with a want of memory at one of several places."""
+
+    def __init__(self, runner: ModelRunner, seed: int) -> None:
+        self.failed = 0
+        self._chance = random.Random(seed)
+        places: list[tuple[object, str]] = [(runner.model, "forward"), (runner.model, "logits"), (runner, "_towards_host")]
+        for owner, name in [*places, (runner.inputs, "store")]:
+            setattr(owner, name, self._wrapped(getattr(owner, name)))
+
+    def _wrapped(self, function: Callable[..., object]) -> Callable[..., object]:
+        def failing(*arguments: object) -> object:
+            if self._chance.random() < 0.05:
+                self.failed += 1
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return function(*arguments)
+
+        return failing
+
+
+def one_layer(core: EngineCore) -> EngineCore:
+    model = core._executor.runner.model
+    assert isinstance(model, RotaryDecoder)
+    del model.layers[1:]
+    return core
+
+
+def twice(work: Work) -> Work:
+    """As a card records: the work is done once before."""
+    work()
+    return work
+
+
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
+def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
+    """Kernels under the interpreter, padded decode steps, differences that are staged again after a step was taken back."""
+    seed = 15
+    print(f"seed {seed}")
+    cases = random_cases(random.Random(seed), 6, 8, 20)
+    settings = {"max_model_len": 40, "max_num_seqs": 3, "max_num_batched_tokens": 24}
+    core = one_layer(make_core("llama", num_blocks=4, depth=depth, attention_backend="triton", **settings))
+    runner = core._executor.runner
+    failing = Failing(runner, seed)
+    runner.use_graphs(twice)
+    got, preemptions = drive(core, cases)
+    assert failing.failed > 0
+    assert preemptions > 0
+    assert_own_answers(got, cases, one_layer(make_core("llama", depth=0, max_model_len=40, enable_prefix_caching=False)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+def test_no_launch_waits_for_the_card() -> None:
+    """Mixed steps, decode steps and those that are sampled by stages, once each was seen."""
+    core = make_core("llama", device="cuda", depth=1, max_model_len=200, max_num_seqs=16, max_num_batched_tokens=64)
+    launch, sampling = core._executor.launch, [
+        SamplingParams(40, temperature=0.0),
+        SamplingParams(40, temperature=0.9, top_p=0.8, top_k=30, seed=1),
+        SamplingParams(30, temperature=0.9, repetition_penalty=1.2, min_tokens=5, logit_bias=((3, 1.0),), logprobs=3, prompt_logprobs=1),
+    ]  # fmt: skip
+
+    def watched(plan: StepPlan) -> LaunchedStep:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for round_number in range(3):
+        if round_number == 2:
+            core._executor.launch = watched  # type: ignore[method-assign]
+        prompts = [[(7 * row + at) % VOCAB for at in range(9 + 5 * row)] for row in range(12)]
+        requests = [EngineRequest(100 * round_number + row, prompt, [], sampling[row % 3]) for row, prompt in enumerate(prompts)]
+        got, _ = drive(core, [Case(request, row, None) for row, request in enumerate(requests)])
+        assert {how for _, how in got.values()} == {Finish.LENGTH}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.engine.kernels.compiling import Variant, compiled
 from workers.engine import device_inputs
 from workers.engine.device_inputs import DeviceInputs
 from workers.engine.inputs import HostInputs, StepInputs
@@ -119,3 +120,17 @@ def test_padding_goes_to_the_null_block_and_nowhere_else(device: str) -> None:
     before[slots, 10] = torch.tensor([100, 101, 102], dtype=torch.int32, device=device)
     assert torch.equal(inputs.tokens, before)
     assert inputs.result(3).tolist() == [100, 101, 102]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernels_compile_for_cards(capability: int) -> None:
+    tables = {"staged": "*i32", "tokens": "*i32", "columns": "i32"}
+    slots = {"block_tables": "*i32", "prompt_lengths": "*i32", "max_blocks": "i32"}
+    built = {"block_size": "i32", "of_tokens": "*i64", "token_stride": "i32", "of_rows": "*i32", "row_stride": "i32", "last": "*i64"}
+    module = device_inputs.kernels.__name__
+    variants = [Variant(module, "_apply_runs", tables | slots, {"ROWS": 1024, "PROGRAMS": 64})]
+    variants += [Variant(module, "_build", tables | slots | built, {"ROWS": 1024, "BLOCK": block}) for block in (1, 128)]
+    stored = {"number": "i32", "results": "*i32"}
+    variants += [Variant(module, "_store", tables | stored | {"sampled": kind}, {"ROWS": 1024, "BLOCK": 128}) for kind in ("*i32", "*i64")]
+    assert all(code.spilled == 0 for code in compiled(variants, capability))

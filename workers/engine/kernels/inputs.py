@@ -98,9 +98,9 @@ def _build(
         sampled = tl.load(sampling + row)
         samples = row < tl.load(staged + 1)
         end = tl.load(query_start + sampled + 1, mask=samples, other=1)
-        length = tl.load(starts + sampled, mask=samples, other=0) + end - tl.load(query_start + sampled, mask=samples, other=0)
+        known_after = tl.load(starts + sampled, mask=samples, other=0) + end - tl.load(query_start + sampled, mask=samples, other=0)
         tl.store(of_rows + row_stride + row, tl.load(slots + sampled, mask=samples, other=0))
-        tl.store(of_rows + 2 * row_stride + row, length)
+        tl.store(of_rows + 2 * row_stride + row, known_after)
         tl.store(last + row, (end - 1).to(tl.int64))
 
 
