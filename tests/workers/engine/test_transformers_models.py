@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.workers.engine import driving
+from tests.workers.engine.places import Place, at, interpreted
 from tests.workers.engine.tiny_models import NEW_TOKENS, OTHERS, TinyModel, folder, make, reference
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
@@ -43,18 +44,28 @@ def test_reference_is_telling(name: str) -> None:
         assert (first - second).min() > 5e-4
 
 
+@at
 @pytest.mark.parametrize(("depth", "budget"), [(0, 2048), (1, 40)])
 @pytest.mark.parametrize("name", NAMES)
-def test_same_tokens_as_generate(name: str, depth: int, budget: int) -> None:
+def test_same_tokens_as_generate(name: str, depth: int, budget: int, place: Place) -> None:
     """At once and in chunks, and again with what the prefix cache holds."""
     expected = reference(name)
-    core = driving.make_core(name, depth=depth, max_num_seqs=8, max_num_batched_tokens=budget)
+    core = driving.make_core(name, place=place, depth=depth, max_num_seqs=8, max_num_batched_tokens=budget)
     first = driving.run(core, requests(name))
     assert [answer.tokens for answer in first.answers.values()] == expected.tokens
     second = driving.run(core, requests(name, first_id=100))
     assert [answer.tokens for answer in second.answers.values()] == expected.tokens
     hits = sum((len(prompt) - 1) // 16 * 16 for prompt in expected.prompts)
     assert second.prefix_hit_tokens - first.prefix_hit_tokens == (0 if name == "granite-longrope" else hits)
+
+
+@pytest.mark.parametrize("place", [interpreted])
+def test_same_tokens_by_the_kernels(place: Place) -> None:
+    expected = reference("gemma3")
+    sampling = SamplingParams(max_tokens=3, temperature=0.0)
+    core = driving.make_core("gemma3", place=place, depth=1, max_num_seqs=4, max_num_batched_tokens=24)
+    run = driving.run(core, [EngineRequest(i, expected.prompts[i], [], sampling) for i in (2, 4, 5)])
+    assert [answer.tokens for answer in run.answers.values()] == [expected.tokens[i][:3] for i in (2, 4, 5)]
 
 
 def test_preempted_requests_say_the_same() -> None:
