@@ -20,6 +20,7 @@ _DEATH_WINDOW = 60.0
 _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 8.0
 _STOP_POLL = 0.01
+_LAST_WORDS_SECONDS = 2.0  # in which what an ended child had printed is read; a child of its own may hold its output open
 
 
 class ChildFailed(Exception):
@@ -112,15 +113,15 @@ class Child:
                 self._process.wait()
                 break
             time.sleep(_STOP_POLL)
-        self._reader.join(timeout=0.2)
+        self._reader.join(timeout=_LAST_WORDS_SECONDS)
         self._process = None
 
     def _ended(self, code: int) -> None:
         assert self._process is not None
         assert self._reader is not None
         pid, self._process = self._process.pid, None
-        self._reader.join(timeout=0.2)
         self._on_death(pid)
+        self._reader.join(timeout=_LAST_WORDS_SECONDS)
         if code == Refused.exit_code and not self._deaths and self._errors:
             raise ChildFailed(self._errors[-1], code)
         now = time.monotonic()

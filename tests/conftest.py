@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import HealthCheck, settings
 
 from jobs.connection import connect
 from jobs.queue import Queue
@@ -15,6 +16,10 @@ from tests.support.redis_server import running_server
 # Where there is no card, kernels run under Triton's interpreter, which has to be known before the first of them is defined.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# How long an example takes says more of the machine than of what is tested.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

@@ -25,24 +25,24 @@ def api_url(redis_url: str) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    wait_until(lambda: server.started, 10, "the API to start")
+    wait_until(lambda: server.started, 60, "the API to start")
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
     listener.close()
 
 
 @pytest.fixture
 def client(api_url: str) -> Iterator[openai.OpenAI]:
     """The official client, without retries."""
-    with openai.OpenAI(base_url=f"{api_url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{api_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
 def http(api_url: str) -> Iterator[httpx.Client]:
     """A plain HTTP client."""
-    with httpx.Client(base_url=api_url, timeout=20) as client:
+    with httpx.Client(base_url=api_url, timeout=60) as client:
         yield client
 
 

@@ -79,7 +79,7 @@ def test_nothing_is_left_of_a_call_that_was_handed_in_after_its_client_had_left(
         return call.key.batch
 
     try:
-        name = asyncio.run(asyncio.wait_for(leave(), 30))  # which also joins the threads that still hand something in
+        name = asyncio.run(asyncio.wait_for(leave(), 60))  # which also joins the threads that still hand something in
     finally:
         redis_client.config_set("maxmemory", 0)
     assert redis_client.lrange(keys.live(MODEL), 0, -1) == []

@@ -39,9 +39,9 @@ def hear(queue: Queue, key: RequestKey, entries: list[StreamEntry]) -> list[Stre
         inbox = Inbox(key, queue)
         for entry in entries:
             inbox.put(entry)
-        heard = [await asyncio.wait_for(inbox.get(), 5)]
+        heard = [await asyncio.wait_for(inbox.get(), 60)]
         while heard[-1].result is None:
-            heard.append(await asyncio.wait_for(inbox.get(), 5))
+            heard.append(await asyncio.wait_for(inbox.get(), 60))
         return heard
 
     return asyncio.run(read())

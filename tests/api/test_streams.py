@@ -25,7 +25,7 @@ def test_a_cut_reader_goes_on_after_the_last_event_it_saw(
     worker.step = threading.Semaphore(2)
     call = threading.Thread(target=lambda: client.completions.create(model=MODEL, prompt="x"))
     call.start()
-    wait_until(lambda: worker.claims, 5, "the call to be claimed")
+    wait_until(lambda: worker.claims, 60, "the call to be claimed")
     path = f"/v1/streams/{worker.claims[0].key.batch}"
     seen, last_id = [], ""
     with http.stream("GET", path) as answer:

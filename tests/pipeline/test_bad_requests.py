@@ -114,7 +114,7 @@ def served() -> Iterator[tuple[RunningCommand, str]]:
         url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert url is not None
         command.wait_for("worker INFO ready")
-        wait_until(lambda: httpx.get(f"{url[1]}/health").json()["models"], 10, "the model to be served")
+        wait_until(lambda: httpx.get(f"{url[1]}/health").json()["models"], 60, "the model to be served")
         yield command, url[1]
 
 

@@ -44,13 +44,13 @@ def make(said: list[str]) -> Iterator[Make]:
 def test_a_killed_child_is_started_again_and_its_death_told_at_once(make: Make, said: list[str]) -> None:
     deaths: list[int] = []
     child = make(FOREVER, deaths.append)
-    wait_until(lambda: said == ["up"], 10, "the child to be up")
+    wait_until(lambda: said == ["up"], 60, "the child to be up")
     first = child.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: [child.check(), deaths][1], 10, "the death to be noticed")
+    wait_until(lambda: [child.check(), deaths][1], 60, "the death to be noticed")
     assert deaths == [first]
-    wait_until(lambda: [child.check(), said.count("up") == 2][1], 10, "the child to be up again")
+    wait_until(lambda: [child.check(), said.count("up") == 2][1], 60, "the child to be up again")
     assert child.pid != first
     assert "was killed by SIGKILL; it is started again" in said[1]
 
@@ -60,7 +60,7 @@ def test_pauses_grow_and_hope_ends(make: Make, said: list[str], monkeypatch: pyt
     monkeypatch.setattr("pipeline.child._FIRST_PAUSE", 0.01)
     child = make("print('last words'); raise SystemExit(7)")
     with pytest.raises(ChildFailed, match=r"exit code 7 and has ended 4 times within a minute; its last words: .*last words") as caught:
-        wait_until(lambda: child.check(), 10, "the end of hope")
+        wait_until(lambda: child.check(), 60, "the end of hope")
     assert caught.value.exit_code == 1
     assert next(line for line in said if "started again" in line).endswith("it is started again")
     assert "in 0.0 s" in said[-2]
@@ -69,7 +69,7 @@ def test_pauses_grow_and_hope_ends(make: Make, said: list[str], monkeypatch: pyt
 def test_a_refusal_is_not_tried_again(make: Make, said: list[str]) -> None:
     child = make("import sys; print('Error: no such model', file=sys.stderr); sys.exit(2)")
     with pytest.raises(ChildFailed, match=r"^no such model$") as caught:
-        wait_until(lambda: child.check(), 10, "the refusal")
+        wait_until(lambda: child.check(), 60, "the refusal")
     assert caught.value.as_exit().exit_code == 2
     assert "no such model" not in "".join(said)
 
@@ -79,7 +79,7 @@ def test_a_child_that_does_not_end_is_killed_at_the_deadline_or_when_insisted(ma
     for options in ((time.monotonic() + 0.2,), (time.monotonic() + 600, lambda: True)):
         said.clear()
         child = make(stubborn)
-        wait_until(lambda: said, 10, "the child to be up")
+        wait_until(lambda: said, 60, "the child to be up")
         child.ask_to_stop()
         child.wait_until_stopped(*options)
         assert child.pid is None
@@ -97,7 +97,7 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     assert is_running(pid)
     parent.kill()
     parent.wait()
-    wait_until(lambda: not is_running(pid), 10, "the child to die")
+    wait_until(lambda: not is_running(pid), 60, "the child to die")
     parent.stdout.close()
 
 

@@ -1,15 +1,20 @@
 """run-batch with REDIS_URL: the fleet answers, whoever started it."""
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
+from jobs import keys
+from jobs.queue import Queue
 from tests.pipeline.results import check_answers, examples, read_results
 from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -46,14 +51,19 @@ def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path) -> 
     assert "no worker serves other; served are: demo" in refused.stderr
 
 
-def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
+def test_tail_follows_a_batch_to_its_end(fleet: str, redis_client: redis.Redis, tmp_path: Path) -> None:
+    """The worker stands still until someone watches, so that all of it is seen."""
+    (worker,) = Queue(redis_client).workers()
     row = json.loads(EXAMPLES.read_text().splitlines()[0])
     row["body"] |= {"max_tokens": 1000, "ignore_eos": True, "n": 2, "temperature": 1.0}
     source = tmp_path / "long.jsonl"
     source.write_text(json.dumps(row) + "\n")
+    os.kill(worker.pid, signal.SIGSTOP)
     batch_id = run_pipeline("run-batch", source, "--detach", redis_url=fleet).stdout.strip()
     with running_pipeline("tail", batch_id, redis_url=fleet) as tail:
-        assert tail.wait(60) == 0
+        wait_until(lambda: redis_client.exists(keys.WATCHED), 60, "someone to watch")
+        os.kill(worker.pid, signal.SIGCONT)
+        assert tail.wait(120) == 0
         text = tail.output
     assert run_pipeline("wait", batch_id, redis_url=fleet).returncode == 0
     choices = read_results(tmp_path / "long.results.jsonl")[0]["response"]["body"]["choices"]
@@ -102,7 +112,7 @@ def test_the_same_command_comes_back_to_a_batch_though_no_worker_is_left(redis_u
         with running_pipeline("run-batch", source, "-o", output, "--model", "demo", redis_url=redis_url) as again:
             again.wait_for("waiting for a worker")
             with running_pipeline("worker", redis_url=redis_url):
-                assert again.wait(60) == 0
+                assert again.wait(120) == 0
     check_answers(source, output)
 
 
@@ -111,7 +121,7 @@ def test_a_queue_that_came_back_empty_gets_the_batch_again(fleet: str, redis_cli
     with running_pipeline("run-batch", source, "-o", output, redis_url=fleet) as run:
         run.wait_for("batch batch_")
         redis_client.flushall()
-        assert run.wait(90) == 0, run.output
+        assert run.wait(120) == 0, run.output
     check_answers(source, output)
 
 

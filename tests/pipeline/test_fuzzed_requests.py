@@ -135,8 +135,8 @@ def test_whatever_is_asked_is_answered_or_refused_and_alike_everywhere(tmp_path:
         url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert url is not None
         command.wait_for("worker INFO ready")
-        wait_until(lambda: httpx.get(f"{url[1]}/health").json()["models"], 10, "the model to be served")
-        with httpx.Client(base_url=url[1], timeout=60) as http:
+        wait_until(lambda: httpx.get(f"{url[1]}/health").json()["models"], 60, "the model to be served")
+        with httpx.Client(base_url=url[1], timeout=120) as http:
 
             @settings(max_examples=CALLS, deadline=None, suppress_health_check=list(HealthCheck))
             @given(call=calls())

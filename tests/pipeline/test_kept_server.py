@@ -36,7 +36,7 @@ def test_one_that_ends_again_and_again_is_given_up(tmp_path: Path, monkeypatch: 
         with connect(server.url) as client:
             Queue(client).batches()
         kill_server(tmp_path)
-        wait_until(lambda: server.failure, 10, "it to be given up")
+        wait_until(lambda: server.failure, 60, "it to be given up")
         assert server.failure == "the private Redis ended 2 times"
 
 

@@ -1,5 +1,6 @@
 """`kill -9` of any process of a run-batch at random moments: every custom_id exactly once, every answer right."""
 
+import contextlib
 import os
 import random
 import signal
@@ -54,7 +55,7 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, number:
             code = run.wait(max(1.0, deadline - time.monotonic()))
             assert code in (0, -signal.SIGKILL), run.output
     with running_pipeline(*flags) as run:
-        assert run.wait(60) == 0, run.output
+        assert run.wait(120) == 0, run.output
     print(f"{kills} kills")
     check_answers(source, output)
 
@@ -66,6 +67,7 @@ def _kill(run: RunningCommand, target: str) -> int:
         return 1
     for pid in descendants(run.process.pid):
         if TARGETS[target] in command_line(pid):
-            os.kill(pid, signal.SIGKILL)
-            return 1
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now, by itself or with its parent
+                os.kill(pid, signal.SIGKILL)
+                return 1
     return 0

@@ -206,7 +206,7 @@ def stopped(fleet: Fleet, seconds: float) -> None:
 
 def disk_full(fleet: Fleet, seconds: float) -> None:
     fleet.redis.fill_disk()
-    fleet.wait(partial(refuses_writes, fleet), 10, "writes to be refused")
+    fleet.wait(partial(refuses_writes, fleet), 60, "writes to be refused")
     pass_time(fleet, seconds)
     fleet.redis.free_disk()
 
@@ -223,7 +223,7 @@ def loading(fleet: Fleet, seconds: float) -> None:
     """A large file, as the server sees it: each key takes its time to load."""
     fleet.client.mset({f"ballast:{number}": number for number in range(1000)})
     fleet.client.bgrewriteaof()
-    fleet.wait(lambda: fleet.client.info("persistence")["aof_rewrite_in_progress"] == 0, 20, "a file with nothing but the keys")  # type: ignore[index]
+    fleet.wait(lambda: fleet.client.info("persistence")["aof_rewrite_in_progress"] == 0, 60, "a file with nothing but the keys")  # type: ignore[index]
     delay = int(seconds * 1e6 / fleet.client.dbsize())  # type: ignore[operator]
     fleet.redis.kill()
     fleet.redis.start("--key-load-delay", str(delay), "--loading-process-events-interval-bytes", "1024")
@@ -384,6 +384,6 @@ def test_lost_replies_make_nothing_run_again(fleet: Fleet, undisturbed: list[str
     lost_before = [proxy.lost for proxy in fleet.proxies]
     for proxy in fleet.proxies:
         getattr(proxy, how)(1)
-    fleet.wait(lambda: all(proxy.lost > before for proxy, before in zip(fleet.proxies, lost_before, strict=True)), 30, "replies to be lost")
+    fleet.wait(lambda: all(proxy.lost > before for proxy, before in zip(fleet.proxies, lost_before, strict=True)), 60, "replies to be lost")
     work.check_end(undisturbed)
     assert work.claims == LINES + 1 or how == "swallow"

@@ -74,7 +74,7 @@ class RunningCommand:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.wait(30)
+                self.wait(60)
             finally:
                 self.process.kill()
                 self.process.wait()

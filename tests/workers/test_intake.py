@@ -10,7 +10,7 @@ import pytest
 
 from jobs.queue import Queue
 from jobs.requests import Finished, Request, RequestKey
-from workers.claims import LOOK_SECONDS, Intake
+from workers.claims import Intake
 from workers.leases import Leases
 from workers.preparation import Preparation
 from workers.prepared import Prepared
@@ -62,7 +62,7 @@ def with_intake(queue: Queue, max_num_seqs: int, scenario: Callable[[Intake, Col
     asyncio.run(run())
 
 
-async def until(condition: Callable[[], bool], what: str, timeout: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
     deadline = asyncio.get_running_loop().time() + timeout
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, what
@@ -70,13 +70,14 @@ async def until(condition: Callable[[], bool], what: str, timeout: float = 10.0)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "lines"), [(16, 60), (600, 1500)])
-def test_claims_slots_and_a_little_more(queue: Queue, max_num_seqs: int, lines: int) -> None:
+def test_claims_slots_and_a_little_more(queue: Queue, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, lines: int) -> None:
+    """Full claims follow each other: none waits until an idle worker would look again."""
+    monkeypatch.setattr("workers.claims.LOOK_SECONDS", 600.0)
     room = max_num_seqs + max_num_seqs // 8
     add_lines(queue, "batch_a", lines)
 
     async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
-        # In less time than an idle worker waits before it looks again: full claims follow each other.
-        await until(lambda: len(collector.taken) >= room, "a full house", LOOK_SECONDS * 0.9)
+        await until(lambda: len(collector.taken) >= room, "a full house")
         assert len(collector.taken) == room
         assert [item.claim.key.line for item in collector.taken] == list(range(room))
         assert queue.ready_length("batch_a") == lines - room

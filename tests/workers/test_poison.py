@@ -180,9 +180,9 @@ def test_nobody_is_condemned_for_cores_that_were_killed(queue: Queue, redis_url:
         batch = submit_batch(queue, [endless(1500)])
         for _ in range(4):
             record = worker.wait_ready()
-            wait_until(partial(is_held, queue, record.id), 20, "the request to be claimed")
+            wait_until(partial(is_held, queue, record.id), 60, "the request to be claimed")
             os.kill(worker.core_pid, signal.SIGKILL)
-            wait_until(partial(is_struck_off, queue, record.id), 20, "the registry to hear of it")
+            wait_until(partial(is_struck_off, queue, record.id), 60, "the registry to hear of it")
         wait_done(queue, batch, 1)
         assert_found(queue, batch, [text_of(undisturbed)], {})
 
@@ -212,7 +212,7 @@ def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis
         wait_for_trial(first)  # which hangs for as long as a step may
         record = first.wait_ready()
         first.process.send_signal(how)
-        assert first.process.wait(30) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
+        assert first.process.wait(60) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
         queue.remove_worker(record.id)
     assert queue.redis.zcard(keys.suspects("demo")) == 11
     with running_worker(queue, redis_url, *SOON_HUNG, **environment):
@@ -251,7 +251,7 @@ def test_an_acquittal_is_told_until_redis_hears_it(tmp_path: Path) -> None:
             os.kill(core, signal.SIGCONT)
             time.sleep(OUTAGE)
             server.start()
-            wait_done(queue, batch, 3, 60)
+            wait_done(queue, batch, 3)
             assert int(queue.batch_fields(batch)["failed"]) == 0
             assert "were taken away" not in worker.log()
             assert worker.stop() == 0
