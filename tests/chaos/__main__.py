@@ -6,6 +6,7 @@ started again, as a supervisor would. At the end every answer must be there once
 """
 
 import argparse
+import os
 import random
 import shutil
 import sys
@@ -17,6 +18,7 @@ from tests.chaos.killers import Killers
 from tests.chaos.load import Load
 from tests.chaos.verdict import Verdict, judge
 from tests.support.fleet import Fleet, running_fleet
+from tests.support.processes import descendants
 
 LEASE_SECONDS = 2.0
 STREAM_INTERVAL = 0.25  # between checkpoints
@@ -47,6 +49,7 @@ def run(folder: Path, *, seconds: float, seed: int, every: float, requests: int,
     """One run in `folder`."""
     print(f"seed {seed} (repeat with --seed {seed})", flush=True)
     rng = random.Random(seed)
+    others = set(descendants(os.getpid()))
     flags = {"workers": workers, "max_num_seqs": max_num_seqs, "lease_seconds": LEASE_SECONDS, "stream_interval": STREAM_INTERVAL}
     with running_fleet(folder, api=True, **flags) as fleet:  # type: ignore[arg-type]
         load = Load(fleet, random.Random(rng.random()))
@@ -57,7 +60,7 @@ def run(folder: Path, *, seconds: float, seed: int, every: float, requests: int,
             killers.finish()
             load.stop()
             fleet.wait(load.has_ended, END_SECONDS, f"the rest to end: {load.unfinished}")
-        return judge(fleet, load, killers, time.monotonic() - began, seed, requests)
+        return judge(fleet, load, killers, time.monotonic() - began, seed, requests, others)
 
 
 def _break_things(fleet: Fleet, load: Load, killers: Killers, began: float, seconds: float, requests: int) -> None:

@@ -13,7 +13,7 @@ import redis
 from jobs.scripts import persistently
 from tests.chaos.load import Load
 from tests.support.fleet import Fleet, Member
-from tests.support.processes import descendants
+from tests.support.processes import descendants, send_all
 
 CONTROL_PLANE = {"advance": "--queue advance", "bulk": "--queue bulk", "ticker": "jobs.ticker"}
 LONG_OUTAGE = 30.0
@@ -130,17 +130,8 @@ def _signal_core(killers: Killers, number: signal.Signals) -> str:
 def stop_worker(killers: Killers) -> str:
     victim, seconds = killers.worker(), killers.longer_than_a_lease()
     pids = [victim.pid, *descendants(victim.pid)] if killers.rng.random() < 0.5 else [victim.pid]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-
-    def go_on() -> None:
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGCONT)
-            except ProcessLookupError:
-                continue
-
-    killers.later(seconds, go_on)
+    send_all(pids, signal.SIGSTOP)
+    killers.later(seconds, lambda: send_all(pids, signal.SIGCONT))
     return f"{victim.name} for {seconds:.1f} s"
 
 

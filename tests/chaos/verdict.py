@@ -53,8 +53,8 @@ class Verdict:
         return f"{table}{refused}\n{len(self.faults)} faults (seed {self.seed})\n{end}"
 
 
-def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int, requests: int) -> Verdict:
-    """Stops the fleet, which has nothing to do any more, and looks at all that it leaves."""
+def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int, requests: int, others: set[int]) -> Verdict:
+    """Stops the fleet, which has nothing to do any more, and looks at all that it leaves. `others`: processes that are none of its."""
     found = [*load.faults, *load.live.wrong]
     for batch in load.batches:
         found += _batch_faults(batch)
@@ -64,8 +64,8 @@ def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int,
     codes |= fleet.stop("jobs")
     found += [f"{name} ended with exit code {code} when it was told to stop" for name, code in codes.items() if code]
     found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
-    pids = {pid for pid in descendants(os.getpid()) if pid != fleet.redis.pid}
-    found += [f"left running: {command_line(pid)}" for pid in pids]
+    left = set(descendants(os.getpid())) - others - {fleet.redis.pid}
+    found += [f"left running: {command_line(pid)}" for pid in left]
     found += faults(fleet.client)
     found += [f"only {load.finished} of {requests} lines were answered in time"] if load.finished < requests else []
     found += [] if load.live.right else ["no live call was answered"]

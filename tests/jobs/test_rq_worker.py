@@ -142,7 +142,7 @@ def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_a_small_batch_does_not_wait_while_a_large_one_is_read(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    large = write_input(tmp_path / "large" / "in.jsonl", 100_000)
+    large = write_input(tmp_path / "large" / "in.jsonl", 300_000)
     small = write_input(tmp_path / "small" / "in.jsonl", 5)
     with control_plane(redis_url) as plane, Answering(redis_url):
         first = create_batch(redis_client, spec_of(large)).id

@@ -6,7 +6,6 @@ moves by one for each claim, so it also tells of those that were made in vain.
 
 import contextlib
 import json
-import os
 import signal
 import threading
 import time
@@ -23,7 +22,7 @@ from jobs.batches import BatchRecord, BatchSpec, cancel_batch, create_batch, get
 from tests.pipeline.results import read_results, text_of
 from tests.support.fleet import Fleet, running_fleet
 from tests.support.integrity import faults
-from tests.support.processes import cpu_seconds, descendants
+from tests.support.processes import cpu_seconds, descendants, send_all
 
 LINES = 8
 TOKENS = 400
@@ -69,8 +68,7 @@ def repair(fleet: Fleet) -> None:
         proxy.lose(0)
         proxy.join()
     for worker in fleet.workers:
-        for pid in (worker.pid, *descendants(worker.pid)):
-            os.kill(pid, signal.SIGCONT)
+        send_all([worker.pid, *descendants(worker.pid)], signal.SIGCONT)
     for batch in fleet.queue.batches():
         cancel_batch(fleet.client, batch)
     fleet.wait(lambda: not fleet.client.exists(keys.LEASES), END_SECONDS, "nothing to be held any more")
@@ -85,7 +83,7 @@ class Work:
     def __init__(self, fleet: Fleet, held: bool = False) -> None:
         self._fleet = fleet
         self.cores = [pid for worker in fleet.workers for pid in worker.below("core_process")]
-        self._signal(signal.SIGSTOP)
+        send_all(self.cores, signal.SIGSTOP)
         self.claimed_before = fences(fleet)
         folder = fleet.folder / f"work-{time.time_ns()}"
         folder.mkdir()
@@ -100,7 +98,7 @@ class Work:
 
     def go_on(self) -> None:
         """Lets the cores begin."""
-        self._signal(signal.SIGCONT)
+        send_all(self.cores, signal.SIGCONT)
 
     @property
     def claims(self) -> int:
@@ -121,10 +119,6 @@ class Work:
     def undrained(self) -> int:
         """Bytes of results that stand in Redis."""
         return int(self._fleet.queue.batch_fields(self._batch)["result_bytes"])
-
-    def _signal(self, number: signal.Signals) -> None:
-        for pid in self.cores:
-            os.kill(pid, number)
 
     def check_end(self, answers: list[str] | None) -> list[str]:
         """Waits for the end: every line once and in order, the live call whole, all with the right answer."""
@@ -311,9 +305,7 @@ def test_a_checkpoint_with_a_hole_is_never_used(fleet: Fleet, undisturbed: list[
     fleet.redis.start()
     generated = fleet.queue.token_totals().generated
     fleet.wait(lambda: work.has_ended() or fleet.queue.token_totals().generated > generated + 20 * LINES, END_SECONDS, "more tokens")
-    for worker in fleet.workers:
-        for pid in worker.below("core_process"):
-            os.kill(pid, signal.SIGKILL)
+    send_all(work.cores, signal.SIGKILL)
     work.check_end(undisturbed)
 
 
@@ -331,13 +323,11 @@ def cut_off(fleet: Fleet, number: int) -> Iterator[None]:
 def stopped_worker(fleet: Fleet, number: int) -> Iterator[None]:
     """The worker and its core do nothing at all."""
     pids = [fleet.workers[number].pid, *descendants(fleet.workers[number].pid)]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    send_all(pids, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+        send_all(pids, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("absence", [cut_off, stopped_worker])

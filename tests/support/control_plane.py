@@ -37,9 +37,8 @@ def chat_line(custom_id: str, content: str = "hi", model: str | None = "m", **pa
 def write_input(path: Path, count: int, **parameters: Any) -> Path:
     """A file of `count` good lines; line n asks for n."""
     path.parent.mkdir(exist_ok=True)
-    with open(path, "wb") as file:
-        for number in range(1, count + 1):
-            file.write(chat_line(f"c{number}", f"say {number}", **parameters))
+    parts = chat_line("c<number>", "say <number>", **parameters).split(b"<number>")
+    path.write_bytes(b"".join((b"%d" % number).join(parts) for number in range(1, count + 1)))
     return path
 
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.support.waiting import wait_until
@@ -33,6 +34,13 @@ def is_running(pid: int) -> bool:
         return os.readlink(f"/proc/{pid}/exe") != "" and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def send_all(pids: Iterable[int], number: signal.Signals) -> None:
+    """A signal to each of these processes that is still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def wait_for_rest(pids: Sequence[int], share: float, seconds: float = 3.0) -> None:

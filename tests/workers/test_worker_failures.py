@@ -58,9 +58,9 @@ def test_the_next_worker_goes_on_where_a_killed_one_was(queue: Queue, redis_url:
             batch = submit_batch(queue, [endless(TOKENS), endless(TOKENS, temperature=1.0, seed=5)])
             wait_published(queue, RequestKey(batch, 0), 40)
             wait_published(queue, RequestKey(batch, 1), 40)
+            record = first.wait_ready()
             first.kill()
             had = published(queue, RequestKey(batch, 0))
-            record = next(record for record in queue.workers() if record.pid == first.pid)
             assert queue.reap(record.id) == 2
         second.process.send_signal(signal.SIGCONT)
         wait_until(lambda: len(queue.results(batch)) == 2, 60, "the results")
