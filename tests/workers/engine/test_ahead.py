@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.workers.engine.driving import make_core
+from tests.workers.engine.places import CARD, INTERPRETER
 from tests.workers.engine.tiny_models import VOCAB
 from workers.engine.core import EngineCore
 from workers.engine.graphs import Work
@@ -125,6 +126,7 @@ def twice(work: Work) -> Work:
     return work
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the card here")
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
     """Kernels under the interpreter, padded decode steps, differences that are staged again after a step was taken back."""
@@ -132,7 +134,7 @@ def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
     print(f"seed {seed}")
     cases = random_cases(random.Random(seed), 6, 8, 20)
     settings = {"max_model_len": 40, "max_num_seqs": 3, "max_num_batched_tokens": 24}
-    core = one_layer(make_core("llama", num_blocks=4, depth=depth, attention_backend="triton", **settings))
+    core = one_layer(make_core("llama", num_blocks=4, depth=depth, place=INTERPRETER, **settings))
     runner = core._executor.runner
     failing = Failing(runner, seed)
     runner.use_graphs(twice)
@@ -146,7 +148,7 @@ def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_no_launch_waits_for_the_card() -> None:
     """Mixed steps, decode steps and those that are sampled by stages, once each was seen."""
-    core = make_core("llama", device="cuda", depth=1, max_model_len=200, max_num_seqs=16, max_num_batched_tokens=64)
+    core = make_core("llama", place=CARD, depth=1, max_model_len=200, max_num_seqs=16, max_num_batched_tokens=64)
     launch, sampling = core._executor.launch, [
         SamplingParams(40, temperature=0.0),
         SamplingParams(40, temperature=0.9, top_p=0.8, top_k=30, seed=1),

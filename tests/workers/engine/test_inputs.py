@@ -16,7 +16,7 @@ from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
 SLOTS, LENGTH, BLOCK = 11, 90, 8
 DEVICES = [
-    "cpu",
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the card here")),
     pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]),
 ]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.workers.engine.places import CPU, Place, interpreted
 from tests.workers.engine.tiny_models import folder
 from workers.engine.cache_plan import block_bytes, plan_cache
 from workers.engine.config import EngineConfig
@@ -87,11 +88,11 @@ def test_the_largest_step_fills_the_budget_as_far_as_contexts_reach(seqs: int, t
     assert plan.samples.all()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(backend: str) -> None:
+@pytest.mark.parametrize("place", [CPU, interpreted])
+def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(place: Place) -> None:
     checkpoint = open_checkpoint(str(folder("llama")))
-    model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, make_ops(backend))
+    model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, make_ops(place.attention_backend))
     settings = EngineConfig(
-        model="", device="cpu", threads=1, attention_backend=backend, max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64
+        model="", device="cpu", threads=1, attention_backend=place.attention_backend, max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64
     )
     assert rehearse(settings.resolve(), model) == 0
