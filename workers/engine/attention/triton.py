@@ -18,7 +18,7 @@ from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.kernels.tuning import Choice
 
 _LOG2_E = math.log2(math.e)
-_WAVES = {"decode": 4, "prefill": 1}  # pieces of work, in programs that run at once: decode rows differ in length, prompts fill the card
+_WAVES = {"decode": 2, "prefill": 1}  # shares of the work, in programs that run at once
 _MIN_PIECE = 512  # tokens of context worth a program of their own
 _COMBINED = 16  # tile rows that one program adds up
 
@@ -28,7 +28,7 @@ class Pieces:
     """A step cut into pieces of work, on the device, for all layers of one window."""
 
     records: Tensor  # int32 [pieces, kernels.RECORD]
-    owners: Tensor  # int32 [partials]
+    leaders: Tensor  # int32 [share]
     choice: Choice
     block_q: int  # queries of one piece
 
@@ -67,8 +67,9 @@ class TritonAttention:
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pieces = self._pieces(metadata, q.shape[0], window or 0)
-        choice, partials = pieces.choice, pieces.owners.shape[0]
+        choice, share = pieces.choice, pieces.leaders.shape[0]
         rows = pieces.block_q * self._group
+        partials = 2 * share  # what is cut is longer than its share, so that it makes less than twice as many pieces
         partial = torch.empty((partials, s.kv_heads, rows, s.head_dim), dtype=torch.float32, device=q.device)
         sums = torch.empty((partials, s.kv_heads, rows), dtype=torch.float32, device=q.device)
         kernels.attend[(pieces.records.shape[0], s.kv_heads)](
@@ -98,10 +99,10 @@ class TritonAttention:
             num_stages=choice.stages,
             enable_fp_fusion=True,  # a product and its sum in one instruction, which later versions of Triton do not do unasked
         )
-        if partials:
-            kernels.combine[(partials, s.kv_heads, -(-rows // _COMBINED))](
+        if share:
+            kernels.combine[(share, s.kv_heads, -(-rows // _COMBINED))](
                 pieces.records,
-                pieces.owners,
+                pieces.leaders,
                 out,
                 partial,
                 sums,
@@ -130,20 +131,18 @@ class TritonAttention:
         share = -(-_WAVES[kind] * self._parallel // self._shape.kv_heads)
         if metadata.max_context <= _MIN_PIECE:
             share = 0
-        # A row that is cut is longer than its even share, so that it makes less than twice as many pieces as shares.
         records = torch.empty((blocks + share, kernels.RECORD.value), dtype=torch.int32, device=self._device)
-        owners = torch.empty(2 * share, dtype=torch.int32, device=self._device)
-        levels = (rows - 1).bit_length()
+        leaders = torch.empty(share, dtype=torch.int32, device=self._device)
+        levels = max(8, (rows - 1).bit_length())  # few of them, for each is compiled
         kernels.plan[(1,)](
             metadata.query_start,
             metadata.context_lens,
             metadata.slots,
             records,
-            owners,
-            torch.empty((2, 1 << levels), dtype=torch.int32, device=self._device),
+            leaders,
+            torch.empty((4, 1 << levels), dtype=torch.int32, device=self._device),
             rows,
             records.shape[0],
-            owners.shape[0],
             share,
             WINDOW=window,
             BLOCK_Q=block_q,
@@ -152,7 +151,7 @@ class TritonAttention:
             LEVELS=levels,
             PIECES=256,
         )
-        return Pieces(records, owners, choice, block_q)
+        return Pieces(records, leaders, choice, block_q)
 
 
 def _power_of_two(n: int) -> int:

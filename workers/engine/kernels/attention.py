@@ -18,8 +18,9 @@ import triton.language as tl
 from triton import knobs
 
 #: Columns of a piece's record: first query's token, queries, first query's position, first key, last key (exclusive), slot, where its
-#: partial result goes (-1: nowhere, it is whole), pieces along the context (0 for all but the first of them).
+#: partial result goes (-1: nowhere, it is whole), pieces along the context.
 RECORD = tl.constexpr(8)
+_CLASSES = tl.constexpr(8)  # of length, by which rows are ordered
 _PRECISION = tl.constexpr("tf32x3")  # of float32 products: three of TensorFloat-32, nearly exact, and no spilling of registers
 _FAR_BELOW = tl.constexpr(-1.0e30)  # below every score, yet finite: a difference of two is a number
 
@@ -31,18 +32,17 @@ def dot_type(dtype: torch.dtype) -> tl.dtype:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_pieces", "num_partials", "share"])
+@triton.jit(do_not_specialize=["num_rows", "num_pieces", "share"])
 def plan(
     query_start,  # int32 [num_rows + 1]
     context_lens,  # int32 [num_rows]
     slots,  # int32 [num_rows]
     records,  # int32 [num_pieces, RECORD], out
-    owners,  # int32 [num_partials], out: the piece whose partial result stands there, -1 where there is none
-    scratch,  # int32 [2, 2**LEVELS]
+    leaders,  # int32 [share], out: the first pieces of what was cut, -1 where there are no more
+    scratch,  # int32 [4, 2**LEVELS]
     num_rows,
     num_pieces,
-    num_partials,
-    share,  # pieces that the work of all rows is to be cut into at least; 0 cuts nothing
+    share,  # pieces that an even share of all rows' work is one of; 0 cuts nothing
     WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     TILE: tl.constexpr,
@@ -50,9 +50,21 @@ def plan(
     LEVELS: tl.constexpr,  # 2**LEVELS is at least num_rows
     PIECES: tl.constexpr,  # written at once
 ):
-    """One program. A row is cut along its context only where it is long beside an even share of the whole work."""
+    """One program. A row is cut along its context only where it is longer than an even share; long rows' pieces stand before short ones',
+    so that what is left when the card runs empty is small (Graham, 1969)."""
     ROWS: tl.constexpr = 1 << LEVELS
-    row = tl.arange(0, ROWS)
+    rank = tl.arange(0, ROWS)
+    _, _, _, length = _row(query_start, context_lens, rank, rank < num_rows, WINDOW, BLOCK_Q, TILE)
+    order = length * _CLASSES // (tl.max(length, 0) + 1)
+    place = rank
+    shorter = 0
+    for size in tl.static_range(_CLASSES):
+        member = (order == size).to(tl.int32)
+        place = tl.where(member > 0, shorter + tl.cumsum(member, 0) - 1, place)
+        shorter += tl.sum(member, 0)
+    tl.store(scratch + place, rank)
+    tl.debug_barrier()
+    row = tl.load(scratch + rank)
     _, queries, _, tiles = _row(query_start, context_lens, row, row < num_rows, WINDOW, BLOCK_Q, TILE)
     blocks = tl.cdiv(queries, BLOCK_Q)
     piece_tiles = tl.maximum(MIN_TILES, tl.cdiv(tl.sum(blocks * tiles, 0), tl.maximum(share, 1)))
@@ -60,16 +72,18 @@ def plan(
     parts = tl.maximum(tl.cdiv(tiles, piece_tiles), 1)
     pieces = blocks * parts
     partials = tl.where(parts > 1, pieces, 0)
+    cut = tl.where(parts > 1, blocks, 0)
     total = tl.sum(pieces, 0)
-    tl.store(scratch + row, tl.cumsum(pieces, 0))
-    tl.store(scratch + ROWS + row, tl.cumsum(partials, 0) - partials)
-    for first in range(0, num_partials, PIECES):
-        place = first + tl.arange(0, PIECES)
-        tl.store(owners + place, tl.full([PIECES], -1, tl.int32), mask=place < num_partials)
+    tl.store(scratch + ROWS + rank, tl.cumsum(pieces, 0))
+    tl.store(scratch + 2 * ROWS + rank, tl.cumsum(partials, 0) - partials)
+    tl.store(scratch + 3 * ROWS + rank, tl.cumsum(cut, 0) - cut)
+    for first in range(0, share, PIECES):
+        leader = first + tl.arange(0, PIECES)
+        tl.store(leaders + leader, tl.full([PIECES], -1, tl.int32), mask=leader < share)
     tl.debug_barrier()
     for first in range(0, num_pieces, PIECES):
         _write_records(
-            first + tl.arange(0, PIECES), num_pieces, total, piece_tiles, query_start, context_lens, slots, records, owners, scratch,
+            first + tl.arange(0, PIECES), num_pieces, total, piece_tiles, query_start, context_lens, slots, records, leaders, scratch,
             WINDOW, BLOCK_Q, TILE, LEVELS,
         )  # fmt: skip
 
@@ -94,7 +108,7 @@ def _write_records(
     context_lens,
     slots,
     records,
-    owners,
+    leaders,
     scratch,
     WINDOW: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -103,22 +117,23 @@ def _write_records(
 ):
     ROWS: tl.constexpr = 1 << LEVELS
     used = piece < total
-    row = piece * 0  # the first that ends behind the piece, found bit by bit
+    rank = piece * 0  # of the first row that ends behind the piece, found bit by bit
     for level in tl.static_range(1, LEVELS + 1):
-        row = tl.where(tl.load(scratch + row + (ROWS >> level) - 1) <= piece, row + (ROWS >> level), row)
+        rank = tl.where(tl.load(scratch + ROWS + rank + (ROWS >> level) - 1) <= piece, rank + (ROWS >> level), rank)
+    row = tl.load(scratch + rank)
     start, queries, context, tiles = _row(query_start, context_lens, row, used, WINDOW, BLOCK_Q, TILE)
     parts = tl.maximum(tl.cdiv(tiles, piece_tiles), 1)
-    within = piece - (tl.load(scratch + row) - tl.cdiv(queries, BLOCK_Q) * parts)
+    within = piece - (tl.load(scratch + ROWS + rank) - tl.cdiv(queries, BLOCK_Q) * parts)
     block, part = within // parts, within % parts
     count = tl.minimum(queries - block * BLOCK_Q, BLOCK_Q)
     position = context - queries + block * BLOCK_Q
     end = tl.minimum(position + count, context)
     begin = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE if WINDOW > 0 else piece * 0
     cut = parts > 1
-    partial = tl.where(cut, tl.load(scratch + ROWS + row) + within, -1)
+    partial = tl.where(cut, tl.load(scratch + 2 * ROWS + rank) + within, -1)
     first = tl.where(cut, begin + part * piece_tiles * TILE, begin)
     last = tl.where(cut, tl.minimum(end, first + piece_tiles * TILE), end)
-    # Long stretches first: the last blocks of a prompt's queries see the most keys.
+    # From the back: long rows first, and of a prompt the last queries, which see the most keys.
     place = tl.where(used, total - 1 - piece, piece)
     record, mask = records + place * RECORD, piece < num_pieces
     tl.store(record, start + block * BLOCK_Q, mask=mask)
@@ -128,8 +143,8 @@ def _write_records(
     tl.store(record + 4, last, mask=mask)
     tl.store(record + 5, tl.load(slots + row, mask=used, other=0), mask=mask)
     tl.store(record + 6, partial, mask=mask)
-    tl.store(record + 7, tl.where(part == 0, parts, 0), mask=mask)
-    tl.store(owners + partial, place, mask=used & cut)
+    tl.store(record + 7, parts, mask=mask)
+    tl.store(leaders + tl.load(scratch + 3 * ROWS + rank) + block, place, mask=used & cut & (part == 0))
 
 
 @triton.jit
@@ -279,7 +294,7 @@ def attend(
 @triton.jit
 def combine(
     records,
-    owners,
+    leaders,
     out,
     partials,
     partial_sums,
@@ -290,15 +305,12 @@ def combine(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Program (partial result, key-value head, BLOCK_M tile rows): the first piece along a context gathers the others, which follow it."""
-    place, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    owner = tl.load(owners + place)
-    if owner < 0:
+    """Program (leader, key-value head, BLOCK_M tile rows): adds up the pieces along a context, whose results stand one behind another."""
+    leader, head = tl.load(leaders + tl.program_id(0)), tl.program_id(1)
+    if leader < 0:
         return
-    record = records + owner * RECORD
-    parts = tl.load(record + 7)
-    if parts == 0:
-        return
+    record = records + leader * RECORD
+    place, parts = tl.load(record + 6).to(tl.int64), tl.load(record + 7)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     query = m // GROUP

@@ -41,11 +41,15 @@ class Choice:
 
 
 def candidates(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> list[Choice]:
-    """For a `kind` of step, "decode" (one token a row) or "prefill". Heads of other sizes have tiles of about as many bytes."""
+    """For a `kind` of step, "decode" (one token a row) or "prefill".
+
+    Larger heads have smaller tiles. Smaller ones have larger tiles in decode steps, which live on bytes under way, not in prefill steps,
+    which live on registers.
+    """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     found = []
     for block_m, tile, warps, stages in _CANDIDATES[kind]:
-        tile = max(16, min(128, tile * _ROW_BYTES // row_bytes))
+        tile = max(16, min(128 if kind == "decode" else tile, tile * _ROW_BYTES // row_bytes))
         if dtype == torch.float32 and kind == "prefill":  # three products for one take registers
             block_m, tile, warps, stages = 64, min(tile, 32), 4, 2
         choice = Choice(max(block_m, triton.next_power_of_2(group)), tile, warps, stages)

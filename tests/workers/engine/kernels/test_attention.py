@@ -146,7 +146,7 @@ def test_a_context_in_pieces(window: int | None, rows: Rows) -> None:
     metadata = step.metadata()
     attention = make_attention("triton", step.shape, 4, step.dtype, DEVICE)
     pieces = attention._pieces(metadata, step.q.shape[0], window or 0)  # type: ignore[attr-defined]
-    assert (pieces.owners >= 0).sum() > 2
+    assert (pieces.leaders >= 0).any()
 
 
 @pytest.mark.proof

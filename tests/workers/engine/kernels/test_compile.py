@@ -1,4 +1,4 @@
-"""Every way in which the attention kernels can be launched compiles for the cards that count, in registers and shared memory that they have."""
+"""Every way to launch the attention kernels compiles for the cards that count, in the registers and memory that they have."""
 
 import pytest
 import torch
@@ -39,15 +39,15 @@ def attend(kind: str, choice: Choice, dim: int, group: int, dtype: torch.dtype, 
 
 def plan(rows: int, block_q: int, window: int) -> Variant:
     signature = {
-        **dict.fromkeys(("query_start", "context_lens", "slots", "records", "owners", "scratch"), "*i32"),
-        **dict.fromkeys(("num_rows", "num_pieces", "num_partials", "share"), "i32"),
+        **dict.fromkeys(("query_start", "context_lens", "slots", "records", "leaders", "scratch"), "*i32"),
+        **dict.fromkeys(("num_rows", "num_pieces", "share"), "i32"),
     }
-    constants = {"WINDOW": window, "BLOCK_Q": block_q, "TILE": 64, "MIN_TILES": 8, "LEVELS": (rows - 1).bit_length(), "PIECES": 256}
+    constants = {"WINDOW": window, "BLOCK_Q": block_q, "TILE": 64, "MIN_TILES": 8, "LEVELS": max(8, (rows - 1).bit_length()), "PIECES": 256}
     return Variant(MODULE, "plan", signature, constants)
 
 
 def combine(dim: int, group: int) -> Variant:
-    signature = {"records": "*i32", "owners": "*i32", "out": "*bf16", "partials": "*fp32", "partial_sums": "*fp32"}
+    signature = {"records": "*i32", "leaders": "*i32", "out": "*bf16", "partials": "*fp32", "partial_sums": "*fp32"}
     constants = {"KV_HEADS": 8, "GROUP": group, "HEAD_DIM": dim, "BLOCK_Q": 1, "BLOCK_D": 1 << (dim - 1).bit_length(), "BLOCK_M": 16}
     return Variant(MODULE, "combine", signature, constants, aligned=("out", "partials"))
 
