@@ -92,7 +92,5 @@ def test_the_largest_step_fills_the_budget_as_far_as_contexts_reach(seqs: int, t
 def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(place: Place) -> None:
     checkpoint = open_checkpoint(str(folder("llama")))
     model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, make_ops(place.attention_backend))
-    settings = EngineConfig(
-        model="", device="cpu", threads=1, attention_backend=place.attention_backend, max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64
-    )
+    settings = EngineConfig(model="", max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64, **place.settings())  # type: ignore[arg-type]
     assert rehearse(settings.resolve(), model) == 0
