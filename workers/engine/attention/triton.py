@@ -19,7 +19,9 @@ from workers.engine.kernels.tuning import Choice
 
 _LOG2_E = math.log2(math.e)
 _WAVES = {"decode": 2, "prefill": 1}  # shares of the work, in programs that run at once
-_MIN_PIECE = 512  # tokens of context worth a program of their own
+_MIN_PIECE = 256  # tokens of context worth a program of their own
+_LONG = 8192  # tokens of context that a program does alone where there are many programs
+_MANY = 4  # programs to each that runs at once
 _COMBINED = 16  # tile rows that one program adds up
 
 
@@ -27,10 +29,12 @@ _COMBINED = 16  # tile rows that one program adds up
 class Pieces:
     """A step cut into pieces of work, on the device, for all layers of one window."""
 
-    records: Tensor  # int32 [pieces, kernels.RECORD]
-    leaders: Tensor  # int32 [share]
     choice: Choice
     block_q: int  # queries of one piece
+    records: Tensor  # int32 [pieces, kernels.RECORD]
+    leaders: Tensor  # int32 [share], empty where no row is cut
+    partials: Tensor  # float32 [2 * share, kv_heads, block_q * group, d], which the layers use in turn
+    partial_sums: Tensor  # float32 [2 * share, kv_heads, block_q * group]
 
 
 class TritonAttention:
@@ -67,19 +71,14 @@ class TritonAttention:
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pieces = self._pieces(metadata, q.shape[0], window or 0)
-        choice, share = pieces.choice, pieces.leaders.shape[0]
-        rows = pieces.block_q * self._group
-        partials = 2 * share  # what is cut is longer than its share, so that it makes less than twice as many pieces
-        partial = torch.empty((partials, s.kv_heads, rows, s.head_dim), dtype=torch.float32, device=q.device)
-        sums = torch.empty((partials, s.kv_heads, rows), dtype=torch.float32, device=q.device)
         kernels.attend[(pieces.records.shape[0], s.kv_heads)](
             q,
             layer_cache,
             metadata.block_tables,
             pieces.records,
             out,
-            partial,
-            sums,
+            pieces.partials,
+            pieces.partial_sums,
             scale * _LOG2_E,
             s.num_blocks,
             q.stride(0),
@@ -89,23 +88,23 @@ class TritonAttention:
             HEAD_DIM=s.head_dim,
             BLOCK_SIZE=s.block_size,
             WINDOW=window or 0,
-            BLOCK_M=choice.block_m,
+            BLOCK_M=pieces.choice.block_m,
             BLOCK_Q=pieces.block_q,
             BLOCK_D=self._block_d,
-            TILE=choice.tile,
+            TILE=pieces.choice.tile,
             PEELED=metadata.max_query > 1,
             DOT=self._dot,
-            num_warps=choice.warps,
-            num_stages=choice.stages,
+            num_warps=pieces.choice.warps,
+            num_stages=pieces.choice.stages,
             enable_fp_fusion=True,  # a product and its sum in one instruction, which later versions of Triton do not do unasked
         )
-        if share:
-            kernels.combine[(share, s.kv_heads, -(-rows // _COMBINED))](
+        if pieces.leaders.shape[0]:
+            kernels.combine[(pieces.leaders.shape[0], s.kv_heads, -(-pieces.block_q * self._group // _COMBINED))](
                 pieces.records,
                 pieces.leaders,
                 out,
-                partial,
-                sums,
+                pieces.partials,
+                pieces.partial_sums,
                 KV_HEADS=s.kv_heads,
                 GROUP=self._group,
                 HEAD_DIM=s.head_dim,
@@ -127,12 +126,12 @@ class TritonAttention:
         kind = "decode" if metadata.max_query == 1 else "prefill"
         choice, rows = self._choices[kind], metadata.context_lens.shape[0]
         block_q = 1 if kind == "decode" else choice.block_m // self._group
-        blocks = rows if kind == "decode" else tokens // block_q + rows
-        share = -(-_WAVES[kind] * self._parallel // self._shape.kv_heads)
-        if metadata.max_context <= _MIN_PIECE:
-            share = 0
-        records = torch.empty((blocks + share, kernels.RECORD.value), dtype=torch.int32, device=self._device)
-        leaders = torch.empty(share, dtype=torch.int32, device=self._device)
+        share = self._share(kind, max(rows, tokens // block_q), metadata.max_context)
+        records = self._empty((tokens // block_q if kind == "prefill" else 0) + rows + share, kernels.RECORD.value)
+        leaders = self._empty(share)
+        # What is cut is longer than a share, so that it makes less than twice as many pieces.
+        sums = self._empty(2 * share, self._shape.kv_heads, block_q * self._group, dtype=torch.float32)
+        partials = self._empty(*sums.shape, self._shape.head_dim, dtype=torch.float32)
         levels = max(8, (rows - 1).bit_length())  # few of them, for each is compiled
         kernels.plan[(1,)](
             metadata.query_start,
@@ -140,7 +139,7 @@ class TritonAttention:
             metadata.slots,
             records,
             leaders,
-            torch.empty((4, 1 << levels), dtype=torch.int32, device=self._device),
+            self._empty(4, 1 << levels),
             rows,
             records.shape[0],
             share,
@@ -151,7 +150,17 @@ class TritonAttention:
             LEVELS=levels,
             PIECES=256,
         )
-        return Pieces(records, leaders, choice, block_q)
+        return Pieces(choice, block_q, records, leaders, partials, sums)
+
+    def _share(self, kind: str, least: int, longest: int) -> int:
+        """Into how many pieces the work of `least` pieces or more is cut if need be; 0 where there is no need."""
+        enough = least * self._shape.kv_heads >= _MANY * self._parallel
+        if longest <= (_LONG if enough else _MIN_PIECE):
+            return 0
+        return -(-_WAVES[kind] * self._parallel // self._shape.kv_heads)
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
 
 
 def _power_of_two(n: int) -> int:

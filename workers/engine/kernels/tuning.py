@@ -51,7 +51,7 @@ def candidates(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> list
     for block_m, tile, warps, stages in _CANDIDATES[kind]:
         tile = max(16, min(128 if kind == "decode" else tile, tile * _ROW_BYTES // row_bytes))
         if dtype == torch.float32 and kind == "prefill":  # three products for one take registers
-            block_m, tile, warps, stages = 64, min(tile, 32), 4, 2
+            block_m, tile, warps, stages = max(16, 64 * _ROW_BYTES // row_bytes), min(tile, 32), 4, 2
         choice = Choice(max(block_m, triton.next_power_of_2(group)), tile, warps, stages)
         if choice not in found:
             found.append(choice)

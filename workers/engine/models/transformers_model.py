@@ -69,7 +69,6 @@ class TransformersClass:
 
 
 class TransformersModel(DecoderModel):
-
     def __init__(self, module: Pretrained, body: str, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
         super().__init__(config, weights)
         self.module = module

@@ -33,7 +33,8 @@ def _poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts of a few tiles are cut already."""
+    """Contexts of a few tiles are cut already, however many rows there are."""
+    monkeypatch.setattr(backend, "_LONG", 64)
     monkeypatch.setattr(backend, "_MIN_PIECE", 64)
     monkeypatch.setattr(backend, "_WAVES", {"decode": 16, "prefill": 16})
 
