@@ -200,7 +200,7 @@ def check_model_flags(ctx: click.Context) -> None:
     """Refuses model flags that contradict each other."""
     values = ctx.params
     for name in ("tensor_parallel_size", "data_parallel_size"):
-        if ":" in values["device"] and values[name] > 1:
+        if ":" in values["device"] and values.get(name, 1) > 1:
             raise Refused(f"--device {values['device']} names one card, and {as_flag(name)} {values[name]} needs more: give --device cuda")
     tokens, requests = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
     if tokens is not None and requests is not None and tokens < requests:

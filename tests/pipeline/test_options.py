@@ -104,11 +104,18 @@ def test_sizes_have_units() -> None:
 
 def test_model_flags_reach_a_child_unchanged() -> None:
     flags = ["--served-model-name", "x", "--served-model-name", "y", "--no-enable-prefix-caching", "--block-size", "8"]
-    flags += ["--device", "cpu", "--enforce-eager", "--nvtx", "--profile", "traces"]
+    flags += ["--device", "cuda:1", "--device-lock-folder", "/locks", "--enforce-eager", "--nvtx", "--profile", "traces"]
     before = values_of(*flags)
     after = values_of(*model_arguments(before))
     assert {name: after[name] for name in MODEL_FLAGS} == {name: before[name] for name in MODEL_FLAGS}
     assert values_of(*model_arguments(values_of("--kv-cache-memory-bytes", "1M")))["kv_cache_memory_bytes"] == 2**20
+
+
+@pytest.mark.parametrize("device", ["cuda:", "cuda:x", "cuda:-1", "tpu", ""])
+def test_a_device_that_is_none_is_refused(device: str) -> None:
+    result = CliRunner().invoke(shown, ["--device", device])
+    assert result.exit_code == 2
+    assert "is none of auto, cpu, cuda and cuda:N" in result.output
 
 
 def test_settings_that_differ_are_logged_without_passwords(caplog: pytest.LogCaptureFixture) -> None:

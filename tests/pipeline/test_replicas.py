@@ -32,8 +32,8 @@ def at_work(queue: Queue) -> list[int]:
 
 def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", LINES), tmp_path / "out.jsonl"
-    flags = ("--data-parallel-size", 2, "--max-num-seqs", 4, "--dtype", "float32")
-    with running_pipeline("run-batch", source, "-o", output, *flags) as run:
+    flags = ("--max-num-seqs", 4, "--dtype", "float32")
+    with running_pipeline("run-batch", source, "-o", output, *flags, PIPELINE_DATA_PARALLEL_SIZE="2") as run:
         queue = queue_of(run)
         wait_until(lambda: len(at_work(queue)) == 2, 60, "both replicas at work")
         os.kill(at_work(queue)[0], signal.SIGKILL)

@@ -87,6 +87,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def command_environment(redis_url: str | None, more: dict[str, str]) -> dict[str, str]:
-    """This process' environment with one compute thread and no other queue than the one given."""
+    """This process' environment with one compute thread, no card (several workers could not share one) and no other queue than the one
+    given."""
     kept = {name: value for name, value in os.environ.items() if name != "REDIS_URL" and not name.startswith("PIPELINE_")}
-    return {**kept, "OMP_NUM_THREADS": "1", **({"REDIS_URL": redis_url} if redis_url else {}), **more}
+    return {**kept, "OMP_NUM_THREADS": "1", "PIPELINE_DEVICE": "cpu", **({"REDIS_URL": redis_url} if redis_url else {}), **more}

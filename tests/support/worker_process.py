@@ -69,7 +69,7 @@ def running_worker(queue: Queue, redis_url: str, *flags: str, ready: bool = True
     with tempfile.NamedTemporaryFile("wb", suffix=".log") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "worker", "--redis-url", redis_url, "--dtype", "float32", *flags],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PIPELINE_DEVICE": "cpu", **environment},
             stderr=log,
             preexec_fn=partial(die_with_parent, os.getpid()),
         )

@@ -25,6 +25,10 @@ _LOOK_SECONDS = 0.1
 _FOLDERS = (Path("/run/lock"), Path("/tmp"))
 _EVERYBODY = 0o666
 _GATE = "choosing"
+_TRIES = 3
+
+_held: dict[Path, list[int]] = {}
+"""This process' open files by the lock they hold: what it has, it may take again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,9 @@ class TakenCards:
     def release(self) -> None:
         """Gives up this process' hold on the cards; children that were given the files have their own."""
         for fd in self.fds:
+            for fds in _held.values():
+                if fd in fds:
+                    fds.remove(fd)
             os.close(fd)
 
 
@@ -44,7 +51,8 @@ def take_cards(names: Sequence[str], count: int, folder: str | None, index: int 
     """Takes `count` free cards of those that the host calls `names`, or the one at `index`; waits up to `patience` seconds for them.
 
     `names` are the same for everyone on the host, in whatever order. `folder` holds the locks (None: one that all users of the host
-    share). Raises ModelLoadError, with nothing taken, where there are fewer cards, or too few free ones.
+    share). A card that this process has counts as free. Raises ModelLoadError, with nothing taken, where there are fewer cards, or too few
+    free ones.
     """
     place = Path(folder) if folder else shared_folder()
     wanted = range(len(names)) if index is None else [index]
@@ -95,6 +103,14 @@ def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) 
 
 def _lock(file: Path) -> int | None:
     """The open file, locked, with this process' name in it; None while another holds it."""
+    own = _held.setdefault(file, [])
+    fd = os.dup(own[0]) if own else _lock_anew(file)
+    if fd is not None:
+        own.append(fd)
+    return fd
+
+
+def _lock_anew(file: Path) -> int | None:
     fd = _open(file)
     # Someone may have removed the file since it was opened, and the next one would lock another of the same name.
     if not _flock(fd, fcntl.LOCK_EX) or not _is_at(fd, file):
@@ -125,9 +141,11 @@ def _open(file: Path) -> int:
     """Opens, or makes, a file that everybody may lock. Not by O_CREAT where there is one already: in a folder that all users share
     (sticky, as /tmp), Linux refuses that for another user's file."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    for _ in range(3):
+    for _ in range(_TRIES):
         try:
             return os.open(file, flags)
+        except PermissionError:  # its maker is about to open it to everybody
+            time.sleep(_LOOK_SECONDS)
         except FileNotFoundError:
             with suppress(FileExistsError):
                 fd = os.open(file, flags | os.O_CREAT | os.O_EXCL, _EVERYBODY)

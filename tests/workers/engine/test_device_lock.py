@@ -76,6 +76,19 @@ def test_a_killed_holder_gives_its_card_back_once_its_children_have_ended(tmp_pa
     take_cards(CARDS[:1], 1, str(tmp_path), patience=0).release()
 
 
+def test_a_process_may_take_again_what_it_has(tmp_path: Path) -> None:
+    first, second = (take_cards(CARDS, 2, str(tmp_path), patience=0) for _ in range(2))
+    assert first.indices == second.indices == [0, 1]
+    first.release()
+    taker = Taker(tmp_path, 2)
+    assert taker.taken() == {"GPU-c", "GPU-d"}
+    second.release()
+    third = Taker(tmp_path, 2)
+    assert third.taken() == {"GPU-a", "GPU-b"}
+    taker.leave()
+    third.leave()
+
+
 def test_a_refusal_names_the_holders_and_takes_nothing(tmp_path: Path) -> None:
     taker = Taker(tmp_path, 3)
     assert taker.taken() == set(CARDS[:3])
@@ -91,13 +104,16 @@ def test_a_refusal_names_the_holders_and_takes_nothing(tmp_path: Path) -> None:
 
 
 def test_one_that_is_asked_for_by_number_is_that_one(tmp_path: Path) -> None:
-    held = take_cards(CARDS, 1, str(tmp_path), index=2, patience=0)
-    assert held.indices == [2]
+    taker = Taker(tmp_path, 1, CARDS[2:])
+    assert taker.taken() == {"GPU-c"}
     with pytest.raises(ModelLoadError, match="none of 1 is free: GPU-c is held"):
         take_cards(CARDS, 1, str(tmp_path), index=2, patience=0)
     with pytest.raises(ModelLoadError, match="2 cards are asked for, but there is one here"):
         take_cards(CARDS, 2, str(tmp_path), index=1, patience=0)
+    held = take_cards(CARDS, 1, str(tmp_path), index=3, patience=0)
+    assert held.indices == [3]
     held.release()
+    taker.leave()
 
 
 def test_a_card_is_waited_for(tmp_path: Path) -> None:
@@ -109,14 +125,12 @@ def test_a_card_is_waited_for(tmp_path: Path) -> None:
     taker.leave()
 
 
-def test_the_lock_of_a_file_that_was_removed_is_not_mistaken_for_one(tmp_path: Path) -> None:
-    held = take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
-    for file in tmp_path.iterdir():
-        file.unlink()
-    again = take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
-    assert len(list(tmp_path.iterdir())) == 2
-    held.release()
-    again.release()
+def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        take_cards(CARDS[:1], 1, str(tmp_path), patience=0).release()
+        assert len(list(tmp_path.iterdir())) == 2
+        for file in tmp_path.iterdir():
+            file.unlink()
 
 
 def test_everybody_may_lock_what_one_has_made(tmp_path: Path) -> None:

@@ -25,9 +25,11 @@ ENDLESS = SamplingParams(200, temperature=0.0, ignore_eos=True)
 
 
 @asynccontextmanager
-async def started() -> AsyncIterator[tuple[AsyncEngine, int]]:
+async def started(step_timeout: float | None = None) -> AsyncIterator[tuple[AsyncEngine, int]]:
     """An engine of two ranks, and the process id of the second."""
-    engine = AsyncEngine(EngineConfig(model=str(folder("llama")), device="cpu", dtype="float32", threads=1, tensor_parallel_size=2))
+    model = str(folder("llama"))
+    config = EngineConfig(model=model, device="cpu", dtype="float32", threads=1, tensor_parallel_size=2, step_timeout=step_timeout)
+    engine = AsyncEngine(config)
     await engine.start(START_SECONDS)
     try:
         yield engine, ranks_of(engine.pid)[0]
@@ -106,6 +108,18 @@ def test_no_rank_outlives_its_core(number: signal.Signals) -> None:
     async def scenario() -> None:
         async with started() as (engine, rank):
             await death_at_work(engine, lambda: os.kill(engine.pid, number))
+            await gone(rank)
+
+    run(scenario)
+
+
+@pytest.mark.proof
+def test_a_rank_that_hangs_is_a_core_that_hangs() -> None:
+    async def scenario() -> None:
+        async with started(step_timeout=2.0) as (engine, rank):
+            death = await death_at_work(engine, lambda: os.kill(rank, signal.SIGSTOP))
+            assert death.by_itself
+            assert "its step hung" in death.reason
             await gone(rank)
 
     run(scenario)
