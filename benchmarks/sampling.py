@@ -110,6 +110,7 @@ def _compare(runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage
 def _ask(runner: ModelRunner, asked: dict[str, Any]) -> None:
     for slot in range(ROWS):
         runner.sampler.set(slot, SamplingParams(max_tokens=8192, seed=slot, **asked))
+    runner.sampler.upload()
 
 
 @torch.inference_mode()

@@ -74,7 +74,7 @@ def write(k: Tensor, v: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> No
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _rotate_and_write(
     qkv,
     cos,
@@ -136,7 +136,7 @@ def _of_head(query_weight, key_weight, column, is_query, inside):
     return tl.where(is_query, query, key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _write(
     k,
     v,

@@ -46,6 +46,12 @@ _MOST_NOISE = tl.constexpr(23.0)  # -log(-log1p(-2^-33)) is 22.9
 _UNIT = tl.constexpr(2.0**40)  # the weights of what was gathered are integers, whose sum depends on no order
 _SLACK = tl.constexpr(1.00001)  # by which a pivot's weight must reach its goal, for sums in float32
 
+# Compiled once for all numbers of rows: what depends on them are counts, and places of views in their tensors.
+_kernel = triton.jit(
+    do_not_specialize=["span", "parts"],
+    do_not_specialize_on_alignment=["slots", "lengths", "prompt_lengths", "largest", "best", "greedy", "scores", "drawn", "found"],
+)
+
 
 def draw(logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor | None) -> Tensor:
     """One token per row of logits [R, vocab], of any float dtype and left as they are; int32 [R].
@@ -104,7 +110,7 @@ def _split(rows: int, vocab: int) -> tuple[int, int]:
     return span, triton.cdiv(blocks, span)
 
 
-@triton.jit(do_not_specialize=["span", "parts"])
+@_kernel
 def _largest(logits, largest, best, counts, stride, vocab, span, parts, BLOCK: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
@@ -121,9 +127,9 @@ def _largest(logits, largest, best, counts, stride, vocab, span, parts, BLOCK: t
         tl.store(counts + row, 0)
 
 
-@triton.jit(do_not_specialize=["span", "parts"])
+@_kernel
 def _draw_parts(
-    logits, table, slots, lengths, prompt_lengths, largest, scores, tokens, stride, vocab, span, parts,
+    logits, table, slots, lengths, prompt_lengths, largest, scores, drawn, stride, vocab, span, parts,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -135,10 +141,10 @@ def _draw_parts(
         end = _end(part, span, vocab, BLOCK)
         score, token = _drawn(logits + row * stride, part * span, end, vocab, most, temperature, floor, key, BLOCK)
         tl.store(scores + row * parts + part, score)
-        tl.store(tokens + row * parts + part, token)
+        tl.store(drawn + row * parts + part, token)
 
 
-@triton.jit(do_not_specialize=["span", "parts"])
+@_kernel
 def _measure(logits, table, slots, largest, measured, stride, vocab, span, parts,
              PIVOTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -172,7 +178,7 @@ def _measure(logits, table, slots, largest, measured, stride, vocab, span, parts
         tl.store(measured + 8, tl.sum(total, 0))
 
 
-@triton.jit(do_not_specialize=["span", "parts"])
+@_kernel
 def _gather(
     logits, table, slots, largest, measured, found, distances, tokens, counts, stride, vocab, span, parts,
     PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -207,7 +213,7 @@ def _gather(
                     tl.store(tokens + row * GATHERED + place, token, kept)
 
 
-@triton.jit(do_not_specialize=["span", "parts"])
+@_kernel
 def _choose(
     logits, table, slots, lengths, prompt_lengths, largest, greedy, scores, drawn, measured, found, distances, tokens, counts, out,
     stride, vocab, span, parts, GATHERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,

@@ -66,8 +66,8 @@ VARIANTS = {
         {"kv_heads": 12, "BLOCK_SIZE": 16, "HEAD_DIM": 64, "HEADS": 16, "WIDTH": 64},
     ),
     "largest": draw("_largest", "largest best counts", "bf16", BLOCK=2048),
-    "draw": draw("_draw_parts", f"{ASKED} scores tokens", "bf16", **PARTED),
-    "draw float32": draw("_draw_parts", f"{ASKED} scores tokens", "fp32", **PARTED),
+    "draw": draw("_draw_parts", f"{ASKED} scores drawn", "bf16", **PARTED),
+    "draw float32": draw("_draw_parts", f"{ASKED} scores drawn", "fp32", **PARTED),
     "measure": draw("_measure", "table slots largest measured", "bf16", PIVOTS=PIVOTS, **PARTED),
     "gather": draw(
         "_gather", "table slots largest measured found distances tokens counts", "bf16", PIVOTS=PIVOTS, GATHERED=4096, **PARTED
