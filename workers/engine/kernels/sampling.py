@@ -318,7 +318,8 @@ def _measure_in_row(logits, vocab, most, temperature, counting, bits, BLOCK: tl.
 def _drawn(logits, first, last, vocab, most, temperature, limit, key, BLOCK: tl.constexpr):
     """Score and token of the winner within the limit in a row's blocks `first` to `last` - 1; -1 where there is none."""
     lane = tl.arange(0, BLOCK)
-    best, chosen = -float("inf"), -1
+    # The row's largest has a score of at least -log(-log1p(2^-24 - 1)), which is -2.8.
+    best, chosen = -2.9, -1
     for block in range(first, last):
         token = block * BLOCK + lane
         distance, inside = _distances(logits, token, vocab, most, temperature)
@@ -391,14 +392,21 @@ def _unsigned(words):
 
 @triton.jit
 def _mix(z):
-    z = (z ^ (z >> 30)) * _MIX_1
-    z = (z ^ (z >> 27)) * _MIX_2
+    z = _mixed_up(z)
     return z ^ (z >> 31)
 
 
 @triton.jit
+def _mixed_up(z):
+    """`_mix` but for its last step."""
+    z = (z ^ (z >> 30)) * _MIX_1
+    return (z ^ (z >> 27)) * _MIX_2
+
+
+@triton.jit
 def _noise_bits(key, token):
-    return (_mix(key + (token + 1).to(tl.uint64) * _GOLDEN) >> 32).to(tl.uint32)
+    high = (_mixed_up(key + (token + 1).to(tl.uint64) * _GOLDEN) >> 32).to(tl.uint32)
+    return high ^ (high >> 31)
 
 
 @triton.jit
