@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ from workers.engine.graphs import Work
 from workers.engine.loader import load_model, open_checkpoint
 from workers.engine.messages import EngineRequest, SamplingParams
 from workers.engine.models.registry import Family
+from workers.engine.models.transformers_attention import ALL_BEFORE, OTHER, describe_mask
 from workers.engine.models.transformers_model import TransformersClass, TransformersModel
-from workers.engine.models.transformers_parity import check_parity, check_windows, replays
+from workers.engine.models.transformers_parity import check_parity, replays
 
 CPU = torch.device("cpu")
 DIFFERENT = ("gemma3", "granite-longrope", "olmoe")  # windows by layer, rotation by length and scaled logits, experts
@@ -215,16 +217,27 @@ def test_a_configuration_that_makes_no_model_is_refused(granite: Path) -> None:
     assert "GraniteForCausalLM" in refusal(granite)
 
 
-def test_a_mask_that_is_not_the_window_named_is_refused() -> None:
-    """The same weights by a configuration whose windows are others than the mask function makes."""
-    model = load_model(str(folder("gemma3")), "float32", CPU)
-    assert isinstance(model, TransformersModel)
-    model.config = replace(model.config, sliding_windows=(24, 24, 24))
-    with pytest.raises(ModelLoadError, match="layer 1 has a mask of a window of all tokens and names one of 24"):
-        check_windows(model)
-    model.config = replace(model.config, sliding_windows=(23, None, 24))
-    with pytest.raises(ModelLoadError, match="layer 0 has a mask of a window of 24 tokens and names one of 23"):
-        check_windows(model)
+def test_windows_are_those_of_the_masks(tmp_path: Path) -> None:
+    """This class names no window to its attention functions."""
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    path = saved(tmp_path, "Qwen2MoeConfig", use_sliding_window=True, sliding_window=5, layer_types=kinds)
+    assert open_checkpoint(str(path)).config.sliding_windows == (None, None, None)
+    assert load_model(str(path), "float32", CPU).config.sliding_windows == (None, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (lambda q, kv: kv <= q, ALL_BEFORE),
+        (lambda q, kv: (kv <= q) & (kv > q - 7), 7),
+        (lambda q, kv: (kv <= q) & (kv // 8 == q // 8), OTHER),
+        (lambda q, kv: (kv <= q) & ((kv < 4) | (kv > q - 7)), OTHER),
+        (lambda q, kv: kv <= q + 1, OTHER),
+    ],
+)
+def test_what_a_mask_lets_a_query_see(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], seen: int) -> None:
+    mask = describe_mask(mask_function=lambda batch, head, q, kv: visible(q, kv), config=SimpleNamespace(max_position_embeddings=64))
+    assert mask.tolist() == [[[[seen]]]]
 
 
 def test_other_logits_than_the_class_gives_are_refused() -> None:

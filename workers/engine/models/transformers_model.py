@@ -11,7 +11,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -57,11 +57,11 @@ class TransformersClass:
 
         Raises ModelLoadError.
         """
-        from workers.engine.models.transformers_parity import check_parity, check_windows, replays
+        from workers.engine.models.transformers_parity import check_parity, replays, windows_by_masks
 
         module = _read_weights(self, folder, dtype).to(device)
         model = TransformersModel(module, self.body, config, Weights({}, dtype, device), max_model_len)
-        check_windows(model)
+        model.config = replace(config, sliding_windows=windows_by_masks(model))
         check_parity(model)
         if device.type == "cuda":
             model.recordable = self.model_class._can_compile_fullgraph and replays(model, CudaRecorder())

@@ -1,4 +1,4 @@
-"""What is tried of a class of transformers once its weights are there: that its masks are the windows it names, that it says the same on a
+"""What is tried of a class of transformers once its weights are there: what windows its masks are, whether it says the same on a
 paged cache as by its own attention, and whether a CUDA graph of it repeats what it does."""
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
 @torch.inference_mode()
-def check_windows(model: TransformersModel) -> None:
-    """Each layer's own mask must let it see what the window says that it hands to attention functions. Raises ModelLoadError."""
+def windows_by_masks(model: TransformersModel) -> tuple[int | None, ...]:
+    """Each layer's window as its own mask has it: some classes name none to their attention. Raises ModelLoadError for other masks."""
     calls: list[LayerCall] = []
     with _or_refused(model):
         model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
     for call in calls:
-        told = model.config.sliding_windows[call.layer or 0] or ALL_BEFORE
-        seen = OTHER if call.mask is None else call.mask if call.mask < model.config.max_position_embeddings else ALL_BEFORE
-        if seen != told:
-            shown = "no window" if seen == OTHER else f"a window of {seen or 'all'} tokens"
-            raise refusal(model.config.architecture, f"layer {call.layer} has a mask of {shown} and names one of {told or 'all'}")
+        if call.mask is None or call.mask == OTHER:
+            raise refusal(model.config.architecture, f"the mask of layer {call.layer} is no window")
+    seen = {call.layer: call.mask for call in calls}
+    return tuple(
+        seen[layer] if ALL_BEFORE < (seen[layer] or 0) < model.config.max_position_embeddings else None
+        for layer in range(model.config.num_layers)
+    )
 
 
 @torch.inference_mode()
