@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
 
-from api import health, live_calls, models, streams
+from api import health, live_calls, metrics, models, streams
 from api.errors import install_error_handlers
 from api.fleet import Fleet
 from api.reader import Reader
@@ -39,6 +39,6 @@ def create_app(settings: ApiSettings) -> FastAPI:
     app = FastAPI(title="Batch inference pipeline", lifespan=lifespan)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
-    for module in (live_calls, streams, models, health):
+    for module in (live_calls, streams, models, health, metrics):
         app.include_router(module.router)
     return app

@@ -94,6 +94,11 @@ def counted(worker: str) -> str:
     return f"{{q}}:counted:{worker}"
 
 
+def gauges(worker: str) -> str:
+    """WorkerGauges: what a worker's engine and cards did lately. Lasts some seconds."""
+    return f"{{q}}:gauges:{worker}"
+
+
 def held(worker: str) -> str:
     """Set of request keys that a worker holds leases on."""
     return f"{{q}}:held:{worker}"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jobs import keys
 from jobs.base import chunks, flat
 from jobs.batch_queue import BatchQueue
+from jobs.gauges import Gauges
 from jobs.registry import Registry
 from jobs.requests import (
     Checkpoint,
@@ -46,7 +47,7 @@ class TokenTotals(NamedTuple):
     delivered: int
 
 
-class Queue(BatchQueue, Streams, Registry):
+class Queue(BatchQueue, Streams, Registry, Gauges):
     """Everything that travels through Redis, for API, workers and control plane. All methods raise `QueueUnavailable`."""
 
     def submit(self, live_id: str, request: Request) -> None:

@@ -4,17 +4,22 @@ import time
 
 from rich.table import Table
 
+from jobs.gauges import CardGauges
 from jobs.queue import Queue
 from pipeline.progress import duration
 
 
 def workers_table(queue: Queue) -> Table:
     """One row per worker that is alive."""
-    table = _table("Workers", "id", "state", "models", "context", "host", "pid", "up")
-    for worker in queue.workers():
+    table = _table("Workers", "id", "state", "models", "context", "host", "pid", "up", "tokens/s", "GPU")
+    workers = queue.workers()
+    gauges = queue.gauges([worker.id for worker in workers])
+    for worker in workers:
         context = str(worker.max_model_len) if worker.max_model_len else ""
         up = duration(max(0.0, time.time() - worker.started))
-        table.add_row(worker.id, worker.state, ", ".join(worker.models), context, worker.host, str(worker.pid), up)
+        said = gauges.get(worker.id)
+        lately = [f"{said.tokens_per_second:.0f}", "\n".join(map(_card, said.cards))] if said else ["", ""]
+        table.add_row(worker.id, worker.state, ", ".join(worker.models), context, worker.host, str(worker.pid), up, *lately)
     return table
 
 
@@ -47,6 +52,18 @@ def tokens_table(queue: Queue) -> Table:
     table = _table("Output tokens", "generated", "delivered", "in flight", "computed again or cancelled")
     table.add_row(str(totals.generated), str(totals.delivered), str(in_flight), share)
     return table
+
+
+def _card(card: CardGauges) -> str:
+    """Name, use, memory and power, as far as they are known."""
+    parts = [card.name]
+    if card.busy is not None:
+        parts.append(f"{card.busy:.0%} busy")
+    if card.memory_used is not None and card.memory_total is not None:
+        parts.append(f"{card.memory_used / 2**30:.0f} of {card.memory_total / 2**30:.0f} GiB")
+    if card.watts is not None:
+        parts.append(f"{card.watts:.0f} W")
+    return ", ".join(parts)
 
 
 def _table(title: str, *columns: str) -> Table:

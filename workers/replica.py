@@ -199,6 +199,7 @@ class Replica:
             asyncio.create_task(self._trials.run(), name="trials"),
             asyncio.create_task(self._outbox.run(self._running.due, lambda: len(self._running) > 0), name="outbox"),
             asyncio.create_task(report, name="statistics"),
+            asyncio.create_task(statistics.report_gauges(self.id, self._engine, self._queue), name="gauges"),
         ]
 
     async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:

@@ -1,23 +1,31 @@
-"""One line of statistics every ten seconds while there is work."""
+"""What an engine does, for people and machines: one line in the log every ten seconds while there is work, and gauges in Redis always."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 from typing import Protocol
 
-from workers.engine.messages import Stats
+from jobs.gauges import WorkerGauges
+from jobs.queue import Queue, QueueUnavailable
+from workers.cards import card_gauges
+from workers.engine.messages import Ready, Stats
 from workers.running import Running
 
 logger = logging.getLogger(__name__)
 
 INTERVAL = 10.0
+GAUGES_INTERVAL = 5.0
 
 
 class HasStats(Protocol):
     """What this needs of an engine."""
 
     stats: Stats
+
+    @property
+    def info(self) -> Ready: ...
 
 
 async def report(running: Running, engine: HasStats, num_blocks: int) -> None:
@@ -41,3 +49,22 @@ def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight
         f"cache {1 - now.free_blocks / max(1, num_blocks):.0%} full, {hits / max(1, hits + computed):.0%} of the tokens were in it, "
         f"{now.preemptions - before.preemptions} preemptions"
     )
+
+
+async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
+    """Tells Redis until cancelled; what does not arrive is told anew by the next one."""
+    loop = asyncio.get_running_loop()
+    before, since = engine.stats.tokens, loop.time()
+    while True:
+        stats, now = engine.stats, loop.time()
+        rate = (stats.tokens - before) / (now - since) if now > since else 0.0
+        before, since = stats.tokens, now
+        with suppress(QueueUnavailable):
+            await asyncio.to_thread(_tell, worker, engine.info, stats, rate, queue)
+        await asyncio.sleep(GAUGES_INTERVAL)
+
+
+def _tell(worker: str, info: Ready, stats: Stats, rate: float, queue: Queue) -> None:
+    cards = card_gauges(info.cards)
+    gauges = WorkerGauges(stats.running, stats.waiting, stats.free_blocks, info.num_blocks, stats.tokens, round(rate, 1), cards)
+    queue.report_gauges(worker, gauges)

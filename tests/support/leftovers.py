@@ -14,6 +14,7 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:claim:.*": 120,
     r"\{q\}:counted:.*": 24 * 3600,
     r"\{q\}:ctl:.*": 600,
+    r"\{q\}:gauges:.*": 60,
     r"\{q\}:level:.*": 1200,
     r"\{q\}:served:.*": 600,
     re.escape(keys.WATCHED): 180,

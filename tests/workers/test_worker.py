@@ -269,3 +269,14 @@ def test_an_idle_worker_uses_next_to_nothing(shared: tuple[Queue, WorkerProcess]
     queue, worker = shared
     run_batch(queue, [question("What is 2 + 3?")])
     wait_for_rest([worker.pid, worker.core_pid], 0.01)
+
+
+def test_a_worker_tells_what_its_engine_does(shared: tuple[Queue, WorkerProcess]) -> None:
+    """Every few seconds; on a CPU nothing of cards."""
+    queue, _ = shared
+    (worker,) = queue.workers()
+    run_batch(queue, [question("What is 2 + 2?", max_tokens=4, ignore_eos=True)])
+    wait_until(lambda: queue.gauges([worker.id])[worker.id].tokens >= 4, 20, "the next report")
+    gauges = queue.gauges([worker.id])[worker.id]
+    assert gauges.num_blocks > gauges.free_blocks > 0
+    assert gauges.cards == []

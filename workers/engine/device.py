@@ -174,7 +174,7 @@ def take_devices(config: EngineConfig) -> tuple[list[str], TakenCards]:
     """
     device, size = usable_device(config.device), config.tensor_parallel_size
     if device.type != "cuda":
-        return [config.device] * size, TakenCards([], [])
+        return [config.device] * size, TakenCards([], [], [])
     names = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]
     taken = take_cards(names, size, config.device_lock_folder, device.index)
     return [f"cuda:{index}" for index in taken.indices], taken

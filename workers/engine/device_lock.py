@@ -33,10 +33,11 @@ _held: dict[Path, list[int]] = {}
 
 @dataclass(frozen=True, slots=True)
 class TakenCards:
-    """`indices` of the cards that were taken, in ascending order, and the open files that hold their locks."""
+    """`indices` of the cards that were taken, in ascending order, the open files that hold their locks, and the cards' names."""
 
     indices: list[int]
     fds: list[int]
+    names: list[str]
 
     def release(self) -> None:
         """Gives up this process' hold on the cards; children that were given the files have their own."""
@@ -89,12 +90,13 @@ def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) 
         undo.callback(os.close, gate)
         if not _flock(gate, fcntl.LOCK_EX):
             return None
-        taken = TakenCards([], [])
+        taken = TakenCards([], [], [])
         for at in wanted:
             fd = _lock(_file(folder, names[at])) if len(taken.fds) < count else None
             if fd is not None:
                 taken.indices.append(at)
                 taken.fds.append(fd)
+                taken.names.append(names[at])
         if len(taken.fds) < count:
             taken.release()
             return None

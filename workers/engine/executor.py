@@ -44,6 +44,11 @@ class Executor:
         return self._rank.runner
 
     @property
+    def cards(self) -> list[str]:
+        """The host's names of the cards that the replica took; none on a CPU."""
+        return self._cards.names
+
+    @property
     def vocab_size(self) -> int:
         return self.model_config.vocab_size
 

@@ -115,6 +115,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     """The core has its model and serves.
 
     `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold. `weights_seconds`: how long loading took.
+    `cards`: what the driver calls the GPUs that it runs on ("GPU-" and a UUID).
     """
 
     max_model_len: int
@@ -129,6 +130,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     depth: int
     threads: int
     weights_seconds: float
+    cards: list[str] = []
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

@@ -1,0 +1,60 @@
+"""What a Prometheus server scrapes."""
+
+import re
+import time
+
+import httpx
+import redis
+
+from jobs.gauges import CardGauges, WorkerGauges
+from jobs.queue import Queue
+from jobs.registry import WorkerRecord
+from tests.support.requests import request, start_batch
+
+_LINE = re.compile(r'^[a-z_]+(\{[a-z]+="(\\.|[^"\\])*"(,[a-z]+="(\\.|[^"\\])*")*\})? -?[0-9.e+-]+$')
+_ODD = 'a"b\\c'
+
+
+def test_everything_is_told_with_its_labels(http: httpx.Client, queue: Queue) -> None:
+    for name, state in (("one", "ready"), ("two", "ready"), ("three", "loading")):
+        queue.register_worker(WorkerRecord(name, ["m"], state, 128, time.time(), "host", 1))  # type: ignore[arg-type]
+    queue.report_gauges(
+        "one", WorkerGauges(7, 2, 30, 40, 1000, 12.5, [CardGauges("NVIDIA H200", "GPU-1", 0.25, 10, 20, 400.5), CardGauges("MIG", "GPU-2")])
+    )
+    queue.report_gauges("gone", WorkerGauges(1, 1, 1, 1, 1, 1.0))
+    start_batch(queue, "batch_a", 3, model="m")
+    queue.submit("live_1", request("m"))
+    answer = http.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    lines = answer.text.splitlines()
+    assert all(line.startswith("# ") or _LINE.match(line) for line in lines)
+    of_one = 'worker="one",model="m"'
+    assert {
+        'pipeline_workers{state="loading"} 1',
+        'pipeline_workers{state="ready"} 2',
+        'pipeline_requests_waiting{model="m",kind="live"} 1',
+        'pipeline_requests_waiting{model="m",kind="batch"} 3',
+        'pipeline_requests_waiting{model="m",kind="suspect"} 0',
+        'pipeline_batches{state="in_progress"} 1',
+        "pipeline_generated_tokens_total 0",
+        f"pipeline_engine_running{{{of_one}}} 7",
+        f"pipeline_engine_waiting{{{of_one}}} 2",
+        f"pipeline_engine_free_blocks{{{of_one}}} 30",
+        f"pipeline_engine_tokens_total{{{of_one}}} 1000",
+        f"pipeline_engine_tokens_per_second{{{of_one}}} 12.5",
+        f'pipeline_gpu_busy_ratio{{{of_one},card="GPU-1",name="NVIDIA H200"}} 0.25',
+        f'pipeline_gpu_memory_used_bytes{{{of_one},card="GPU-1",name="NVIDIA H200"}} 10',
+        f'pipeline_gpu_power_watts{{{of_one},card="GPU-1",name="NVIDIA H200"}} 400.5',
+        "# TYPE pipeline_engine_tokens_total counter",
+    } <= set(lines)
+    assert not [line for line in lines if "gone" in line or "GPU-2" in line]
+
+
+def test_labels_are_escaped(http: httpx.Client, queue: Queue) -> None:
+    queue.register_worker(WorkerRecord("one", [_ODD], "ready", 128, time.time(), "host", 1))
+    assert 'pipeline_requests_waiting{model="a\\"b\\\\c",kind="live"} 0' in http.get("/metrics").text.splitlines()
+
+
+def test_an_empty_queue_has_metrics_too(http: httpx.Client, redis_client: redis.Redis) -> None:
+    assert "pipeline_delivered_tokens_total 0" in http.get("/metrics").text
