@@ -62,7 +62,6 @@ class DeviceInputs:
             self._apply()
         buffer = self._ring.next()
         self._fill(buffer, plan, rows)
-        self._result = (self._result + 1) % RESULTS
         self._send(buffer, len(plan.slots), int(np.count_nonzero(plan.samples)), pieces[-1])
 
     def build(self, num_rows: int, num_tokens: int, max_query: int, max_context: int, num_sampling: int) -> StepInputs:
@@ -90,8 +89,10 @@ class DeviceInputs:
         kernels.store(self._ring.on_device, self._rows, sampled, self.tokens, self._results)
 
     def result(self, number: int) -> Tensor:
-        """int32 [number]: what the step staged last has sampled; it stands there until `RESULTS` more steps have been staged."""
-        return self._results[self._result, :number]
+        """int32 [number]: what the step staged last has sampled, to be asked for once; it stands there for `RESULTS` - 1 more steps."""
+        row = self._results[self._result, :number]
+        self._result = (self._result + 1) % RESULTS
+        return row
 
     def _view(self, part: int, size: int) -> Tensor:
         first = kernels.FIRST + part * self._rows

@@ -43,7 +43,7 @@ class Inputs(Protocol):
         ...
 
     def result(self, number: int) -> Tensor:
-        """int32 [number], what was stored last, all of it or nothing: to be copied to the host while later steps run."""
+        """int32 [number], what the step taken last has sampled, all of it or nothing: to be copied to the host while later steps run."""
         ...
 
 

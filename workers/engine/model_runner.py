@@ -144,12 +144,15 @@ class ModelRunner:
     def _launch_graph(self, plan: StepPlan, graphs: DecodeGraphs) -> LaunchedStep:
         assert self.device_inputs is not None
         rows = len(plan.slots)
-        self.device_inputs.stage(plan, self.num_slots)
-        if self.sampler.fits_graph(plan.slots):
-            graphs.run(Variant.TOKENS, rows)
+        with span("inputs"):
+            self.device_inputs.stage(plan, self.num_slots)
+        variant = Variant.TOKENS if self.sampler.fits_graph(plan.slots) else Variant.HIDDEN
+        with span("forward"):
+            graphs.run(variant, rows)
+        if variant is Variant.TOKENS:
             return self._towards_host(rows, None, [])
-        graphs.run(Variant.HIDDEN, rows)
-        return self._towards_host(rows, self._sample(plan, self._hidden[:rows]), [])
+        with span("sample"):
+            return self._towards_host(rows, self._sample(plan, self._hidden[:rows]), [])
 
     def _launch_eagerly(self, plan: StepPlan) -> LaunchedStep:
         with span("inputs"):

@@ -1,15 +1,15 @@
 """Padded decode steps: which sizes there are and when they are recorded, and that padding is seen nowhere but in the null block."""
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
+from tests.workers.engine.places import Place, interpreted, on_card
 from tests.workers.engine.tiny_models import folder, reference
 from workers.engine.config import EngineConfig
-from workers.engine.graphs import DecodeGraphs, Variant, Work, sizes
+from workers.engine.graphs import CudaRecorder, DecodeGraphs, Variant, Work, sizes
 from workers.engine.layers.ops import make_ops
 from workers.engine.loader import load_weights, open_checkpoint
 from workers.engine.messages import SamplingParams
@@ -95,20 +95,18 @@ def twice(work: Work) -> Work:
     return work
 
 
-def make_runner(record: Callable[[Work], Work] | None) -> ModelRunner:
-    """The path of a card on a CPU, under the interpreter, with room for five rows; one layer, and a poisoned cache."""
+def make_runner(place: Place) -> ModelRunner:
+    """The path of a card with room for five rows; one layer, and a poisoned cache. No graphs yet."""
     config = EngineConfig(
-        model="", device="cpu", attention_backend="triton", max_num_seqs=5, max_num_batched_tokens=64, max_model_len=40, block_size=BLOCK
+        model="", max_num_seqs=5, max_num_batched_tokens=64, max_model_len=40, block_size=BLOCK, enforce_eager=True, **place.settings()
     )
     checkpoint = open_checkpoint(str(folder("llama")))
-    model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 40, make_ops("triton"))
+    model = load_weights(checkpoint, torch.float32, torch.device(place.device), 40, make_ops(place.attention_backend))
     assert isinstance(model, RotaryDecoder)
     del model.layers[1:]
     runner = ModelRunner(config, model, BLOCKS)
     for cache in runner.caches:
         cache.fill_(torch.nan)
-    if record is not None:
-        runner.use_graphs(record)
     return runner
 
 
@@ -137,9 +135,10 @@ def drive(runner: ModelRunner) -> list[list[int]]:
     return [runner.retire(one).tokens.tolist() for one in launched]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the card here")
-def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block() -> None:
-    plain, padded = make_runner(None), make_runner(twice)
+@pytest.mark.parametrize("place", [interpreted, on_card])
+def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block(place: Place) -> None:
+    plain, padded = make_runner(place), make_runner(place)
+    padded.use_graphs(CudaRecorder() if place.device == "cuda" else twice)
     assert drive(padded) == drive(plain)
     cache, expected = padded.caches[0], plain.caches[0]
     torch.testing.assert_close(cache[:, 1:], expected[:, 1:], rtol=0, atol=1e-5, equal_nan=True)

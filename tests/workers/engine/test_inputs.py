@@ -81,7 +81,7 @@ def test_made_on_the_device_as_on_the_host(buffer_words: int, device: str, monke
     draw = random.Random(seed)
     on_host = HostInputs(SLOTS, LENGTH, BLOCK, torch.device(device))
     on_device = DeviceInputs(SLOTS, LENGTH, BLOCK, torch.device(device))
-    for plan in plans(seed, 12):
+    for plan in plans(seed, 8):
         expected, made = on_host.take(plan), on_device.take(plan)
         if draw.random() < 0.2:
             made = on_device.take(plan)

@@ -1,15 +1,17 @@
 """What the machine, the container and a card leave of memory, and the step that is done to see it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.workers.engine.places import CPU, Place, interpreted
+from tests.workers.engine.places import CPU, Place, interpreted, on_card
 from tests.workers.engine.tiny_models import folder
 from workers.engine.cache_plan import block_bytes, plan_cache
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
+from workers.engine.executor import Executor
 from workers.engine.layers.ops import make_ops
 from workers.engine.loader import load_weights, open_checkpoint
 from workers.engine.memory import CardMemory, _container, _machine, available_memory, gib
@@ -94,3 +96,14 @@ def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(place: Place) 
     model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, make_ops(place.attention_backend))
     settings = EngineConfig(model="", max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64, **place.settings())  # type: ignore[arg-type]
     assert rehearse(settings.resolve(), model) == 0
+
+
+@pytest.mark.parametrize("place", [on_card])
+def test_a_card_is_filled_as_far_as_was_asked_and_holds_the_largest_step_then(place: Place) -> None:
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 200}
+    executor = Executor(EngineConfig(model=str(folder("llama")), gpu_memory_utilization=0.5, **limits, **place.settings()))  # type: ignore[arg-type]
+    for step in range(3):
+        executor.retire(executor.launch(replace(largest_step(executor.config), step=step)))
+    free, total = torch.cuda.mem_get_info()
+    assert 0.45 * total < total - free < 0.55 * total
+    executor.close()
