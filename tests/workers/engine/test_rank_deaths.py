@@ -103,7 +103,8 @@ def test_a_rank_that_runs_out_of_memory_ends_the_core_and_says_why() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_no_rank_outlives_its_core(number: signal.Signals) -> None:
     async def scenario() -> None:
         async with started() as (engine, rank):
