@@ -234,15 +234,11 @@ def attend(
     """Program (piece, key-value head). A row without context gets zeros."""
     record = records + tl.program_id(0) * RECORD
     head = tl.program_id(1)
-    queries = tl.load(record + 1)
+    token, queries, position = tl.load(record).to(tl.int64), tl.load(record + 1), tl.load(record + 2)
+    first, last = tl.load(record + 3), tl.load(record + 4)
+    slot, partial = tl.load(record + 5).to(tl.int64), tl.load(record + 6).to(tl.int64)
     if queries == 0:
         return
-    token = tl.load(record).to(tl.int64)
-    position = tl.load(record + 2)
-    first = tl.load(record + 3)
-    last = tl.load(record + 4)
-    slot = tl.load(record + 5).to(tl.int64)
-    partial = tl.load(record + 6).to(tl.int64)
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ from torch import Tensor
 from tests.workers.engine.kernels.devices import CARD, DEVICE
 from workers.engine.attention import CacheShape, DeviceMetadata, RotaryHeads, make_attention
 from workers.engine.attention import triton as backend
+from workers.engine.attention.choosing import _choices, choices
 from workers.engine.errors import ModelLoadError
+from workers.engine.kernels.tuning import candidates
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 Rows = list[tuple[int, int]]  # tokens of this step, context
@@ -199,6 +203,19 @@ def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dt
     ]
     for rows in (decode, [(1, 30000)], [(2048, 2048)], [(100, 20000)], decode + chunks):
         Step(rows, kv_heads, group, dim, 16, dtype, window).check()
+
+
+@CARD
+def test_tiles_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape = CacheShape(100, 16, 2, 64)
+    _choices.cache_clear()
+    chosen = choices(shape, 14, torch.bfloat16, DEVICE)
+    assert all(chosen[kind] in candidates(kind, 64, 7, torch.bfloat16) for kind in ("decode", "prefill"))
+    (kept,) = tmp_path.rglob("*.json")
+    assert len(json.loads(kept.read_text())["choices"]) == 2
+    _choices.cache_clear()
+    assert choices(shape, 14, torch.bfloat16, DEVICE) == chosen
 
 
 @CARD
