@@ -157,7 +157,7 @@ model_options = all_of(
     flag("--block-size", type=Size(), help="Tokens per block of the KV cache."),
     flag("--enable-prefix-caching/--no-enable-prefix-caching", default=True, help="Reuse the KV cache of shared prompt beginnings."),
     flag("--gpu-memory-utilization", type=click.FloatRange(0.0, 1.0, min_open=True), default=0.9, help="Share of the GPU's memory to use."),
-    flag("--kv-cache-memory-bytes", type=Size(), help="Size of the KV cache. [default: what the machine allows]"),
+    flag("--kv-cache-memory-bytes", type=Size(), help="Size of the KV cache on each card. [default: what the machine allows]"),
     flag("--enforce-eager", is_flag=True, help="Launch every kernel by itself in place of CUDA graphs; saves the graphs' memory."),
     flag("--step-timeout", type=click.FloatRange(min=1),
          help="Seconds without a step after which the engine core counts as hung. [default: 300, and less once steps have been seen]"),

@@ -20,7 +20,7 @@ from workers.engine.config import EngineConfig
 from workers.engine.messages import SamplingParams
 
 START_SECONDS = 100.0
-PROMPT_SECONDS = 5.0  # on a machine with other work; it is the time of a few switches between processes
+PROMPT_SECONDS = 15.0  # less than the watchdog of a silent core ever waits, or a sum over ranks of which one has gone
 ENDLESS = SamplingParams(200, temperature=0.0, ignore_eos=True)
 
 
