@@ -18,7 +18,7 @@ from workers.engine.async_engine import AsyncEngine
 from workers.engine.config import EngineConfig
 
 _TINY_LIMIT = 150  # below the tiny models' vocabulary
-_GRAPH_STEP = 8  # between the sizes of two decode graphs
+_STEPS_TO_RECORD = 66  # of one size, after which it has a graph of its own
 
 T = TypeVar("T")
 
@@ -111,8 +111,11 @@ async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> Pa
 
 
 async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
-    """Decode steps of all sizes up to `rows`; returns the seconds."""
-    stairs = staircase(rows, 4 if setting.tiny else 16, _GRAPH_STEP, token_limit=_limit(setting))
+    """Decode steps of all sizes that graphs have, up to `rows`, and as many of each as it takes; returns the seconds."""
+    from workers.engine.graphs import sizes  # which needs torch
+
+    steps, prompt = (2, 4) if setting.tiny else (_STEPS_TO_RECORD, 16)
+    stairs = staircase(sizes(rows), steps, prompt, token_limit=_limit(setting))
     return (await run_pass(engine, stairs, first_id=1 << 20)).seconds
 
 

@@ -5,7 +5,6 @@ so that greedy tokens are the same ones. The interpreter is slow, so it has test
 """
 
 import os
-import tempfile
 from dataclasses import dataclass
 
 import pytest
@@ -20,9 +19,7 @@ class Place:
     attention_backend: str
 
     def settings(self) -> dict[str, str]:
-        """Each core believes that it has the card to itself: a test may hold several."""
-        settings = {"device": self.device, "attention_backend": self.attention_backend, "dtype": "float32"}
-        return settings | ({"device_lock_folder": tempfile.mkdtemp()} if self.device == "cuda" else {})
+        return {"device": self.device, "attention_backend": self.attention_backend, "dtype": "float32"}
 
 
 CPU = Place("cpu", "torch")
