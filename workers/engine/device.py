@@ -70,7 +70,7 @@ def _why_unusable() -> str | None:
         return f"torch {torch.__version__} is a build without CUDA; install one with it (pytorch.org/get-started) or choose the device cpu"
     try:
         torch.cuda.current_device()
-    except RuntimeError as error:
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
         return unusable_gpu(one_line(error), torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return None
 
@@ -130,6 +130,8 @@ def require_triton(device: torch.device) -> None:
     """Raises ModelLoadError where Triton is absent, too old or unable to run a kernel on the device."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ModelLoadError("the triton backend needs a GPU; on a CPU choose the torch backend, or set TRITON_INTERPRET=1 to test kernels")
+    if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
+        raise ModelLoadError("TRITON_INTERPRET=1 has kernels run on the CPU, one element at a time; unset it to use the GPU")
     needed = _triton_of_torch()
     install = f"pip install triton=={needed}" if needed else "pip install 'triton>=3.6'"
     try:

@@ -212,9 +212,17 @@ def test_a_shape_that_does_not_fit_is_refused(granite: Path) -> None:
     assert "tensor 'model.layers.0.mlp.down_proj.weight' has shape [64, 96], but config.json implies [64, 100]" in refusal(granite)
 
 
-def test_a_configuration_that_makes_no_model_is_refused(granite: Path) -> None:
-    edit_config(granite, num_key_value_heads=3)
-    assert "GraniteForCausalLM" in refusal(granite)
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_key_value_heads": 3}, "it has 4 attention heads, which 3 key-value heads do not divide"),
+        ({"num_hidden_layers": "three"}, "cannot read"),
+        ({"hidden_act": "snake"}, "GraniteForCausalLM cannot be built as config.json says"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_refused(granite: Path, changes: dict[str, Any], why: str) -> None:
+    edit_config(granite, **changes)
+    assert why in refusal(granite)
 
 
 def test_windows_are_those_of_the_masks(tmp_path: Path) -> None:

@@ -41,6 +41,6 @@ def find_family(raw: Json, model_impl: str) -> Family | None:
     if model_impl == "own" and names[0] not in FAMILIES:
         raise ModelLoadError(
             f"config.json names the architecture {names[0]!r}, and the engine has its own code for {', '.join(FAMILIES)}; "
-            "with the model implementation auto, transformers' class runs where it can"
+            "with model_impl auto, transformers' class runs where it can"
         )
     return FAMILIES.get(names[0])

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -31,10 +31,15 @@ from workers.engine.graphs import CudaRecorder
 from workers.engine.models.base import AttentionContext, DecoderModel
 from workers.engine.models.config import ROPE_TYPES, Json, ModelConfig, RopeConfig
 from workers.engine.models.transformers_attention import PAGED, WATCHED, LayerCall
-from workers.engine.out_of_memory import one_line
+from workers.engine.out_of_memory import is_out_of_memory, one_line
 from workers.engine.weights import Weights
 
 logger = logging.getLogger(__name__)
+
+# What its loading would print is said by this file, in one sentence each.
+_transformers_log: Any = transformers.logging
+_transformers_log.set_verbosity_error()
+_transformers_log.disable_progress_bar()
 
 # transformers types half of what its classes do; what is theirs is left untyped here.
 Pretrained = Any
@@ -59,7 +64,7 @@ class TransformersClass:
         """
         from workers.engine.models.transformers_parity import check_parity, replays, windows_by_masks
 
-        module = _read_weights(self, folder, dtype).to(device)
+        module = _placed(_read_weights(self, folder, dtype), device)
         model = TransformersModel(module, self.body, config, Weights({}, dtype, device), max_model_len)
         model.config = replace(config, sliding_windows=windows_by_masks(model))
         check_parity(model)
@@ -106,10 +111,8 @@ class TransformersModel(DecoderModel):
 def find_class(folder: Path, raw: Json) -> TransformersClass:
     """transformers' class for a checkpoint's architecture. Raises ModelLoadError with why it cannot run here."""
     name = str(raw["architectures"][0])
-    try:
+    with refused_as(f"transformers {transformers.__version__} cannot read {folder}/config.json"):
         settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise ModelLoadError(f"transformers {transformers.__version__} cannot read {folder}/config.json: {one_line(error)}") from error
     model_class = _decoder_class(name, settings)
     skeleton = _skeleton(model_class, settings)
     calls, body = _watched(name, skeleton)
@@ -135,16 +138,25 @@ def refusal(name: str, why: str) -> ModelLoadError:
     return ModelLoadError(f"transformers' {name} cannot run on this engine: {why}")
 
 
+@contextmanager
+def refused_as(sentence: str) -> Iterator[None]:
+    """Turns whatever a class of transformers raises into a ModelLoadError; a want of memory stays what it is."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ModelLoadError) or is_out_of_memory(error):
+            raise
+        raise ModelLoadError(f"{sentence} ({one_line(error)})") from error
+
+
 def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
     """The model without memory for its weights."""
     settings = copy.deepcopy(settings)
     settings._attn_implementation = WATCHED
     settings._experts_implementation = "batched_mm"  # of those that transformers has, the one whose shapes depend on no value
-    try:
-        with torch.device("meta"), torch.inference_mode():
-            model = model_class._from_config(settings, attn_implementation=WATCHED).eval()
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise refusal(model_class.__name__, f"it cannot be built as config.json says ({one_line(error)})") from error
+    name = model_class.__name__
+    with refused_as(f"transformers' {name} cannot be built as config.json says"), torch.device("meta"), torch.inference_mode():
+        model = model_class._from_config(settings, attn_implementation=WATCHED).eval()
     _rotate_by_token(model, _Lengths(), 1)
     return model
 
@@ -153,20 +165,12 @@ def _watched(name: str, skeleton: Pretrained) -> tuple[list[LayerCall], str]:
     """How the class calls its attention on two tokens, and the first module that its forward calls: that with everything but the head."""
     calls: list[LayerCall] = []
     entered: list[str] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, path=path: entered.append(path), prepend=True)
-        for path, module in skeleton.named_modules()
-        if path
-    ]
+    for path, module in skeleton.named_modules():
+        if path:
+            module.register_forward_pre_hook(lambda *_, path=path: entered.append(path), prepend=True)
     ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")
-    try:
-        with torch.inference_mode():
-            skeleton(input_ids=ids, position_ids=ids, use_cache=False, attend=calls)
-    except Exception as error:  # whatever a class does that does not suit
-        raise refusal(name, f"two tokens fail without a cache and the values of its weights ({one_line(error)})") from error
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with refused_as(str(refusal(name, "two tokens fail without a cache and the values of its weights"))), torch.inference_mode():
+        skeleton(input_ids=ids, position_ids=ids, use_cache=False, attend=calls)
     if not entered or not calls:
         raise refusal(name, "its layers do not call the attention function that they were given")
     return calls, entered[0]
@@ -230,11 +234,7 @@ def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
 
 
 def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) -> Pretrained:
-    log: Any = transformers.logging
-    verbosity = log.get_verbosity()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
+    with refused_as(f"{folder} cannot be read as {found.config.architecture}"):
         module, report = found.model_class.from_pretrained(
             folder,
             config=found.settings,
@@ -245,10 +245,6 @@ def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) ->
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
-    except (SafetensorError, ValueError, TypeError, KeyError, OSError) as error:
-        raise ModelLoadError(f"{folder} cannot be read as {found.config.architecture}: {one_line(error)}") from error
-    finally:
-        log.set_verbosity(verbosity)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelLoadError(f"the checkpoint has no tensor {missing[0]!r}; is it whole, and of the architecture in config.json?")
@@ -257,15 +253,15 @@ def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) ->
     unused = sorted(report["unexpected_keys"])
     if unused:
         logger.warning("%s does not use %d tensors of %s, the first is %s", found.config.architecture, len(unused), folder, unused[0])
-    return _owned(module.eval())
+    return module.eval().requires_grad_(False)
 
 
-def _owned(module: Pretrained) -> Pretrained:
-    """With weights that lie in memory: a file that is replaced under a memory map would kill the process."""
-    for parameter in module.parameters():
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.clone()
-    return module
+def _placed(module: Pretrained, device: torch.device) -> Pretrained:
+    """On the device; on the CPU out of its files, for one that is replaced under a memory map would kill the process."""
+    if device.type == "cpu":
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+    return module.to(device)
 
 
 class _Given(nn.Module):

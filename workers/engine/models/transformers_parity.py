@@ -4,8 +4,7 @@ paged cache as by its own attention, and whether a CUDA graph of it repeats what
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ from workers.engine.graphs import Work
 from workers.engine.model_runner import StepAttention
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.transformers_attention import ALL_BEFORE, MASKED, OTHER, LayerCall
-from workers.engine.models.transformers_model import TransformersModel, refusal
-from workers.engine.out_of_memory import is_out_of_memory, one_line
+from workers.engine.models.transformers_model import TransformersModel, refusal, refused_as
+from workers.engine.out_of_memory import one_line
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 def windows_by_masks(model: TransformersModel) -> tuple[int | None, ...]:
     """Each layer's window as its own mask has it: some classes name none to their attention. Raises ModelLoadError for other masks."""
     calls: list[LayerCall] = []
-    with _or_refused(model):
+    with refused_as(_fails(model)):
         model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
     for call in calls:
         if call.mask is None or call.mask == OTHER:
@@ -48,7 +47,7 @@ def check_parity(model: TransformersModel) -> None:
     """Raises ModelLoadError where a step's logits are further from those of the class itself than rounding accounts for."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, model.config.vocab_size, (sum(_STEPS),), generator=generator).to(model.device)
-    with _or_refused(model):
+    with refused_as(_fails(model)):
         expected = torch.split(model.own_logits(prompt, "eager"), _STEPS)
         found = torch.split(_paged_logits(model, prompt), _STEPS)
     apart = max(_distance(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -56,15 +55,8 @@ def check_parity(model: TransformersModel) -> None:
         raise refusal(model.config.architecture, f"its logits on a paged cache are {apart:.2g} of their size away from its own")
 
 
-@contextmanager
-def _or_refused(model: TransformersModel) -> Iterator[None]:
-    """Turns what a class does that does not suit into ModelLoadError; a want of memory stays what it is."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise refusal(model.config.architecture, f"it fails on a paged cache ({one_line(error)})") from error
+def _fails(model: TransformersModel) -> str:
+    return str(refusal(model.config.architecture, "it fails on a paged cache"))
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
