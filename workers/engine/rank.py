@@ -5,17 +5,19 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
-from workers.engine.cache_plan import cpu_cache_bytes, longest_context, plan_cache, settle_prefix_caching
+from workers.engine.cache_plan import block_bytes, cpu_cache_bytes, longest_context, plan_cache, settle_prefix_caching
 from workers.engine.config import EngineConfig
 from workers.engine.device import check_card, check_dtype, usable_device
 from workers.engine.errors import ModelLoadError, RankError, StepOutOfMemory
 from workers.engine.layers.ops import make_ops
 from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, shard_checkpoint, weight_bytes
-from workers.engine.memory import CardMemory, available_memory
+from workers.engine.memory import CardMemory, available_memory, gib
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
@@ -72,46 +74,47 @@ class Rank:
         """Reads the weights; returns how many bytes this rank has for its KV cache."""
         parallel = self._parallel
         config, model = self._config, self.model_config
-        try:
-            if self.device.type == "cuda":
-                return self._load_on_card()
-            # The cache is planned first, for it may not fit, or the context come out shorter.
-            weights = weight_bytes(self._checkpoint, self.dtype) // parallel.size
-            available = available_memory()
-            share = None if available is None else available // parallel.size
-            budget = cpu_cache_bytes(config, model, self.dtype, weights, share)
-            planned, _ = plan_cache(config, model, self.dtype, budget)
+        weights = weight_bytes(self._checkpoint, self.dtype) // parallel.size
+        if self.device.type == "cuda":
+            return self._load_on_card(weights)
+        # The cache is planned first, for it may not fit, or the context come out shorter.
+        available = available_memory()
+        share = None if available is None else available // parallel.size
+        budget = cpu_cache_bytes(config, model, self.dtype, weights, share)
+        planned, _ = plan_cache(config, model, self.dtype, budget)
+        with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit into memory"):
             self._decoder = load_weights(self._checkpoint, self.dtype, self.device, planned.max_model_len, self._ops, parallel)
-            return budget
-        except (MemoryError, RuntimeError) as error:
-            self._refuse(error)
-            raise
+        return budget
 
-    def _load_on_card(self) -> int:
+    def _load_on_card(self, weights: int) -> int:
         config = self._config
+        card, total = torch.cuda.get_device_name(self.device), torch.cuda.mem_get_info(self.device)[1]
         taken = _used(self.device)
-        self._decoder = load_weights(self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, self._parallel)
+        place = f"on {card} with {gib(total)}, of which {gib(taken)} are taken"
+        with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among cards"):
+            self._decoder = load_weights(self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, self._parallel)
         if config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes
         torch.cuda.empty_cache()
         loaded = _used(self.device)
-        graphs = rehearse(replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder)
+        step = f"a step of {config.max_num_batched_tokens} tokens for {config.max_num_seqs} requests"
+        with _refusing(f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or max_num_seqs"):
+            graphs = rehearse(replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder)
         rehearsed = _used(self.device)
         gc.collect()
         torch.cuda.empty_cache()
-        card, total = torch.cuda.get_device_name(self.device), torch.cuda.mem_get_info(self.device)[1]
         self._memory = CardMemory(card, config.gpu_memory_utilization, total, taken, loaded - taken, rehearsed - loaded, graphs)
         logger.info("%s for the KV cache", self._memory.account)
         return max(0, self._memory.left)
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> None:
         """Makes the cache of `num_blocks` blocks; `config` has `max_model_len` settled."""
-        try:
+        assert config.block_size is not None
+        cache = gib(num_blocks * block_bytes(self.model_config, self.dtype, config.block_size))
+        advice = "lower kv_cache_memory_bytes or gpu_memory_utilization"
+        with _refusing(f"a KV cache of {cache} does not fit into memory beside the weights; {advice}"):
             self.runner = ModelRunner(config, self._decoder, num_blocks)
             self.runner.prepare()
-        except (MemoryError, RuntimeError) as error:
-            self._refuse(error)
-            raise
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Raises StepOutOfMemory, after which the cache holds what it held before and the step may be launched again, in other parts.
@@ -138,11 +141,16 @@ class Rank:
         """What came of a step. Waits for the device."""
         return self.runner.retire(launched)
 
-    def _refuse(self, error: Exception) -> None:
-        """Raises ModelLoadError for a want of memory."""
-        if is_out_of_memory(error):
-            what = f"weights and KV cache of {self._config.model} do not fit into memory on {self.device}"
-            raise ModelLoadError(f"{what}: {error}") from error
+
+@contextmanager
+def _refusing(why: str) -> Iterator[None]:
+    """Raises ModelLoadError for a want of memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelLoadError(f"{why} ({one_line(error)})") from error
 
 
 def _used(device: torch.device) -> int:

@@ -15,6 +15,7 @@ from workers.engine.executor import Executor
 from workers.engine.layers.ops import make_ops
 from workers.engine.loader import load_weights, open_checkpoint
 from workers.engine.memory import CardMemory, _container, _machine, available_memory, gib
+from workers.engine.rank import _refusing
 from workers.engine.rehearsal import largest_step, rehearse
 
 
@@ -78,6 +79,13 @@ def test_a_context_that_a_card_does_not_hold_is_refused_with_all_numbers() -> No
         with pytest.raises(ModelLoadError) as caught:
             plan_cache(settings, model, torch.float32, 0, card)
         assert str(caught.value) == f"{account}, {need}{advice}"
+
+
+def test_a_want_of_memory_at_the_start_is_one_sentence() -> None:
+    with pytest.raises(ModelLoadError, match=r"^it does not fit \(.*can't allocate memory.*\)$"), _refusing("it does not fit"):
+        torch.empty(1 << 55)
+    with pytest.raises(RuntimeError, match="shapes"), _refusing("it does not fit"):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
 
 
 @pytest.mark.parametrize(("seqs", "tokens", "length"), [(8, 64, 64), (5, 17, 8), (16, 4, 64), (1, 300, 200)])
