@@ -1,6 +1,7 @@
 """That `make bench-gpu` runs: its rows on tiny models and a CPU, its arithmetic on numbers that can be checked by hand."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -71,6 +72,7 @@ def test_the_card_is_measured(setting: Setting) -> None:
     assert min(figures["copy_bytes_per_second"], figures["matrix_operations_per_second"]) > 1e6
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the card here")
 def test_attention_alone(setting: Setting) -> None:
     figures = attention.decode(setting)
     assert set(figures["gigabytes_per_second"]) == {"16", "48", "mixed"}
