@@ -287,7 +287,7 @@ def _limit_in_row(logits, vocab, most, temperature, end, before, top_k, top_p, t
     if top_k < vocab:
         high = _smallest_in_row(logits, vocab, most, temperature, True, top_k.to(tl.float32), low, high, BLOCK)
         low = high * 0
-        total = _measure_in_row(logits, vocab, most, temperature, False, high, BLOCK)
+        total, _, _ = _measure_in_row(logits, vocab, most, temperature, False, high, BLOCK)
     if top_p < 1:
         high = _smallest_in_row(logits, vocab, most, temperature, False, top_p * total, low, high, BLOCK)
     return high.to(tl.float32, bitcast=True)
@@ -295,23 +295,29 @@ def _limit_in_row(logits, vocab, most, temperature, end, before, top_k, top_p, t
 
 @triton.jit
 def _smallest_in_row(logits, vocab, most, temperature, counting, goal, low, high, BLOCK: tl.constexpr):
+    """As `_smallest`. The ends move to distances that there are: of logits in 16 bits few differ, and each step looks at the whole row."""
     while low < high:
         middle = low + (high - low) // 2
-        reached = _measure_in_row(logits, vocab, most, temperature, counting, middle, BLOCK) >= goal
-        low = tl.where(reached, low, middle + 1)
-        high = tl.where(reached, middle, high)
+        measured, below, above = _measure_in_row(logits, vocab, most, temperature, counting, middle, BLOCK)
+        reached = measured >= goal
+        high, low = tl.where(reached, tl.maximum(low, below), high), tl.where(reached, low, tl.minimum(above, high))
     return high
 
 
 @triton.jit
-def _measure_in_row(logits, vocab, most, temperature, counting, bits, BLOCK: tl.constexpr):
+def _measure_in_row(logits, vocab, most, temperature, counting, limit, BLOCK: tl.constexpr):
+    """How many candidates, or how much weight, lie within the limit; and the bits of the last within it and of the first beyond."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    below, above = tl.full([BLOCK], -1, tl.int32), tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     for block in range(tl.cdiv(vocab, BLOCK)):
         distance, inside = _distances(logits, block * BLOCK + lane, vocab, most, temperature)
-        inside = inside & (distance.to(tl.int32, bitcast=True) <= bits)
-        total += tl.where(inside, tl.where(counting, 1.0, tl.exp(-distance)), 0.0)
-    return tl.sum(total, 0)
+        bits = distance.to(tl.int32, bitcast=True)
+        within, beyond = inside & (bits <= limit), inside & (bits > limit)
+        total += tl.where(within, tl.where(counting, 1.0, tl.exp(-distance)), 0.0)
+        below = tl.maximum(below, tl.where(within, bits, -1))
+        above = tl.minimum(above, tl.where(beyond, bits, 0x7FFFFFFF))
+    return tl.sum(total, 0), tl.max(below, 0), tl.min(above, 0)
 
 
 @triton.jit
