@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.workers.engine import driving
 from tests.workers.engine.places import Place, at, interpreted
-from tests.workers.engine.tiny_models import NEW_TOKENS, OTHERS, TinyModel, folder, make, reference
+from tests.workers.engine.tiny_models import MODELS, NEW_TOKENS, OTHERS, TinyModel, folder, make, reference
 from workers.engine.config import EngineConfig
 from workers.engine.errors import ModelLoadError
 from workers.engine.executor import Executor
@@ -29,6 +29,7 @@ from workers.engine.models.transformers_parity import check_parity, replays
 CPU = torch.device("cpu")
 DIFFERENT = ("gemma3", "granite-longrope", "olmoe")  # windows by layer, rotation by length and scaled logits, experts
 NAMES = [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.proof) for name in OTHERS]
+BY_EITHER = [name for name in MODELS if name != "rope-dynamic"]  # whose context ends where its rotation begins to grow
 _SHAPE: dict[str, Any] = OTHERS["olmoe"].settings
 
 
@@ -64,12 +65,13 @@ def test_same_tokens_as_generate(name: str, depth: int, budget: int, place: Plac
 @pytest.mark.parametrize("place", [interpreted])
 def test_same_tokens_by_the_kernels(place: Place) -> None:
     expected = reference("gemma3")
-    sampling = SamplingParams(max_tokens=3, temperature=0.0)
+    sampling = SamplingParams(max_tokens=2, temperature=0.0)
     core = driving.make_core("gemma3", place=place, depth=1, max_num_seqs=4, max_num_batched_tokens=24)
-    run = driving.run(core, [EngineRequest(i, expected.prompts[i], [], sampling) for i in (2, 4, 5)])
-    assert [answer.tokens for answer in run.answers.values()] == [expected.tokens[i][:3] for i in (2, 4, 5)]
+    run = driving.run(core, [EngineRequest(i, expected.prompts[i], [], sampling) for i in (2, 5)])
+    assert [answer.tokens for answer in run.answers.values()] == [expected.tokens[i][:2] for i in (2, 5)]
 
 
+@pytest.mark.proof
 def test_preempted_requests_say_the_same() -> None:
     expected = reference("gemma3")
     core = driving.make_core("gemma3", num_blocks=20, depth=1, max_num_seqs=8, max_model_len=224)
@@ -78,12 +80,13 @@ def test_preempted_requests_say_the_same() -> None:
     assert run.preemptions > 0
 
 
-def test_an_architecture_with_code_of_our_own_runs_by_transformers_where_asked() -> None:
-    expected = reference("mistral")
-    assert isinstance(open_checkpoint(str(folder("mistral"))).family, Family)
-    assert isinstance(open_checkpoint(str(folder("mistral")), "transformers").family, TransformersClass)
-    core = driving.make_core("mistral", model_impl="transformers", max_num_seqs=8)
-    run = driving.run(core, requests("mistral"))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "mistral" else pytest.mark.proof) for name in BY_EITHER])
+def test_an_architecture_with_code_of_our_own_runs_by_transformers_where_asked(name: str) -> None:
+    expected = reference(name)
+    assert isinstance(open_checkpoint(str(folder(name))).family, Family)
+    assert isinstance(open_checkpoint(str(folder(name)), "transformers").family, TransformersClass)
+    core = driving.make_core(name, model_impl="transformers", max_num_seqs=8)
+    run = driving.run(core, requests(name))
     assert [answer.tokens for answer in run.answers.values()] == expected.tokens
 
 
