@@ -36,9 +36,9 @@ class FusedDraw:
         if not self._changed:
             return
         slots = np.array(sorted(self._changed), np.int32)
-        self._changed.clear()
         rows = to_device(np.concatenate((slots[:, None], self._words[slots]), 1), self._table.device)
         self._table.index_copy_(0, rows[:, 0].long(), rows[:, 1:])
+        self._changed.clear()  # not before: for want of memory the step may be launched again
 
     def tokens(self, logits: Tensor, rows: SampledRows) -> Tensor:
         """int64 [R] tokens from logits [R, vocab]."""
