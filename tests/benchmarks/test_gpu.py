@@ -113,14 +113,13 @@ def test_a_pass_counts_tokens_per_second() -> None:
     assert Pass(2.0, 10, 0.5).tokens_per_second == 5.0
 
 
-def test_a_row_that_fails_says_why_and_the_others_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(bench.RESULTS.iterdir())
-    assert bench.main(["--device", "cpu", "--rows", "idle", "card", "--out", str(tmp_path)]) == 1  # each in a process
+    assert bench.main(["--device", "cpu", "--rows", "idle", "--out", str(tmp_path)]) == 1
     assert sorted(bench.RESULTS.iterdir()) == before
     report = json.loads((tmp_path / "gpu-cpu.json").read_text())
     assert report["comparable"] is False
     assert report["rows"]["idle"]["failed"] == "it needs a card: a trace of a CPU has no device in it"
-    assert report["rows"]["card"]["value"] >= 0
     text = (tmp_path / "gpu-cpu.md").read_text()
     assert text in capsys.readouterr().out
     assert "| device idle between decode steps, 0.6B, 256 rows | ≤ 5 % of the step | ≤ 2 % of the step | failed | | |" in text
@@ -147,7 +146,7 @@ def test_the_table_says_what_falls_short() -> None:
 
 @pytest.mark.proof
 def test_every_row_but_the_one_that_needs_a_card(tmp_path: Path) -> None:
-    rows = [name for name in ROWS if name != "idle"]
-    assert bench.main(["--device", "cpu", "--rows", *rows, "--out", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "gpu-cpu.json").read_text())
-    assert all(outcome["value"] is not None for outcome in report["rows"].values())
+    assert bench.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
+    outcomes = json.loads((tmp_path / "gpu-cpu.json").read_text())["rows"]
+    assert [name for name, outcome in outcomes.items() if "value" not in outcome] == ["idle"]
+    assert list(outcomes) == list(ROWS)

@@ -275,8 +275,8 @@ def test_a_worker_tells_what_its_engine_does(shared: tuple[Queue, WorkerProcess]
     """Every few seconds; on a CPU nothing of cards."""
     queue, _ = shared
     (worker,) = queue.workers()
-    run_batch(queue, [question("What is 2 + 2?", max_tokens=4, ignore_eos=True)])
-    wait_until(lambda: queue.gauges([worker.id])[worker.id].tokens >= 4, 20, "the next report")
+    wait_until(lambda: bool(queue.gauges([worker.id])), 20, "a report")
     gauges = queue.gauges([worker.id])[worker.id]
     assert gauges.num_blocks > gauges.free_blocks > 0
+    assert gauges.tokens > 0  # of the worker's own request at least
     assert gauges.cards == []
