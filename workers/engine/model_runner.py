@@ -138,8 +138,7 @@ class ModelRunner:
         if variant is Variant.HIDDEN:
             self._hidden[:rows].copy_(hidden)
             return
-        sampled = self.sampler.draw_static(self.model.head(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths)
-        self.inputs.store(sampled)
+        self._draw(inputs, hidden)
 
     def _launch_graph(self, plan: StepPlan, graphs: DecodeGraphs) -> LaunchedStep:
         assert self.device_inputs is not None
@@ -159,14 +158,23 @@ class ModelRunner:
             inputs = self.inputs.take(plan)
         with span("forward"):
             hidden = self._forward(inputs)
-        number = len(inputs.last)
+        number, sampled = len(inputs.last), None
         with span("sample"):
-            sampled = self._sample(plan, hidden[inputs.last]) if number else None
+            if number and self.device_inputs is not None and self.sampler.fits_graph(plan.slots[plan.samples]):
+                self._draw(inputs, hidden[inputs.last])
+            elif number:
+                sampled = self._sample(plan, hidden[inputs.last])
         return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         attend = StepAttention(self.attention, self.caches, self.model.config, inputs.metadata)
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
+
+    def _draw(self, inputs: StepInputs, hidden: Tensor) -> None:
+        """Samples rows that ask for no more than a draw; on the device alone."""
+        assert self.device_inputs is not None
+        sampled = self.sampler.draw_static(self.model.head(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths)
+        self.inputs.store(sampled)
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> Sampled:
         """For hidden states [R, hidden] of the rows that sample."""
