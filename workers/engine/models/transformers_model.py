@@ -45,8 +45,6 @@ _transformers_log.disable_progress_bar()
 Pretrained = Any
 Settings = Any
 
-_KEEPS_A_STATE = "it keeps a state beside its keys and values"
-
 
 @dataclass(frozen=True, slots=True)
 class TransformersClass:
@@ -128,7 +126,7 @@ def _decoder_class(name: str, settings: Settings) -> Pretrained:
     if settings.get_text_config() is not settings:
         raise refusal(name, "it takes more than text")
     if found._is_stateful:
-        raise refusal(name, _KEEPS_A_STATE)
+        raise refusal(name, "it keeps a state beside its keys and values")
     if not found._supports_attention_backend:
         raise refusal(name, "transformers' class does not take attention functions from outside")
     return found
@@ -157,7 +155,7 @@ def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
     name = model_class.__name__
     with refused_as(f"transformers' {name} cannot be built as config.json says"), torch.device("meta"), torch.inference_mode():
         model = model_class._from_config(settings, attn_implementation=WATCHED).eval()
-    _rotate_by_token(model, _Lengths(), 1)
+        _rotate_by_token(model, _Lengths(), 1)
     return model
 
 
@@ -301,7 +299,7 @@ def _rotate_by_token(model: Pretrained, lengths: _Lengths, max_model_len: int) -
         if kind not in ("dynamic", "longrope"):
             continue
         plain = inspect.unwrap(type(module).forward)
-        original = int(module.config.rope_parameters.get("original_max_position_embeddings") or 0)
+        original = 0 if kind == "dynamic" else int(module.config.rope_parameters["original_max_position_embeddings"])
         if kind == "dynamic" or max_model_len <= original:
             module.forward = MethodType(plain, module)
             continue
