@@ -71,7 +71,9 @@ class TritonAttention:
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pieces = self._pieces(metadata, q.shape[0], window or 0)
-        kernels.attend[(pieces.records.shape[0], s.kv_heads)](
+        prefill = metadata.max_query > 1
+        grid = (pieces.records.shape[0], s.kv_heads)
+        kernels.attend[grid if prefill else grid[::-1]](
             q,
             layer_cache,
             metadata.block_tables,
@@ -92,7 +94,7 @@ class TritonAttention:
             BLOCK_Q=pieces.block_q,
             BLOCK_D=self._block_d,
             TILE=pieces.choice.tile,
-            PEELED=metadata.max_query > 1,
+            PREFILL=prefill,
             DOT=self._dot,
             num_warps=pieces.choice.warps,
             num_stages=pieces.choice.stages,

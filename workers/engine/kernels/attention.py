@@ -228,12 +228,16 @@ def attend(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     TILE: tl.constexpr,
-    PEELED: tl.constexpr,  # a loop of its own for the tiles that need no mask
+    PREFILL: tl.constexpr,  # tiles that need no mask have a loop of their own
     DOT: tl.constexpr,
 ):
-    """Program (piece, key-value head). A row without context gets zeros."""
-    record = records + tl.program_id(0) * RECORD
-    head = tl.program_id(1)
+    """Program (piece, key-value head), of decode rows (key-value head, piece). A row without context gets zeros.
+
+    Programs that run at once share what they can: of a prompt the keys of one head, which so stay in the card's cache; of a decode row the
+    blocks, in which the heads stand one behind another.
+    """
+    record = records + tl.program_id(0 if PREFILL else 1) * RECORD
+    head = tl.program_id(1 if PREFILL else 0)
     token, queries, position = tl.load(record).to(tl.int64), tl.load(record + 1), tl.load(record + 2)
     first, last = tl.load(record + 3), tl.load(record + 4)
     slot, partial = tl.load(record + 5).to(tl.int64), tl.load(record + 6).to(tl.int64)
@@ -255,7 +259,7 @@ def attend(
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     top = tl.full([BLOCK_M], _FAR_BELOW, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if PEELED:
+    if PREFILL:
         middle = first
         if WINDOW > 0:
             entered = tl.cdiv(tl.maximum(position + queries - WINDOW, 0), TILE) * TILE  # from here on the last query sees all

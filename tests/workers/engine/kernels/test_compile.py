@@ -30,7 +30,7 @@ def attend(kind: str, choice: Choice, dim: int, group: int, dtype: torch.dtype, 
         "BLOCK_Q": 1 if kind == "decode" else choice.block_m // group,
         "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),
         "TILE": choice.tile,
-        "PEELED": kind == "prefill",
+        "PREFILL": kind == "prefill",
         "DOT": name,
     }
     pointers = tuple(parameter for parameter, kind in signature.items() if kind[0] == "*")
