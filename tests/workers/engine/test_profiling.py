@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
+from benchmarks.gpu.idle import kernel_intervals
 from tests.workers.engine.driving import make_core
+from tests.workers.engine.places import CPU, Place, on_card
 from workers.engine import profiling
 from workers.engine.errors import ModelLoadError
 from workers.engine.messages import AddRequests, EngineRequest, SamplingParams, Shutdown, StepOutput, ToCore
@@ -22,9 +25,9 @@ def _spans_off_again() -> Iterator[None]:
     profiling._marker = None
 
 
-def trace_of(folder: Path, tokens: int) -> Counter[str] | None:
-    """How often each span is in the trace of a core that generates `tokens` tokens, one a step, and is then shut down."""
-    core = make_core("llama", profile=str(folder), max_model_len=200)
+def trace_of(folder: Path, tokens: int, place: Place = CPU) -> list[dict[str, Any]] | None:
+    """The events in the trace of a core that generates `tokens` tokens, one a step, and is then shut down."""
+    core = make_core("llama", profile=str(folder), max_model_len=200, place=place)
     inbox: SimpleQueue[ToCore] = SimpleQueue()
 
     def emit(output: StepOutput) -> None:
@@ -37,15 +40,23 @@ def trace_of(folder: Path, tokens: int) -> Counter[str] | None:
     if not files:
         return None
     with gzip.open(files[0]) as trace:
-        events = json.load(trace)["traceEvents"]
-    return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+        events: list[dict[str, Any]] = json.load(trace)["traceEvents"]
+    return events
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(FIRST_STEP + STEPS + 10, STEPS), (FIRST_STEP + 7, 7)])
 def test_a_trace_holds_the_steps_it_says(tmp_path: Path, tokens: int, steps: int) -> None:
-    spans = trace_of(tmp_path / "new" / "folder", tokens)
-    assert spans is not None
-    assert {name: spans[name] for name in ("schedule", "retire")} == {"schedule": steps, "retire": steps}
+    events = trace_of(tmp_path / "new" / "folder", tokens)
+    assert events is not None
+    spans = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    assert spans == dict.fromkeys(("schedule", "inputs", "forward", "sample", "retire"), steps)
+
+
+@pytest.mark.parametrize("place", [on_card])
+def test_a_trace_from_a_card_holds_its_kernels(tmp_path: Path, place: Place) -> None:
+    events = trace_of(tmp_path, FIRST_STEP + STEPS + 10, place)
+    assert events is not None
+    assert len(kernel_intervals(events)) >= STEPS
 
 
 def test_too_few_steps_leave_no_trace_and_a_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
