@@ -76,7 +76,7 @@ def advance(held: Slice) -> None:
         held.beat()
         fed = feed(held, pace, deadline)
         drained = drain(held, pace)
-        fields = held.queue.batch_fields(held.batch)
+        fields = held.record()
         if all_done(fields) and not int(fields.get("result_bytes", 0)):
             _paces.pop(held.batch, None)
             held.move("finalizing", {"outcome": "completed"})
@@ -127,7 +127,7 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
     hold up the others, and come in another pass over the plan, when that model's list falls low.
     """
     queue, batch = held.queue, held.batch
-    fields = queue.batch_fields(batch)
+    fields = held.record()
     pace.measure(int(fields["completed"]) + int(fields["failed"]))
     window = max(_WINDOW_LINES, int(pace.rate * _WINDOW_SECONDS))
     models = _feeding(queue, fields)
@@ -135,7 +135,7 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
         return False
     if int(fields["cursor"]) >= int(fields["total"]):
         held.note({"cursor": 0, "restored": 1, "open_models": fields["passed_over"], "passed_over": "[]"})
-        fields = queue.batch_fields(batch)
+        fields = held.record()
     cursor, total = int(fields["cursor"]), int(fields["total"])
     done = Bitmap(queue.done(batch) if "restored" in fields else b"")
     most_bytes = _window_bytes(queue)
@@ -188,7 +188,7 @@ def _without_full(
     size = queue.window_bytes(batch) / max(1, queue.window_lines(batch))
     share = most_bytes / len(_names(fields["line_models"]))
     full = {model for model, length in ready_lengths(queue, batch, idle).items() if length >= window or length * size >= share}
-    noted = set(_names(queue.batch_fields(batch).get("passed_over", "[]")))
+    noted = set(_names(held.record().get("passed_over", "[]")))
     if full - noted:
         held.note({"passed_over": msgspec.json.encode(sorted(full | noted)).decode()})
     return [(line, request) for line, request in rows if request.model not in full]
@@ -202,7 +202,7 @@ def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
     """Writes finished results to a part and takes them out of Redis; False when there were none, or too few yet."""
     queue, batch, manifest = held.queue, held.batch, held.manifest
     settle(held, pace)
-    fields = queue.batch_fields(batch)
+    fields = held.record()
     waiting = int(fields.get("result_bytes", 0))
     due = time.monotonic() - pace.drained_at >= DRAIN_SECONDS
     if not waiting or not (everything or due or waiting >= _DRAIN_BYTES or all_done(fields)):

@@ -140,6 +140,14 @@ class Slice:
         if stopping.is_set():
             raise Stopping
 
+    def record(self) -> dict[str, str]:
+        """The record as it is now. Raises `Superseded`, also where Redis came back without it."""
+        fields = self.queue.batch_fields(self.batch)
+        if (fields.get("state"), fields.get("generation")) != (self.state, str(self.generation)):
+            self._lost = True
+            raise Superseded(self.batch)
+        return fields
+
     def note(self, fields: dict[str, Any]) -> None:
         """Sets fields of the record, which is also a sign of life. Raises `Superseded`."""
         self._transition(None, fields)

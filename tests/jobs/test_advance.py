@@ -1,6 +1,7 @@
 """A slice feeds what fits, drains what is finished, and may die anywhere without losing or doubling a line."""
 
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import redis
 
-from jobs import advance, control
+from jobs import advance, control, keys
 from jobs.advance import seed_of
 from jobs.batches import cancel_batch
 from jobs.manifest import load_manifest
@@ -262,6 +263,30 @@ def test_a_slice_ends_when_the_batch_is_cancelled_under_it(
     assert (record.state, record.waiting) == ("cancelling", 0)
     assert run_to_end(redis_client, batch).state == "cancelled"
     assert faults(redis_client) == []
+
+
+@pytest.mark.parametrize("lost", ["everything", "the last second"])
+@pytest.mark.parametrize("point", ["feed", "ready_lengths", "drain", "settle"])
+def test_a_slice_ends_quietly_when_redis_forgets_the_batch_under_it(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    point: str, lost: str,
+) -> None:  # fmt: skip
+    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 2000)).id
+    early = redis_client.dump(keys.batch(batch))
+    step(redis_client, batch)
+    real = getattr(advance, point)
+
+    def forget(*arguments: Any) -> Any:
+        redis_client.flushall()
+        if lost == "the last second":
+            redis_client.restore(keys.batch(batch), 0, early)  # type: ignore[arg-type]
+        return real(*arguments)
+
+    monkeypatch.setattr(advance, point, forget)
+    advance._paces.clear()
+    advance.run(batch, 1)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert "problem" not in Queue(redis_client).batch_fields(batch)
 
 
 def test_flush_keeps_what_finished(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

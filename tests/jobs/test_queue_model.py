@@ -442,7 +442,7 @@ def run(client: redis.Redis, examples: int, steps: int) -> None:
 
 
 def test_queue_does_what_the_model_does(redis_client: redis.Redis) -> None:
-    run(redis_client, examples=80, steps=25)
+    run(redis_client, examples=60, steps=25)
 
 
 @pytest.mark.proof

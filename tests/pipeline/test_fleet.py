@@ -8,21 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import redis
 
 from jobs import keys
+from jobs.connection import connect
 from jobs.queue import Queue
 from tests.pipeline.results import check_answers, examples, read_results
 from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
+from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
 
-@pytest.fixture
-def fleet(redis_url: str) -> Iterator[str]:
-    """A control plane and a worker, each a command of its own."""
-    with running_pipeline("jobs", redis_url=redis_url), running_pipeline("worker", redis_url=redis_url) as worker:
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[str]:
+    """A control plane and a worker, each a command of its own, on a Redis of their own."""
+    with (
+        running_server() as server,
+        running_pipeline("jobs", redis_url=server.url),
+        running_pipeline("worker", redis_url=server.url) as worker,
+    ):
         worker.wait_for("worker INFO ready")
-        yield redis_url
+        yield server.url
 
 
 def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path) -> None:
@@ -51,9 +56,10 @@ def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path) -> 
     assert "no worker serves other; served are: demo" in refused.stderr
 
 
-def test_tail_follows_a_batch_to_its_end(fleet: str, redis_client: redis.Redis, tmp_path: Path) -> None:
+def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
     """The worker stands still until someone watches, so that all of it is seen."""
-    (worker,) = Queue(redis_client).workers()
+    client = connect(fleet)
+    (worker,) = Queue(client).workers()
     row = json.loads(EXAMPLES.read_text().splitlines()[0])
     row["body"] |= {"max_tokens": 1000, "ignore_eos": True, "n": 2, "temperature": 1.0}
     source = tmp_path / "long.jsonl"
@@ -61,7 +67,7 @@ def test_tail_follows_a_batch_to_its_end(fleet: str, redis_client: redis.Redis, 
     os.kill(worker.pid, signal.SIGSTOP)
     batch_id = run_pipeline("run-batch", source, "--detach", redis_url=fleet).stdout.strip()
     with running_pipeline("tail", batch_id, redis_url=fleet) as tail:
-        wait_until(lambda: redis_client.exists(keys.WATCHED), 60, "someone to watch")
+        wait_until(lambda: client.exists(keys.WATCHED), 60, "someone to watch")
         os.kill(worker.pid, signal.SIGCONT)
         assert tail.wait(120) == 0
         text = tail.output
@@ -116,11 +122,11 @@ def test_the_same_command_comes_back_to_a_batch_though_no_worker_is_left(redis_u
     check_answers(source, output)
 
 
-def test_a_queue_that_came_back_empty_gets_the_batch_again(fleet: str, redis_client: redis.Redis, tmp_path: Path) -> None:
+def test_a_queue_that_came_back_empty_gets_the_batch_again(fleet: str, tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 60), tmp_path / "out.jsonl"
     with running_pipeline("run-batch", source, "-o", output, redis_url=fleet) as run:
         run.wait_for("batch batch_")
-        redis_client.flushall()
+        connect(fleet).flushall()
         assert run.wait(120) == 0, run.output
     check_answers(source, output)
 

@@ -17,7 +17,7 @@ POOL = Path(__file__).parents[1] / "data" / "pool.jsonl.gz"
 def test_a_sample_of_the_pool_is_answered_right(tmp_path: Path) -> None:
     seed = time.time_ns()
     print(f"seed {seed}")
-    answer_pool(random.Random(seed).sample(pool(), 300), tmp_path)
+    answer_pool(random.Random(seed).sample(pool(), 200), tmp_path)
 
 
 @pytest.mark.proof

@@ -160,7 +160,7 @@ def test_parquet_in_gives_parquet_out(tmp_path: Path) -> None:
 
 def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 60), tmp_path / "out.jsonl"
-    flags = ("run-batch", source, "-o", output, "--max-num-seqs", 4)
+    flags = ("run-batch", source, "-o", output, "--max-num-seqs", 8)
     with running_pipeline(*flags, **poisoned_environment(Poison("", "slow"))) as run:
         wait_until(lambda: list(tmp_path.glob("out.jsonl.parts/parts/*")), 60, "a first part")
         run.process.send_signal(signal.SIGINT)

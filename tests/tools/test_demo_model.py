@@ -20,7 +20,6 @@ from tools.train_demo_model import MODEL_FOLDER
 ROOT = MODEL_FOLDER.parents[1]
 LARGEST_FOLDER_BYTES = 6_000_000
 LARGEST_POOL_BYTES = 400_000
-QUESTIONS_PER_TASK = 20
 SMALLEST_ACCURACY = 0.98
 
 
@@ -88,9 +87,10 @@ def test_the_split_is_by_operands_alone():
     assert 0.1 < held_out / 10_000 < 0.15
 
 
-def test_held_out_questions_are_answered(model, tokenizer, capsys):
+@pytest.mark.parametrize("per_task", [3, pytest.param(20, marks=pytest.mark.proof)])
+def test_held_out_questions_are_answered(model, tokenizer, capsys, per_task):
     rng = random.Random(20)
-    questions = [question(rng, held_out=True, task=task) for task in TASKS for _ in range(QUESTIONS_PER_TASK)]
+    questions = [question(rng, held_out=True, task=task) for task in TASKS for _ in range(per_task)]
     answers = greedy_answers(model, tokenizer, questions)
     right = Counter(asked.task for asked, answer in zip(questions, answers, strict=True) if answer == asked.answer)
     accuracy = right.total() / len(questions)

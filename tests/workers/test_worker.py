@@ -195,12 +195,12 @@ def test_a_live_call_that_cannot_run_is_refused_at_once(shared: tuple[Queue, Wor
 
 def test_live_calls_get_in_when_batch_work_fills_every_slot(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    batch = submit_batch(queue, [slow(40) for _ in range(40)])
-    wait_until(lambda: queue.ready_length(batch) < 40, 60, "the batch to be started")
+    batch = submit_batch(queue, [slow(40) for _ in range(30)])
+    wait_until(lambda: queue.ready_length(batch) < 30, 60, "the batch to be started")
     _, api = submit_live(queue, endless(5))
     follow(queue, api)
-    assert len(queue.results(batch)) < 40
-    wait_until(lambda: len(queue.results(batch)) == 40, 120, "the batch")
+    assert len(queue.results(batch)) < 30
+    wait_until(lambda: len(queue.results(batch)) == 30, 120, "the batch")
 
 
 def test_stop_strings_end_the_answer(shared: tuple[Queue, WorkerProcess]) -> None:
