@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pyarrow import Table, parquet
 
-from tests.pipeline.results import check_answers, custom_ids, examples, read_results
-from tests.support.commands import run_pipeline, running_pipeline
+from tests.pipeline.results import answers, check_answers, custom_ids, examples, read_results
+from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import descendants, is_running
 from tests.support.waiting import wait_until
@@ -159,8 +159,11 @@ def test_parquet_in_gives_parquet_out(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path) -> None:
-    source, output = examples(tmp_path / "requests.jsonl", 60), tmp_path / "out.jsonl"
-    flags = ("run-batch", source, "-o", output, "--max-num-seqs", 8)
+    """Many short answers, two at a time and slowly: some are finished soon, and not all for long."""
+    source, output, lengths = tmp_path / "requests.jsonl", tmp_path / "out.jsonl", {name: len(text) for name, text in answers().items()}
+    lines = sorted(EXAMPLES.read_text().splitlines(), key=lambda line: lengths[json.loads(line)["custom_id"]])
+    source.write_text("\n".join(lines[:40]) + "\n")
+    flags = ("run-batch", source, "-o", output, "--max-num-seqs", 2)
     with running_pipeline(*flags, **poisoned_environment(Poison("", "slow"))) as run:
         wait_until(lambda: list(tmp_path.glob("out.jsonl.parts/parts/*")), 60, "a first part")
         run.process.send_signal(signal.SIGINT)
@@ -171,7 +174,7 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path
     done = run_pipeline("run-batch", source, "-o", output)
     assert done.returncode == 0, done.stderr
     check_answers(source, output)
-    first_counts = next(line for line in done.stderr.splitlines() if " of 60 done; " in line)
+    first_counts = next(line for line in done.stderr.splitlines() if " of 40 done; " in line)
     assert int(first_counts.split()[0]) > 0
 
 
