@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.errors import TritonError
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,8 @@ class ChoiceCache:
 def tuned(cache: ChoiceCache, name: str, among: Sequence[Choice], measure: Callable[[Choice], float]) -> Choice:
     """What the cache says of `name`, else the choice with the least of what `measure` gives, which is kept.
 
-    A choice that the card refuses, for want of registers or shared memory, is passed over; the first is taken when it refuses all.
+    A choice that does not compile for the card, or that it has no registers or shared memory for, is passed over; the first is taken when
+    all are.
     """
     with cache.locked():
         known = cache.get(name, among)
@@ -117,8 +119,10 @@ def tuned(cache: ChoiceCache, name: str, among: Sequence[Choice], measure: Calla
         started = time.monotonic()
         seconds = {}
         for choice in among:
-            with contextlib.suppress(triton.OutOfResources, torch.OutOfMemoryError):
+            try:
                 seconds[choice] = measure(choice)
+            except (TritonError, torch.OutOfMemoryError) as error:
+                logger.info("passing over %s for %s: %s", choice, name, error)
         if not seconds:
             return among[0]
         best = min(seconds, key=seconds.__getitem__)

@@ -73,6 +73,7 @@ def test_what_the_card_refuses_is_passed_over(cache: ChoiceCache) -> None:
 
     assert tuned(cache, "decode", AMONG, measure) == AMONG[2]
     assert tuned(cache, "prefill", AMONG[:2], measure) == AMONG[0]
+    assert cache.get("prefill", AMONG) is None
 
 
 def test_those_who_start_together_measure_once(cache: ChoiceCache) -> None:
