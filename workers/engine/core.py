@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_COMPANY = 16  # a part of the slots in so many: what is let in together where steps without a prompt are replayed
 _TRIES_ALONE = 3
 _PAUSE_ALONE = 0.2  # seconds
 
@@ -55,6 +56,7 @@ class EngineCore:
             config.depth,
             vocab_size=executor.vocab_size,
             eos_token_ids=executor.eos_token_ids,
+            company=max(1, config.max_num_seqs // _COMPANY) if executor.runner.graphs is not None else 1,
         )
         self.ready = Ready(
             max_model_len=self.scheduler.max_model_len,

@@ -17,6 +17,7 @@ from workers.engine.request import Request
 from workers.engine.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
 
 _URGENCY = attrgetter("urgency")
+_LONGEST_WAIT = 32  # steps
 
 
 class Scheduler:
@@ -29,6 +30,9 @@ class Scheduler:
     With `depth` 1, `schedule` may be called once more before `update` has brought the tokens of the step before. Then slots and blocks
     given up by a request that a launched step still uses stay taken until that step has been retired, and a token sampled for a request
     that had already ended is dropped.
+
+    With `company` above 1, batch requests for which little is free wait until as many slots are, and their share of the blocks, or for
+    `_LONGEST_WAIT` steps: where a step without a prompt is much the cheaper kind, prompts come together in a few steps.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Scheduler:
         *,
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
+        company: int = 1,
     ) -> None:
         """`max_model_len` is lowered to what the cache can hold for a request that has it to itself."""
         self.token_budget = max_num_batched_tokens
@@ -50,6 +55,9 @@ class Scheduler:
         self._pool = kv_cache.pool
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._company = company
+        self._company_blocks = self._pool.num_blocks * company // max_num_seqs
+        self._waited_steps = 0  # for company
         self._requests: dict[int, Request] = {}
         self._live = _Lane()
         self._batch = _Lane()
@@ -102,7 +110,8 @@ class Scheduler:
         step = _Step(self._step + 1, self.token_budget)
         for lane in (self._live, self._batch):
             self._advance(lane.running, step)
-            self._admit(lane, step)
+            if lane.waiting and not (lane is self._batch and self._waits_for_company()):
+                self._admit(lane, step)
         if not step.slots:
             return None
         self._step = step.number
@@ -280,6 +289,16 @@ class Scheduler:
             elif not (request.live and self._make_room(need, request)):
                 step.short = request.live and bool(self._returning)
                 return
+
+    def _waits_for_company(self) -> bool:
+        """Whether batch requests stay out of this step, so that more of them come in at once."""
+        scarce = len(self._free_slots) < self._company or self._pool.free < self._company_blocks
+        runs = self._live.running or self._batch.running
+        if self._company > 1 and scarce and runs and self._waited_steps < _LONGEST_WAIT:
+            self._waited_steps += 1
+            return True
+        self._waited_steps = 0
+        return False
 
     def _enter(self, lane: "_Lane", request: Request, prefix: list[int], step: "_Step") -> None:
         self._kv_cache.admit(request, prefix)

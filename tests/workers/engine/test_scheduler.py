@@ -1,5 +1,6 @@
 """The scheduler's decisions, one by one. What holds for every schedule stands in test_scheduler_properties.py."""
 
+import random
 import subprocess
 import sys
 
@@ -16,9 +17,10 @@ EOS = 99
 
 
 def make_scheduler(
-    *, seqs: int = 4, budget: int = 64, blocks: int = 65, depth: int = 0, max_model_len: int = 256, caching: bool = True
+    *, seqs: int = 4, budget: int = 64, blocks: int = 65, depth: int = 0, max_model_len: int = 256, caching: bool = True, company: int = 1
 ) -> Scheduler:
-    return Scheduler(seqs, budget, max_model_len, KVCache(blocks, SIZE, caching), depth, vocab_size=100, eos_token_ids=[EOS])
+    kv_cache = KVCache(blocks, SIZE, caching)
+    return Scheduler(seqs, budget, max_model_len, kv_cache, depth, vocab_size=100, eos_token_ids=[EOS], company=company)
 
 
 def request(
@@ -36,6 +38,12 @@ def plan_of(scheduler: Scheduler) -> StepPlan:
 
 def finish(scheduler: Scheduler, plan: StepPlan, token: int = 7) -> StepOutput:
     return scheduler.update(plan, StepResult(np.full(int(plan.samples.sum()), token, dtype=np.int32)))
+
+
+def plan_and_finish(scheduler: Scheduler) -> StepPlan:
+    plan = plan_of(scheduler)
+    finish(scheduler, plan)
+    return plan
 
 
 def step(scheduler: Scheduler, token: int = 7) -> StepOutput:
@@ -346,6 +354,45 @@ def test_one_step_ahead_a_preempted_request_waits_for_its_unseen_token() -> None
     second = plan_of(scheduler)
     assert finish(scheduler, second).request_ids == [2]
     assert plan_of(scheduler).added[0].token_ids == [2] * 5 + [7]
+
+
+@pytest.mark.parametrize("company", [1, 4])
+def test_where_slots_are_scarce_prompts_come_in_company(company: int) -> None:
+    """A queue behind 64 slots: nearly every step would have a prompt in it; in company one in a few does, at the cost of a few idle slots."""
+    scheduler = make_scheduler(seqs=64, budget=1000, blocks=4000, company=company)
+    draw = random.Random(1)
+    for number in range(1000):
+        scheduler.add(request(number, prompt=3, max_tokens=draw.randint(10, 60)))
+    steps, with_prompts, rows = 0, 0, 0
+    while scheduler.unfinished > 100:
+        plan = plan_of(scheduler)
+        steps, with_prompts, rows = steps + 1, with_prompts + bool(plan.added), rows + len(plan.slots)
+        finish(scheduler, plan)
+    assert (with_prompts > 0.8 * steps) if company == 1 else (with_prompts < 0.45 * steps)
+    assert rows > (63 if company == 1 else 61) * steps
+
+
+def test_company_is_waited_for_only_while_little_is_free_and_for_so_many_steps() -> None:
+    scheduler = make_scheduler(seqs=8, blocks=2000, company=4)
+    for number in range(3):
+        scheduler.add(request(number, max_tokens=100))
+    assert len(plan_and_finish(scheduler).added) == 3  # five slots are left
+    for number in range(3, 9):
+        scheduler.add(request(number, max_tokens=1 if number == 3 else 100))
+    assert len(plan_and_finish(scheduler).added) == 5
+    late = [len(plan_and_finish(scheduler).added) for _ in range(33)]  # one slot is free, and a request waits for it
+    assert late == [0] * 32 + [1]
+
+
+def test_nobody_waits_for_company_where_nothing_runs_or_the_call_is_live() -> None:
+    scheduler = make_scheduler(seqs=4, blocks=3, company=4)  # two blocks: always scarce
+    scheduler.add(request(1, prompt=3, max_tokens=3))
+    assert len(plan_and_finish(scheduler).added) == 1
+    scheduler.add(request(2, prompt=2, max_tokens=2))
+    assert len(plan_and_finish(scheduler).added) == 0
+    scheduler.add(request(3, prompt=2, max_tokens=2, live=True))
+    assert [added.prompt_length for added in plan_and_finish(scheduler).added] == [2]
+    run_dry(scheduler)
 
 
 def test_running_further_ahead_than_the_depth_is_refused() -> None:

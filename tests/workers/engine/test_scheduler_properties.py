@@ -79,6 +79,7 @@ class Setup:
     max_model_len: int
     depth: int
     prefix_caching: bool
+    company: int = 1
     failures: int = 0  # seed of the steps that cannot be launched; 0: all can
 
 
@@ -173,8 +174,9 @@ class Run:
         setup = self.setup
         self.kv_cache = KVCache(setup.num_blocks, setup.block_size, setup.prefix_caching)
         self.scheduler = Scheduler(
-            setup.max_num_seqs, setup.budget, setup.max_model_len, self.kv_cache, setup.depth, vocab_size=VOCAB, eos_token_ids=[EOS]
-        )
+            setup.max_num_seqs, setup.budget, setup.max_model_len, self.kv_cache, setup.depth, vocab_size=VOCAB, eos_token_ids=[EOS],
+            company=setup.company,
+        )  # fmt: skip
         self.device = TokenDevice(setup)
         self.stats = Stats()
         self.chance = random.Random(setup.failures)
@@ -272,6 +274,7 @@ SETUPS = st.builds(
     max_model_len=st.integers(4, 40),
     depth=st.integers(0, 1),
     prefix_caching=st.booleans(),
+    company=st.sampled_from([1, 1, 2, 4]),
     failures=st.sampled_from([0, 0, 1, 2, 3, 4, 5]),
 )
 PROMPTS = st.builds(
@@ -326,6 +329,7 @@ def random_setup(draw: random.Random) -> Setup:
         max_model_len=draw.randint(4, 60),
         depth=draw.randint(0, 1),
         prefix_caching=draw.random() < 0.7,
+        company=draw.choice([1, 1, 2, 4]),
         failures=draw.choice([0, draw.randrange(1, 1000)]),
     )
 
