@@ -237,10 +237,10 @@ def test_a_crash_is_told_from_an_end_that_came_from_outside(number: signal.Signa
 
 def test_an_idle_core_may_be_silent_and_heeds_no_sigterm() -> None:
     async def scenario() -> None:
-        async with started(replace(config(), step_timeout=0.1)) as engine:
+        async with started(replace(config(), step_timeout=1.0)) as engine:
             assert len(await text_of(engine, [1], SamplingParams(3))) == 3
             os.kill(engine.pid, signal.SIGTERM)
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(1.5)
             assert len(await text_of(engine, [1], SamplingParams(3))) == 3
 
     run(scenario)

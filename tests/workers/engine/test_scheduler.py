@@ -358,7 +358,7 @@ def test_one_step_ahead_a_preempted_request_waits_for_its_unseen_token() -> None
 
 @pytest.mark.parametrize("company", [1, 4])
 def test_where_slots_are_scarce_prompts_come_in_company(company: int) -> None:
-    """A queue behind 64 slots: nearly every step would have a prompt in it; in company one in a few does, at the cost of a few idle slots."""
+    """A queue behind 64 slots: nearly every step would have a prompt in it; in company one in a few does, and a few slots idle."""
     scheduler = make_scheduler(seqs=64, budget=1000, blocks=4000, company=company)
     draw = random.Random(1)
     for number in range(1000):
