@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 Work = Callable[[], None]
 
-_PATIENCE = 64
-"""Steps in a larger size, at most twice as large as it need be, that cost about what recording the right one does."""
+_PATIENCE = 8
+"""Steps' worth of padding, in rows beyond the fitting size, that cost about what recording it does: a step outside a graph and another."""
 
 
 class Variant(Enum):
@@ -47,7 +48,7 @@ class DecodeGraphs:
         self._record = record
         self._sizes = sizes(most)
         self._recorded: dict[tuple[Variant, int], Work] = {}
-        self._wanted: Counter[tuple[Variant, int]] = Counter()
+        self._padded: Counter[tuple[Variant, int]] = Counter()  # rows by which steps of this size were larger
         self._forgiving = forgiving
         self._short = False
 
@@ -69,8 +70,8 @@ class DecodeGraphs:
         recorded = next((size for size in self._sizes if size >= fitting and (variant, size) in self._recorded), None)
         if recorded is None or recorded == fitting or self._short:
             return recorded or fitting
-        self._wanted[variant, fitting] += 1
-        return fitting if recorded > 2 * fitting or self._wanted[variant, fitting] > _PATIENCE else recorded
+        self._padded[variant, fitting] += recorded - fitting
+        return fitting if recorded > 2 * fitting or self._padded[variant, fitting] > _PATIENCE * fitting else recorded
 
     def _try_to_record(self, variant: Variant, size: int) -> bool:
         if (variant, size) in self._recorded:
@@ -94,25 +95,45 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         cuda: Any = torch.cuda
         self._stream = cuda.Stream()
+        # Also those whose recording failed: a graph that goes takes the stream's workspace of cuBLAS along, which all others write to.
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Work) -> Work:
         """Does the work once, which has kernels compiled, tuned and loaded, and then records it."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+        finally:  # what was queued of a work that failed still reads what comes next on the current stream changes
+            current.wait_stream(self._stream)
         # What the work took on this stream would be kept for it, apart from the pool of the graphs.
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
         # Not torch.cuda.graph, which leaves this stream the current one where the recording fails.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads, such as NCCL's, may use the device
             try:
                 work()
             finally:
-                graph.capture_end()
+                self._end(graph)
         return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # Before torch 2.12 the allocator then takes the recording for unfinished, and refuses ever to empty its cache.
+            memory: Any = torch.cuda.memory
+            with suppress(RuntimeError):
+                memory._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
+
+
+def steps_to_record(size: int, larger: int) -> int:
+    """After how many steps in a size the next `larger` one, if it was recorded before, no longer does for it."""
+    return _PATIENCE * size // (larger - size) + 1
 
 
 def sizes(most: int) -> list[int]:

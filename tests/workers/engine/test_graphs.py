@@ -1,6 +1,11 @@
 """Padded decode steps: which sizes there are and when they are recorded, and that padding is seen nowhere but in the null block."""
 
+import gc
+import weakref
+from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +14,7 @@ import torch
 from tests.workers.engine.places import Place, interpreted, on_card
 from tests.workers.engine.tiny_models import folder, reference
 from workers.engine.config import EngineConfig
-from workers.engine.graphs import CudaRecorder, DecodeGraphs, Variant, Work, sizes
+from workers.engine.graphs import CudaRecorder, DecodeGraphs, Variant, Work, sizes, steps_to_record
 from workers.engine.layers.ops import make_ops
 from workers.engine.loader import load_weights, open_checkpoint
 from workers.engine.messages import SamplingParams
@@ -61,10 +66,19 @@ def test_the_largest_size_is_recorded_first_and_the_others_when_they_pay() -> No
     assert tape.run(40) == 40
     assert tape.run(2) == 4
     assert tape.recorded == [100, 4, 40]
-    runs = [tape.run(50) for _ in range(100)]
-    assert runs == sorted(runs, reverse=True)
+    # Padding costs by its rows: 10 steps of 44 rows too many, one of them above, are worth 8 of 56.
+    assert [tape.run(50) for _ in range(11)] == [100] * 9 + [56] * 2
     assert tape.recorded == [100, 4, 40, 56]
-    assert tape.run(56) == 56
+
+
+@pytest.mark.parametrize("most", [8, 100, 256, 1024])
+def test_every_size_is_recorded_in_time_on_the_way_down(most: int) -> None:
+    tape, falling = Tape(most), sizes(most)[::-1]
+    tape.run(most)
+    for larger, size in pairwise(falling):
+        steps = steps_to_record(size, larger)
+        assert [tape.run(size) for _ in range(steps)][-2:] == [larger, size][-min(steps, 2) :]
+    assert tape.recorded == falling
 
 
 def test_without_memory_for_another_recording_a_larger_one_does_or_none() -> None:
@@ -87,6 +101,83 @@ def test_any_other_failure_is_nobodys_to_forgive() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         DecodeGraphs(lambda *_: None, 8, full, forgiving=False).run(Variant.TOKENS, 3)
+
+
+class Graph:
+    def __init__(self, calls: "Calls") -> None:
+        self._calls = calls
+
+    def capture_begin(self, **_: object) -> None:
+        self._calls.made.append("begin")
+
+    def capture_end(self) -> None:
+        if self._calls.broken:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None: ...
+
+
+class Calls:
+    """Stands in for the parts of `torch.cuda` that recording uses, and writes down their order. Ending a recording that went wrong fails,
+    and leaves the allocator recording, as in torch 2.11."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        self.alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.broken = False
+        monkeypatch.setattr(torch, "cuda", self)
+        self.memory = self
+
+    def graph_pool_handle(self) -> str:
+        return "pool"
+
+    def current_device(self) -> int:
+        return 0
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda _: self.made.append("wait"))
+
+    def Stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda _: None)
+
+    def stream(self, _: Any) -> Any:
+        return nullcontext()
+
+    def empty_cache(self) -> None:
+        self.made.append("empty cache")
+
+    def CUDAGraph(self) -> Any:
+        graph = Graph(self)
+        self.alive.add(graph)
+        return graph
+
+    def _cuda_endAllocateToPool(self, device: int, pool: str) -> None:
+        self.made.append(f"end allocation to the {pool} of {device}")
+
+
+def test_a_recording_that_fails_leaves_the_others_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph lives on, what was queued of it is waited for, and the allocator records no longer."""
+    calls = Calls(monkeypatch)
+    record = CudaRecorder()
+    room = iter([True, True, False, True, False])
+
+    def work() -> None:
+        if not next(room):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    record(work)
+    assert calls.made == ["wait", "empty cache", "begin"]
+    with pytest.raises(torch.OutOfMemoryError):
+        record(work)
+    assert calls.made[3:] == ["wait"]
+    calls.broken = True
+    with pytest.raises(RuntimeError, match="previous error") as failed:
+        record(work)
+    assert isinstance(failed.value.__context__, torch.OutOfMemoryError)
+    assert calls.made[4:] == ["wait", "empty cache", "begin", "end allocation to the pool of 0"]
+    del failed
+    gc.collect()
+    assert len(calls.alive) == 2
 
 
 def twice(work: Work) -> Work:
