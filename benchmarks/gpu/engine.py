@@ -1,13 +1,14 @@
 """Rows that drive the whole engine as a worker does: `AsyncEngine` in this process, its core in one of its own.
 
 A pass is a workload handed in at once; its seconds run from there to the last token, as this process sees it. What comes up once (kernels
-loaded and tuned, graphs captured) has come up before the measured pass: see `_warm_up`. How long that took is told beside it.
+loaded and tuned, graphs captured) has come up before the measured pass: see `warm_up`. How long that took is told beside it.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from benchmarks.gpu.checkpoints import checkpoint, shape_of
@@ -18,7 +19,7 @@ from workers.engine.async_engine import AsyncEngine
 from workers.engine.config import EngineConfig
 
 _TINY_LIMIT = 150  # below the tiny models' vocabulary
-_STEPS_TO_RECORD = 66  # of one size, after which it has a graph of its own
+_SPARE_STEPS = 3  # of each size, since requests that were let in one after the other end so too
 
 T = TypeVar("T")
 
@@ -39,6 +40,12 @@ class Pass:
 def qwen3_06b(setting: Setting) -> dict[str, Any]:
     """nano-vllm's workload."""
     return _throughput(setting, "qwen3-0.6b", _benchmark(setting, 256, 100, 1024), rehearse=True)
+
+
+def qwen3_06b_queued(setting: Setting) -> dict[str, Any]:
+    """Four requests of nano-vllm's lengths to each of 256 slots, a worker's everyday state: where one ends the next comes in."""
+    work, slots = (_benchmark(setting, 0, 0, 0), 3) if setting.tiny else (drawn(1024, 100, 1024), 256)
+    return _throughput(setting, "qwen3-0.6b", work, rehearse=False, max_num_seqs=slots)
 
 
 def qwen25_05b(setting: Setting) -> dict[str, Any]:
@@ -112,15 +119,17 @@ async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> Pa
 
 async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
     """Decode steps of all sizes that graphs have, up to `rows`, and as many of each as it takes; returns the seconds."""
-    from workers.engine.graphs import sizes  # which needs torch
+    from workers.engine.graphs import sizes, steps_to_record  # which needs torch
 
-    steps, prompt = (2, 4) if setting.tiny else (_STEPS_TO_RECORD, 16)
-    stairs = staircase(sizes(rows), steps, prompt, token_limit=_limit(setting))
+    found = sizes(engine.info.max_num_seqs)
+    enough = {found[-1]: 1, **{size: steps_to_record(size, larger) for size, larger in pairwise(found)}}
+    steps = {size: 2 if setting.tiny else enough[size] + _SPARE_STEPS for size in found if size <= rows}
+    stairs = staircase(steps, 4 if setting.tiny else 16, token_limit=_limit(setting))
     return (await run_pass(engine, stairs, first_id=1 << 20)).seconds
 
 
-def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool) -> dict[str, Any]:
-    """`rehearse`: the whole workload once before it is measured, with other tokens in its prompts."""
+def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool, **settings: Any) -> dict[str, Any]:
+    """`rehearse`: the whole workload once before it is measured, with other tokens in its prompts. `settings` are the engine's."""
     folder = checkpoint(setting, name)
 
     async def measured(engine: AsyncEngine) -> tuple[float, list[Pass]]:
@@ -138,7 +147,7 @@ def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool) -> 
         return warm, passes
 
     figures: dict[str, Any] = {}
-    warm, passes = asyncio.run(with_engine(config_for(setting, folder), measured))
+    warm, passes = asyncio.run(with_engine(config_for(setting, folder, **settings), measured))
     last = passes[-1]
     assert last.output_tokens == work.output_tokens
     figures |= {
@@ -149,7 +158,8 @@ def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool) -> 
         "prompt_tokens": work.prompt_tokens,
         "output_tokens": last.output_tokens,
         "how": f"{len(work.prompts)} requests handed to AsyncEngine at once, {work.prompt_tokens:,} prompt and {last.output_tokens:,} "
-        "output tokens, greedy; wall clock from there to the last token in this process, after a warm-up that is not counted",
+        f"output tokens, greedy, at most {figures['max_num_seqs']} at a time; wall clock from there to the last token in this process, "
+        "after a warm-up that is not counted",
     }
     if setting.card is not None:
         least = roofline(cost_of(shape_of(setting, name)), work, setting.card)

@@ -57,6 +57,6 @@ def figures_of(kernels: list[tuple[float, float]]) -> dict[str, Any]:
         "step_milliseconds": round(whole / STEPS / 1e3, 3),
         "kernels": len(kernels),
         "how": f"torch.profiler (CUPTI) in the core over {STEPS} decode steps of 256 rows with contexts of about 600 tokens: time from the "
-        f"first kernel's start to the last one's end in which no kernel ran, in gaps of at least {_BETWEEN_STEPS:g} us (shorter ones lie "
-        "inside a graph; all_gaps_per_cent has them too)",
+        f"first kernel's start to the last one's end in which no kernel ran (a copy is none), in gaps of at least {_BETWEEN_STEPS:g} us "
+        "(shorter ones lie inside a graph; all_gaps_per_cent has them too)",
     }

@@ -1,6 +1,6 @@
 """The requests of the engine's rows: lengths and tokens by Python's `random`, so that another engine can be given exactly the same ones."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -51,9 +51,7 @@ def even(requests: int, prompt_length: int, output_length: int, seed: int = 0, t
     return Workload(prompts, [output_length] * requests)
 
 
-def staircase(sizes: Sequence[int], steps: int, prompt_length: int, seed: int = 1, token_limit: int = TOKEN_LIMIT) -> Workload:
-    """Answers that end so that `steps` decode steps have as many rows as the largest of `sizes`, as many the next smaller, and so on."""
-    falling = sorted(sizes, reverse=True)
-    flat = even(falling[0], prompt_length, 1, seed, token_limit)
-    ends = [sum(size > number for size in falling) for number in range(falling[0])]  # the sizes for which a request is still there
-    return Workload(flat.prompts, [1 + steps * levels for levels in ends])
+def staircase(steps: Mapping[int, int], prompt_length: int, seed: int = 1, token_limit: int = TOKEN_LIMIT) -> Workload:
+    """Answers that end so that `steps[size]` decode steps have `size` rows, the largest first."""
+    flat = even(max(steps), prompt_length, 1, seed, token_limit)
+    return Workload(flat.prompts, [1 + sum(steps[size] for size in steps if size > number) for number in range(max(steps))])

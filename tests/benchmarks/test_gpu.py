@@ -35,10 +35,11 @@ def test_the_workload_is_nano_vllms() -> None:
     assert other.prompts[0][:16] != work.prompts[0][:16]
 
 
-def test_a_staircase_has_as_many_decode_steps_of_each_size() -> None:
-    lengths = staircase(sizes(256), 3, 16).output_lengths
+def test_a_staircase_has_the_decode_steps_asked_for_of_each_size() -> None:
+    steps = {size: 2 + size % 3 for size in sizes(256)}
+    lengths = staircase(steps, 16).output_lengths
     running = Counter(sum(length > step for length in lengths) for step in range(1, max(lengths)))
-    assert running == dict.fromkeys(sizes(256), 3)
+    assert running == steps
 
 
 def test_the_roofline_of_the_smallest_workload_by_hand() -> None:
@@ -62,6 +63,8 @@ def test_the_roofline_on_an_h200_is_what_the_documentation_says() -> None:
     assert work.output_tokens / least.seconds == pytest.approx(36_556, abs=1)
     least = roofline(cost_of(SHAPES["qwen2.5-0.5b"]), work, H200)
     assert work.output_tokens / least.seconds == pytest.approx(188_764, abs=1)
+    least = roofline(cost_of(SHAPES["qwen3-0.6b"]), queue := drawn(1024, 100, 1024), H200)
+    assert (queue.prompt_tokens, queue.output_tokens, round(queue.output_tokens / least.seconds)) == (580_663, 583_802, 38_347)
     work = drawn(1024, 50, 512)
     least = roofline(cost_of(SHAPES["qwen3-8b"]), work, H200)
     assert (work.output_tokens, round(work.output_tokens / least.seconds)) == (294_532, 24_650)
