@@ -12,6 +12,7 @@ from workers.engine import device_inputs
 from workers.engine.device_inputs import DeviceInputs
 from workers.engine.inputs import HostInputs, StepInputs
 from workers.engine.messages import SamplingParams
+from workers.engine.sampling.sampler import Sampler
 from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
 SLOTS, LENGTH, BLOCK = 11, 90, 8
@@ -114,7 +115,7 @@ def test_padding_goes_to_the_null_block_and_nowhere_else(device: str) -> None:
     assert made.metadata.slots.tolist() == [4, 9, 2, *([0] * padding)]
     assert made.input_ids.tolist() == [*before[slots, 9].tolist(), *([0] * padding)]
     assert made.positions.tolist() == [9, 9, 9, *([0] * padding)]
-    assert made.slots.tolist() == [4, 9, 2, *([0] * padding)]
+    assert made.slots.tolist() == [4, 9, 2, *([SLOTS] * padding)]
     assert made.ends.tolist() == [10, 10, 10, *([1] * padding)]
     inputs.store(torch.arange(100, 100 + SLOTS, dtype=torch.int32, device=device))
     before[slots, 10] = torch.tensor([100, 101, 102], dtype=torch.int32, device=device)
@@ -122,12 +123,32 @@ def test_padding_goes_to_the_null_block_and_nowhere_else(device: str) -> None:
     assert inputs.result(3).tolist() == [100, 101, 102]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_is_sampled_for_nobody(device: str) -> None:
+    """Where drawing for the first slot would take any of 600 tokens, padding takes the likeliest, which a look at the parameters tells."""
+    drawn = SamplingParams(1, temperature=1.0, top_p=0.99, seed=3)
+    inputs, sampler = DeviceInputs(SLOTS, LENGTH, BLOCK, torch.device(device)), Sampler(SLOTS, 600, (), torch.device(device), fused=True)
+    for slot in range(SLOTS):
+        sampler.set(slot, drawn)
+    sampler.upload()
+    one = np.ones(1, np.int32)
+    plan = StepPlan(0, [AddedRequest(0, [5, 6], 1, drawn)], [NewBlocks(0, 0, [1])], 0 * one, one, one, one.astype(np.bool_))
+    inputs.stage(plan, SLOTS)
+    made = inputs.build(SLOTS, SLOTS, 1, LENGTH, SLOTS)
+    logits = torch.zeros((SLOTS, 600), device=device)
+    logits[:, 77] = 0.1
+    first, *padding = sampler.draw_static(logits, made.slots, made.ends, inputs.device_prompt_lengths).tolist()
+    assert padding == [77] * (SLOTS - 1)
+    assert first != 77
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("capability", [80, 90])
 def test_the_kernels_compile_for_cards(capability: int) -> None:
     tables = {"staged": "*i32", "tokens": "*i32", "columns": "i32"}
     slots = {"block_tables": "*i32", "prompt_lengths": "*i32", "max_blocks": "i32"}
-    built = {"block_size": "i32", "of_tokens": "*i64", "token_stride": "i32", "of_rows": "*i32", "row_stride": "i32", "last": "*i64"}
+    built = {"block_size": "i32", "num_slots": "i32", "of_tokens": "*i64", "token_stride": "i32", "of_rows": "*i32", "row_stride": "i32"}
+    built |= {"last": "*i64"}
     module = device_inputs.kernels.__name__
     variants = [Variant(module, "_apply_runs", tables | slots, {"ROWS": 1024, "PROGRAMS": 64})]
     variants += [Variant(module, "_build", tables | slots | built, {"ROWS": 1024, "BLOCK": block}) for block in (1, 128)]

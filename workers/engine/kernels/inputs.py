@@ -8,7 +8,7 @@ All three take what varies from step to step out of one buffer of 32-bit words, 
     behind them          the runs, RUN words each: table, row, column, number of values, where in the buffer they stand
 
 ROWS is as many rows as there can be, rounded up to a multiple of FIRST. Rows beyond the step's own are padding: they have one token each,
-which goes to the null block, and nothing to see.
+which goes to the null block, and nothing to see. Where padding is sampled it is so for the slot behind the last, which is nobody's.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def _build(
     columns,
     max_blocks,
     block_size,
+    num_slots,
     of_tokens,  # int64 [4, token_stride], out: input ids, positions, lengths, slot mapping
     token_stride,
     of_rows,  # int32 [3, row_stride], out: context lengths; slot and length of the sampling rows
@@ -99,7 +100,7 @@ def _build(
         samples = row < tl.load(staged + 1)
         end = tl.load(query_start + sampled + 1, mask=samples, other=1)
         known_after = tl.load(starts + sampled, mask=samples, other=0) + end - tl.load(query_start + sampled, mask=samples, other=0)
-        tl.store(of_rows + row_stride + row, tl.load(slots + sampled, mask=samples, other=0))
+        tl.store(of_rows + row_stride + row, tl.load(slots + sampled, mask=samples, other=num_slots))
         tl.store(of_rows + 2 * row_stride + row, known_after)
         tl.store(last + row, (end - 1).to(tl.int64))
 
@@ -139,7 +140,8 @@ def build(
     max_query: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """int64 [4, num_tokens]: input ids, positions, lengths, slot mapping; int32 [3, num_rows]: context lengths of the rows, slots of the
-    rows that sample and how many tokens they know; int64 [num_rows]: the last token of each row that samples."""
+    rows that sample (of padding: one behind the last) and how many tokens they know; int64 [num_rows]: the last token of each row that
+    samples."""
     # Whatever their lengths, the rows of both begin where kernels may take them for aligned: another answer would be another compilation.
     token_stride, row_stride = _aligned(num_tokens), _aligned(num_rows)
     of_tokens = torch.empty((4, token_stride), dtype=torch.int64, device=staged.device)
@@ -154,6 +156,7 @@ def build(
         tokens.shape[1],
         block_tables.shape[1],
         block_size,
+        prompt_lengths.shape[0],
         of_tokens,
         token_stride,
         of_rows,

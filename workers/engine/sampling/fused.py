@@ -22,7 +22,8 @@ class FusedDraw:
         self._words = np.zeros((num_slots, kernels.WORDS), np.int32)
         self._floats, self._longs = self._words.view(np.float32), self._words.view(np.int64)
         self._changed: set[int] = set()
-        self._table = torch.zeros((num_slots, kernels.WORDS), dtype=torch.int32, device=device)  # greedy throughout
+        # Greedy throughout; so stays the row behind the slots, for padding, which costs least.
+        self._table = torch.zeros((num_slots + 1, kernels.WORDS), dtype=torch.int32, device=device)
 
     def set(self, slot: int, params: SamplingParams) -> None:
         floor, top_k, top_p = settled(params, self._vocab_size)

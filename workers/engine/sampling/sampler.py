@@ -75,8 +75,8 @@ class Sampler:
     def draw_static(self, logits: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
         """int32 [R] tokens for rows that fit a graph, from logits [R, vocab] of any float dtype, which stay as they are.
 
-        slots int32 [R]; lengths int32 [R], each row's tokens so far; prompt_lengths int32 [num_slots]. Reads nothing from the host, so
-        that it may be recorded.
+        slots int32 [R], where `num_slots` is a row of padding; lengths int32 [R], each row's tokens so far; prompt_lengths int32
+        [num_slots]. Reads nothing from the host, so that it may be recorded.
         """
         assert self._fused is not None
         return self._fused.static(logits, slots, lengths, prompt_lengths)
