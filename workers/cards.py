@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from jobs.gauges import CardGauges
@@ -12,20 +13,27 @@ logger = logging.getLogger(__name__)
 
 
 def card_gauges(uuids: list[str]) -> list[CardGauges]:
-    """Use, memory and power of these cards. Blocks for milliseconds. Empty where there is no card, library (nvidia-ml-py) or driver."""
+    """Use, memory and power of these cards. Blocks for milliseconds.
+
+    Empty where there is no card, library (nvidia-ml-py) or driver, and where a library of that name does something else; says why once.
+    """
     if not uuids:
         return []
     try:
         import pynvml
-    except ImportError:
-        logger.debug("nvidia-ml-py is not installed: nothing is told of the cards")
-        return []
-    try:
+
         pynvml.nvmlInit()  # counted by the library; the first call alone does something
         return [_of_card(pynvml, uuid) for uuid in uuids]
-    except pynvml.NVMLError as error:
-        logger.debug("nothing is told of the cards: %s", error)
-        return []
+    except ImportError:
+        _say("nvidia-ml-py is not installed (it comes with the extra `cuda`)")
+    except Exception as error:
+        _say(f"{type(error).__name__}: {error}")
+    return []
+
+
+@cache
+def _say(reason: str) -> None:
+    logger.warning("nothing is told of the cards: %s", reason)
 
 
 def _of_card(nvml: Any, uuid: str) -> CardGauges:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from typing import Protocol
 
 from jobs.gauges import WorkerGauges
@@ -52,15 +51,21 @@ def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight
 
 
 async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
-    """Tells Redis until cancelled; what does not arrive is told anew by the next one."""
+    """Tells Redis until cancelled, whatever goes wrong: no figure is worth a replica. What does not arrive is told anew by the next one."""
     loop = asyncio.get_running_loop()
-    before, since = engine.stats.tokens, loop.time()
+    before, since, problem = engine.stats.tokens, loop.time(), ""
     while True:
         stats, now = engine.stats, loop.time()
         rate = (stats.tokens - before) / (now - since) if now > since else 0.0
         before, since = stats.tokens, now
-        with suppress(QueueUnavailable):
+        try:
             await asyncio.to_thread(_tell, worker, engine.info, stats, rate, queue)
+        except QueueUnavailable:
+            pass  # others say so
+        except Exception as error:
+            if repr(error) != problem:
+                logger.warning("the engine's figures were not told", exc_info=True)
+            problem = repr(error)
         await asyncio.sleep(GAUGES_INTERVAL)
 
 
