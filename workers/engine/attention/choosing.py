@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from workers.engine.attention import CacheShape, DeviceMetadata
 from workers.engine.attention.triton import TritonAttention
+from workers.engine.graphs import CudaRecorder
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.tuning import Choice, ChoiceCache, cache_folder, candidates, tuned
 
 _POOL_BYTES = 256 << 20  # of keys and values: several times what a card's cache holds
 _DECODED = (128, 512, 4096)  # rows, and their shortest and longest context
 _PROMPT = 4096
-_RUNS = 5
+_CALLS = 8  # recorded one behind the other: the host takes longer to launch a call than a small model's takes
+_RUNS = 20
 
 
 def choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, Choice]:
@@ -53,16 +57,23 @@ class _Measured:
         attention = TritonAttention(self._shape, self._heads, self._dtype, self._device, {kind: choice})
         if self._cache is None:
             self._cache = attention.new_cache(1)[0].normal_()
+        layer_cache = self._cache
         metadata = self._metadata(kind)
         q = torch.randn((int(metadata.query_start[-1]), self._heads, self._shape.head_dim), dtype=self._dtype, device=self._device)
-        start, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        for run in range(2 + _RUNS):
-            if run == 2:
-                start.record()
-            attention.attend(q, self._cache, metadata, self._shape.head_dim**-0.5, None)
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3 / _RUNS
+
+        def calls() -> None:
+            for _ in range(_CALLS):
+                attention.attend(q, layer_cache, metadata, self._shape.head_dim**-0.5, None)
+
+        replay = CudaRecorder()(calls)
+        replay()
+        marks = [torch.Event(self._device, enable_timing=True) for _ in range(_RUNS + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            replay()
+            mark.record()
+        marks[-1].synchronize()
+        return median(before.elapsed_time(after) for before, after in pairwise(marks)) / 1e3 / _CALLS
 
     def _metadata(self, kind: str) -> DeviceMetadata:
         rows, shortest, longest = _DECODED if kind == "decode" else (1, _PROMPT, _PROMPT)

@@ -20,7 +20,7 @@ from workers.engine.kernels.tuning import Choice
 _LOG2_E = math.log2(math.e)
 _WAVES = {"decode": 2, "prefill": 1}  # shares of the work, in programs that run at once
 _MIN_PIECE = 256  # tokens of context worth a program of their own
-_LONG = 8192  # tokens of context that a program does alone where there are many programs
+_LONG = 4096  # tokens of context that a program does alone where there are many programs; beyond, if they are no more than its share
 _MANY = 4  # programs to each that runs at once
 _COMBINED = 16  # tile rows that one program adds up
 

@@ -154,6 +154,23 @@ def test_a_context_in_pieces(window: int | None, rows: Rows) -> None:
     assert (pieces.leaders >= 0).any()
 
 
+@pytest.mark.parametrize("contexts", [[20] * 19 + [4300], [1100] * 20], ids=["one-long", "alike"])
+def test_of_many_rows_those_are_cut_that_are_long_beside_the_others(contexts: list[int]) -> None:
+    """As in a graph, where the host knows no more than that a context may be long."""
+    step = Step([(1, context) for context in contexts], kv_heads=1, group=4, dim=16)
+    metadata = step.metadata()
+    metadata.max_context = 8192
+    attention = make_attention("triton", step.shape, 4, step.dtype, DEVICE)
+    attention._parallel = 4  # type: ignore[attr-defined]
+    pieces = attention._pieces(metadata, len(contexts), 0)  # type: ignore[attr-defined]
+    whole = pieces.records[:, 7][pieces.records[:, 1] > 0] == 1
+    assert whole.sum() == (19 if contexts[-1] > contexts[0] else 20)
+    assert whole.all() == (contexts[-1] == contexts[0])
+    k, v = step.new(step.keys), step.new(step.values)
+    out = attention.forward(step.q, k, v, step.cache(), metadata, step.dim**-0.5, None)
+    torch.testing.assert_close(out, step.expected(), rtol=TOLERANCE[step.dtype], atol=TOLERANCE[step.dtype])
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("window", [None, 1, 33])
