@@ -59,16 +59,20 @@ def collect(queue: Queue) -> list[Metric]:
 
 def _of_queue(queue: Queue) -> Iterator[Metric]:
     models = [record.name for record in queue.models()]
-    depths, totals = queue.depths(models, queue.batches()), queue.token_totals()
+    depths, totals = queue.depths(models), queue.token_totals()
     waiting = Metric("pipeline_requests_waiting", "gauge", "Requests that wait for a worker: live, batch (in the ready lists), suspect.")
     for kind, by_model in (("live", depths.live), ("batch", depths.batch), ("suspect", depths.suspects)):
         for model, count in sorted(by_model.items()):
             waiting.add(count, model=model, kind=kind)
     yield waiting
-    batches = Metric("pipeline_batches", "gauge", "Batches that the queue knows, by state.")
+    batches = Metric("pipeline_batches", "gauge", "Batches that the control plane has work on, by state.")
     for state, count in sorted(depths.batches.items()):
         batches.add(count, state=state)
     yield batches
+    ended = Metric("pipeline_batches_ended_total", "counter", "Batches that ended, by how.")
+    for state, count in sorted(depths.ended.items()):
+        ended.add(count, state=state)
+    yield ended
     generated = Metric("pipeline_generated_tokens_total", "counter", "Output tokens that workers generated.")
     generated.add(totals.generated)
     yield generated

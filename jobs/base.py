@@ -1,6 +1,6 @@
 """What every part of the queue stands on: a client, the scripts, the settings."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import redis
@@ -31,6 +31,18 @@ class QueueBase:
         """A plain Redis command that may be repeated."""
         execute: Callable[..., Any] = self.redis.execute_command
         return persistently(lambda: execute(name, *arguments), self.settings.redis_retry_seconds)
+
+    def _commands(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """The replies to plain commands that may be repeated, in one round trip."""
+        rows = list(commands)
+
+        def run() -> list[Any]:
+            with self.redis.pipeline(transaction=False) as pipeline:
+                for row in rows:
+                    pipeline.execute_command(*row)  # type: ignore[no-untyped-call]
+                return pipeline.execute()
+
+        return persistently(run, self.settings.redis_retry_seconds)
 
     def now(self) -> float:
         """Unix seconds by the clock of Redis, the only one that all processes share."""

@@ -1,4 +1,4 @@
-"""What workers say of their engines and cards every few seconds, and how long everything waits: the numbers behind `GET /metrics`."""
+"""What workers say of their engines and cards every few seconds, and how much waits: the numbers behind `GET /metrics`."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ import msgspec
 
 from jobs import keys
 from jobs.base import QueueBase, text
+from jobs.manifest import END_STATES
 from jobs.requests import pack
 
 GAUGES_SECONDS = 30
@@ -38,12 +39,13 @@ class WorkerGauges(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """Requests that wait for a worker."""
+    """Requests that wait for a worker, and batches."""
 
     live: dict[str, int]  # by model
     batch: dict[str, int]  # by model; only those in the ready lists, which hold a window of each batch
     suspects: dict[str, int]  # by model
-    batches: dict[str, int]  # how many batches there are, by state
+    batches: dict[str, int]  # those that the control plane has work on, by state
+    ended: dict[str, int]  # how many batches came to each end, since Redis was empty
 
 
 class Gauges(QueueBase):
@@ -59,16 +61,26 @@ class Gauges(QueueBase):
         found = zip(workers, packed, strict=True)
         return {worker: msgspec.msgpack.decode(value, type=WorkerGauges) for worker, value in found if value is not None}
 
-    def depths(self, models: list[str], batches: list[str]) -> Depths:
-        """How much waits, for these models and batches."""
-        states = Counter(text(self._command("HGET", keys.batch(batch), "state")) for batch in batches)
+    def depths(self, models: list[str]) -> Depths:
+        """How much waits, of live calls and suspects for these models. Three round trips, and nothing is asked for a batch that ended."""
+        ends = sorted(END_STATES)
+        of_models = [[command, name(model)] for model in models for command, name in (("LLEN", keys.live), ("ZCARD", keys.suspects))]
+        active, ended, *counts = self._commands([["SMEMBERS", keys.ACTIVE], ["HMGET", keys.ENTERED, *ends], *of_models])
+        batches = sorted(map(text, active))
+        replies = self._commands([command for batch in batches for command in _of_batch(batch)])
+        states = Counter(text(state) for state in replies[::2])
+        lists = [(batch, model) for batch, members in zip(batches, replies[1::2], strict=True) for model in map(text, members)]
         waiting: Counter[str] = Counter()
-        for batch in batches:
-            for model in map(text, self._command("SMEMBERS", keys.batch_models(batch))):
-                waiting[model] += int(self._command("LLEN", keys.ready(batch, model)))
+        for (_, model), length in zip(lists, self._commands(["LLEN", keys.ready(*of)] for of in lists), strict=True):
+            waiting[model] += length
         return Depths(
-            live={model: int(self._command("LLEN", keys.live(model))) for model in models},
+            live=dict(zip(models, counts[::2], strict=True)),
             batch={model: waiting[model] for model in {*models, *waiting}},
-            suspects={model: int(self._command("ZCARD", keys.suspects(model))) for model in models},
+            suspects=dict(zip(models, counts[1::2], strict=True)),
             batches={state: count for state, count in states.items() if state},
+            ended={state: int(count or 0) for state, count in zip(ends, ended, strict=True)},
         )
+
+
+def _of_batch(batch: str) -> list[list[str]]:
+    return [["HGET", keys.batch(batch), "state"], ["SMEMBERS", keys.batch_models(batch)]]

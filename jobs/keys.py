@@ -11,6 +11,7 @@ WATCHED = "{q}:watched"  # zset: request key or batch id -> until when somebody 
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
 TRIALS = "{q}:trials"  # hash: model -> since when its suspects have waited without one being taken, ms of Redis TIME
 TOTALS = "{q}:totals"  # hash: generated, delivered (tokens, since Redis was empty)
+ENTERED = "{q}:entered"  # hash: state -> how many times a batch came to it from another one, since Redis was empty
 CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work last had its share
 BATCHES = "{q}:batches"  # set of batch ids that have a record
 ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
@@ -22,7 +23,7 @@ MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
 
-PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS})
+PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED})
 """What stays in an idle queue."""
 
 

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Moves the state of a batch by compare-and-set.
+-- Moves the state of a batch by compare-and-set, and counts how many came to it from another one.
 -- ARGV: batch, token of this call, generation or '', new state, number of old states, old states... ('' for no record), then (field, value) each
 -- Returns 1 when the state was moved by this call (a repeat with the same token too), else 0.
 
@@ -19,6 +19,9 @@ end
 redis.call('HSET', key.batch(batch), 'state', to, 'token', token, 'heartbeat', now_ms())
 for i = 6 + count, #ARGV, 2 do
   redis.call('HSET', key.batch(batch), ARGV[i], ARGV[i + 1])
+end
+if state ~= '' and state ~= to then
+  redis.call('HINCRBY', key.ENTERED, to, 1)
 end
 redis.call('SADD', key.BATCHES, batch)
 return 1

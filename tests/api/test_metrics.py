@@ -6,6 +6,7 @@ import time
 import httpx
 import redis
 
+from jobs import keys
 from jobs.gauges import CardGauges, WorkerGauges
 from jobs.queue import Queue
 from jobs.registry import WorkerRecord
@@ -15,7 +16,7 @@ _LINE = re.compile(r'^[a-z_]+(\{[a-z]+="(\\.|[^"\\])*"(,[a-z]+="(\\.|[^"\\])*")*
 _ODD = 'a"b\\c'
 
 
-def test_everything_is_told_with_its_labels(http: httpx.Client, queue: Queue) -> None:
+def test_everything_is_told_with_its_labels(http: httpx.Client, queue: Queue, redis_client: redis.Redis) -> None:
     for name, state in (("one", "ready"), ("two", "ready"), ("three", "loading")):
         queue.register_worker(WorkerRecord(name, ["m"], state, 128, time.time(), "host", 1))  # type: ignore[arg-type]
     queue.report_gauges(
@@ -23,6 +24,7 @@ def test_everything_is_told_with_its_labels(http: httpx.Client, queue: Queue) ->
     )
     queue.report_gauges("gone", WorkerGauges(1, 1, 1, 1, 1, 1.0))
     start_batch(queue, "batch_a", 3, model="m")
+    redis_client.sadd(keys.ACTIVE, "batch_a")
     queue.submit("live_1", request("m"))
     answer = http.get("/metrics")
     assert answer.status_code == 200
@@ -37,6 +39,7 @@ def test_everything_is_told_with_its_labels(http: httpx.Client, queue: Queue) ->
         'pipeline_requests_waiting{model="m",kind="batch"} 3',
         'pipeline_requests_waiting{model="m",kind="suspect"} 0',
         'pipeline_batches{state="in_progress"} 1',
+        'pipeline_batches_ended_total{state="completed"} 0',
         "pipeline_generated_tokens_total 0",
         f"pipeline_engine_running{{{of_one}}} 7",
         f"pipeline_engine_waiting{{{of_one}}} 2",

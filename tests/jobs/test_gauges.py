@@ -18,13 +18,41 @@ def test_gauges_are_the_last_that_were_reported_and_do_not_last(queue: Queue, re
     assert 0 < redis_client.ttl(keys.gauges("w")) <= GAUGES_SECONDS
 
 
-def test_what_waits_is_counted_by_model(queue: Queue) -> None:
+def test_what_waits_is_counted_by_model(queue: Queue, redis_client: redis.Redis) -> None:
     start_batch(queue, "batch_a", 3)
     start_batch(queue, "batch_b", 2)
     queue.create_batch("batch_c", 4)
+    redis_client.sadd(keys.ACTIVE, "batch_a", "batch_b", "batch_c", "batch_that_was_removed")
     queue.submit("live_1", request())
-    depths = queue.depths([MODEL, "other"], queue.batches())
+    depths = queue.depths([MODEL, "other"])
     assert depths.live == {MODEL: 1, "other": 0}
     assert depths.batch == {MODEL: 5, "other": 0}
     assert depths.suspects == {MODEL: 0, "other": 0}
     assert depths.batches == {"in_progress": 2, "validating": 1}
+
+
+def test_each_end_of_a_batch_counts_once(queue: Queue) -> None:
+    queue.create_batch("rebuilt", 1, state="completed")
+    for batch, end in (("batch_a", "completed"), ("batch_b", "completed"), ("batch_c", "cancelled")):
+        queue.create_batch(batch, 1)
+        queue.transition(batch, ["validating"], "in_progress")
+        for _ in range(2):
+            queue.transition(batch, ["in_progress", end], end)
+    assert queue.depths([]).ended == {"cancelled": 1, "completed": 2, "expired": 0, "failed": 0}
+
+
+def test_ended_batches_cost_no_command(queue: Queue, redis_client: redis.Redis) -> None:
+    def commands_of_a_look() -> int:
+        before = _commands(redis_client)
+        queue.depths([MODEL])
+        return _commands(redis_client) - before
+
+    few = commands_of_a_look()
+    for number in range(50):
+        queue.create_batch(f"batch_{number}", 1, state="completed")
+    assert commands_of_a_look() == few
+
+
+def _commands(client: redis.Redis) -> int:
+    stats: dict[str, dict[str, int]] = client.info("commandstats")  # type: ignore[assignment]
+    return sum(told["calls"] for name, told in stats.items() if name != "cmdstat_info")
