@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.engine.kernels.devices import CARD
 from tests.workers.engine.places import Place, interpreted, on_card
 from tests.workers.engine.tiny_models import folder, reference
 from workers.engine.config import EngineConfig
@@ -178,6 +179,30 @@ def test_a_recording_that_fails_leaves_the_others_whole(monkeypatch: pytest.Monk
     del failed
     gc.collect()
     assert len(calls.alive) == 2
+
+
+@CARD
+def test_on_a_card_a_recording_that_fails_leaves_the_others_whole() -> None:
+    record = CudaRecorder()
+    x, weight, out = (torch.randn(size, 2048, device="cuda") for size in (64, 2048, 64))
+
+    def work() -> None:
+        torch.mm(x, weight, out=out)
+        if next(asked):
+            torch.empty(1 << 60, dtype=torch.uint8, device="cuda")
+
+    asked = iter([False, False, False, True])
+    replay = record(work)
+    with pytest.raises(torch.OutOfMemoryError):
+        record(work)
+    gc.collect()
+    torch.cuda.empty_cache()
+    others = torch.full((1 << 28,), torch.nan, device="cuda")  # where what was given back lay
+    x.normal_()
+    out.fill_(torch.nan)
+    replay()
+    torch.testing.assert_close(out, x @ weight)
+    assert others.isnan().all()
 
 
 def twice(work: Work) -> Work:
