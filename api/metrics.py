@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fastapi import APIRouter, Request
@@ -11,6 +11,7 @@ from fastapi.responses import PlainTextResponse, Response
 from api.state import state_of
 from jobs.gauges import CardGauges, WorkerGauges
 from jobs.queue import Queue
+from jobs.registry import WorkerRecord
 from jobs.scripts import QueueUnavailable
 
 router = APIRouter()
@@ -87,40 +88,39 @@ def _of_workers(queue: Queue) -> Iterator[Metric]:
     for state, count in sorted(Counter(worker.state for worker in workers).items()):
         states.add(count, state=state)
     yield states
-    engine = [
-        Metric("pipeline_engine_running", "gauge", "Sequences that the engine computes."),
-        Metric("pipeline_engine_waiting", "gauge", "Sequences that the engine holds and has no room for."),
-        Metric("pipeline_engine_free_blocks", "gauge", "Blocks of the KV cache that are free."),
-        Metric("pipeline_engine_blocks", "gauge", "Blocks of the KV cache."),
-        Metric("pipeline_engine_tokens_total", "counter", "Output tokens that the engine generated in its life."),
-        Metric("pipeline_engine_tokens_per_second", "gauge", "Output tokens per second of late."),
-    ]
-    cards = [
-        Metric("pipeline_gpu_busy_ratio", "gauge", "Share of the last moments in which something ran on the GPU."),
-        Metric("pipeline_gpu_memory_used_bytes", "gauge", "Memory of the GPU in use, by whomever."),
-        Metric("pipeline_gpu_memory_bytes", "gauge", "Memory of the GPU."),
-        Metric("pipeline_gpu_power_watts", "gauge", "What the GPU draws."),
-    ]
     gauges = queue.gauges([worker.id for worker in workers])
-    for worker in workers:
-        if worker.id not in gauges:
-            continue
-        of, labels = gauges[worker.id], {"worker": worker.id, "model": worker.models[0] if worker.models else ""}
-        for metric, value in zip(engine, _engine_values(of), strict=True):
-            metric.add(value, **labels)
-        for card in of.cards:
-            for metric, told in zip(cards, _card_values(card), strict=True):
-                metric.add(told, **labels, card=card.uuid, name=card.name)
-    yield from engine
-    yield from cards
+    told = [(_labels(worker), gauges[worker.id]) for worker in workers if worker.id in gauges]
+    for name, kind, says, of_engine in _ENGINE:
+        metric = Metric(name, kind, says)
+        for labels, engine in told:
+            metric.add(of_engine(engine), **labels)
+        yield metric
+    for name, kind, says, of_card in _CARD:
+        metric = Metric(name, kind, says)
+        for labels, engine in told:
+            for card in engine.cards:
+                metric.add(of_card(card), **labels, card=card.uuid, name=card.name)
+        yield metric
 
 
-def _engine_values(of: WorkerGauges) -> tuple[float, ...]:
-    return (of.running, of.waiting, of.free_blocks, of.num_blocks, of.tokens, of.tokens_per_second)
+def _labels(worker: WorkerRecord) -> dict[str, str]:
+    return {"worker": worker.id, "model": worker.models[0] if worker.models else ""}
 
 
-def _card_values(card: CardGauges) -> tuple[float | None, ...]:
-    return (card.busy, card.memory_used, card.memory_total, card.watts)
+_ENGINE: list[tuple[str, str, str, Callable[[WorkerGauges], float]]] = [
+    ("pipeline_engine_running", "gauge", "Sequences that the engine computes.", lambda engine: engine.running),
+    ("pipeline_engine_waiting", "gauge", "Sequences that the engine holds and has no room for.", lambda engine: engine.waiting),
+    ("pipeline_engine_free_blocks", "gauge", "Blocks of the KV cache that are free.", lambda engine: engine.free_blocks),
+    ("pipeline_engine_blocks", "gauge", "Blocks of the KV cache.", lambda engine: engine.num_blocks),
+    ("pipeline_engine_tokens_total", "counter", "Output tokens that the engine generated in its life.", lambda engine: engine.tokens),
+    ("pipeline_engine_tokens_per_second", "gauge", "Output tokens per second of late.", lambda engine: engine.tokens_per_second),
+]
+_CARD: list[tuple[str, str, str, Callable[[CardGauges], float | None]]] = [
+    ("pipeline_gpu_busy_ratio", "gauge", "Share of the last moments in which something ran on the GPU.", lambda card: card.busy),
+    ("pipeline_gpu_memory_used_bytes", "gauge", "Memory of the GPU in use, by whomever.", lambda card: card.memory_used),
+    ("pipeline_gpu_memory_bytes", "gauge", "Memory of the GPU.", lambda card: card.memory_total),
+    ("pipeline_gpu_power_watts", "gauge", "What the GPU draws.", lambda card: card.watts),
+]
 
 
 def _escaped(text: str) -> str:
