@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 
 from workers.engine.config import EngineConfig
 from workers.engine.device import take_devices
 from workers.engine.model_runner import LaunchedStep, ModelRunner
-from workers.engine.rank import Rank
+from workers.engine.rank import Rank, open_shard
 from workers.engine.ranks import OnDeath, Ranks, end_likewise
 from workers.engine.step import StepPlan, StepResult
 
@@ -26,16 +27,18 @@ class Executor:
         """`on_rank_death` is called in another thread when another rank has ended, and has to end this process."""
         config = config.resolve()
         devices, self._cards = take_devices(config)
-        if len(devices) > 1:
-            logger.info("%d ranks share the model, on %s", len(devices), ", ".join(devices))
-        self._ranks = Ranks(devices[1:], self._cards.fds[1:], on_rank_death)
-        try:
-            self._rank = Rank(replace(config, device=devices[0]))
+        with ExitStack() as undo:
+            undo.callback(self._cards.release)
+            # Before any rank is started, for a model that cannot be shared is refused here.
+            checkpoint = open_shard(config)
+            if len(devices) > 1:
+                logger.info("%d ranks share the model, on %s", len(devices), ", ".join(dict.fromkeys(devices)))
+            self._ranks = Ranks(devices[1:], self._cards.fds[1:], on_rank_death)
+            undo.callback(self._ranks.close)
+            self._rank = Rank(replace(config, device=devices[0]), checkpoint)
             with self._ranks.heard_first():
                 self.config, self.num_blocks = self._rank.settle(self._ranks.join(config, self._rank.device))
-        except BaseException:
-            self.close()
-            raise
+            self._undo = undo.pop_all()
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
         self.weights_seconds = self._rank.weights_seconds
 
@@ -69,5 +72,4 @@ class Executor:
 
     def close(self) -> None:
         """Ends the other ranks and gives the cards back."""
-        self._ranks.close()
-        self._cards.release()
+        self._undo.close()

@@ -16,7 +16,7 @@ from workers.engine.config import EngineConfig
 from workers.engine.device import check_card, check_dtype, usable_device
 from workers.engine.errors import ModelLoadError, RankError, StepOutOfMemory
 from workers.engine.layers.ops import make_ops
-from workers.engine.loader import load_weights, open_checkpoint, resolve_dtype, shard_checkpoint, weight_bytes
+from workers.engine.loader import Checkpoint, load_weights, open_checkpoint, resolve_dtype, shard_checkpoint, weight_bytes
 from workers.engine.memory import CardMemory, available_memory, gib
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.base import DecoderModel
@@ -34,10 +34,11 @@ class Rank:
     `allocate` makes the cache, whose size all ranks of a replica share; `settle` does both, at the same time on all ranks. From then on it
     launches and retires steps.
 
-    Takes a resolved configuration. All three raise ModelLoadError where the model cannot be loaded or a setting does not suit it.
+    Takes a resolved configuration and what `open_shard` gives for it. All three raise ModelLoadError where the model cannot be loaded or a
+    setting does not suit it.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
         self._began = time.monotonic()
         self._config = config
         self._parallel = Parallel()
@@ -48,8 +49,8 @@ class Rank:
             torch.set_num_threads(config.threads)
         check_card(self.device, config.attention_backend)
         self._ops = make_ops(config.attention_backend)
-        self._checkpoint = shard_checkpoint(open_checkpoint(config.model, config.model_impl), config.tensor_parallel_size)
-        self.model_config: ModelConfig = self._checkpoint.config
+        self._checkpoint = checkpoint
+        self.model_config: ModelConfig = checkpoint.config
         self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
         check_dtype(self.device, self.dtype)
         longest_context(config, self.model_config)
@@ -140,6 +141,11 @@ class Rank:
     def retire(self, launched: LaunchedStep) -> StepResult:
         """What came of a step. Waits for the device."""
         return self.runner.retire(launched)
+
+
+def open_shard(config: EngineConfig) -> Checkpoint:
+    """The checkpoint of `config.model` as one of its ranks loads it, which needs no device. Raises ModelLoadError."""
+    return shard_checkpoint(open_checkpoint(config.model, config.model_impl), config.tensor_parallel_size)
 
 
 @contextmanager

@@ -39,15 +39,15 @@ def main() -> int:
 
 
 def _serve(reader: FrameReader) -> None:
-    # Imported here, while rank 0 finds the checkpoint, since importing torch takes seconds.
+    # Imported here, while rank 0 looks its device over, since importing torch takes seconds.
     from workers.engine.model_runner import LaunchedStep
-    from workers.engine.rank import Rank
+    from workers.engine.rank import Rank, open_shard
     from workers.engine.ranks import rank_parallel
 
     setup = reader.read(msgspec.msgpack.Decoder(RankSetup))
     if setup is None:
         return
-    rank = Rank(setup.config)
+    rank = Rank(setup.config, open_shard(setup.config))
     config, _ = rank.settle(rank_parallel(setup, rank.device))
     assert config.depth is not None
     gc.collect()

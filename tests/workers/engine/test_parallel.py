@@ -1,10 +1,12 @@
 """Tensor parallelism: two ranks say the same as one, and every rank holds the part of the model that it should."""
 
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -165,10 +167,27 @@ def test_a_size_that_does_not_fit_is_refused_with_those_that_do(heads: int, kv_h
     assert str(refusal.value).endswith(f"; tensor parallel sizes that fit: {fit}")
 
 
-def test_a_refusal_leaves_no_rank(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_shared_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
     make(SHARED["llama-2-kv-heads"]).save_pretrained(tmp_path)
+    before = page_faults_of_ended_children()
     with pytest.raises(ModelLoadError, match="3 ranks cannot share"):
         Executor(EngineConfig(model=str(tmp_path), device="cpu", tensor_parallel_size=3))
+    assert page_faults_of_ended_children() == before
+    assert not psutil.Process().children()
+
+
+def test_a_refusal_with_ranks_under_way_leaves_none(tmp_path: Path) -> None:
+    make(SHARED["llama-2-kv-heads"]).save_pretrained(tmp_path)
+    before = page_faults_of_ended_children()
+    with pytest.raises(ModelLoadError, match="unknown dtype"):
+        Executor(EngineConfig(model=str(tmp_path), device="cpu", tensor_parallel_size=2, dtype="float7"))
+    assert page_faults_of_ended_children() > before
+    assert not psutil.Process().children()
+
+
+def page_faults_of_ended_children() -> int:
+    """More after every child that was started and waited for, however short its life."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 def test_ranks_that_share_a_key_value_head_both_have_it(tmp_path: Path) -> None:
