@@ -56,7 +56,8 @@ class Parallel:
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, store: Store) -> Parallel:
-        """Meets the other ranks in `store`: NCCL on cards, gloo on CPUs. Returns when all are there. For one group in a process.
+        """Meets the other ranks in `store`: NCCL on cards, gloo on CPUs. Returns when all are there. For one group in a process, whose
+        end ends it: NCCL may wait for ranks that have gone when it is told to end a group.
 
         Raises ModelLoadError where torch has no such backend.
         """
@@ -69,11 +70,6 @@ class Parallel:
             "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device if cuda else None
         )
         return cls(rank, size, device)
-
-    def leave(self) -> None:
-        """Ends the group; the other ranks must not be in the middle of a sum."""
-        if self.size > 1:
-            dist.destroy_process_group()
 
     def shard(self, length: int, copies: int = 1) -> Shard:
         """This rank's `length` of what all ranks hold, where `copies` ranks hold the same."""
