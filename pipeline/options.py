@@ -192,7 +192,8 @@ MODEL_FLAGS = (
 
 replicas_option = flag(
     "--data-parallel-size", type=click.IntRange(min=1), default=1,
-    help="Copies of the model, each with a card (or --tensor-parallel-size of them) of its own; they share the work.",
+    help="Copies of the model, each with a card (or --tensor-parallel-size of them) of its own; they share the work, and on a CPU the "
+    "threads: OMP_NUM_THREADS, else one for each CPU, divided equally among all processes of all copies.",
 )  # fmt: skip
 
 

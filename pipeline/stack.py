@@ -1,7 +1,6 @@
 """Every process on one machine: a private Redis if none is given, and the children that stand on it, supervised by this process."""
 
 import contextlib
-import os
 import socket
 import sys
 import time
@@ -18,7 +17,7 @@ from pipeline.errors import Unfinished
 from pipeline.kept_server import KeptServer
 from pipeline.options import CHILD_VARIABLE
 from pipeline.private_folder import private_folder
-from workers.engine.config import available_cpus
+from workers.engine.config import all_threads
 
 _STOP_SECONDS = 15.0
 
@@ -95,7 +94,7 @@ class Stack:
         if replicas == 1:
             self._add("worker", command, on_death=self._bury)
             return
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, available_cpus() // replicas))
+        threads = str(max(1, all_threads() // replicas))
         for number in range(replicas):
             self._add(f"worker-{number}", command, {"OMP_NUM_THREADS": threads}, on_death=self._bury, named=True)
 

@@ -32,9 +32,9 @@ def at_work(queue: Queue) -> list[int]:
 
 
 def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: str, queue: Queue) -> None:
-    """The number comes from the environment, which the replicas inherit too."""
+    """The number comes from the environment, which the replicas inherit too; of the threads there each has its share."""
     flags = ("--max-num-seqs", 4, "--dtype", "float32", "--stream-interval", 0.1)
-    with running_pipeline("worker", *flags, redis_url=redis_url, PIPELINE_DATA_PARALLEL_SIZE="2") as run:
+    with running_pipeline("worker", *flags, redis_url=redis_url, PIPELINE_DATA_PARALLEL_SIZE="2", OMP_NUM_THREADS="2") as run:
         wait_until(lambda: [worker.state for worker in queue.workers()] == ["ready"] * 2, START_SECONDS, "both replicas to be ready")
         batch = submit_batch(queue, [endless(300)] * 16)
         wait_until(lambda: len(at_work(queue)) == 2, 20, "both replicas at work")
@@ -43,6 +43,7 @@ def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: s
         assert len({text_of(result) for _, result in queue.results(batch)}) == 1
         wait_until(lambda: [worker.state for worker in queue.workers()] == ["ready"] * 2, START_SECONDS, "both replicas again")
         children = descendants(run.process.pid)
+        assert all("OMP_NUM_THREADS=1" in Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children)
         run.process.terminate()
         assert run.wait(30) == 0, run.output
         assert not any(map(is_running, children))

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -92,7 +92,8 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig, patience: Patience | None = None) -> None:
         """`patience` is what earlier cores of this configuration taught."""
-        self.config = config
+        # Settled before the core is started with an OMP_NUM_THREADS of its own, of which its ranks would else take shares again.
+        self.config = replace(config, threads=config.compute_threads())
         self.patience = patience or Patience(config.step_timeout)
         self.stats = Stats()
         self._info: Ready | None = None
@@ -391,7 +392,7 @@ def _log_and_parent() -> list[str]:
 
 def _environment(config: EngineConfig) -> dict[str, str]:
     """The core's environment, with thread counts that count only before torch is imported."""
-    threads = str(config.compute_threads())
+    threads = str(config.threads)
     return {**child_environment(), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 

@@ -27,9 +27,10 @@ class EngineConfig:
     the device's memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1. `step_timeout`:
     seconds without a step, while there are requests, after which the core counts as hung and is killed (None: as `watchdog.Patience`
     learns). `tensor_parallel_size` processes share the model, each on a card of its own; `device_lock_folder` is where workers of a host
-    agree who has which (None: the usual one, see `device_lock.py`). `threads` are those of one process. `enforce_eager` does without CUDA
-    graphs. `profile` is a folder for a trace of some steps, `nvtx` names the parts of a step for Nsight Systems (`profiling.py`). `debug`
-    turns on the integrity check each time the core becomes idle. Raises ValueError for a value out of range.
+    agree who has which (None: the usual one, see `device_lock.py`). `threads` are those of one process (None: an equal share of
+    `all_threads()`). `enforce_eager` does without CUDA graphs. `profile` is a folder for a trace of some steps, `nvtx` names the parts of
+    a step for Nsight Systems (`profiling.py`). `debug` turns on the integrity check each time the core becomes idle. Raises ValueError
+    for a value out of range.
     """
 
     model: str
@@ -85,16 +86,19 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens or (16384 if cuda else 2048),
             block_size=self.block_size or 16,
             depth=self.depth if self.depth is not None else int(cuda),
-            threads=self.threads or max(1, self.compute_threads() // self.tensor_parallel_size),
+            threads=self.compute_threads(),
             attention_backend=backend,
         )
 
     def compute_threads(self) -> int:
-        """Threads for the arithmetic of all ranks: `threads`, else OMP_NUM_THREADS, else the CPUs that this process may use."""
-        if self.threads is not None:
-            return self.threads
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        return int(asked) if asked.isdigit() and int(asked) > 0 else available_cpus()
+        """Threads for the arithmetic of each rank: `threads`, else an equal share of `all_threads()`."""
+        return self.threads or max(1, all_threads() // self.tensor_parallel_size)
+
+
+def all_threads() -> int:
+    """Threads for the arithmetic of all processes below this one together: OMP_NUM_THREADS, else the CPUs that this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return int(asked) if asked.isdigit() and int(asked) > 0 else available_cpus()
 
 
 def available_cpus() -> int:

@@ -52,6 +52,13 @@ def test_threads_follow_the_containers_quota(tmp_path: Any, monkeypatch: pytest.
     assert EngineConfig(model="m").compute_threads() == unlimited
 
 
+@pytest.mark.parametrize(("ranks", "threads"), [(1, 6), (2, 3), (4, 1), (8, 1)])
+def test_ranks_take_equal_shares_of_the_threads(ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert EngineConfig(model="m", device="cpu", tensor_parallel_size=ranks).resolve().threads == threads
+    assert EngineConfig(model="m", device="cpu", tensor_parallel_size=ranks, threads=5).resolve().threads == 5
+
+
 def test_a_configuration_travels_as_msgpack() -> None:
     sent = EngineConfig(model="m", max_model_len=9)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=EngineConfig) == sent
