@@ -90,6 +90,7 @@ class Rank:
     def _load_on_card(self, weights: int) -> int:
         config = self._config
         card, total = torch.cuda.get_device_name(self.device), torch.cuda.mem_get_info(self.device)[1]
+        _give_back()  # what an earlier model of this process left
         taken = _used(self.device)
         place = f"on {card} with {gib(total)}, of which {gib(taken)} are taken"
         with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among cards"):
@@ -102,8 +103,7 @@ class Rank:
         with _refusing(f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or max_num_seqs"):
             graphs = rehearse(replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder)
         rehearsed = _used(self.device)
-        gc.collect()
-        torch.cuda.empty_cache()
+        _give_back()
         self._memory = CardMemory(card, config.gpu_memory_utilization, total, taken, loaded - taken, rehearsed - loaded, graphs)
         logger.info("%s for the KV cache", self._memory.account)
         return max(0, self._memory.left)
@@ -157,6 +157,12 @@ def _refusing(why: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ModelLoadError(f"{why} ({one_line(error)})") from error
+
+
+def _give_back() -> None:
+    """Has the card's memory that this process holds and does not use; some is tied up in cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _used(device: torch.device) -> int:

@@ -24,7 +24,9 @@ GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
 
 
 def make_core(depth: int = 0, place: Place = CPU, **settings: int | bool) -> EngineCore:
-    config = EngineConfig(model=str(folder(MODEL)), depth=depth, threads=1, debug=True, **place.settings(), **settings)  # type: ignore[arg-type]
+    config = EngineConfig(
+        model=str(folder(MODEL)), depth=depth, threads=1, debug=True, **place.settings(), **{"kv_cache_memory_bytes": 4 << 20, **settings}
+    )  # type: ignore[arg-type]
     return EngineCore(Executor(config))
 
 
