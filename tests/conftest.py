@@ -1,8 +1,6 @@
 """Fixtures for everyone: `redis_url`, `redis_client` and `queue` stand on a real private server."""
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -13,13 +11,18 @@ from jobs.queue import Queue
 from jobs.server import PrivateServer
 from tests.support.redis_server import running_server
 
-# Where there is no card, kernels run under Triton's interpreter, which has to be known before the first of them is defined.
-if not Path("/dev/nvidiactl").exists():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 # How long an example takes says more of the machine than of what is tested.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips `gpu` tests where torch can use no card."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA card")
 
 
 @pytest.fixture(scope="session")

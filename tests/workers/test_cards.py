@@ -40,7 +40,6 @@ def test_a_library_of_that_name_that_does_otherwise_is_reported_once(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_a_card_tells_of_itself() -> None:
     pytest.importorskip("pynvml")
     (card,) = card_gauges([f"GPU-{torch.cuda.get_device_properties(0).uuid}"])

@@ -4,7 +4,6 @@ Tests that take a `place` run unchanged on all of theirs. Arithmetic is float32 
 so that greedy tokens are the same ones. The interpreter is slow, so it has tests of its own, with few tokens.
 """
 
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -26,11 +25,10 @@ CPU = Place("cpu", "torch")
 INTERPRETER = Place("cpu", "triton")
 CARD = Place("cuda", "triton")
 
-_no_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
-_no_interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the card here")
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the card here")
 
-on_card = pytest.param(CARD, id="card", marks=[pytest.mark.gpu, _no_card])
-interpreted = pytest.param(INTERPRETER, id="interpreter", marks=_no_interpreter)
+on_card = pytest.param(CARD, id="card", marks=pytest.mark.gpu)
+interpreted = pytest.param(INTERPRETER, id="interpreter", marks=needs_interpreter)
 
 at = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), on_card])
 """For tests of the whole engine."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.workers.engine.driving import make_core
-from tests.workers.engine.places import CARD, INTERPRETER
+from tests.workers.engine.driving import make_core, recorded
+from tests.workers.engine.places import CARD, INTERPRETER, needs_interpreter
 from tests.workers.engine.tiny_models import VOCAB
 from workers.engine.core import EngineCore
-from workers.engine.graphs import Work
 from workers.engine.messages import EngineRequest, Finish, SamplingParams
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.decoder import RotaryDecoder
@@ -130,13 +129,7 @@ def one_layer(core: EngineCore) -> EngineCore:
     return core
 
 
-def twice(work: Work) -> Work:
-    """As a card records: the work is done once before."""
-    work()
-    return work
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the card here")
+@needs_interpreter
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
     """Kernels under the interpreter, padded decode steps, differences that are staged again after a step was taken back."""
@@ -147,7 +140,7 @@ def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
     core = one_layer(make_core("llama", num_blocks=4, depth=depth, place=INTERPRETER, **settings))
     runner = core._executor.runner
     failing = Failing(runner, seed)
-    runner.use_graphs(twice)
+    runner.use_graphs(recorded)
     got, preemptions = drive(core, cases)
     assert failing.failed > 0
     assert preemptions > 0
@@ -155,7 +148,6 @@ def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_no_launch_waits_for_the_card() -> None:
     """Mixed steps, decode steps and those that are sampled by stages, once each was seen."""
     core = make_core("llama", place=CARD, depth=1, max_model_len=200, max_num_seqs=16, max_num_batched_tokens=64)

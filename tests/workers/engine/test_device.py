@@ -147,7 +147,6 @@ def test_what_a_kernel_that_fails_means(error: Exception, needed: str | None, sa
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_a_card_past_the_last_is_refused() -> None:
     assert usable_device("cuda").type == "cuda"
     check_card(torch.device("cuda"), "triton")

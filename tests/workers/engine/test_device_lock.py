@@ -144,7 +144,6 @@ def test_everybody_may_lock_what_one_has_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_all_real_cards_can_be_taken_once(tmp_path: Path) -> None:
     count = torch.cuda.device_count()
     config = EngineConfig(model="m", device="cuda", device_lock_folder=str(tmp_path), tensor_parallel_size=count)

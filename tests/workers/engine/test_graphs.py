@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.engine.kernels.devices import CARD
+from tests.workers.engine.driving import recorded
 from tests.workers.engine.places import Place, interpreted, on_card
 from tests.workers.engine.tiny_models import folder, reference
 from workers.engine.config import EngineConfig
@@ -181,7 +181,7 @@ def test_a_recording_that_fails_leaves_the_others_whole(monkeypatch: pytest.Monk
     assert len(calls.alive) == 2
 
 
-@CARD
+@pytest.mark.gpu
 def test_on_a_card_a_recording_that_fails_leaves_the_others_whole() -> None:
     record = CudaRecorder()
     x, weight, out = (torch.randn(size, 2048, device="cuda") for size in (64, 2048, 64))
@@ -203,12 +203,6 @@ def test_on_a_card_a_recording_that_fails_leaves_the_others_whole() -> None:
     replay()
     torch.testing.assert_close(out, x @ weight)
     assert others.isnan().all()
-
-
-def twice(work: Work) -> Work:
-    """As a card records: the work is done once before."""
-    work()
-    return work
 
 
 def make_runner(place: Place) -> ModelRunner:
@@ -254,7 +248,7 @@ def drive(runner: ModelRunner) -> list[list[int]]:
 @pytest.mark.parametrize("place", [interpreted, on_card])
 def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block(place: Place) -> None:
     plain, padded = make_runner(place), make_runner(place)
-    padded.use_graphs(CudaRecorder() if place.device == "cuda" else twice)
+    padded.use_graphs(CudaRecorder() if place.device == "cuda" else recorded)
     assert drive(padded) == drive(plain)
     cache, expected = padded.caches[0], plain.caches[0]
     torch.testing.assert_close(cache[:, 1:], expected[:, 1:], rtol=0, atol=1e-5, equal_nan=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.workers.engine.kernels.compiling import Variant, compiled
+from tests.workers.engine.places import needs_interpreter
 from workers.engine import device_inputs
 from workers.engine.device_inputs import DeviceInputs
 from workers.engine.inputs import HostInputs, StepInputs
@@ -17,8 +18,8 @@ from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
 SLOTS, LENGTH, BLOCK = 11, 90, 8
 DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the card here")),
-    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]),
+    pytest.param("cpu", marks=needs_interpreter),
+    pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.workers.engine.kernels.devices import CARD, DEVICE
+from tests.workers.engine.kernels.devices import DEVICE
 from workers.engine.kernels.activation import silu_times_up
 from workers.engine.kernels.ops import TritonOps
 from workers.engine.layers.ops import TorchOps
@@ -31,7 +31,7 @@ def test_every_name_gives_what_torch_gives(name: str) -> None:
     torch.testing.assert_close(TritonOps().gated_activation(name, gate_up.clone()), TorchOps().gated_activation(name, gate_up.clone()))
 
 
-@CARD
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "width"), [(16384, 3072), (1024, 14336), (1, 8960)])
 def test_real_shapes(tokens: int, width: int, dtype: torch.dtype) -> None:

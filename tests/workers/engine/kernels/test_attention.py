@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.kernels.devices import CARD, DEVICE
+from tests.workers.engine.kernels.devices import DEVICE
 from workers.engine.attention import CacheShape, DeviceMetadata, RotaryHeads, make_attention
 from workers.engine.attention import triton as backend
 from workers.engine.attention.choosing import _choices, choices
@@ -207,7 +207,7 @@ def test_without_a_card_the_interpreter_must_be_asked_for(monkeypatch: pytest.Mo
         make_attention("triton", CacheShape(2, 16, 1, 16), 1, torch.float32, torch.device("cpu"))
 
 
-@CARD
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window", [None, 1024])
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 2, 128), (8, 4, 128), (2, 7, 64), (12, 1, 64), (4, 8, 96), (1, 16, 80)])
@@ -221,7 +221,7 @@ def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dt
         Step(rows, kv_heads, group, dim, 16, dtype, window).check()
 
 
-@CARD
+@pytest.mark.gpu
 def test_tiles_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape = CacheShape(100, 16, 2, 64)
@@ -234,7 +234,7 @@ def test_tiles_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert choices(shape, 14, torch.bfloat16, DEVICE) == chosen
 
 
-@CARD
+@pytest.mark.gpu
 def test_a_recording_reads_the_lengths_that_stand_in_memory() -> None:
     first = Step([(1, length) for length in (3000, 17, 1, 0)], dtype=torch.bfloat16)
     metadata, cache = first.metadata(), first.cache()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.workers.engine.kernels.devices import CARD, DEVICE
+from tests.workers.engine.kernels.devices import DEVICE
 from workers.engine.kernels.norm import add_normed, normed
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1 / 64, torch.float16: 1 / 512}
@@ -48,7 +48,7 @@ def test_no_rows() -> None:
     assert normed(torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE), None, 1e-6).shape == (0, 64)
 
 
-@CARD
+@pytest.mark.gpu
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("rows", "size"), [(16384, 1024), (1024, 4096), (257, 8192), (33, 20_000), (7777, 128), (1, 576)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.kernels.devices import CARD, DEVICE
+from tests.workers.engine.kernels.devices import DEVICE
 from workers.engine.attention import RotaryHeads
 from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.layers.norm import RMSNorm
@@ -73,7 +73,7 @@ def test_writes_alone() -> None:
     assert torch.equal(alone, written)
 
 
-@CARD
+@pytest.mark.gpu
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.workers.engine.kernels.devices import CARD, DEVICE
+from tests.workers.engine.kernels.devices import DEVICE
 from tests.workers.engine.sampling.plain import Row, random_row, sampled_rows
 from workers.engine.kernels import sampling as kernels
 from workers.engine.messages import SamplingParams
@@ -221,7 +221,7 @@ def test_noise_is_the_noise_of_every_device() -> None:
     assert (noises.cpu().double() - exact).abs().max() < 2e-5
 
 
-@CARD
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 7, 256, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.3, 3.0])
@@ -234,7 +234,7 @@ def test_real_shapes(scale: float, dtype: torch.dtype, rows: int) -> None:
     assert differing <= 1 + rows // 256
 
 
-@CARD
+@pytest.mark.gpu
 @pytest.mark.parametrize("limits", [{}, {"top_k": 8}, {"top_p": 0.8}, {"top_k": 14, "top_p": 0.9, "min_p": 0.03}])
 def test_frequencies_follow_the_distribution(limits: dict[str, Any]) -> None:
     """Chi-square over 20,000 draws, which differ in the seed alone."""
@@ -252,7 +252,7 @@ def test_frequencies_follow_the_distribution(limits: dict[str, Any]) -> None:
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
 
 
-@CARD
+@pytest.mark.gpu
 def test_sampling_does_not_wait_for_the_device() -> None:
     """Every stage and the draw, under a mode in which torch refuses to wait."""
     draw = random.Random("no waiting")

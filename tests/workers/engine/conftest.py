@@ -1,0 +1,20 @@
+"""The interpreter where there is no card, and cards that a test leaves as it found them."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.interpreter import choose_interpreter
+
+choose_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def _card_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A core's memory is tied up in cycles, and the next test may size its cache by what is free."""
+    yield
+    if request.node.get_closest_marker("gpu") is not None:
+        gc.collect()
+        torch.cuda.empty_cache()
