@@ -4,7 +4,8 @@
     python -m benchmarks.gpu --rows card decode-attention --out somewhere
     python -m benchmarks.gpu --device cpu               # shows on any machine that it runs; nothing is written to results/
 
-Each row runs in a process of its own and has a time of its own; one that fails says why and the others go on.
+Each row runs in a process of its own and has a time of its own; one that fails says why and the others go on. Without a card that torch
+can use it says so and ends with status 2.
 """
 
 import argparse
@@ -19,13 +20,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from benchmarks.gpu.roofline import Card
 from benchmarks.gpu.rows import ROWS
-from benchmarks.gpu.setting import NeedsCard, Setting
+from benchmarks.gpu.setting import NeedsCard, Setting, no_card
 from benchmarks.gpu.table import Outcome, notes, table
 from benchmarks.report import RESULTS, machine, versions
+from workers.engine.async_engine import EngineStartError
+from workers.engine.errors import ModelLoadError
 from workers.engine.memory import available_memory
 
 TOTAL_SECONDS = 460.0
@@ -35,7 +39,7 @@ _PLENTY = 64 << 30  # bytes of memory
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if every row could be measured, else 1."""
+    """Returns 0 if every row could be measured, 1 if one could not, 2 where there is no card to measure."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="which rows; bounds need `card`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -44,6 +48,10 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if asked.one:
         return _measure_here(asked.rows[0], *asked.one)
+    why = no_card() if asked.device == "cuda" else None
+    if why is not None:
+        print(f"bench-gpu: {why}", file=sys.stderr)
+        return 2
     out = asked.out or (RESULTS if asked.device == "cuda" else None)
     began = time.monotonic()
     outcomes = _measure_all([name for name in ROWS if name in asked.rows], asked.device, began)
@@ -86,9 +94,10 @@ def _in_a_process(name: str, setting: Setting, seconds: float) -> Outcome:
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:
+        return {"failed": f"it took longer than {seconds:.0f} s"}
+    finally:
         process.kill()
         process.wait()
-        return {"failed": f"it took longer than {seconds:.0f} s"}
     if not file.exists():
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         return {"failed": f"its process {how}"}
@@ -104,7 +113,7 @@ def _measure_here(name: str, setting: str, file: str) -> int:
     except NeedsCard as error:
         outcome = {"failed": f"it needs a card: {error}"}
     except Exception as error:
-        if not isinstance(error, OSError):
+        if not isinstance(error, OSError | ModelLoadError | EngineStartError):  # these explain themselves
             import traceback
 
             traceback.print_exc()
@@ -146,5 +155,10 @@ def _card_name(device: str) -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "no card"
 
 
+def _end(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)  # what was written to the scratch folder, gigabytes of memory, goes with an orderly end only
     sys.exit(main())

@@ -2,6 +2,10 @@
 
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import notes, table
 from benchmarks.gpu.workload import Workload, drawn, staircase
 from benchmarks.models import SHAPES
+from tests.workers.engine.places import needs_interpreter
 from workers.engine.graphs import sizes
 
 H200 = Card(4.3e12, 790e12)
@@ -75,7 +80,7 @@ def test_the_card_is_measured(setting: Setting) -> None:
     assert min(figures["copy_bytes_per_second"], figures["matrix_operations_per_second"]) > 1e6
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run on the card here")
+@needs_interpreter
 def test_attention_alone(setting: Setting) -> None:
     figures = attention.decode(setting)
     assert set(figures["gigabytes_per_second"]) == {"16", "48", "mixed"}
@@ -126,6 +131,33 @@ def test_a_row_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture
     text = (tmp_path / "gpu-cpu.md").read_text()
     assert text in capsys.readouterr().out
     assert "| device idle between decode steps, 0.6B, 256 rows | ≤ 5 % of the step | ≤ 2 % of the step | failed | | |" in text
+
+
+def bench_gpu(cache: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The command on a machine whose cards are hidden."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "BENCHMARK_CACHE": str(cache)}
+    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_without_a_card_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    before = sorted(bench.RESULTS.iterdir())
+    process = bench_gpu(tmp_path)
+    out, said = process.communicate()
+    assert (process.returncode, out, said.count("\n")) == (2, "", 1)
+    assert re.match("bench-gpu: the device is cuda, but .*; .* or choose the device cpu$", said)
+    assert sorted(bench.RESULTS.iterdir()) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ended_by_a_signal_it_takes_its_scratch_folder_along(tmp_path: Path) -> None:
+    with bench_gpu(tmp_path, "--device", "cpu", "--rows", "card") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("card: ")
+        assert [folder.name[:10] for folder in tmp_path.iterdir()] == ["gpu-bench-"]
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_row_that_takes_too_long_is_given_up(setting: Setting) -> None:
