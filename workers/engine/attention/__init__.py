@@ -4,7 +4,7 @@ decode rows mixed in one call."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from workers.engine.device import require_triton
 from workers.engine.errors import ModelLoadError
 
 if TYPE_CHECKING:
+    from workers.engine.attention.reference import Groups
+    from workers.engine.attention.triton import Pieces
     from workers.engine.layers.norm import RMSNorm
 
 BACKENDS = ("torch", "triton")
@@ -42,12 +44,15 @@ class AttentionMetadata:
     query_start: NDArray[np.int32]  # [N + 1]
     context_lens: NDArray[np.int32]  # [N], tokens in the cache once this step has written its own
     block_tables: NDArray[np.int32]  # [N, max_blocks]
-    derived: dict[Any, Any] = field(default_factory=dict)  # what a backend works out once for all layers of the step
+    groups: dict[int | None, Groups] = field(default_factory=dict)  # by window, worked out once for all layers of the step
 
 
 @dataclass(slots=True)
 class DeviceMetadata:
-    """N rows of T tokens in device memory, for kernels that read lengths themselves; may be recorded in a CUDA graph."""
+    """N rows of T tokens in device memory, for kernels that read lengths themselves; may be recorded in a CUDA graph.
+
+    Each step and each recording has metadata of its own, for `pieces` holds what was worked out for it, on the device too.
+    """
 
     slot_mapping: Tensor  # int64 [T]; tokens of padding rows map into the null block
     query_start: Tensor  # int32 [N + 1]
@@ -56,7 +61,7 @@ class DeviceMetadata:
     block_tables: Tensor  # int32 [num_slots, max_blocks], the whole table
     max_query: int  # most tokens of one row, known on the host: picks the kernel, never a length inside it
     max_context: int  # bound of context_lens, known on the host (in a graph: the largest there can be)
-    derived: dict[Any, Any] = field(default_factory=dict)  # as above, on the device: for each step and each recording metadata of its own
+    pieces: dict[tuple[int, bool], Pieces] = field(default_factory=dict)  # by window and whether the stream is being recorded; as above
 
 
 Metadata = AttentionMetadata | DeviceMetadata

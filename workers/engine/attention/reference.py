@@ -23,7 +23,6 @@ from workers.engine.attention import AttentionMetadata, CacheShape, Metadata, Ro
 from workers.engine.layers.rotary import rotate
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-_STALE = "stale"
 _ALIGNMENT = 64  # bytes, as torch aligns its own
 
 
@@ -53,6 +52,7 @@ class Groups:
 
     decode: list[DecodeGroup]
     prefill: list[PrefillRow]
+    stale: Tensor | None  # int64, places of the cache to clear before anything is written; None when there are none
 
 
 class TorchAttention:
@@ -76,16 +76,13 @@ class TorchAttention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
-        if _STALE not in metadata.derived:
-            metadata.derived[_STALE] = self._stale(metadata)
-        stale = metadata.derived[_STALE]
-        if stale is not None:
-            layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, stale, 0)
+        groups = metadata.groups.get(window)
+        if groups is None:
+            groups = metadata.groups[window] = self._groups(metadata, window)
+        if groups.stale is not None:
+            layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, groups.stale, 0)
         self._write(keys, k, metadata)
         self._write(values, v, metadata)
-        groups = metadata.derived.get(window)
-        if groups is None:
-            groups = metadata.derived[window] = self._groups(metadata, window)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in groups.decode:
             self._decode(q, keys, values, group, scale, out)
@@ -161,7 +158,8 @@ class TorchAttention:
         order = np.argsort(spans, kind="stable")
         rows, first, spans = rows[order], first[order], spans[order]
         decode = [self._decode_group(metadata, rows[a:b], first[a:b], window) for a, b in self._cuts(spans)]
-        return Groups(decode, [self._prefill_row(metadata, int(row), window) for row in np.nonzero(counts > 1)[0]])
+        prefill = [self._prefill_row(metadata, int(row), window) for row in np.nonzero(counts > 1)[0]]
+        return Groups(decode, prefill, self._stale(metadata))
 
     def _first_visible(self, positions: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
         """The first token of the first block that a query at `positions` sees."""

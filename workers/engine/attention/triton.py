@@ -119,10 +119,9 @@ class TritonAttention:
     def _pieces(self, metadata: DeviceMetadata, tokens: int, window: int) -> Pieces:
         # A plan made before a recording would not be made again when the recording is played.
         key = (window, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
-        if key not in metadata.derived:
-            metadata.derived[key] = self._plan(metadata, tokens, window)
-        pieces: Pieces = metadata.derived[key]
-        return pieces
+        if key not in metadata.pieces:
+            metadata.pieces[key] = self._plan(metadata, tokens, window)
+        return metadata.pieces[key]
 
     def _plan(self, metadata: DeviceMetadata, tokens: int, window: int) -> Pieces:
         kind = "decode" if metadata.max_query == 1 else "prefill"
