@@ -7,7 +7,9 @@ from typing import Any
 from jobs.settings import QueueSettings
 from pipeline.errors import Refused
 from pipeline.options import MODEL_FLAGS
-from workers.engine.config import EngineConfig
+from workers.engine.config import EngineConfig, most_processes
+from workers.engine.errors import ModelLoadError
+from workers.engine.profiling import make_profile_folder
 from workers.settings import DEMO_MODEL, WorkerSettings
 
 _ENGINE = tuple(name for name in MODEL_FLAGS if name not in ("served_model_name", "chat_template"))
@@ -16,7 +18,10 @@ _ENGINE = tuple(name for name in MODEL_FLAGS if name not in ("served_model_name"
 def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
     """The settings of a worker for `model` (None: the one that ships). Raises `Refused`."""
     check_model_folder(model)
+    _check_processes(values["tensor_parallel_size"], values.get("data_parallel_size", 1))
     try:
+        if values["profile"] is not None:
+            make_profile_folder(Path(values["profile"]))
         return WorkerSettings(
             redis_url=redis_url,
             engine=EngineConfig(model=model or DEMO_MODEL, **{name: values[name] for name in _ENGINE}),
@@ -25,8 +30,16 @@ def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]
             chat_template=values["chat_template"],
             **{name: values[name] for name in ("shutdown_timeout",) if name in values},
         )
-    except ValueError as error:
+    except (ValueError, ModelLoadError) as error:
         raise Refused(str(error)) from None
+
+
+def _check_processes(ranks: int, replicas: int) -> None:
+    asked, most = ranks * replicas, most_processes()
+    if asked > most:
+        sizes = {"--tensor-parallel-size": ranks, "--data-parallel-size": replicas}
+        flags = " and ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        raise Refused(f"{flags}: that is {asked} engine processes, and the CPUs here can take {most} at most")
 
 
 def check_model_folder(model: str | None) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.main import main
 from tests.support.commands import run_pipeline
+from workers.engine.config import most_processes
 
 Refusal = Callable[..., tuple[int, str]]
 
@@ -96,6 +97,7 @@ def test_an_output_in_a_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> 
     assert (tmp_path / "new" / "deep" / "results.jsonl").read_bytes() == b""
 
 
+TOO_MANY = str(most_processes() + 1)
 CASES: list[tuple[list[str], str]] = [
     (["run-batch"], "no input is named"),
     (["run-batch", "{tmp}/absent.jsonl"], "there is no file"),
@@ -110,6 +112,9 @@ CASES: list[tuple[list[str], str]] = [
     (["run-batch", "{tmp}/good.jsonl", "--detach"], "set REDIS_URL"),
     (["run-batch", "{tmp}/good.jsonl", "--max-num-seqs", "0"], "below 1"),
     (["run-batch", "{tmp}/good.jsonl", "--no-such-flag"], "--no-such-flag"),
+    (["run-batch", "{tmp}/good.jsonl", "--profile", "{tmp}/good.jsonl/traces"], "traces cannot be made or written to: Not a directory"),
+    (["run-batch", "{tmp}/good.jsonl", "--tensor-parallel-size", TOO_MANY], f"{TOO_MANY}: that is {TOO_MANY} engine processes"),
+    (["serve", "--data-parallel-size", TOO_MANY, "--tensor-parallel-size", "3"], f"that is {3 * int(TOO_MANY)} engine processes"),
     (["run-batch", "{tmp}/good.parquet"], "good.parquet"),
     (["serve", "{tmp}/no-such-model"], "there is no model folder"),
     (["api"], "set REDIS_URL"),

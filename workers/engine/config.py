@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
+_PROCESSES_PER_CPU = 8
 _COUNTS = (
     "max_model_len",
     "max_num_seqs",
@@ -99,6 +100,12 @@ def all_threads() -> int:
     """Threads for the arithmetic of all processes below this one together: OMP_NUM_THREADS, else the CPUs that this process may use."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else available_cpus()
+
+
+def most_processes() -> int:
+    """How many ranks, of all replicas together, this machine may be asked to run: enough for tests on few CPUs, and for cards, of which
+    each wants a CPU that feeds it; beyond that they would only take each other's memory and time."""
+    return _PROCESSES_PER_CPU * available_cpus()
 
 
 def available_cpus() -> int:

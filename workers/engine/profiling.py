@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -50,17 +51,24 @@ def _nvtx_and_torch(name: str) -> Iterator[None]:
         yield
 
 
+def make_profile_folder(folder: Path) -> None:
+    """Raises ModelLoadError where there cannot be a folder, or no file in it. Imports no torch, so that a command can ask at once."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ModelLoadError(f"the profile folder {folder} cannot be made or written to: {error.strerror}") from error
+
+
 class StepTrace:
     """Writes one trace of `STEPS` steps from step `FIRST_STEP` on into `folder`, in Chrome's format, for Perfetto.
 
-    Raises ModelLoadError where the folder cannot be made.
+    Raises ModelLoadError where it cannot be written there.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ModelLoadError(f"the profile folder {folder} cannot be made: {error.strerror}") from error
+        make_profile_folder(folder)
         self.file = folder / f"steps-{FIRST_STEP}-to-{FIRST_STEP + STEPS - 1}-core-{os.getpid()}.json.gz"
         self._on_device = device.startswith("cuda")
         self._steps = 0
