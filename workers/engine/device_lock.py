@@ -166,8 +166,8 @@ def _refusal(folder: Path, names: Sequence[str], count: int) -> str:
     free = len(names) - len(held)
     holders = ", ".join(f"{name} is held by {_holder(_file(folder, name))}" for name in held)
     return (
-        f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but {f'only {free}' if free else 'none'} of {len(names)} is free: "
-        f"{holders}; stop one of those workers, or start fewer"
+        f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but {f'only {free}' if free else 'none'} of {len(names)} "
+        f"{'are' if free > 1 else 'is'} free: {holders}; stop one of those workers, or start fewer"
     )
 
 

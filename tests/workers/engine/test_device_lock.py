@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.support.commands import REPOSITORY
-from tests.support.waiting import wait_until
 from workers.engine.config import EngineConfig
 from workers.engine.device import take_devices
 from workers.engine.device_lock import shared_folder, take_cards
@@ -21,25 +20,40 @@ from workers.engine.errors import ModelLoadError
 
 CARDS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 _TAKER = """
-import sys, time
+import sys
 from workers.engine.device_lock import take_cards
 folder, count, *names = sys.argv[1:]
-print(*take_cards(names, int(count), folder, patience=10).indices, flush=True)
+print(*take_cards(names, int(count), folder).indices, flush=True)
 sys.stdin.read()
 """
+
+
+# Says so whenever it looks which cards are free.
+_LOUD_TAKER = f"""
+import sys
+def tell(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("-choosing.lock"):
+        print("looks", flush=True)
+sys.addaudithook(tell)
+{_TAKER}"""
 
 
 class Taker:
     """A process that takes cards and holds them until its stdin ends."""
 
-    def __init__(self, folder: Path, count: int, names: Sequence[str] = CARDS) -> None:
+    def __init__(self, folder: Path, count: int, names: Sequence[str] = CARDS, program: str = _TAKER) -> None:
         self._names = list(names)
-        arguments = [sys.executable, "-c", _TAKER, str(folder), str(count), *names]
+        arguments = [sys.executable, "-c", program, str(folder), str(count), *names]
         self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
 
-    def taken(self) -> set[str]:
+    def said(self) -> str:
         assert self.process.stdout is not None
-        return {self._names[int(index)] for index in self.process.stdout.readline().split()}
+        return self.process.stdout.readline().strip()
+
+    def taken(self) -> set[str]:
+        while (said := self.said()) == "looks":
+            pass
+        return {self._names[int(index)] for index in said.split()}
 
     def leave(self) -> None:
         self.process.communicate()
@@ -103,6 +117,16 @@ def test_a_refusal_names_the_holders_and_takes_nothing(tmp_path: Path) -> None:
     taker.leave()
 
 
+def test_a_refusal_counts_what_is_free(tmp_path: Path) -> None:
+    held = take_cards(CARDS, 1, str(tmp_path), patience=0)
+    taker = Taker(tmp_path, 2)
+    assert taker.taken() == {"GPU-b", "GPU-c"}
+    held.release()
+    with pytest.raises(ModelLoadError, match="3 cards are asked for, but only 2 of 4 are free: GPU-b is held by"):
+        take_cards(CARDS, 3, str(tmp_path), patience=0)
+    taker.leave()
+
+
 def test_one_that_is_asked_for_by_number_is_that_one(tmp_path: Path) -> None:
     taker = Taker(tmp_path, 1, CARDS[2:])
     assert taker.taken() == {"GPU-c"}
@@ -118,8 +142,8 @@ def test_one_that_is_asked_for_by_number_is_that_one(tmp_path: Path) -> None:
 
 def test_a_card_is_waited_for(tmp_path: Path) -> None:
     held = take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
-    taker = Taker(tmp_path, 1, CARDS[:1])
-    wait_until(lambda: Path(f"/proc/{taker.process.pid}/fd").exists(), 5, "the second process")
+    taker = Taker(tmp_path, 1, CARDS[:1], _LOUD_TAKER)
+    assert [taker.said(), taker.said()] == ["looks", "looks"]  # the second time because the first was in vain
     held.release()
     assert taker.taken() == {"GPU-a"}
     taker.leave()
