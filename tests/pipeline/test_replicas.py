@@ -36,7 +36,7 @@ def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: s
     flags = ("--max-num-seqs", 4, "--dtype", "float32", "--stream-interval", 0.1)
     with running_pipeline("worker", *flags, redis_url=redis_url, PIPELINE_DATA_PARALLEL_SIZE="2", OMP_NUM_THREADS="2") as run:
         wait_until(lambda: [worker.state for worker in queue.workers()] == ["ready"] * 2, START_SECONDS, "both replicas to be ready")
-        batch = submit_batch(queue, [endless(300)] * 16)
+        batch = submit_batch(queue, [endless(150)] * 16)
         wait_until(lambda: len(at_work(queue)) == 2, 20, "both replicas at work")
         os.kill(at_work(queue)[0], signal.SIGKILL)
         wait_until(lambda: len(queue.results(batch)) == 16, START_SECONDS, "the results")

@@ -48,7 +48,7 @@ def test_reference_is_telling(name: str) -> None:
 
 
 @at
-@pytest.mark.parametrize(("depth", "budget"), [(0, 2048), (1, 40)])
+@pytest.mark.parametrize(("depth", "budget"), [pytest.param(0, 2048, marks=pytest.mark.proof), (1, 40)])
 @pytest.mark.parametrize("name", NAMES)
 def test_same_tokens_as_generate(name: str, depth: int, budget: int, place: Place) -> None:
     """At once and in chunks, and again with what the prefix cache holds."""
