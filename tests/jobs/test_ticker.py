@@ -42,6 +42,7 @@ def test_one_leads_and_the_next_takes_over(redis_client: redis.Redis) -> None:
     assert first.lead()
 
 
+@pytest.mark.proof
 def test_a_lead_that_lasts_long_after_the_clock_was_set_back_is_cut_short(redis_client: redis.Redis) -> None:
     first, second = Ticker(Queue(redis_client)), Ticker(Queue(redis_client))
     assert first.lead()
@@ -172,7 +173,7 @@ def test_a_slice_that_does_not_end_is_asked_for_less_and_less(
     assert is_waiting(redis_client, "advance", record.id, 1)
 
 
-@pytest.mark.parametrize("name", ["bulk", "advance"])
+@pytest.mark.parametrize("name", [pytest.param("bulk", marks=pytest.mark.proof), "advance"])
 def test_a_killed_process_costs_seconds_and_nothing_else(redis_client: redis.Redis, redis_url: str, tmp_path: Path, name: str) -> None:
     """SIGKILL in the middle of a job, which RQ would notice after minutes.
 

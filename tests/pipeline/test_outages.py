@@ -286,6 +286,7 @@ def test_a_redis_that_came_back_empty_gets_all_its_work_again(fleet: Fleet, undi
     work.check_end(undisturbed)
 
 
+@pytest.mark.proof
 def test_a_power_loss_takes_back_what_redis_said_and_no_line(fleet: Fleet, undisturbed: list[str]) -> None:
     work = Work(fleet)
     on_disk = fleet.redis.on_disk()
@@ -330,7 +331,7 @@ def stopped_worker(fleet: Fleet, number: int) -> Iterator[None]:
         send_all(pids, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("absence", [cut_off, stopped_worker])
+@pytest.mark.parametrize("absence", [pytest.param(cut_off, marks=pytest.mark.proof), stopped_worker])
 def test_a_worker_that_was_away_for_longer_than_its_lease_is_refused(
     fleet: Fleet, undisturbed: list[str], absence: Callable[[Fleet, int], contextlib.AbstractContextManager[None]]
 ) -> None:

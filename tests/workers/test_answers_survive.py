@@ -101,6 +101,7 @@ def has_published(queue: Queue, key: RequestKey, least: dict[int, int]) -> bool:
     return all(len(of_choice(entries, choice)[0]) >= count for choice, count in least.items())
 
 
+@pytest.mark.proof
 def test_the_best_are_found_over_the_death_of_a_worker(queue: Queue, redis_url: str) -> None:
     body = {**SEEDED, "n": 2, "best_of": 4}
     with running_worker(queue, redis_url, *FLAGS) as worker:

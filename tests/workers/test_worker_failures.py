@@ -102,6 +102,7 @@ def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, red
         assert worker.stop() == 0
 
 
+@pytest.mark.proof
 def test_a_core_that_cannot_be_replaced_at_once_is_replaced_later(queue: Queue, redis_url: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.symlink_to(DEMO_MODEL)
@@ -114,6 +115,7 @@ def test_a_core_that_cannot_be_replaced_at_once_is_replaced_later(queue: Queue, 
         assert worker.stop() == 0
 
 
+@pytest.mark.proof
 def test_a_core_that_refuses_the_workers_own_request_is_replaced(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "memory"))) as worker:
         wait_until(lambda: "another engine core is started in 1 s" in worker.log(), 120, "two cores that fail")
@@ -216,6 +218,7 @@ def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> Non
     assert len(queue.results(batch)) == 1
 
 
+@pytest.mark.proof
 def test_sigterm_lets_finish_what_needs_a_few_long_steps_more(queue: Queue, redis_url: str) -> None:
     crawling = poisoned_environment(Poison("three", "crawl"))
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60", **crawling) as worker:
