@@ -115,4 +115,4 @@ class _NoAttention:
         return q
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        raise NotImplementedError
+        raise AssertionError("transformers' classes rotate their queries and keys themselves")
