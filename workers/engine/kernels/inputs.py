@@ -84,7 +84,7 @@ def _build(
     slot = tl.load(slots + row).to(tl.int64)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < behind - first
-    known = inside & real
+    known = offset < tl.where(real, behind - first, 0)
     position = start + offset
     token = tl.load(tokens + slot * columns + position, mask=known, other=0)
     block = tl.load(block_tables + slot * max_blocks + position // block_size, mask=known, other=0).to(tl.int64)
