@@ -1,35 +1,23 @@
 """Fixtures: an API process' app in a thread, on a real Redis, with the official client and a worker that follows a script."""
 
-import threading
 from collections.abc import Callable, Iterator
 
 import httpx
 import openai
 import pytest
-import uvicorn
 
-from api.app import create_app
-from api.main import listen
 from api.settings import ApiSettings
 from jobs.queue import Queue
 from jobs.requests import Claim
 from tests.api.scripted_worker import Answer, ScriptedWorker
-from tests.support.waiting import wait_until
+from tests.support.api_server import running_api
 
 
 @pytest.fixture
 def api_url(redis_url: str) -> Iterator[str]:
     """The address of a running API."""
-    listener = listen("127.0.0.1", 0)
-    app = create_app(ApiSettings(REDIS_URL=redis_url, ping_seconds=0.2))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    wait_until(lambda: server.started, 60, "the API to start")
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
-    thread.join(60)
-    listener.close()
+    with running_api(ApiSettings(REDIS_URL=redis_url, ping_seconds=0.2)) as url:
+        yield url
 
 
 @pytest.fixture

@@ -1,13 +1,14 @@
 """The control plane as real processes, and a stand-in for the workers that answers what it claims."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,9 @@ class Answering:
 class ControlPlane:
     """RQ workers for both queues and a ticker, as processes."""
 
-    def __init__(self, url: str, ticker_options: Sequence[str] = ()) -> None:
+    def __init__(self, url: str, ticker_options: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
         self.url = url
+        self._environment = {**os.environ, **(environment or {})}
         self._commands = {
             "advance": ["jobs.rq_worker", "--queue", "advance", "--redis-url", url],
             "bulk": ["jobs.rq_worker", "--queue", "bulk", "--redis-url", url],
@@ -125,7 +127,7 @@ class ControlPlane:
     def start(self, *names: str) -> None:
         """Starts the named processes, by default those that do not run."""
         for name in names or [name for name in self._commands if name not in self.processes]:
-            self.processes[name] = subprocess.Popen([sys.executable, "-m", *self._commands[name]], cwd=ROOT)
+            self.processes[name] = subprocess.Popen([sys.executable, "-m", *self._commands[name]], cwd=ROOT, env=self._environment)
 
     def kill(self, name: str) -> None:
         """SIGKILL; the process is gone when this returns."""
@@ -143,9 +145,11 @@ class ControlPlane:
 
 
 @contextmanager
-def control_plane(url: str, ticker_options: Sequence[str] = ()) -> Iterator[ControlPlane]:
-    """A running control plane."""
-    plane = ControlPlane(url, ticker_options)
+def control_plane(
+    url: str, ticker_options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[ControlPlane]:
+    """A running control plane; `environment` sets variables beside those of this process."""
+    plane = ControlPlane(url, ticker_options, environment)
     plane.start()
     try:
         yield plane
