@@ -14,18 +14,23 @@ from api.request_ids import RequestIds
 from api.settings import ApiSettings
 from api.state import ApiState
 from jobs.connection import connect, connect_async
+from jobs.file_store import FileStore, store_folder
 from jobs.queue import Queue
 
 
 def create_app(settings: ApiSettings) -> FastAPI:
-    """An app whose queue is at `settings.redis_url`; connections are made when it starts."""
+    """An app whose queue is at `settings.redis_url`; connections are made when it starts.
+
+    Raises `StoreError` for a file store that is no folder.
+    """
+    store_folder(settings.file_store)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client, stream_client = connect(settings.redis_url), connect_async(settings.redis_url)
         queue = Queue(client)
         reader = Reader(stream_client, queue, queue.settings.redis_retry_seconds)
-        app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue))
+        app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue), FileStore(queue, settings.file_store))
         reading = asyncio.create_task(reader.run())
         try:
             yield

@@ -10,6 +10,7 @@ from api.fleet import Fleet
 from api.reader import Reader
 from api.settings import ApiSettings
 from jobs import keys
+from jobs.file_store import FileStore
 from jobs.queue import Queue
 from jobs.requests import RequestKey
 
@@ -23,6 +24,7 @@ class ApiState:
     stream_client: redis.asyncio.Redis
     reader: Reader
     fleet: Fleet
+    files: FileStore
 
     async def knows(self, key: RequestKey) -> bool:
         """Whether the request waits, runs, or left a stream."""

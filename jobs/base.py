@@ -32,7 +32,7 @@ class QueueBase:
         execute: Callable[..., Any] = self.redis.execute_command
         return persistently(lambda: execute(name, *arguments), self.settings.redis_retry_seconds)
 
-    def _commands(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+    def commands(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
         """The replies to plain commands that may be repeated, in one round trip."""
         rows = list(commands)
 

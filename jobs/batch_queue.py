@@ -46,7 +46,7 @@ class BatchQueue(QueueBase):
     def batches(self) -> list[str]:
         """Ids of all batches that have a record; those whose record has expired are struck off."""
         known = sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES))
-        states = dict(zip(known, self._commands(("HGET", keys.batch(batch), "state") for batch in known), strict=True))
+        states = dict(zip(known, self.commands(("HGET", keys.batch(batch), "state") for batch in known), strict=True))
         gone = [batch for batch, state in states.items() if state is None]
         if gone:
             self._command("SREM", keys.BATCHES, *gone)

@@ -19,11 +19,12 @@ LEADER = "{q}:leader"  # token of the ticker in charge
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
 ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME
 MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
+FILE_EXPIRY = "{q}:file_expiry"  # zset: file id -> when the sweep looks at it, unix seconds: its expiry, or a day after an upload began
 
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
 
-PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED})
+PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, FILE_EXPIRY})
 """What stays in an idle queue."""
 
 
@@ -138,6 +139,16 @@ def serving(model: str) -> str:
 def batch_models(batch_id: str) -> str:
     """Set of the models that the batch's lines name."""
     return f"{{q}}:batch_models:{batch_id}"
+
+
+def files(tenant: str, purpose: str = "") -> str:
+    """Zset, all of score 0: "<created, µs, 16 hex digits>:<file id>" of a tenant's files that are listed; of one purpose, or of all."""
+    return f"{{q}}:files:{tenant}\0{purpose}"
+
+
+def file_place(file_id: str) -> str:
+    """The member that a deleted result file had there, for pages that go on behind it. Lasts some hours."""
+    return f"{{q}}:file_place:{file_id}"
 
 
 def lua_table(names: set[str]) -> str:

@@ -1,6 +1,7 @@
 """Where files stand: a local path or a URI that `pyarrow.fs` knows. What is written here is either whole and on disk, or absent."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import io
@@ -20,8 +21,16 @@ _BUFFER = 1 << 18
 _LOCK_POLL_SECONDS = 0.01
 
 
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
 class StoreError(Exception):
     """A file cannot be read or written; the text is one sentence that names it."""
+
+    @property
+    def full(self) -> bool:
+        """Whether there was no room for it."""
+        return isinstance(self.__cause__, OSError) and self.__cause__.errno in _NO_SPACE
 
 
 def local_path(location: str) -> Path | None:
@@ -44,7 +53,7 @@ def join(root: str, *names: str) -> str:
 def open_input(location: str) -> BinaryIO:
     """A seekable, buffered reader. Raises `StoreError`."""
     path = local_path(location)
-    with _named("cannot read", location):
+    with named("cannot read", location):
         if path is not None:
             return open(path, "rb", buffering=_BUFFER)
         filesystem, inside = _remote(location)
@@ -60,7 +69,7 @@ def size_of(location: str) -> int | None:
 def stamp_of(location: str) -> tuple[int, int] | None:
     """Bytes and time of the last change (ns; 0 if the store knows none) of a file, or None if there is none. Raises `StoreError`."""
     path = local_path(location)
-    with _named("cannot read", location):
+    with named("cannot read", location):
         if path is None:
             filesystem, inside = _remote(location)
             info = filesystem.get_file_info(inside)
@@ -74,14 +83,14 @@ def stamp_of(location: str) -> tuple[int, int] | None:
 
 def read_bytes(location: str) -> bytes:
     """The whole of a small file. Raises `StoreError`."""
-    with open_input(location) as file, _named("cannot read", location):
+    with open_input(location) as file, named("cannot read", location):
         return file.read()
 
 
 def sha256_of(location: str) -> str:
     """The hash of a file's bytes. Raises `StoreError`."""
     digest = hashlib.sha256()
-    with open_input(location) as file, _named("cannot read", location):
+    with open_input(location) as file, named("cannot read", location):
         while chunk := file.read(_HASH_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
@@ -89,7 +98,7 @@ def sha256_of(location: str) -> str:
 
 def make_folder(location: str) -> None:
     """Makes a folder and those above it. Raises `StoreError`."""
-    with _named("cannot make the folder", location):
+    with named("cannot make the folder", location):
         path = local_path(location)
         if path is not None:
             path.mkdir(parents=True, exist_ok=True)
@@ -101,7 +110,7 @@ def make_folder(location: str) -> None:
 def list_names(location: str) -> list[str]:
     """Names of the files and folders in a folder, sorted; empty if there is no such folder. Raises `StoreError`."""
     path = local_path(location)
-    with _named("cannot list", location):
+    with named("cannot list", location):
         if path is not None:
             return sorted(os.listdir(path)) if path.is_dir() else []
         from pyarrow.fs import FileSelector
@@ -113,7 +122,7 @@ def list_names(location: str) -> list[str]:
 def delete(location: str) -> None:
     """Removes a file that may be gone already. Raises `StoreError`."""
     path = local_path(location)
-    with _named("cannot remove", location):
+    with named("cannot remove", location):
         if path is not None:
             path.unlink(missing_ok=True)
         elif size_of(location) is not None:
@@ -134,7 +143,7 @@ class AtomicWriter:
         self._digest = hashlib.sha256()
         self._path = local_path(location)
         self._open = True
-        with _named("cannot write", location):
+        with named("cannot write", location):
             if self._path is not None:
                 self._temporary = _scratch_for(self._path, scratch) / f".{self._path.name}.{os.getpid()}.tmp"
                 self._file: Any = open(self._temporary, "wb", buffering=_BUFFER)  # noqa: SIM115 - closed by `commit` or `close`
@@ -151,7 +160,7 @@ class AtomicWriter:
 
     def write(self, data: bytes) -> int:
         """Appends; returns the number of bytes, as files do."""
-        with _named("cannot write", self.location):
+        with named("cannot write", self.location):
             self._file.write(data)
         self._digest.update(data)
         self.bytes += len(data)
@@ -159,7 +168,7 @@ class AtomicWriter:
 
     def commit(self) -> None:
         """Makes the file durable, then visible."""
-        with _named("cannot write", self.location):
+        with named("cannot write", self.location):
             if self._path is None:
                 self._file.close()
                 self._filesystem.move(self._remote_temporary, self._inside)
@@ -220,7 +229,7 @@ def exclusive(root: str, patience: float) -> Iterator[None]:
     path = local_path(root)
     if path is None:
         raise StoreError(f"{root} is remote: a batch's folder must stand on a file system that has locks")
-    with _named("cannot write to", root):
+    with named("cannot write to", root):
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _lock(handle, root, time.monotonic() + patience)
@@ -265,7 +274,7 @@ def _scratch_for(path: Path, scratch: str | None) -> Path:
 
 
 @contextlib.contextmanager
-def _named(what: str, location: str) -> Iterator[None]:
+def named(what: str, location: str) -> Iterator[None]:
     """Turns errors of the file system into `StoreError`."""
     try:
         yield

@@ -14,6 +14,7 @@ from api.settings import ApiSettings
 from api.state import ApiState
 from jobs import keys
 from jobs.connection import connect, connect_async
+from jobs.file_store import FileStore
 from jobs.queue import Queue
 from jobs.requests import StreamEntry, TokenChunk
 from jobs.settings import QueueSettings
@@ -28,7 +29,8 @@ RAW = json.dumps(BODY).encode()
 def live_call(url: str, queue: Queue) -> LiveCall:
     """A call of an API process whose reader does not run."""
     client = connect_async(url)
-    state = ApiState(ApiSettings(REDIS_URL=url), queue, client, Reader(client, queue, 1), Fleet(queue))
+    settings = ApiSettings(redis_url=url)
+    state = ApiState(settings, queue, client, Reader(client, queue, 1), Fleet(queue), FileStore(queue, settings.file_store))
     return LiveCall(state, parse_call(COMPLETIONS, BODY))
 
 

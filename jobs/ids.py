@@ -1,0 +1,33 @@
+"""Ids of files, batches and keys: a prefix and 24 hex digits, of which 13 are microseconds since the epoch, so that ids sort by time."""
+
+import re
+import secrets
+
+FILE = "file-"
+BATCH = "batch_"
+KEY = "key_"
+
+_TIME_DIGITS = 13
+_RANDOM_DIGITS = 11
+_DIGITS = re.compile(rf"[0-9a-f]{{{_TIME_DIGITS + _RANDOM_DIGITS}}}")
+
+
+def new_id(prefix: str, now: float) -> str:
+    """An id that nobody has; `now` is unix seconds."""
+    return f"{prefix}{int(now * 1e6):0{_TIME_DIGITS}x}{secrets.randbits(4 * _RANDOM_DIGITS):0{_RANDOM_DIGITS}x}"
+
+
+def is_id(prefix: str, text: str) -> bool:
+    """Whether the text is an id of that kind; then it is safe in a path and in a key's name."""
+    return text.startswith(prefix) and _DIGITS.fullmatch(text, len(prefix)) is not None
+
+
+def time_of(text: str) -> float | None:
+    """When an id was made, in unix seconds; None if it is none."""
+    prefix = next((prefix for prefix in (FILE, BATCH, KEY) if is_id(prefix, text)), None)
+    return None if prefix is None else micros_of(prefix, text) / 1e6
+
+
+def micros_of(prefix: str, text: str) -> int:
+    """The same in microseconds, of an id that is known to be one."""
+    return int(text[len(prefix) : len(prefix) + _TIME_DIGITS], 16)
