@@ -1,5 +1,6 @@
 """What the control plane's processes have in common: they die with their parent, and name themselves in their log."""
 
+import argparse
 import ctypes
 import logging
 import os
@@ -19,6 +20,12 @@ def die_with_parent(parent: int | None = None) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected:  # it ended before the order above took hold
         os._exit(1)
+
+
+def add_redis_url(parser: argparse.ArgumentParser) -> None:
+    """`--redis-url`, and REDIS_URL in its place, which unlike an argument cannot be read by every user of the machine."""
+    given = os.environ.get("REDIS_URL")
+    parser.add_argument("--redis-url", default=given, required=not given, help="where the queue is [environment: REDIS_URL]")
 
 
 def set_up_log(name: str) -> None:

@@ -1,4 +1,4 @@
-"""`python -m jobs.rq_worker --queue advance|bulk --redis-url URL`: runs the control plane's jobs of one queue.
+"""`python -m jobs.rq_worker --queue advance|bulk [--redis-url URL]`: runs the control plane's jobs of one queue.
 
 Slices of `advance` run one after the other; the long jobs of `bulk` run side by side in a few threads.
 
@@ -25,7 +25,7 @@ from rq.serializers import JSONSerializer
 from jobs import control
 from jobs.advance import flush
 from jobs.connection import check_server, connect
-from jobs.process import die_with_parent, set_up_log
+from jobs.process import add_redis_url, die_with_parent, set_up_log
 from jobs.scripts import QueueUnavailable
 
 _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
@@ -38,7 +38,7 @@ def main() -> None:
     """Runs until SIGTERM or SIGINT, through outages of Redis."""
     parser = argparse.ArgumentParser(prog="python -m jobs.rq_worker", description="Runs the jobs of one queue of the control plane.")
     parser.add_argument("--queue", choices=("advance", "bulk"), required=True)
-    parser.add_argument("--redis-url", required=True)
+    add_redis_url(parser)
     options = parser.parse_args()
     die_with_parent()
     set_up_log(f"jobs-{options.queue}")

@@ -1,4 +1,4 @@
-"""`python -m jobs.ticker --redis-url URL`: the clock of the control plane. Any number may run; one leads, the others wait for its place.
+"""`python -m jobs.ticker [--redis-url URL]`: the clock of the control plane. Any number may run; one leads, the others wait for its place.
 
 The leader ends expired leases, hands RQ a slice for each batch that has something to do, and gives the jobs of batches without a
 heartbeat to another process under a new generation. With `--file-store` it rebuilds what a server that was restarted or emptied has lost.
@@ -19,7 +19,7 @@ from jobs.advance import flush, needs_slice
 from jobs.connection import check_server, connect
 from jobs.control import STALE_SECONDS, JobName, clean_up, enqueue, is_waiting
 from jobs.manifest import END_STATES
-from jobs.process import die_with_parent, set_up_log
+from jobs.process import add_redis_url, die_with_parent, set_up_log
 from jobs.queue import Queue
 from jobs.rebuild import rebuild_all
 from jobs.scripts import QueueUnavailable, is_full
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Runs until SIGTERM or SIGINT, through outages of Redis."""
     parser = argparse.ArgumentParser(prog="python -m jobs.ticker", description="Keeps the control plane going.")
-    parser.add_argument("--redis-url", required=True)
+    add_redis_url(parser)
     parser.add_argument("--file-store", help="folder from which an empty Redis is rebuilt")
     options = parser.parse_args()
     die_with_parent()

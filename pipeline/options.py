@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import click
 from click.core import ParameterSource
@@ -18,6 +18,8 @@ log = logging.getLogger("pipeline")
 
 CHILD_VARIABLE = "PIPELINE_CHILD"
 """In the environment of processes that another command of ours starts."""
+
+_PASSWORD = "pipeline.redis_password"  # in a command's `meta`: what --redis-password-file holds
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 _SOURCES = {ParameterSource.COMMANDLINE: "flag", ParameterSource.ENVIRONMENT: "environment", ParameterSource.DEFAULT_MAP: "config file"}
@@ -116,7 +118,7 @@ common_options = all_of(
     flag("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="What the log says."),
 )  # fmt: skip
 
-def _check_url(_ctx: click.Context, _param: click.Parameter, url: str | None) -> str | None:
+def _check_url(ctx: click.Context, _param: click.Parameter, url: str | None) -> str | None:
     if not url:
         return None
     try:
@@ -126,12 +128,38 @@ def _check_url(_ctx: click.Context, _param: click.Parameter, url: str | None) ->
         usable = False
     if not usable:
         raise click.BadParameter("it must look like redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/redis.sock")
-    return url
+    return _with_password(url, ctx.meta.get(_PASSWORD))
 
 
-redis_option = flag(
-    "--redis-url", env="REDIS_URL", callback=_check_url, help="redis://, rediss:// or unix:// URL of the queue. [default: a private one]"
-)
+def _with_password(url: str, password: str | None) -> str:
+    parts = urlsplit(url)
+    if password is None or parts.password is not None:
+        return url
+    user, _, host = parts.netloc.rpartition("@")
+    return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}"))
+
+
+def _read_password(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        password = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise Refused(f"the password of Redis cannot be read from {path}: {reason}") from None
+    if not password:
+        raise Refused(f"the password of Redis cannot be read from {path}: it is empty")
+    ctx.meta[_PASSWORD] = password
+    if url := ctx.params.get("redis_url"):  # click takes first what stands on the command line
+        ctx.params["redis_url"] = _with_password(url, password)
+
+
+redis_option = all_of(
+    flag("--redis-url", env="REDIS_URL", callback=_check_url,
+         help="redis://, rediss:// or unix:// URL of the queue. [default: a private one]"),
+    flag("--redis-password-file", env="REDIS_PASSWORD_FILE", type=click.Path(path_type=Path), expose_value=False, callback=_read_password,
+         help="File that holds the password for a --redis-url that names none."),
+)  # fmt: skip
 
 queue_options = all_of(
     flag("--lease-seconds", env="LEASE_SECONDS", type=click.FloatRange(min=0.2), default=30.0,

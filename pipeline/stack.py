@@ -83,9 +83,9 @@ class Stack:
     def start_jobs(self, file_store: str | None = None) -> None:
         """The control plane: one RQ worker for each queue, and the ticker, which rebuilds an empty Redis from the `file_store`."""
         for queue in ("advance", "bulk"):
-            self._add(f"jobs-{queue}", partial(_python, "jobs.rq_worker", "--queue", queue, "--redis-url", self.redis_url))
+            self._add(f"jobs-{queue}", partial(_python, "jobs.rq_worker", "--queue", queue))
         store = ["--file-store", file_store] if file_store is not None else []
-        self._add("ticker", partial(_python, "jobs.ticker", "--redis-url", self.redis_url, *store))
+        self._add("ticker", partial(_python, "jobs.ticker", *store))
 
     def start_workers(self, arguments: list[str], replicas: int = 1) -> None:
         """Model replicas, each with a front and an engine core; they take different cards. `arguments` are flags of `pipeline worker`."""

@@ -97,6 +97,34 @@ def test_an_empty_redis_url_is_none() -> None:
     assert values_of(REDIS_URL="")["redis_url"] is None
 
 
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://host:1/0", "redis://:a%2Fb%40c@host:1/0"),
+        ("redis://user@host", "redis://user:a%2Fb%40c@host"),
+        ("unix:///a/redis.sock?db=1", "unix://:a%2Fb%40c@/a/redis.sock?db=1"),
+        ("redis://:own@host:1/0", "redis://:own@host:1/0"),
+    ],
+)
+def test_the_password_of_redis_may_stand_in_a_file(tmp_path: Path, url: str, expected: str) -> None:
+    (tmp_path / "password").write_text("a/b@c\n")
+    (tmp_path / "config.yaml").write_text(f"redis-password-file: {tmp_path}/password\n")
+    file = str(tmp_path / "password")
+    assert values_of("--redis-url", url, REDIS_PASSWORD_FILE=file)["redis_url"] == expected
+    assert values_of("--redis-password-file", file, REDIS_URL=url)["redis_url"] == expected
+    assert values_of("--redis-url", url, "--config", str(tmp_path / "config.yaml"))["redis_url"] == expected
+    assert values_of("--redis-password-file", file)["redis_url"] is None
+
+
+@pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), (b" \n", "it is empty"), (b"\xff", "it is not text")])
+def test_a_password_file_that_holds_none_is_refused(tmp_path: Path, content: bytes | None, reason: str) -> None:
+    if content is not None:
+        (tmp_path / "password").write_bytes(content)
+    result = CliRunner().invoke(shown, ["--redis-url", "redis://host", "--redis-password-file", str(tmp_path / "password")])
+    assert result.exit_code == 2
+    assert f"cannot be read from {tmp_path}/password: {reason}" in result.stderr
+
+
 def test_sizes_have_units() -> None:
     sizes = {text: Size().convert(text, None, None) for text in ("7", "4k", "4K", "1.5G")}
     assert sizes == {"7": 7, "4k": 4000, "4K": 4096, "1.5G": 3 * 2**29}

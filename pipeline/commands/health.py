@@ -1,0 +1,28 @@
+"""`pipeline health`: a probe for a container's health check."""
+
+import click
+
+from pipeline.errors import Refused, Unfinished
+from pipeline.options import common_options, redis_option
+
+
+@click.command()
+@click.argument("process", type=click.Choice(["worker", "jobs"]))
+@redis_option
+@common_options
+def health(process: str, redis_url: str | None, log_level: str) -> None:
+    """Exit code 0 if the workers, or the control plane, of this host are at work, 1 with a sentence if not. An API has GET /health."""
+    if redis_url is None:
+        raise Refused("`pipeline health` looks at a fleet's queue: set REDIS_URL")
+    import socket
+
+    from jobs.connection import connect
+    from jobs.health import control_plane_fault, worker_fault
+    from jobs.queue import Queue
+    from jobs.settings import QueueSettings
+
+    host, impatient = socket.gethostname(), QueueSettings(redis_retry_seconds=0)
+    with connect(redis_url) as client:
+        fault = worker_fault(Queue(client, impatient), host) if process == "worker" else control_plane_fault(client, host)
+    if fault is not None:
+        raise Unfinished(fault)

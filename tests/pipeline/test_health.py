@@ -1,0 +1,48 @@
+"""`pipeline health`: what a container's health check asks."""
+
+import os
+import signal
+
+from jobs import keys
+from jobs.connection import connect
+from jobs.health import control_plane_fault
+from jobs.queue import Queue
+from tests.support.commands import run_pipeline, running_pipeline
+from tests.support.control_plane import ControlPlane
+from tests.support.waiting import wait_until
+
+
+def test_a_worker_is_healthy_once_it_is_ready_and_until_it_ends(redis_url: str) -> None:
+    before = run_pipeline("health", "worker", redis_url=redis_url)
+    assert before.returncode == 1
+    assert "none is registered" in before.stderr
+    with running_pipeline("worker", redis_url=redis_url, LEASE_SECONDS="1") as worker:
+        worker.wait_for("worker INFO ready")
+        ready = run_pipeline("health", "worker", redis_url=redis_url)
+        assert (ready.returncode, ready.stdout, ready.stderr) == (0, "", "")
+        (record,) = Queue(connect(redis_url)).workers()
+        os.kill(record.pid, signal.SIGKILL)
+        wait_until(lambda: run_pipeline("health", "worker", redis_url=redis_url).returncode == 1, 30, "the record to run out")
+
+
+def test_a_control_plane_is_healthy_while_all_of_its_processes_are(redis_url: str) -> None:
+    assert "takes jobs of advance and bulk" in run_pipeline("health", "jobs", redis_url=redis_url).stderr
+    plane = ControlPlane(redis_url)
+    try:
+        plane.start("advance", "bulk")
+        wait_until(lambda: "no ticker leads" in run_pipeline("health", "jobs", redis_url=redis_url).stderr, 30, "both RQ workers")
+        plane.start("ticker")
+        wait_until(lambda: connect(redis_url).exists(keys.LEADER), 30, "a leader")
+        assert run_pipeline("health", "jobs", redis_url=redis_url).returncode == 0
+        assert control_plane_fault(connect(redis_url), "elsewhere") == "no process on elsewhere takes jobs of advance and bulk"
+    finally:
+        for name in list(plane.processes):
+            plane.kill(name)
+
+
+def test_a_queue_that_is_away_is_said(redis_url: str) -> None:
+    done = run_pipeline("health", "worker", redis_url="redis://127.0.0.1:1/0")
+    assert done.returncode == 1
+    assert "Redis is out of reach" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert run_pipeline("health", "jobs").returncode == 2
