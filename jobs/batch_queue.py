@@ -124,7 +124,7 @@ class BatchQueue(QueueBase):
         while (state := self.batch_fields(batch).get("state")) not in (None, FORGOTTEN):
             self.transition(batch, [str(state)], FORGOTTEN)
         self.cancel_batch(batch)
-        names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies)
+        names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies, keys.batch_tokens)
         self._command("UNLINK", *(name(batch) for name in names))
         self._command("ZREM", keys.WATCHED, batch)
         self._command("SREM", keys.BATCHES, batch)

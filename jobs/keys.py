@@ -76,6 +76,13 @@ def tokens(key: str) -> str:
     return f"{{q}}:tok:{key}"
 
 
+def batch_tokens(batch_id: str) -> str:
+    """Stream of the deltas of all requests of a batch: k request key, e id of the same entry in the request's own stream, p chunks
+    ('' when they are too large to stand here too), s '1' completed | '0' failed | ''. Without k: the state moved. Only while it is read.
+    """
+    return f"{{q}}:batch_tok:{batch_id}"
+
+
 def api(api_id: str) -> str:
     """Stream of everything meant for one API process."""
     return f"{{q}}:api:{api_id}"

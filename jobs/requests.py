@@ -122,6 +122,16 @@ class StreamEntry(msgspec.Struct):
         return [token_id for chunk in self.chunks if chunk.choice == choice for token_id in chunk.token_ids]
 
 
+class BatchEntry(msgspec.Struct, frozen=True):
+    """One entry of the stream of a batch that is read: what one of its requests was given, or that the state of the batch moved."""
+
+    id: str  # in that stream
+    key: RequestKey | None  # None: the state moved
+    entry_id: str  # of the same entry in the request's own stream
+    chunks: list[TokenChunk] | None  # None: they are too large for here, and stand in the request's own stream alone
+    succeeded: bool | None  # of a request that ended
+
+
 def pack(value: msgspec.Struct | list[TokenChunk]) -> bytes:
     """Msgpack, the form of every internal message."""
     return msgspec.msgpack.encode(value)

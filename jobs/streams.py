@@ -8,7 +8,7 @@ import msgspec
 from jobs import keys
 from jobs.base import QueueBase, text
 from jobs.connection import MAX_BLOCK_SECONDS
-from jobs.requests import RequestKey, StreamEntry, unpack_chunks, unpack_result
+from jobs.requests import BatchEntry, RequestKey, StreamEntry, unpack_chunks, unpack_result
 from jobs.scripts import persistently
 
 FIRST_ID = "0-0"
@@ -58,18 +58,32 @@ class Streams(QueueBase):
         self._command("XADD", keys.control(worker), "MAXLEN", "~", 1000, "*", "k", "drain")
         self._command("EXPIRE", keys.control(worker), 600)
 
-    def watch(self, target: RequestKey | str, seconds: int) -> None:
-        """Says that somebody reads the token stream of a request, or of every request of a batch: workers then publish at once."""
-        self._scripts.call("watch", [str(target), seconds])
+    def watch(self, target: RequestKey | str, seconds: int) -> str:
+        """Says that somebody reads the token stream of a request, or of every request of a batch: workers then publish at once.
 
-    def running(self, batch: str, limit: int = 1000) -> list[RequestKey]:
-        """Requests of a batch that have a token stream, to read along with `read_tokens`."""
-        lines = self._command("HKEYS", keys.bodies(batch))
-        held = sorted(RequestKey(batch, int(line)) for line in lines)
-        if not held:
-            return []
-        leases = self._command("HMGET", keys.LEASE, *(str(key) for key in held))
-        return [key for key, lease in zip(held, leases, strict=True) if lease is not None][:limit]
+        A batch has a stream of its own for as long, whose last entry this returns the id of ("" for a request).
+        """
+        return text(self._scripts.call("watch", [str(target), seconds]))
+
+    def running(self, batch: str, limit: int | None = None) -> list[RequestKey]:
+        """Requests of a batch that workers began, whoever holds them now, to read along with `read_tokens`; the first `limit` of them."""
+        begun = (RequestKey.parse(name) for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)})
+        return sorted(key for key in begun if key.batch == batch)[:limit]
+
+    def read_batch(self, batch: str, last_id: str, limit: int = 200) -> list[BatchEntry] | None:
+        """Entries of a watched batch's stream after the one of id `last_id`.
+
+        None when that one is not there, so that entries between may be missing: it was trimmed, lost, or the stream is another one.
+        """
+        found = self._command("XRANGE", keys.batch_tokens(batch), last_id, "+", "COUNT", limit + 1)
+        if not found or text(found[0][0]) != last_id:
+            return None
+        return [_parse_batch_entry(text(entry_id), fields) for entry_id, fields in found[1:]]
+
+    def last_of_batch(self, batch: str) -> str | None:
+        """The id of the last entry of a batch's stream; None without one."""
+        found = self._command("XREVRANGE", keys.batch_tokens(batch), "+", "-", "COUNT", 1)
+        return text(found[0][0]) if found else None
 
     def _read_streams(self, positions: Mapping[str, str], timeout: float) -> list[tuple[str, str, dict[bytes, bytes]]]:
         if not positions:
@@ -99,6 +113,17 @@ def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -
 def parse_api_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> tuple[str, StreamEntry]:
     """An entry of an API process' stream: its id there, and the entry of the request's token stream that it repeats."""
     return entry_id, parse_entry(RequestKey.parse(fields[b"k"]), text(fields[b"e"]), fields)
+
+
+def _parse_batch_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> BatchEntry:
+    name, packed, ended = fields[b"k"], fields[b"p"], fields[b"s"]
+    return BatchEntry(
+        id=entry_id,
+        key=RequestKey.parse(name) if name else None,
+        entry_id=text(fields[b"e"]),
+        chunks=unpack_chunks(packed) if packed else None,
+        succeeded=ended == b"1" if ended else None,
+    )
 
 
 def _parse_control(entry_id: str, fields: Mapping[bytes, bytes]) -> ControlMessage:

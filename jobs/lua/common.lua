@@ -6,6 +6,8 @@ local API_SECONDS = 300
 local COUNTED_SECONDS = 86400
 local SERVED_SECONDS = 600
 local SUSPECTS_TOGETHER = 16
+local BATCH_ENTRIES = 4000
+local MOST_BYTES_OF_AN_ENTRY = 4096
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
 local function now_ms()
@@ -225,9 +227,20 @@ local function watched_of(names)
   return found
 end
 
+local unread = {} -- batches that this call found without a stream of their own: nobody reads one
+
+-- Adds to the stream of a batch, if there is one: about a request of it, or, without a name, that its state moved.
+local function tell_readers(batch, name, entry_id, chunks, succeeded)
+  if not unread[batch] then
+    local added = redis.call('XADD', key.batch_tokens(batch), 'NOMKSTREAM', 'MAXLEN', '~', BATCH_ENTRIES, '*',
+      'k', name, 'e', entry_id, 'p', #chunks <= MOST_BYTES_OF_AN_ENTRY and chunks or '', 's', succeeded)
+    unread[batch] = not added
+  end
+end
+
 -- Appends to a request's token stream under the id "<tokens so far>-<kind>". An entry that stands there already is left alone, which
--- makes repeats harmless; only a new one goes on to the API process.
-local function append(name, entry_id, reply_to, chunks, more, value)
+-- makes repeats harmless; only a new one goes on to the API process and to those who read the batch.
+local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
   local added = redis.pcall('XADD', key.tokens(name), entry_id, 'p', chunks, more, value)
   if type(added) == 'table' and added.err then
     if string.find(added.err, 'equal or smaller', 1, true) then
@@ -239,6 +252,9 @@ local function append(name, entry_id, reply_to, chunks, more, value)
     local stream = key.api(reply_to)
     redis.call('XADD', stream, 'MAXLEN', '~', 20000, '*', 'k', name, 'e', entry_id, 'p', chunks, more, value)
     redis.call('EXPIRE', stream, API_SECONDS)
+  end
+  if not is_live(name) then
+    tell_readers(split(name), name, entry_id, chunks, succeeded)
   end
 end
 
@@ -284,7 +300,7 @@ local function say_last(item, keep)
     local last = redis.call('XREVRANGE', key.tokens(item.name), '+', '-', 'COUNT', 1)[1]
     total, chunks = last and string.match(last[1], '^%d+') or '0', NO_CHUNKS
   end
-  append(item.name, total .. '-2', item.reply_to, chunks, 'f', item.result)
+  append(item.name, total .. '-2', item.reply_to, chunks, 'f', item.result, item.succeeded and '1' or '0')
   redis.call('EXPIRE', key.tokens(item.name), keep)
   redis.call('ZREM', key.WATCHED, item.name)
 end

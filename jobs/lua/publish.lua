@@ -19,7 +19,7 @@ for i = 3, #ARGV, 7 do
   local name, fence, before, total, chunks, reply_to, accepted = unpack(ARGV, i, i + 6)
   local held = holds(worker, name, fence)
   if held and tonumber(before) <= published(name) then
-    append(name, total .. '-' .. accepted, reply_to, chunks, 'a', accepted)
+    append(name, total .. '-' .. accepted, reply_to, chunks, 'a', accepted, '')
   else
     lost[#lost + 1] = name
     if held then

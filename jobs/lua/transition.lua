@@ -22,6 +22,7 @@ for i = 6 + count, #ARGV, 2 do
 end
 if state ~= '' and state ~= to then
   redis.call('HINCRBY', key.ENTERED, to, 1)
+  tell_readers(batch, '', '', '', '')
 end
 redis.call('SADD', key.BATCHES, batch)
 return 1

@@ -84,6 +84,7 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     call("hand_back", queue.hand_back, "w1", held(claims[1:2]))
     again = claim("w1", 2, 1)
     call("watch", queue.watch, again[0].key, 60)
+    call("watch", queue.watch, "batch_a", 60)
     call("commit", queue.commit, "w1", [finished(claim) for claim in (claims[0], *again)])
     answers += [call("drained", queue.drained, "batch_a", "part-0", [again[0].key.line])]
     for suspicions in range(3):  # together, alone, condemned

@@ -69,9 +69,7 @@ def forget_everything() -> None:
     process_queue().redis.flushall()
 
 
-def test_a_job_that_redis_forgot_ends_without_a_trace(
-    redis_client: redis.Redis, redis_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_job_that_redis_forgot_ends_without_a_trace(redis_client: redis.Redis, redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     use_server(redis_url)
     jobs = JobQueue("advance", connection=redis_client, serializer=JSONSerializer)
     jobs.enqueue_call(forget_everything, job_id="forgotten", timeout=-1, result_ttl=0)
