@@ -4,17 +4,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
-from api import health, live_calls, metrics, models, streams
+from api import auth, health, live_calls, metrics, models, streams
 from api.errors import install_error_handlers
 from api.fleet import Fleet
 from api.reader import Reader
 from api.request_ids import RequestIds
 from api.settings import ApiSettings
 from api.state import ApiState
+from jobs.api_keys import KeyRing
 from jobs.connection import connect, connect_async
-from jobs.file_store import FileStore, store_folder
+from jobs.file_store import FileStore
 from jobs.queue import Queue
 
 
@@ -23,14 +24,15 @@ def create_app(settings: ApiSettings) -> FastAPI:
 
     Raises `StoreError` for a file store that is no folder.
     """
-    store_folder(settings.file_store)
+    ring = KeyRing(settings.file_store)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client, stream_client = connect(settings.redis_url), connect_async(settings.redis_url)
         queue = Queue(client)
         reader = Reader(stream_client, queue, queue.settings.redis_retry_seconds)
-        app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue), FileStore(queue, settings.file_store))
+        files = FileStore(queue, settings.file_store)
+        app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue), files, ring)
         reading = asyncio.create_task(reader.run())
         try:
             yield
@@ -44,6 +46,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
     app = FastAPI(title="Batch inference pipeline", lifespan=lifespan)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
-    for module in (live_calls, streams, models, health, metrics):
+    for module in (live_calls, streams, models):
+        app.include_router(module.router, dependencies=[Depends(auth.authorise)], responses=auth.ANSWERS)
+    for module in (health, metrics):
         app.include_router(module.router)
     return app

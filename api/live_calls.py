@@ -9,7 +9,6 @@ import json
 import logging
 import secrets
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,6 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
+from api.auth import caller_of
 from api.errors import queue_unavailable
 from api.event_stream import EventStream, event
 from api.fleet import Fleet
@@ -59,7 +59,7 @@ async def answer(request: Request, endpoint: str) -> Response:
     raw = await _read_body(request, state.settings.max_body_bytes)
     call = _parse(endpoint, raw) if len(raw) < _LARGE_BODY else await asyncio.to_thread(_parse, endpoint, raw)
     await state.fleet.require(call.model)
-    live = LiveCall(state, call)
+    live = LiveCall(state, call, caller_of(request).tenant)
     await live.submit(raw)
     try:
         first = await _unless_gone(request, live.first())
@@ -77,8 +77,8 @@ async def answer(request: Request, endpoint: str) -> Response:
 class LiveCall:
     """One call on its way through the queue."""
 
-    def __init__(self, state: ApiState, call: Call) -> None:
-        self.key = RequestKey(f"{requests.LIVE_PREFIX}{uuid.uuid4().hex}", 0)
+    def __init__(self, state: ApiState, call: Call, tenant: str = "") -> None:
+        self.key = RequestKey(requests.new_live_id(tenant), 0)
         self._state = state
         self._queue: Queue = state.queue
         self._reader: Reader = state.reader

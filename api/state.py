@@ -1,7 +1,7 @@
 """What the routes of one API process share."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import redis.asyncio
 from fastapi import Request
@@ -10,9 +10,10 @@ from api.fleet import Fleet
 from api.reader import Reader
 from api.settings import ApiSettings
 from jobs import keys
+from jobs.api_keys import KeyRing
 from jobs.file_store import FileStore
 from jobs.queue import Queue
-from jobs.requests import RequestKey
+from jobs.requests import RequestKey, is_live_id_of
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,19 @@ class ApiState:
     reader: Reader
     fleet: Fleet
     files: FileStore
+    keys: KeyRing
 
     async def knows(self, key: RequestKey) -> bool:
         """Whether the request waits, runs, or left a stream."""
         client = self.stream_client
         return bool(await client.exists(keys.tokens(str(key)))) or bool(await client.hexists(keys.bodies(key.batch), str(key.line)))
+
+    async def is_of(self, tenant: str, key: RequestKey) -> bool:
+        """Whether the request may be shown to this tenant's callers."""
+        if key.live:
+            return is_live_id_of(tenant, key.batch)
+        owner: Any = await self.stream_client.hget(keys.batch(key.batch), "tenant")
+        return bool(owner == tenant.encode())
 
 
 def state_of(request: Request) -> ApiState:

@@ -13,6 +13,7 @@ import redis
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from api.auth import caller_of
 from api.errors import queue_unavailable
 from api.event_stream import EventStream, event
 from api.state import ApiState, state_of
@@ -32,14 +33,14 @@ async def stream(request: Request, name: str) -> Response:
     """Events `{"id", "choices": [{"index", "token_offset", "token_ids", "text", "text_offset"}]}`, the last one also with `status` and
     `response`, then `[DONE]`. Where `best_of` is larger than `n`, all that are generated are shown; log probabilities are in the response.
 
-    `name` is a request of a batch (`batch_x/17`) or a live call (`live_x`).
+    `name` is a request of a batch (`batch_x/17`) or a live call (`live_x`). One of another tenant is as unknown as one that never was.
     """
     state = state_of(request)
     key = _parse_key(name)
     after = request.headers.get("last-event-id") or FIRST_ID
     if not _EVENT_ID.fullmatch(after):
         raise ApiError(400, f"Last-Event-ID is not the id of an event: {after}", param="Last-Event-ID", code="invalid_value")
-    if not await state.knows(key):
+    if not await state.is_of(caller_of(request).tenant, key) or not await state.knows(key):
         raise ApiError(404, f"No request {name} is running, and no stream of it is kept.", "not_found_error", code="stream_not_found")
     return EventStream(_events(state, key, after), state.settings.ping_seconds, _nothing)
 

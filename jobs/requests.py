@@ -1,10 +1,27 @@
 """What travels through the queue: the name of a request, the request, and what workers say about it."""
 
+import hashlib
+import secrets
+
 import msgspec
 
 from jobs.results import PositionLogprobs, Result
 
 LIVE_PREFIX = "live_"
+
+
+def new_live_id(tenant: str) -> str:
+    """An id for a live call. It bears a mark of the tenant, so that nothing has to be remembered to keep it from others."""
+    return f"{_live_ids_of(tenant)}{secrets.token_hex(10)}"
+
+
+def is_live_id_of(tenant: str, live_id: str) -> bool:
+    """Whether `new_live_id` made it for this tenant."""
+    return live_id.startswith(_live_ids_of(tenant))
+
+
+def _live_ids_of(tenant: str) -> str:
+    return LIVE_PREFIX + hashlib.sha256(tenant.encode()).hexdigest()[:12]
 
 
 class RequestKey(msgspec.Struct, frozen=True, order=True):

@@ -161,6 +161,21 @@ redis_option = all_of(
          help="File that holds the password for a --redis-url that names none."),
 )  # fmt: skip
 
+def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) -> str:
+    from jobs.file_store import store_folder
+    from jobs.storage import StoreError
+
+    try:
+        return str(store_folder(location))
+    except StoreError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+store_option = flag(
+    "--file-store", env="FILE_STORE", default="./store", callback=_check_store,
+    help="Folder of files, batches and API keys; one and the same for every `pipeline api` and `pipeline jobs` of a fleet.",
+)  # fmt: skip
+
 queue_options = all_of(
     flag("--lease-seconds", env="LEASE_SECONDS", type=click.FloatRange(min=0.2), default=30.0,
          help="How long a worker's claim on a request lasts without being renewed."),

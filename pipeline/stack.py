@@ -62,6 +62,7 @@ class Stack:
                 "REDIS_URL": self.redis_url,
                 "LEASE_SECONDS": str(self.settings.lease_seconds),
                 "STREAM_INTERVAL": str(self.settings.stream_interval),
+                "FILE_STORE": self.settings.file_store,
             }
             self._exit = undo.pop_all()
         return self

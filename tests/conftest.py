@@ -1,5 +1,6 @@
 """Fixtures for everyone: `redis_url`, `redis_client` and `queue` stand on a real private server."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +24,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA card")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _file_store(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whatever names no file store of its own, in this process or in one that it starts, has one that nobody else sees."""
+    os.environ["FILE_STORE"] = str(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="session")

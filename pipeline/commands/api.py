@@ -1,36 +1,86 @@
 """`pipeline api`: one HTTP process."""
 
+from typing import Any
+
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import all_of, common_options, flag, log_settings, redis_option
+from pipeline.options import Size, all_of, as_flag, common_options, flag, log_settings, redis_option, store_option
 
-listen_options = all_of(
-    flag("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for every one."),
+
+def _check_windows(_ctx: click.Context, _param: click.Parameter, windows: tuple[str, ...]) -> tuple[str, ...]:
+    from jobs.windows import window_seconds
+
+    for window in windows:
+        try:
+            window_seconds(window)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+    return windows
+
+
+api_options = all_of(
+    flag("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for every one, which needs API keys (`pipeline keys create`)."),
     flag("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes a free one."),
-)
+    flag("--insecure", is_flag=True, help="While no API key exists, answer everybody who reaches the address."),
+    flag("--completion-window", env="PIPELINE_COMPLETION_WINDOWS", multiple=True, default=("24h",), callback=_check_windows,
+         help="How long a batch may take, as 24h, 30m or 10s; may be repeated, and a batch names one of them."),
+    flag("--max-batch-lines", type=Size(), default=50_000, help="Most requests in a batch."),
+    flag("--max-file-bytes", type=Size(), default=200 * 2**20, help="Largest input file of a batch."),
+)  # fmt: skip
+
+_API_FLAGS = ("host", "port", "insecure", "completion_window", "max_batch_lines", "max_file_bytes")
 
 
 @click.command()
-@listen_options
+@api_options
+@store_option
 @redis_option
 @common_options
 @click.pass_context
-def api(ctx: click.Context, host: str, port: int, redis_url: str | None, log_level: str) -> None:
-    """Answers HTTP: live calls, models, health. Holds no state; run as many as you like."""
+def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level: str, **flags: Any) -> None:
+    """Answers HTTP: live calls, files, batches, models, health. Holds no state; run as many as you like."""
     from pipeline.logs import configure_logs
 
     configure_logs("api", log_level)
     log_settings(ctx)
     if redis_url is None:
         raise Refused("`pipeline api` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)")
+    check_open(flags["host"], flags["insecure"], file_store)
     from api.main import main
     from api.settings import ApiSettings
     from jobs.connection import check_server, connect
 
     with connect(redis_url) as client:
         check_server(client)
+    windows = flags.pop("completion_window")
     try:
-        main(ApiSettings(redis_url=redis_url, host=host, port=port))
+        main(ApiSettings(redis_url=redis_url, file_store=file_store, completion_windows=windows, **flags))
     except OSError as error:
         raise Refused(error.strerror or str(error)) from None
+
+
+def check_open(host: str, insecure: bool, file_store: str) -> None:
+    """Refuses to answer everybody on an address that others reach, unless that is wanted. Raises `StoreError` for unreadable keys."""
+    from api.auth import is_loopback
+    from jobs.api_keys import KeyRing
+
+    if not KeyRing(file_store).required() and not insecure and not is_loopback(host):
+        raise Refused(
+            f"others reach {host}, and there is no API key in {file_store}: make one (`pipeline keys create`), listen on 127.0.0.1, "
+            "or add --insecure to answer everybody"
+        )
+
+
+def api_arguments(values: dict[str, Any]) -> list[str]:
+    """The command line that gives another process the same flags of `api_options`."""
+    arguments: list[str] = []
+    for name in _API_FLAGS:
+        value = values[name]
+        if isinstance(value, bool):
+            arguments += [as_flag(name)] if value else []
+        elif isinstance(value, list | tuple):
+            arguments += [part for one in value for part in (as_flag(name), str(one))]
+        else:
+            arguments += [as_flag(name), str(value)]
+    return arguments

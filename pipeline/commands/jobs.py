@@ -3,11 +3,11 @@
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import common_options, flag, log_settings, queue_options, redis_option
+from pipeline.options import common_options, log_settings, queue_options, redis_option, store_option
 
 
 @click.command()
-@flag("--file-store", env="FILE_STORE", default="./store", help="Folder whose manifests bring back the batches of a Redis that lost them.")
+@store_option
 @redis_option
 @queue_options
 @common_options
@@ -25,7 +25,7 @@ def jobs(ctx: click.Context, file_store: str, redis_url: str | None, lease_secon
     from pipeline.run import print_line, run_until_stopped
     from pipeline.stack import Stack
 
-    settings = QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval)
+    settings = QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store)
     try:
         with Stack(redis_url, settings, print_line, log_level) as stack:
             stack.start_jobs(file_store)

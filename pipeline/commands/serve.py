@@ -1,8 +1,11 @@
 """`pipeline serve`: everything on one machine, the counterpart of `vllm serve`."""
 
+import contextlib
+from collections.abc import Iterator
+
 import click
 
-from pipeline.commands.api import listen_options
+from pipeline.commands.api import api_arguments, api_options, check_open
 from pipeline.errors import Refused
 from pipeline.options import (
     check_model_flags,
@@ -15,13 +18,17 @@ from pipeline.options import (
     queue_options,
     redis_option,
     replicas_option,
+    store_option,
 )
+
+_PATIENCE_SECONDS = 5.0  # in which a server that was told to stop may end
 
 
 @click.command()
 @click.argument("model", required=False)
 @flag("--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]")
-@listen_options
+@api_options
+@store_option
 @model_options
 @replicas_option
 @redis_option
@@ -29,10 +36,13 @@ from pipeline.options import (
 @common_options
 @click.pass_context
 def serve(
-    ctx: click.Context, /, model: str | None, model_option: str | None, host: str, port: int, redis_url: str | None, lease_seconds: float,
-    stream_interval: float, data_parallel_size: int, log_level: str, **model_flags: object,
+    ctx: click.Context, /, model: str | None, model_option: str | None, host: str, port: int, insecure: bool, file_store: str,
+    redis_url: str | None, lease_seconds: float, stream_interval: float, data_parallel_size: int, log_level: str, **other_flags: object,
 ) -> None:  # fmt: skip
-    """Serves one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a private Redis."""
+    """Serves one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a private Redis.
+
+    Files and batches stand in the file store, and go on at the next start.
+    """
     from pipeline.logs import configure_logs
 
     configure_logs("serve", log_level)
@@ -51,12 +61,30 @@ def serve(
         listen(host, port).close()
     except OSError as error:
         raise Refused(error.strerror or str(error)) from None
-    settings = QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval)
+    check_open(host, insecure, file_store)
+    settings = QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store)
     try:
-        with Stack(redis_url, settings, print_line, log_level) as stack:
-            stack.start_api(["--host", host, "--port", str(port)])
+        with _alone(file_store, redis_url), Stack(redis_url, settings, print_line, log_level) as stack:
+            stack.start_api([*api_arguments(ctx.params), "--file-store", file_store])
             stack.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
-            stack.start_jobs()
+            stack.start_jobs(file_store)
             run_until_stopped(stack)
     except ChildFailed as error:
         raise error.as_exit() from None
+
+
+@contextlib.contextmanager
+def _alone(file_store: str, redis_url: str | None) -> Iterator[None]:
+    """Keeps two servers with a Redis each from taking one another's batches."""
+    from jobs.storage import Busy, exclusive, make_folder
+
+    if redis_url is not None:
+        yield
+        return
+    make_folder(file_store)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(exclusive(file_store, _PATIENCE_SECONDS))
+        except Busy:
+            raise Refused(f"another `pipeline serve` has the file store {file_store}: give each a --file-store of its own") from None
+        yield

@@ -13,6 +13,7 @@ from api.reader import Reader
 from api.settings import ApiSettings
 from api.state import ApiState
 from jobs import keys
+from jobs.api_keys import KeyRing
 from jobs.connection import connect, connect_async
 from jobs.file_store import FileStore
 from jobs.queue import Queue
@@ -30,7 +31,8 @@ def live_call(url: str, queue: Queue) -> LiveCall:
     """A call of an API process whose reader does not run."""
     client = connect_async(url)
     settings = ApiSettings(redis_url=url)
-    state = ApiState(settings, queue, client, Reader(client, queue, 1), Fleet(queue), FileStore(queue, settings.file_store))
+    files, ring = FileStore(queue, settings.file_store), KeyRing(settings.file_store)
+    state = ApiState(settings, queue, client, Reader(client, queue, 1), Fleet(queue), files, ring)
     return LiveCall(state, parse_call(COMPLETIONS, BODY))
 
 

@@ -5,11 +5,15 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
+from click.testing import CliRunner
 
+from jobs.storage import exclusive
+from pipeline.commands.serve import serve
 from tests.pipeline.results import ANSWERS
 from tests.support.commands import EXAMPLES, RunningCommand, run_pipeline, running_pipeline
 from tests.support.processes import command_line, descendants, wait_for_rest
@@ -101,8 +105,8 @@ def test_a_stream_goes_on_where_it_was_after_a_kill(served: tuple[RunningCommand
     assert not victim
 
 
-def test_it_stops_in_order_and_at_once() -> None:
-    with running_pipeline("serve", "--port", 0) as command:
+def test_it_stops_in_order_and_at_once(tmp_path: Path) -> None:
+    with running_pipeline("serve", "--port", 0, "--file-store", tmp_path) as command:
         command.wait_for("listening on")
         command.process.send_signal(signal.SIGINT)
         assert command.wait() == 0
@@ -113,3 +117,11 @@ def test_status_shows_workers_models_and_batches(redis_url: str) -> None:
     done = run_pipeline("status", redis_url=redis_url)
     assert done.returncode == 0, done.stderr
     assert all(title in done.stdout for title in ("Workers", "Models", "Batches"))
+
+
+def test_a_second_server_keeps_off_the_file_store_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with exclusive(str(tmp_path), 1):
+        monkeypatch.setattr("pipeline.commands.serve._PATIENCE_SECONDS", 0.0)
+        done = CliRunner().invoke(serve, ["--port", "0", "--file-store", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "another `pipeline serve` has the file store" in done.stderr

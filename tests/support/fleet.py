@@ -120,7 +120,7 @@ class Fleet:
         self.api_url = None
         if api:
             port = _free_port()
-            self._add("api", self.redis.url, "api", "--port", port)
+            self._add("api", self.redis.url, "api", "--port", port, "--file-store", self.store)
             self.api_url = f"http://127.0.0.1:{port}"
         flags = ("--dtype", "float32", "--max-num-seqs", max_num_seqs, "--shutdown-timeout", 2, *queue_flags)
         for number, proxy in enumerate(self.proxies):

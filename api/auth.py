@@ -1,0 +1,86 @@
+"""Who calls: the key of `Authorization: Bearer`, and what its tenant may see and do."""
+
+import asyncio
+import ipaddress
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from fastapi import Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
+from api.settings import ApiSettings
+from api.state import state_of
+from jobs.api_keys import KeyRecord, KeyRing, KeysUnreadable
+from jobs.results import ApiError
+
+_NO_KEY = "No API key was given: send it as a header, 'Authorization: Bearer YOUR_KEY'."
+_WRONG_KEY = "The API key that was given is not valid here."
+
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "No key, or one that is not valid."},
+    429: {"description": "More requests in a minute than the key allows."},
+    503: {"description": "The keys or the queue cannot be read at the moment."},
+}
+"""What `authorise` may answer in place of a route."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whose request it is. The tenant "" is that of a server without keys; a limit of None is none."""
+
+    tenant: str = ""
+    key_id: str | None = None
+    requests_per_minute: int | None = None
+    queued_tokens: int | None = None
+    open_batches: int | None = None
+
+
+async def authorise(
+    request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))]
+) -> Caller:
+    """Dependency of every route below /v1, which then finds the caller by `caller_of`. Raises `ApiError`: 401, 429, 503."""
+    state = state_of(request)
+    secret = "" if bearer is None else bearer.credentials
+    try:
+        if state.keys.due:
+            caller = await asyncio.to_thread(_caller, state.keys, state.settings, secret)
+        else:
+            caller = _caller(state.keys, state.settings, secret)
+    except KeysUnreadable:
+        raise ApiError(503, "API keys cannot be checked at the moment; try again.", "server_error", code="keys_unavailable") from None
+    request.state.caller = caller
+    return caller
+
+
+def caller_of(request: Request) -> Caller:
+    """Whom `authorise` let in."""
+    return cast(Caller, request.state.caller)
+
+
+def may_be_open(settings: ApiSettings) -> bool:
+    """Whether the server may answer without a key where none exists."""
+    return settings.insecure or is_loopback(settings.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _caller(ring: KeyRing, settings: ApiSettings, secret: str) -> Caller:
+    """Raises `ApiError` for one who may not come in, and `KeysUnreadable`."""
+    if not ring.required() and may_be_open(settings):
+        return Caller()
+    if not secret:
+        raise ApiError(401, _NO_KEY, code="invalid_api_key")
+    record = ring.find(secret)
+    if record is None:
+        raise ApiError(401, _WRONG_KEY, code="invalid_api_key")
+    return _as_caller(record)
+
+
+def _as_caller(record: KeyRecord) -> Caller:
+    return Caller(record.tenant, record.id, record.requests_per_minute, record.queued_tokens, record.open_batches)

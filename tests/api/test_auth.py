@@ -1,0 +1,133 @@
+"""Who is let in, as whom, and when nobody is."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from api.auth import is_loopback
+from api.settings import ApiSettings
+from jobs.api_keys import create_key, revoke_key
+from jobs.queue import Queue
+from tests.api.scripted_worker import MODEL, ScriptedWorker
+from tests.support.api_server import running_api
+from tests.support.requests import start_batch
+from tests.support.waiting import wait_until
+
+Serve = Callable[..., str]
+
+
+@pytest.fixture
+def serve(redis_url: str, tmp_path: Path) -> Iterator[Serve]:
+    """Starts an API whose file store is `tmp_path`; returns its address."""
+    running = []
+
+    def start(**settings: object) -> str:
+        running.append(running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path), **settings)))  # type: ignore[arg-type]
+        return running[-1].__enter__()
+
+    yield start
+    for api in running:
+        api.__exit__(None, None, None)
+
+
+def client_of(url: str, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def status(url: str, path: str = "/v1/models", **headers: str) -> int:
+    return httpx.get(url + path, headers=headers).status_code
+
+
+def test_a_key_lets_its_holder_in_and_nobody_else(serve: Serve, tmp_path: Path) -> None:
+    _, secret = create_key(str(tmp_path), tenant="a")
+    url = serve()
+    client_of(url, secret).models.list()
+    with pytest.raises(openai.AuthenticationError) as caught:
+        client_of(url, "sk-" + "x" * 43).models.list()
+    assert (caught.value.code, caught.value.type, caught.value.param) == ("invalid_api_key", "invalid_request_error", None)
+    for headers in ({}, {"authorization": secret}, {"authorization": f"Basic {secret}"}, {"authorization": "Bearer"}, {"api-key": secret}):
+        answer = httpx.get(f"{url}/v1/models", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), headers
+
+
+def test_every_route_below_v1_asks_for_a_key(serve: Serve, tmp_path: Path) -> None:
+    create_key(str(tmp_path), tenant="a")
+    url = serve()
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    calls = [(method, path) for path, methods in paths.items() for method in methods if path.startswith("/v1/")]
+    assert len(calls) > 4
+    for method, path in calls:
+        assert httpx.request(method, url + path.replace("{", "").replace("}", "")).status_code == 401, (method, path)
+    assert status(url, "/health") == 200
+    assert status(url, "/metrics") == 200
+
+
+def test_a_revoked_key_is_refused_and_the_rest_stay(serve: Serve, tmp_path: Path) -> None:
+    record, secret = create_key(str(tmp_path), tenant="a")
+    _, other = create_key(str(tmp_path), tenant="a")
+    url = serve()
+    assert status(url, Authorization=f"Bearer {secret}") == 200
+    revoke_key(str(tmp_path), record.id)
+    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 401, 5, "the key to be refused")
+    assert status(url, Authorization=f"Bearer {other}") == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::", "example.org", ""])
+def test_beyond_this_machine_nobody_is_served_without_a_key(serve: Serve, tmp_path: Path, host: str) -> None:
+    """`host` is what the server believes to listen on; it is reached by another address here."""
+    record, secret = create_key(str(tmp_path), tenant="a")
+    url = serve(host=host)
+    assert status(url, Authorization=f"Bearer {secret}") == 200
+    revoke_key(str(tmp_path), record.id)
+    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 401, 5, "the last key to be refused")
+    assert status(url) == 401
+    assert status(serve(host=host, insecure=True)) == 200
+
+
+def test_nobody_is_let_in_while_keys_cannot_be_read(serve: Serve, tmp_path: Path) -> None:
+    _, secret = create_key(str(tmp_path), tenant="a")
+    url = serve()
+    assert status(url, Authorization=f"Bearer {secret}") == 200
+    (tmp_path / "keys").rename(tmp_path / "away")
+    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 503, 5, "nobody to be let in")
+    assert httpx.get(f"{url}/v1/models").json()["error"]["code"] == "keys_unavailable"
+    (tmp_path / "away").rename(tmp_path / "keys")
+    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 200, 5, "keys to be read again")
+
+
+def test_a_live_stream_is_shown_to_its_tenant_alone(serve: Serve, tmp_path: Path, scripted: Callable[..., ScriptedWorker]) -> None:
+    secrets = [create_key(str(tmp_path), tenant=tenant)[1] for tenant in ("a", "a", "b")]
+    url = serve()
+    scripted(lambda claim: ["one ", "two"])
+    answer = client_of(url, secrets[0]).completions.with_raw_response.create(model=MODEL, prompt="x", stream=True)
+    assert len(list(answer.parse())) > 1
+    path = f"/v1/streams/{answer.headers['x-stream-id']}"
+    assert [status(url, path, Authorization=f"Bearer {secret}") for secret in secrets] == [200, 200, 404]
+
+
+def test_the_lines_of_a_batch_are_shown_to_its_tenant_alone(serve: Serve, tmp_path: Path, queue: Queue) -> None:
+    secrets = [create_key(str(tmp_path), tenant=tenant)[1] for tenant in ("a", "b")]
+    url = serve()
+    for batch, tenant in (("batch_of_a", "a"), ("batch_of_nobody", "")):
+        start_batch(queue, batch, 1, tenant=tenant)
+    answers = [
+        httpx.get(f"{url}/v1/streams/{batch}/0", headers={"authorization": f"Bearer {secret}"})
+        for batch in ("batch_of_a", "batch_of_nobody", "batch_of_all")
+        for secret in secrets
+        if (batch, secret) != ("batch_of_a", secrets[0])
+    ]
+    assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {(404, "stream_not_found")}
+    with httpx.stream("GET", f"{url}/v1/streams/batch_of_a/0", headers={"authorization": f"Bearer {secrets[0]}"}) as answer:
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False),
+     ("127.0.0.1.example.org", False), ("", False), ("localhost.example.org", False)],
+)  # fmt: skip
+def test_what_counts_as_this_machine(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
