@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, cast
 
@@ -11,6 +12,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from api.settings import ApiSettings
 from api.state import state_of
 from jobs.api_keys import KeyRecord, KeyRing, KeysUnreadable
+from jobs.limits import Admission
 from jobs.results import ApiError
 
 _NO_KEY = "No API key was given: send it as a header, 'Authorization: Bearer YOUR_KEY'."
@@ -49,6 +51,14 @@ async def authorise(
     except KeysUnreadable:
         raise ApiError(503, "API keys cannot be checked at the moment; try again.", "server_error", code="keys_unavailable") from None
     request.state.caller = caller
+    if caller.key_id is not None and caller.requests_per_minute is not None:
+        admission = await asyncio.to_thread(state.queue.admit, caller.key_id, caller.requests_per_minute)
+        request.state.headers = _rate_headers(admission, caller.requests_per_minute)
+        if not admission.admitted:
+            raise ApiError(
+                429, f"The key's limit of {caller.requests_per_minute} requests per minute is reached; try again in "
+                f"{_span(admission.wait_seconds)}.", "rate_limit_error", code="rate_limit_exceeded",
+            )  # fmt: skip
     return caller
 
 
@@ -80,6 +90,26 @@ def _caller(ring: KeyRing, settings: ApiSettings, secret: str) -> Caller:
     if record is None:
         raise ApiError(401, _WRONG_KEY, code="invalid_api_key")
     return _as_caller(record)
+
+
+def _rate_headers(admission: Admission, limit: int) -> dict[str, str]:
+    """OpenAI's, and for one who is turned away those that its clients obey."""
+    headers = {
+        "x-ratelimit-limit-requests": str(limit),
+        "x-ratelimit-remaining-requests": str(admission.left),
+        "x-ratelimit-reset-requests": _span(admission.full_seconds),
+    }
+    if not admission.admitted:
+        headers |= {"retry-after": str(math.ceil(admission.wait_seconds)), "retry-after-ms": str(math.ceil(1000 * admission.wait_seconds))}
+    return headers
+
+
+def _span(seconds: float) -> str:
+    """As OpenAI writes it: 120ms, 12s, 1m0s."""
+    if seconds < 1:
+        return f"{math.ceil(1000 * seconds)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
 def _as_caller(record: KeyRecord) -> Caller:

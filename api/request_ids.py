@@ -1,4 +1,4 @@
-"""Every response names its request in `x-request-id`, which OpenAI's clients show with an error."""
+"""Headers of every response: `x-request-id`, which OpenAI's clients show with an error, and those that a dependency noted."""
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -7,7 +7,7 @@ from jobs.results import new_request_id
 
 
 class RequestIds:
-    """Plain ASGI middleware, so that streams and disconnects pass through untouched."""
+    """Plain ASGI middleware, so that streams and disconnects pass through untouched. `request.state.headers` may hold more headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -21,7 +21,10 @@ class RequestIds:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).setdefault("x-request-id", request_id)
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("x-request-id", request_id)
+                for name, value in scope["state"].get("headers", {}).items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await self._app(scope, receive, send_named)

@@ -158,6 +158,11 @@ def file_place(file_id: str) -> str:
     return f"{{q}}:file_place:{file_id}"
 
 
+def rate(key_id: str) -> str:
+    """When all requests of a minute will be there for an API key again, µs of Redis TIME, and who was let in last. Lasts until then."""
+    return f"{{q}}:rate:{key_id}"
+
+
 def lua_table(names: set[str]) -> str:
     """Lua source of a table `key` with the given names of this module: strings for constants, functions for the rest."""
     lines = ["local key = {}"]

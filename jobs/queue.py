@@ -1,7 +1,7 @@
 """The queue: requests go in, workers take them under leases, tokens and results come out.
 
 Synchronous and thread-safe. Every change is one Lua script (`jobs/lua`) that may be repeated blindly; the rules that keep it right stand
-in their headers. Batches are in `batch_queue.py`, streams in `streams.py`, workers and models in `registry.py`.
+in their headers. Batches are in `batch_queue.py`, streams in `streams.py`, workers and models in `registry.py`, limits in `limits.py`.
 """
 
 from collections.abc import Iterable
@@ -11,6 +11,7 @@ from jobs import keys
 from jobs.base import chunks, flat
 from jobs.batch_queue import BatchQueue
 from jobs.gauges import Gauges
+from jobs.limits import Limits
 from jobs.registry import Registry
 from jobs.requests import (
     Checkpoint,
@@ -47,7 +48,7 @@ class TokenTotals(NamedTuple):
     delivered: int
 
 
-class Queue(BatchQueue, Streams, Registry, Gauges):
+class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
     """Everything that travels through Redis, for API, workers and control plane. All methods raise `QueueUnavailable`."""
 
     def submit(self, live_id: str, request: Request) -> None:

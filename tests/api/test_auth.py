@@ -98,6 +98,31 @@ def test_nobody_is_let_in_while_keys_cannot_be_read(serve: Serve, tmp_path: Path
     wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 200, 5, "keys to be read again")
 
 
+def test_a_key_sends_no_more_requests_a_minute_than_it_may(serve: Serve, tmp_path: Path) -> None:
+    """Through two API processes, which count together."""
+    _, secret = create_key(str(tmp_path), tenant="a", requests_per_minute=4)
+    _, other = create_key(str(tmp_path), tenant="a")
+    urls = [serve(), serve()]
+    answers = [httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {secret}"}) for url in urls * 2]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers] == ["3", "2", "1", "0"]
+    assert answers[0].headers["x-ratelimit-limit-requests"] == "4"
+    assert answers[0].headers["x-ratelimit-reset-requests"] == "15s"
+    with pytest.raises(openai.RateLimitError) as caught:
+        client_of(urls[0], secret).models.list()
+    assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+    assert 10 <= int(caught.value.response.headers["retry-after"]) <= 15
+    assert "x-ratelimit-limit-requests" not in httpx.get(f"{urls[0]}/v1/models", headers={"authorization": f"Bearer {other}"}).headers
+
+
+def test_the_official_client_waits_as_long_as_it_is_told(serve: Serve, tmp_path: Path) -> None:
+    _, secret = create_key(str(tmp_path), tenant="a", requests_per_minute=100)
+    url = serve()
+    while status(url, Authorization=f"Bearer {secret}") == 200:
+        pass
+    client_of(url, secret).with_options(max_retries=2).models.list()
+
+
 def test_a_live_stream_is_shown_to_its_tenant_alone(serve: Serve, tmp_path: Path, scripted: Callable[..., ScriptedWorker]) -> None:
     secrets = [create_key(str(tmp_path), tenant=tenant)[1] for tenant in ("a", "a", "b")]
     url = serve()
