@@ -9,6 +9,7 @@ from fastapi import Depends, FastAPI
 from api import auth, health, live_calls, metrics, models, streams
 from api.errors import install_error_handlers
 from api.fleet import Fleet
+from api.openapi import describe
 from api.reader import Reader
 from api.request_ids import RequestIds
 from api.settings import ApiSettings
@@ -50,4 +51,5 @@ def create_app(settings: ApiSettings) -> FastAPI:
         app.include_router(module.router, dependencies=[Depends(auth.authorise)], responses=auth.ANSWERS)
     for module in (health, metrics):
         app.include_router(module.router)
+    describe(app)
     return app

@@ -16,12 +16,15 @@ from typing import Any
 import redis
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 from starlette.requests import ClientDisconnect
 
 from api.auth import caller_of
 from api.errors import queue_unavailable
 from api.event_stream import EventStream, event
 from api.fleet import Fleet
+from api.openapi import EVENTS, json_body
 from api.reader import Inbox, Reader
 from api.state import ApiState, state_of
 from jobs import requests
@@ -37,17 +40,43 @@ _WORKER_CHECK_SECONDS = 5.0
 _LARGE_BODY = 256 * 1024  # bytes; reading it would keep other calls waiting
 _SILENCE_SECONDS = 2.0
 
+_COUNT = {"type": ["integer", "null"], "minimum": 1, "maximum": 128}
+_PROMPT = {"type": ["string", "array"], "minLength": 1, "minItems": 1}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": ["system", "developer", "user", "assistant"]}, "content": {"type": "string"}},
+}
+_SAMPLING: dict[str, Any] = {  # the most used of docs/requests.md
+    "model": {"type": "string"},
+    "stream": {"type": ["boolean", "null"]},
+    "n": _COUNT,
+    "max_tokens": {"type": ["integer", "null"], "minimum": 1},
+    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2},
+    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+    "seed": {"type": ["integer", "null"]},
+    "stop": {"type": ["string", "array", "null"], "items": {"type": "string", "minLength": 1}, "minLength": 1, "maxItems": 16},
+}
+
 log = logging.getLogger("api")
 router = APIRouter()
 
 
-@router.post(COMPLETIONS)
+@router.post(
+    COMPLETIONS,
+    responses={200: {"model": Completion, "content": EVENTS}},
+    openapi_extra=json_body(["model", "prompt"], {**_SAMPLING, "prompt": _PROMPT, "best_of": _COUNT}),
+)
 async def completions(request: Request) -> Response:
     """Continues a prompt."""
     return await answer(request, COMPLETIONS)
 
 
-@router.post(CHAT)
+@router.post(
+    CHAT,
+    responses={200: {"model": ChatCompletion, "content": EVENTS}},
+    openapi_extra=json_body(["model", "messages"], {**_SAMPLING, "messages": {"type": "array", "minItems": 1, "items": _MESSAGE}}),
+)
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
     return await answer(request, CHAT)

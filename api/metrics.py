@@ -42,7 +42,7 @@ class Metric:
             yield f"{self.name}{{{inner}}} {value!r}" if inner else f"{self.name} {value!r}"
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """503 while the queue does not answer, so that a scrape counts as failed."""
     try:

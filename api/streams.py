@@ -16,6 +16,7 @@ from fastapi.responses import Response
 from api.auth import caller_of
 from api.errors import queue_unavailable
 from api.event_stream import EventStream, event
+from api.openapi import EVENTS
 from api.state import ApiState, state_of
 from jobs import keys
 from jobs.connection import MAX_BLOCK_SECONDS
@@ -28,7 +29,7 @@ router = APIRouter()
 _EVENT_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # what Redis takes
 
 
-@router.get("/v1/streams/{name:path}")
+@router.get("/v1/streams/{name:path}", responses={200: {"content": EVENTS}}, response_class=Response)
 async def stream(request: Request, name: str) -> Response:
     """Events `{"id", "choices": [{"index", "token_offset", "token_ids", "text", "text_offset"}]}`, the last one also with `status` and
     `response`, then `[DONE]`. Where `best_of` is larger than `n`, all that are generated are shown; log probabilities are in the response.

@@ -103,7 +103,7 @@ class Answering:
                     self._register()
                 seq += 1
                 claims = self._queue.claim(self.name, seq, self._limit, models=self._models)
-                finished = [Finished(claim.key, claim.fence, self._answer(claim)) for claim in claims]
+                finished = [Finished(claim.key, claim.fence, self._answer(claim), None, claim.request.reply_to) for claim in claims]
                 lost = self._queue.commit(self.name, finished) if finished else []
                 self.answered += len(finished) - len(lost)
             except (redis.RedisError, QueueUnavailable):
