@@ -3,16 +3,33 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test proof chaos lint bench bench-gpu clean
+# They need one core each and no clock, so they run beside others; tests of processes at work keep away from each other.
+ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools
+API_TESTS := tests/contract
+
+.PHONY: demo test test-engine test-processes proof proof-engine proof-api chaos lint bench bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
 
-test: $(VENV)/.installed-test lint  ## linters, types, then the test suite (under 10 minutes on two cores)
-	$(BIN)/pytest -q
+test: $(VENV)/.installed-test  ## linters, types and the test suite, in two lanes (under 10 minutes on two cores)
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-engine test-processes
 
-proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids (under 30 minutes on two cores)
-	$(BIN)/pytest -q -m proof
+test-engine: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(ENGINE_TESTS)
+
+test-processes:
+	$(BIN)/pytest -q $(ENGINE_TESTS:%=--ignore=%)
+
+proof: $(VENV)/.installed-test  ## kill rounds, then fuzzing and wide grids side by side (under 30 minutes on two cores)
+	$(BIN)/pytest -q -m proof $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%)
+	$(MAKE) --no-print-directory -j2 --output-sync=target proof-engine proof-api
+
+proof-engine:
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m proof $(ENGINE_TESTS)
+
+proof-api:
+	$(BIN)/pytest -q -m proof $(API_TESTS)
 
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))
