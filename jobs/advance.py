@@ -1,7 +1,8 @@
 """Advance: feeds the next lines of the plan into the ready list, and drains finished results into part files.
 
-A slice lasts about a second, may be killed anywhere and run again. A drain writes the part, then the manifest, then tells Redis; a kill
-between these leaves results in Redis that a part holds already, which the next slice settles before anything else.
+A slice lasts about a second, may be killed anywhere and run again. A drain writes the part, then (for a batch of the API) the completion
+log, then the manifest, which alone makes both count, then tells Redis; a kill between the last two leaves results in Redis that a part
+holds already, which the next slice settles before anything else.
 """
 
 import time
@@ -18,8 +19,9 @@ from jobs.manifest import BatchSpec, save_manifest
 from jobs.parts import Record, drop_unlisted, merge_parts, salvage, to_compact, verify, write_part, write_records
 from jobs.plan import PLAN_NAME, PlanEntry, read_plan
 from jobs.queue import Queue
+from jobs.recovery import count_results, progress_fields
 from jobs.requests import Request
-from jobs.results import Result
+from jobs.result_files import LoggedLines, log_successes
 from jobs.scripts import MAX_ITEMS
 from jobs.source import open_source
 from jobs.storage import StoreError, join, open_input
@@ -43,6 +45,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.settled: str | None = None  # the part that Redis is known to have registered
+        self.logged = LoggedLines()
         self.drained_at = 0.0  # monotonic seconds
         self.measured_at = 0.0
         self.finished = 0
@@ -212,7 +215,10 @@ def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
         return False
     held.beat()
     part = write_part(held.root, _next_name(held), results)
+    if manifest.spec.output_file_id is not None:
+        log_successes(queue, manifest, results, pace.logged)
     manifest.parts.append(part)
+    count_results(manifest, (result for _, result in results))
     compacted = compact(held)
     save_manifest(manifest)
     queue.drained(batch, part.name, [line for line, _ in results])
@@ -220,7 +226,7 @@ def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
     if compacted:
         drop_unlisted(held.root, manifest.parts)
         queue.set_parts(batch, {part.name: part.lines for part in manifest.parts})
-    held.note(_with_usage(fields, [result for _, result in results]))
+    held.note(progress_fields(manifest))
     return True
 
 
@@ -232,6 +238,7 @@ def settle(held: Slice, pace: Pace) -> None:
         return
     if last is not None and last not in held.queue.parts(held.batch):
         held.queue.drained(held.batch, last, [record.line for record in salvage(held.root, last)])
+        held.note(progress_fields(held.manifest))
     drop_unlisted(held.root, parts)
     pace.settled = last
 
@@ -306,13 +313,3 @@ def _window_bytes(queue: Queue) -> int:
     window = queue.settings.window_bytes
     share: int = _ALL_WINDOWS * window // max(1, batches)
     return min(window, max(_SMALLEST_WINDOW, share))
-
-
-def _with_usage(fields: dict[str, str], results: list[Result]) -> dict[str, int]:
-    """The record's tokens so far, which progress is shown from; the final usage is counted from the parts."""
-    spent = {
-        "prompt_tokens": sum(result.usage.prompt_tokens for result in results),
-        "completion_tokens": sum(result.usage.completion_tokens for result in results),
-        "cached_tokens": sum(result.usage.cached_tokens for result in results),
-    }
-    return {name: int(fields.get(name, 0)) + count for name, count in spent.items()}

@@ -114,6 +114,32 @@ class BatchQueue(QueueBase):
         """Sets the bitmap of a batch that is rebuilt, before it goes in progress."""
         self._command("SET", keys.done(batch), bitmap)
 
+    def open_batch(self, tenant: str, batch: str, most: int | None) -> bool:
+        """Counts a batch among its tenant's open ones until `clean_up` or `forget`; False where these are `most` already."""
+        return bool(self._scripts.call("open_batch", [tenant, batch, "" if most is None else most]))
+
+    def open_batches(self, tenant: str) -> list[str]:
+        """The tenant's open batches that came through the API; of one whose maker was killed there may be no record."""
+        return sorted(text(batch) for batch in self._command("SMEMBERS", keys.open_batches(tenant)))
+
+    def dismiss(self, tenant: str, *batches: str) -> None:
+        """Takes batches out of the open ones."""
+        self._command("SREM", keys.open_batches(tenant), *batches)
+
+    def list_batch(self, tenant: str, batch: str) -> None:
+        """Shows a batch in the tenant's listing."""
+        self._command("ZADD", keys.batch_index(tenant), 0, batch)
+
+    def unlist_batch(self, tenant: str, batch: str) -> None:
+        """Takes a batch out of the listing."""
+        self._command("ZREM", keys.batch_index(tenant), batch)
+
+    def listed_batches(self, tenant: str, after: str | None, count: int) -> list[str]:
+        """The next `count` ids of the tenant's listing, newest first, behind `after`, which need not be there."""
+        start = "+" if after is None else f"({after}"
+        rows = self._command("ZRANGE", keys.batch_index(tenant), start, "-", "BYLEX", "REV", "LIMIT", 0, count)
+        return [text(batch) for batch in rows]
+
     def cancel_batch(self, batch: str) -> None:
         """Removes every waiting and running line; workers are told. Move the state first, so that nothing is claimed or added meanwhile."""
         while int(self._scripts.call("cancel", ["batch", MAX_ITEMS, batch])) > 0:
@@ -121,9 +147,11 @@ class BatchQueue(QueueBase):
 
     def forget(self, batch: str) -> None:
         """Removes every key of a batch; goes on where a killed call stopped. For the holder of `storage.exclusive`."""
+        tenant = self.batch_fields(batch).get("tenant", "")
         while (state := self.batch_fields(batch).get("state")) not in (None, FORGOTTEN):
             self.transition(batch, [str(state)], FORGOTTEN)
         self.cancel_batch(batch)
+        self.dismiss(tenant, batch)
         names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies, keys.batch_tokens)
         self._command("UNLINK", *(name(batch) for name in names))
         self._command("ZREM", keys.WATCHED, batch)

@@ -1,12 +1,15 @@
 """Batches as a client sees them: create, look at, wait for, cancel. Synchronous; `redis` is a client of `jobs.connection.connect`.
+`jobs.submission` makes those that come through the API.
 
 What a batch is stands in its root folder (`jobs.manifest`); the record in Redis follows it and can be made again.
 """
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import redis
@@ -29,13 +32,14 @@ from jobs.storage import Busy, StoreError, absolute, exclusive, join, local_path
 
 __all__ = [
     "BatchRecord", "BatchRefused", "BatchSpec", "Busy", "InputChanged", "LineProblem", "StoreError", "cancel_batch", "create_batch",
-    "get_batch", "wait_for",
+    "get_batch", "list_batches", "wait_for",
 ]  # fmt: skip
 
 _POLL_SECONDS = 0.03
 _SLOW_POLL_SECONDS = 0.25  # where nothing changes
 _PATIENCE_SECONDS = 5.0
 _COMPRESSED = (".gz", ".zst")
+_CANCELLABLE = ("validating", "in_progress", "finalizing")
 
 
 class BatchRefused(Exception):
@@ -55,6 +59,9 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     completed: int
     failed: int
+    stored_completed: int  # this and the next: those of them that are on disk, which no loss of Redis takes back
+    stored_failed: int
+    models: list[str]  # that the lines name; empty until the file was validated
     waiting: int  # in Redis, for a worker
     running: int
     errors: list[LineProblem]
@@ -62,12 +69,21 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     timestamps: dict[str, float]
     output: str | None
     error_output: str | None
+    output_file_id: str | None  # once it can be read: from the first success that was logged
+    error_file_id: str | None
     problem: str | None  # why it does not get on: a full disk, a missing file; it is tried again
 
     @property
     def ended(self) -> bool:
         """Whether the state is final."""
         return self.state in END_STATES
+
+
+class Page(NamedTuple):
+    """A part of a listing."""
+
+    items: list[BatchRecord]
+    has_more: bool
 
 
 def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = None, retry_failed: bool = False) -> BatchRecord:
@@ -104,18 +120,48 @@ def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = 
 
     Raises KeyError if there is no such batch.
     """
-    patience = QueueSettings().redis_retry_seconds if retry_seconds is None else retry_seconds
-    fields, held, waiting = persistently(lambda: _read(client, batch_id), patience)
-    if "spec" not in fields or fields["state"] == FORGOTTEN:
+    [record] = _read_records(client, [batch_id], retry_seconds)
+    if record is None:
         raise KeyError(batch_id)
+    return record
+
+
+def list_batches(queue: Queue, tenant: str, after: str | None, limit: int) -> Page:
+    """Batches that came through the API, newest first, from behind the id `after`; that batch need not be there any more."""
+    found: list[BatchRecord] = []
+    while len(found) <= limit:
+        listed = queue.listed_batches(tenant, after, limit + 1 - len(found))
+        if not listed:
+            break
+        found += filter(None, _read_records(queue.redis, listed))
+        after = listed[-1]
+    return Page(found[:limit], len(found) > limit)
+
+
+def _read_records(client: redis.Redis, batches: list[str], retry_seconds: float | None = None) -> list[BatchRecord | None]:
+    """None for a batch without a record."""
+    patience = QueueSettings().redis_retry_seconds if retry_seconds is None else retry_seconds
+    rows = persistently(lambda: _read(client, batches), patience)
+    return [_record(batch, *row) for batch, row in zip(batches, rows, strict=True)]
+
+
+def _record(batch_id: str, fields: dict[str, str], held: int, waiting: int) -> BatchRecord | None:
+    if "spec" not in fields or fields["state"] == FORGOTTEN:
+        return None
+    spec = msgspec.json.decode(fields["spec"], type=BatchSpec)
     counts = [int(fields.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
+    stored_completed, stored_failed = int(fields.get("stored_completed", 0)), int(fields.get("stored_failed", 0))
+    logged = int(fields.get("logged_lines", 0)) > 0
     return BatchRecord(
         id=batch_id,
         state=fields["state"],  # type: ignore[arg-type]
-        spec=msgspec.json.decode(fields["spec"], type=BatchSpec),
+        spec=spec,
         total=int(fields["total"]),
         completed=int(fields["completed"]),
         failed=int(fields["failed"]),
+        stored_completed=stored_completed,
+        stored_failed=stored_failed,
+        models=_models(fields),
         waiting=waiting,
         running=max(0, held - waiting),
         errors=msgspec.json.decode(fields.get("errors", "[]"), type=list[LineProblem]),
@@ -123,38 +169,54 @@ def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = 
         timestamps={name.removesuffix("_at"): float(value) for name, value in fields.items() if name.endswith("_at")},
         output=fields.get("output") or None,
         error_output=fields.get("error_output") or None,
+        output_file_id=spec.output_file_id if fields.get("output") or (logged and fields["state"] not in END_STATES) else None,
+        error_file_id=spec.error_file_id if fields.get("error_output") else None,
         problem=fields.get("problem") or None,
     )
 
 
-def _read(client: redis.Redis, batch_id: str) -> tuple[dict[str, str], int, int]:
-    """The record, its lines in Redis, and those of them that wait."""
+def _read(client: redis.Redis, batches: list[str]) -> list[tuple[dict[str, str], int, int]]:
+    """Of each batch the record, its lines in Redis, and those of them that wait."""
     with client.pipeline(transaction=False) as pipeline:
-        pipeline.hgetall(keys.batch(batch_id))
-        pipeline.hlen(keys.bodies(batch_id))
-        raw, held = pipeline.execute()
-        fields = {name.decode(): value.decode() for name, value in raw.items()}
-        for model in msgspec.json.decode(fields.get("line_models", "[]"), type=list[str]) if held else []:
-            pipeline.llen(keys.ready(batch_id, model))
-        return fields, held, sum(pipeline.execute())
+        for batch in batches:
+            pipeline.hgetall(keys.batch(batch))
+            pipeline.hlen(keys.bodies(batch))
+        answers = pipeline.execute()
+        records = [{name.decode(): value.decode() for name, value in raw.items()} for raw in answers[::2]]
+        lists = [[(batch, model) for model in _models(fields)] for batch, fields in zip(batches, records, strict=True)]
+        for batch, model in itertools.chain(*lists):
+            pipeline.llen(keys.ready(batch, model))
+        lengths = iter(pipeline.execute())
+        waiting = [sum(next(lengths) for _ in names) for names in lists]
+        return list(zip(records, answers[1::2], waiting, strict=True))
+
+
+def _models(fields: dict[str, str]) -> list[str]:
+    return msgspec.json.decode(fields.get("line_models", "[]"), type=list[str])
 
 
 def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
-    """Asks a batch to end; finished lines stay, the rest get error lines. Changes nothing in a batch that ended or is being finished.
+    """Asks a batch to end; finished lines stay, the rest get error lines. Changes nothing in a batch that is cancelled already, or ended.
 
+    The generation rises, so that a job which writes the results of a finished batch just now gives way to one of the cancelled one.
     Raises KeyError if there is no such batch, and `StoreError`.
     """
     queue = Queue(client)
     record = get_batch(client, batch_id)
-    if record.state not in ("validating", "in_progress"):
+    if record.state not in _CANCELLABLE:
         return record
     mark_cancelled(record.spec.root)
-    if queue.transition(batch_id, ["validating", "in_progress"], "cancelling", {"cancelling_at": time.time()}):
-        queue.cancel_batch(batch_id)
-        enqueue(client, "finalize", batch_id, int(queue.batch_fields(batch_id)["generation"]))
-    elif get_batch(client, batch_id).state != "cancelling":
+    while (fields := queue.batch_fields(batch_id)).get("state") in _CANCELLABLE:
+        generation = int(fields["generation"])
+        changes = {"cancelling_at": time.time(), "generation": generation + 1}
+        if queue.transition(batch_id, _CANCELLABLE, "cancelling", changes, generation):
+            queue.cancel_batch(batch_id)
+            enqueue(client, "finalize", batch_id, generation + 1)
+            return get_batch(client, batch_id)
+    record = get_batch(client, batch_id)
+    if record.state not in ("cancelling", "cancelled"):
         unmark_cancelled(record.spec.root)
-    return get_batch(client, batch_id)
+    return record
 
 
 def wait_for(

@@ -17,6 +17,7 @@ from jobs.connection import connect
 from jobs.files import InputError
 from jobs.manifest import END_STATES, Manifest, State, load_manifest, save_manifest
 from jobs.queue import Queue
+from jobs.retention import tidy
 from jobs.scripts import QueueUnavailable
 from jobs.storage import Busy, StoreError, exclusive, sweep
 
@@ -184,14 +185,21 @@ class Slice:
 
 
 def clean_up(queue: Queue, batch: str) -> None:
-    """Leaves nothing of a batch that ended in Redis but its record, for some days. Does nothing while it runs, or is just begun again."""
+    """Leaves nothing of a batch that ended in Redis but its record, for some days; of the folder of one that came through the API, little.
+
+    Does nothing while it runs, or is just begun again.
+    """
     with queue.redis.pipeline() as pipeline, contextlib.suppress(redis.WatchError):
         pipeline.watch(keys.batch(batch))  # type: ignore[no-untyped-call]
-        state: Any = pipeline.hget(keys.batch(batch), "state")
-        if state is None or state.decode() not in END_STATES:
+        record: Any = pipeline.hmget(keys.batch(batch), "state", "root", "tenant")
+        state, root, tenant = (value.decode() if value is not None else "" for value in record)
+        if state not in END_STATES:
             return
+        if root:
+            tidy(root)
         pipeline.multi()
         pipeline.srem(keys.ACTIVE, batch)
+        pipeline.srem(keys.open_batches(tenant), batch)
         pipeline.expire(keys.batch(batch), queue.settings.ended_batch_seconds)
         names = (keys.bodies, keys.results, keys.done, keys.parts, keys.batch_models)
         pipeline.unlink(*(name(batch) for name in names))

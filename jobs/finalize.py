@@ -12,7 +12,8 @@ from jobs.files import is_parquet, read_lines
 from jobs.lines import read_line
 from jobs.manifest import Manifest, save_manifest
 from jobs.parts import drop_unlisted, merge_parts
-from jobs.recovery import repair, restore_progress
+from jobs.recovery import progress_fields, repair, restore_progress
+from jobs.result_files import begin_result_files, publish_result_files
 from jobs.results import Result, Usage, batch_request_id, output_line, unanswered_line
 from jobs.source import open_source
 from jobs.storage import AtomicWriter, join, sweep_beside
@@ -66,13 +67,24 @@ def finalize(held: Slice) -> None:
     while drain(held, pace, everything=True):
         held.beat()
     try:
-        outcome = Outcome(0, 0, Usage(), None, None) if manifest.plan_sha256 is None else write_outputs(manifest, held.beat)
+        outcome = Outcome(0, 0, Usage(), None, None) if manifest.plan_sha256 is None else _write_results(held)
     except ResultsMissing as error:
         log.error("%s: %s; they run again", held.batch, error)
         run_again(held)
         return
     manifest.completed, manifest.failed, manifest.usage, manifest.output, manifest.error_output = outcome
     held.end(manifest.outcome, outcome_fields(manifest))
+
+
+def _write_results(held: Slice) -> Outcome:
+    """Writes the outputs; those of a batch of the API become files in the file store. Raises `StoreError` or `ResultsMissing`."""
+    manifest = held.manifest
+    if manifest.spec.output_file_id is None:
+        return write_outputs(manifest, held.beat)
+    begin_result_files(held.queue, manifest)
+    outcome = write_outputs(manifest, held.beat)
+    publish_result_files(held.queue, manifest, outcome.output, outcome.error_output, manifest.timestamps[held.state])
+    return outcome
 
 
 def run_again(held: Slice) -> None:
@@ -89,11 +101,10 @@ def run_again(held: Slice) -> None:
 
 def outcome_fields(manifest: Manifest) -> dict[str, Any]:
     """What the record of a finished batch says."""
-    usage = manifest.usage or Usage()
     return {
-        "outcome": manifest.outcome, "completed": manifest.completed, "failed": manifest.failed,
-        "output": manifest.output or "", "error_output": manifest.error_output or "", "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens,
+        "outcome": manifest.outcome, "total": manifest.completed + manifest.failed, "completed": manifest.completed,
+        "failed": manifest.failed, "output": manifest.output or "", "error_output": manifest.error_output or "",
+        **progress_fields(manifest),
     }  # fmt: skip
 
 

@@ -163,6 +163,16 @@ def rate(key_id: str) -> str:
     return f"{{q}}:rate:{key_id}"
 
 
+def open_batches(tenant: str) -> str:
+    """Set of the tenant's batches that came through the API and have not ended."""
+    return f"{{q}}:open_batches:{tenant}"
+
+
+def batch_index(tenant: str) -> str:
+    """Zset, all of score 0: ids of the tenant's batches that came through the API. Ids sort by time."""
+    return f"{{q}}:batch_index:{tenant}"
+
+
 def lua_table(names: set[str]) -> str:
     """Lua source of a table `key` with the given names of this module: strings for constants, functions for the rest."""
     lines = ["local key = {}"]

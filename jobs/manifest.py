@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from jobs.completion_log import Extent
 from jobs.parts import Part
 from jobs.results import Usage
 from jobs.storage import StoreError, delete, join, read_bytes, size_of, write_bytes
@@ -31,6 +32,13 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
     completion_window_seconds: float | None = None  # None: it never expires
     seed: int = 0  # from it and the line number comes the seed of a line that names none
+    input_file_id: str | None = None  # of a batch that came through the API, whose lines are checked as OpenAI's are; so the rest
+    output_file_id: str | None = None  # this and the next are set aside when the batch is made
+    error_file_id: str | None = None
+    completion_window: str | None = None  # as it was asked for
+    output_expires_seconds: int | None = None  # None: as long as the file store keeps a batch's files
+    max_lines: int | None = None
+    queued_tokens: int | None = None  # that all open batches of the tenant together may hold
 
 
 class LineProblem(msgspec.Struct, frozen=True):
@@ -66,11 +74,18 @@ class Manifest(msgspec.Struct, kw_only=True):
     parts: list[Part] = msgspec.field(default_factory=list)
     next_part: int = 0
     problems: list[LineProblem] = msgspec.field(default_factory=list)
-    completed: int = 0  # this and the rest: known once the outputs are written
+    completed: int = 0  # this, `failed` and `usage` are of the lines on disk; final once the outputs are written
     failed: int = 0
     usage: Usage | None = None
-    output: str | None = None
+    logged_lines: int = 0  # this and the next: how much of the completion log counts
+    logged_bytes: int = 0
+    output: str | None = None  # this and the next: known once the outputs are written
     error_output: str | None = None
+
+    @property
+    def logged(self) -> Extent:
+        """How much of the completion log counts."""
+        return Extent(self.logged_lines, self.logged_bytes)
 
     def enter(self, state: State) -> None:
         """Notes a state and when it was entered."""

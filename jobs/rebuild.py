@@ -12,9 +12,9 @@ from jobs.control import clean_up, enqueue
 from jobs.finalize import outcome_fields
 from jobs.manifest import END_STATES, Manifest, State, is_marked_cancelled, load_manifest, save_manifest
 from jobs.queue import Queue
+from jobs.recovery import progress_fields
+from jobs.retention import BATCHES_FOLDER
 from jobs.storage import Busy, StoreError, exclusive, join, list_names
-
-BATCHES_FOLDER = "batches"
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,10 @@ def register(queue: Queue, manifest: Manifest) -> None:
     manifest.owner = secrets.token_hex(8)
     save_manifest(manifest)
     fields = _record(manifest)
+    if manifest.spec.input_file_id is not None:
+        queue.list_batch(manifest.spec.tenant, manifest.batch_id)
+    if state not in END_STATES and manifest.spec.input_file_id is not None:
+        queue.open_batch(manifest.spec.tenant, manifest.batch_id, None)
     if state not in END_STATES:  # before there is a record, so that no kill leaves one that nobody looks after
         queue.redis.sadd(keys.ACTIVE, manifest.batch_id)
     total = manifest.total if manifest.plan_sha256 is not None else 0
@@ -91,11 +95,13 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "generation": manifest.generation,
         "owner": manifest.owner,
         "outcome": manifest.outcome,
+        "line_models": msgspec.json.encode(manifest.models),
+        **progress_fields(manifest),
     }
     fields |= {f"{state}_at": moment for state, moment in manifest.timestamps.items()}
     if spec.completion_window_seconds is not None:
         fields["expires_at"] = manifest.created_at + spec.completion_window_seconds
-    if manifest.problems:
+    if manifest.state == "failed":
         fields["errors"] = msgspec.json.encode(manifest.problems)
     if manifest.state in END_STATES:
         fields |= outcome_fields(manifest)

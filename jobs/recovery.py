@@ -1,11 +1,13 @@
 """Progress counted again from what the parts hold, and parts that are not what was written."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from jobs.bitmap import Bitmap
 from jobs.control import Slice
 from jobs.manifest import Manifest
 from jobs.parts import merge_parts, salvage, verify, write_records
+from jobs.results import Result, Usage
 
 
 def repair(manifest: Manifest) -> None:
@@ -21,20 +23,37 @@ def repair(manifest: Manifest) -> None:
 def restore_progress(held: Slice) -> dict[str, Any]:
     """Sets the done bitmap and the registered parts from the manifest; returns counts and usage as fields of the record."""
     manifest = held.manifest
+    manifest.completed = manifest.failed = 0
+    manifest.usage = None
     if not manifest.parts:
-        return {}
+        return progress_fields(manifest)
     done = Bitmap()
-    counts = {True: 0, False: 0}
-    prompt, completion, cached = 0, 0, 0
     for record in merge_parts(held.root, manifest.parts):
         held.beat()
         done.add(record.line)
-        result = record.result
-        counts[result.succeeded] += 1
+        count_results(manifest, [record.result])
+    held.queue.set_done(held.batch, bytes(done.bits))
+    held.queue.set_parts(held.batch, {part.name: part.lines for part in manifest.parts})
+    return {"completed": manifest.completed, "failed": manifest.failed, "restored": 1, **progress_fields(manifest)}
+
+
+def count_results(manifest: Manifest, results: Iterable[Result]) -> None:
+    """Adds results that came to disk to the manifest's counts and usage."""
+    usage = manifest.usage or Usage()
+    prompt, completion, cached = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
+    for result in results:
+        manifest.completed += result.succeeded
+        manifest.failed += not result.succeeded
         prompt += result.usage.prompt_tokens
         completion += result.usage.completion_tokens
         cached += result.usage.cached_tokens
-    held.queue.set_done(held.batch, bytes(done.bits))
-    held.queue.set_parts(held.batch, {part.name: part.lines for part in manifest.parts})
-    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "cached_tokens": cached}
-    return {"completed": counts[True], "failed": counts[False], "restored": 1, **usage}
+    manifest.usage = Usage(prompt, completion, cached)
+
+
+def progress_fields(manifest: Manifest) -> dict[str, int]:
+    """What the record says of the lines on disk."""
+    usage = manifest.usage or Usage()
+    return {
+        "stored_completed": manifest.completed, "stored_failed": manifest.failed, "logged_lines": manifest.logged_lines,
+        "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens,
+    }  # fmt: skip

@@ -10,14 +10,12 @@ from jobs import keys
 from jobs.base import QueueBase
 from jobs.requests import pack
 from jobs.settings import QueueSettings
+from jobs.validation import ENDPOINTS
 
 WorkerState = Literal["loading", "initializing", "ready", "draining", "stopped"]
 
 STOPPED_SECONDS = 10.0
 """How long a worker that ended in good order is still shown."""
-
-ENDPOINTS = ["/v1/chat/completions", "/v1/completions"]
-
 
 class WorkerRecord(msgspec.Struct):
     """One worker, as `pipeline status` shows it."""
@@ -63,7 +61,7 @@ class Registry(QueueBase):
     def _write(self, record: WorkerRecord) -> None:
         self._unwritten.add(record.id)
         ready = record.state == "ready"
-        models = [ModelRecord(name, record.max_model_len, ENDPOINTS, record.started) for name in record.models]
+        models = [ModelRecord(name, record.max_model_len, list(ENDPOINTS), record.started) for name in record.models]
         named = [value for model in models for value in (model.name, pack(model))]
         lasts = int(STOPPED_SECONDS * 1000) if record.state == "stopped" else 3 * self._lease_ms
         self._scripts.call("register", [record.id, lasts, pack(record), int(ready), *named])

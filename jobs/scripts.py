@@ -23,7 +23,7 @@ MAX_ITEMS = 500
 
 NAMES = (
     "submit", "ingest", "claim", "publish", "renew", "commit", "hand_back", "suspect", "reap", "cancel", "drained", "transition", "watch",
-    "register", "admit",
+    "register", "admit", "open_batch",
 )  # fmt: skip
 
 _FIRST_PAUSE = 0.01

@@ -3,7 +3,9 @@
 import contextlib
 import hashlib
 import heapq
+import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,18 +14,22 @@ import msgspec
 from jobs import fields
 from jobs.control import Slice, enqueue, process_queue, run_long
 from jobs.files import MAX_LINE_BYTES, SPOOL_NAME, InputError, InputLine, needs_spool, read_lines, write_spool
+from jobs.line_index import LineIndexWriter
 from jobs.lines import decode_json, read_line
-from jobs.manifest import LineProblem
+from jobs.manifest import BatchSpec, LineProblem
 from jobs.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
 from jobs.recovery import restore_progress
 from jobs.source import note_source
 from jobs.storage import join, local_path, open_input, sha256_of, stamp_of
-from jobs.validation import LineError, LineRequest, check_line
+from jobs.validation import LineError, LineRequest, check_batch_line, check_line
 
 MAX_PROBLEMS = 1000
 
 _BEAT_LINES = 1024
 _ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
+_BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
+_REGISTRY_SECONDS = 10.0
+_REGISTRY_POLL_SECONDS = 0.1
 
 
 class Checked(NamedTuple):
@@ -44,20 +50,36 @@ def validate(held: Slice) -> None:
     """Moves the batch to `in_progress` or `failed`. Raises `StoreError`."""
     manifest = held.manifest
     if manifest.plan_sha256 is None:
-        try:
-            checked = _read_input(held)
-        except InputError as error:
-            checked = Checked(0, [], [LineProblem("invalid_file", str(error))], "")
+        checked = _check(held)
         if checked.problems:
             manifest.problems = checked.problems
-            errors = msgspec.json.encode(checked.problems).decode()
-            held.end("failed", {"errors": errors, "total": 0})
+            held.end("failed", {"errors": msgspec.json.encode(checked.problems).decode(), "total": 0})
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
     progress = restore_progress(held)
     models = msgspec.json.encode(manifest.models).decode()
     held.move("in_progress", {"total": manifest.total, "line_models": models, "cursor": 0, **progress})
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
+
+
+def _check(held: Slice) -> Checked:
+    """What the file holds, or why it is refused."""
+    spec = held.manifest.spec
+    if spec.input_file_id is not None and held.manifest.problems:  # known when the batch was made
+        return _refused(held.manifest.problems[0])
+    try:
+        checked = _read_input(held)
+    except InputError as error:
+        if spec.input_file_id is None:
+            return _refused(LineProblem("invalid_file", str(error)))
+        return _refused(LineProblem("invalid_request", str(error).replace(spec.input, "The input file"), None, "file_id"))
+    if spec.input_file_id is not None and not checked.problems and not checked.total:
+        return _refused(LineProblem("empty_file", "The input file holds no requests."))
+    return checked
+
+
+def _refused(problem: LineProblem) -> Checked:
+    return Checked(0, [], [problem], "")
 
 
 def _read_input(held: Slice) -> Checked:
@@ -87,16 +109,22 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
     `note` is handed every byte.
     """
     spec = held.manifest.spec
-    served = set(spec.models) if spec.models is not None else {model.name for model in held.queue.models()}
+    of_api = spec.input_file_id is not None
+    served = set(spec.models) if spec.models is not None else known_models(held, _REGISTRY_SECONDS if of_api else 0.0)
     folder = local_path(held.root)
     problems: list[LineProblem] = []
     models: set[str] = set()
-    bad = 0
-    with contextlib.closing(PlanBuilder(folder)) as plan, contextlib.closing(_CustomIds(folder)) as ids, open_input(source) as file:
+    bad = size = 0
+    with contextlib.ExitStack() as stack:
+        plan, ids = stack.enter_context(closing(PlanBuilder(folder))), stack.enter_context(closing(_CustomIds(folder)))
+        index = stack.enter_context(closing(LineIndexWriter(held.root))) if of_api else None
+        file = stack.enter_context(open_input(source))
         for count, line in enumerate(read_lines(file, note)):
             if count % _BEAT_LINES == 0:
                 held.beat()
-            found = _check(line, spec.endpoint, spec.default_model, served)
+            if spec.max_lines is not None and count == spec.max_lines:
+                return _refused(LineProblem("too_many_tasks", f"The input file holds more than {spec.max_lines} requests."))
+            found = _check_line(line, spec, served)
             if isinstance(found, LineError):
                 bad += 1
                 if len(problems) < MAX_PROBLEMS:
@@ -105,7 +133,10 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
             entry = PlanEntry(line.number, line.offset, len(line.raw or b""))
             ids.add(found.custom_id, entry)
             plan.add(entry, found.model, decode_json(found.body))
+            if index is not None:
+                index.add(entry)
             models.add(found.model)
+            size += len(found.body)
         held.beat()
         repeated, duplicates = ids.duplicates(source)
         problems = sorted([*problems, *duplicates], key=lambda problem: problem.line or 0)[:MAX_PROBLEMS]
@@ -114,14 +145,47 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
             more = f"{bad - len(problems)} more lines are bad; the first {len(problems)} are listed."
             problems.append(LineProblem("too_many_errors", more))
         held.beat()
-        sha256 = "" if problems else plan.write(join(held.root, PLAN_NAME))
-        return Checked(plan.lines, sorted(models), problems, sha256)
+        if not problems and (too_many := _token_problem(held, size)):
+            problems.append(too_many)
+        if problems:
+            return Checked(0, [], problems, "")
+        if index is not None:
+            index.commit()
+        return Checked(plan.lines, sorted(models), [], plan.write(join(held.root, PLAN_NAME)))
 
 
-def _check(line: InputLine, endpoint: str | None, default_model: str | None, served: set[str]) -> LineRequest | LineError:
+def known_models(held: Slice, patience: float) -> set[str]:
+    """Models that are or were served. Where there is none it waits for one: an emptied Redis hears of them as leases are renewed."""
+    deadline = time.monotonic() + min(held.queue.settings.lease_seconds / 3, patience)
+    while not (models := {model.name for model in held.queue.models()}) and time.monotonic() < deadline:
+        held.beat()
+        time.sleep(_REGISTRY_POLL_SECONDS)
+    return models
+
+
+def _token_problem(held: Slice, size: int) -> LineProblem | None:
+    """Whether the tenant's open batches, with this one of `size` bytes, would hold more tokens than they may; notes how many it holds."""
+    most = held.manifest.spec.queued_tokens
+    if most is None:
+        return None
+    own = -(-size // _BYTES_PER_TOKEN)
+    held.note({"queued_tokens": own})
+    records = (held.queue.batch_fields(batch) for batch in held.queue.open_batches(held.manifest.spec.tenant) if batch != held.batch)
+    others = sum(int(fields.get("queued_tokens", 0)) for fields in records)
+    if own + others <= most:
+        return None
+    message = f"About {own} tokens in this batch and {others} in others that have not ended are more than the {most} that may be queued."
+    return LineProblem("token_limit_exceeded", message)
+
+
+def _check_line(line: InputLine, spec: BatchSpec, served: set[str]) -> LineRequest | LineError:
+    of_api = spec.input_file_id is not None
     if line.raw is None:
-        return LineError("line_too_long", line.number, None, f"This line is longer than {MAX_LINE_BYTES} bytes.")
-    return check_line(line.raw, line.number, endpoint, served, default_model)
+        code = "invalid_request" if of_api else "line_too_long"
+        return LineError(code, line.number, None, f"This line is longer than {MAX_LINE_BYTES} bytes.")
+    if of_api:
+        return check_batch_line(line.raw, line.number, spec.endpoint, served)
+    return check_line(line.raw, line.number, spec.endpoint, served, spec.default_model)
 
 
 class _CustomIds:

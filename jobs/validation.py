@@ -15,6 +15,10 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 ENDPOINTS = (CHAT, COMPLETIONS)
 
+_BATCH_CODES = frozenset(
+    {"invalid_json_line", "missing_required_parameter", "invalid_url", "streaming_unsupported", "model_not_found"}
+)
+
 
 class LineRequest(msgspec.Struct, frozen=True):
     """A line that may run."""
@@ -92,6 +96,21 @@ def check_line(
         return LineError(error.code or "invalid_value", number, error.param, error.message)
 
 
+def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Collection[str]) -> LineRequest | LineError:
+    """As `check_line`, for a batch that came through the API: also the body's type is looked at, and the codes are OpenAI's for batches."""
+    found = check_line(raw, number, endpoint, models)
+    if isinstance(found, LineRequest):
+        try:
+            _check_body(decode_json(found.body), found.endpoint)
+            return found
+        except ApiError as error:
+            found = LineError("invalid_request", number, error.param, error.message)
+    missing_in_body = found.code == "missing_required_parameter" and (found.param or "").startswith("body.")
+    if found.code not in _BATCH_CODES or missing_in_body:
+        return msgspec.structs.replace(found, code="invalid_request")
+    return found
+
+
 def parse_call(endpoint: str, body: Any) -> Call:
     """Reads the body of a call. Raises `ApiError` 400 for a bad value, naming it; parameters that nobody knows are ignored."""
     body = fields.mapping(body, "body")
@@ -141,6 +160,16 @@ def decode_body(raw: bytes) -> Any:
         return decode_json(raw)
     except ValueError as error:
         raise ApiError(400, f"We could not parse the JSON body of your request: {error}.") from error
+
+
+def _check_body(body: dict[str, Any], endpoint: str) -> None:
+    """What a request cannot do without. Raises `ApiError`."""
+    if endpoint == CHAT:
+        fields.array(fields.required(body, "messages", "body."), "body.messages")
+    elif not isinstance(prompt := fields.required(body, "prompt", "body."), str | list):
+        fields.wrong_type(prompt, "a string or an array", "body.prompt")
+    if body.get("stream") is not None:
+        fields.boolean(body["stream"], "body.stream")
 
 
 def _read_line(

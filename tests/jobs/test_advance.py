@@ -152,7 +152,7 @@ def test_an_absent_model_does_not_fill_the_window_of_the_others(
     check_echoes(source.with_name("out.jsonl"), 400)
 
 
-@pytest.mark.parametrize("point", ["write_part", "save_manifest", "drained", "_with_usage"])
+@pytest.mark.parametrize("point", ["write_part", "save_manifest", "drained", "progress_fields"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_drain_killed_anywhere_loses_and_doubles_nothing(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool

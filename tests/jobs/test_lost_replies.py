@@ -74,6 +74,7 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
         answers.append([(claim.key, claim.attempt, claim.suspicions, claim.checkpoint) for claim in claims])
         return claims
 
+    answers += [call("open_batch", queue.open_batch, "t", name, 1) for name in ("batch_a", "batch_b")]
     call("register", queue.register_worker, WorkerRecord("w1", [MODEL], "ready", 100, 1.0, "host", 1))
     answers += [call("transition", queue.create_batch, "batch_a", 9, state="in_progress")]
     answers += [call("ingest", queue.ingest, "batch_a", [(line, request()) for line in range(9)], 0, 9)]

@@ -1,0 +1,68 @@
+"""What is kept of batches that ended: less of their folders at once, nothing after some days."""
+
+import logging
+import shutil
+from pathlib import Path
+
+from jobs.completion_log import remove_log
+from jobs.files import SPOOL_NAME
+from jobs.ids import BATCH, is_id, time_of
+from jobs.line_index import INDEX_NAME
+from jobs.manifest import END_STATES, Manifest, load_manifest
+from jobs.parts import drop_unlisted
+from jobs.plan import PLAN_NAME
+from jobs.queue import Queue
+from jobs.storage import StoreError, delete, join, list_names
+
+BATCHES_FOLDER = "batches"
+_UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is nobody's
+
+log = logging.getLogger(__name__)
+
+
+def tidy(root: str) -> None:
+    """Removes what an ended batch of the API needs no more; its completion log stays, with what its lines are named by."""
+    try:
+        manifest = load_manifest(root)
+        if manifest is None or manifest.state not in END_STATES or manifest.spec.input_file_id is None:
+            return
+        delete(join(root, PLAN_NAME))
+        drop_unlisted(root, [])
+        if not manifest.logged_lines:
+            remove_log(root)
+            for name in (INDEX_NAME, SPOOL_NAME):
+                delete(join(root, name))
+            if manifest.spec.input:
+                delete(manifest.spec.input)
+    except StoreError as error:
+        log.warning("%s is not tidied: %s", root, error)
+
+
+def remove_ended(queue: Queue, file_store: str, now: float) -> int:
+    """Removes batches that ended `ended_batch_seconds` ago, and folders that never became one. Returns how many. Raises `StoreError`."""
+    folder = join(file_store, BATCHES_FOLDER)
+    removed = 0
+    for name in list_names(folder):
+        made = time_of(name) if is_id(BATCH, name) else None
+        if made is not None and made < now - min(queue.settings.ended_batch_seconds, _UNMADE_SECONDS):
+            removed += _remove_if_due(queue, name, join(folder, name), made, now)
+    return removed
+
+
+def _remove_if_due(queue: Queue, batch: str, root: str, made: float, now: float) -> bool:
+    try:
+        manifest = load_manifest(root)
+    except StoreError as error:
+        log.error("cannot look after a batch: %s", error)
+        return False
+    if now < (made + _UNMADE_SECONDS if manifest is None else _kept_until(manifest, queue.settings.ended_batch_seconds)):
+        return False
+    if manifest is not None:
+        queue.unlist_batch(manifest.spec.tenant, batch)
+        queue.forget(batch)
+    shutil.rmtree(Path(root), ignore_errors=True)
+    return True
+
+
+def _kept_until(manifest: Manifest, seconds: float) -> float:
+    return manifest.timestamps[manifest.state] + seconds if manifest.state in END_STATES else float("inf")

@@ -1,0 +1,123 @@
+"""Batches that come through the API: made out of a file of the store, in a folder of their own there."""
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from jobs.batches import BatchRecord, BatchSpec, LineProblem, get_batch
+from jobs.file_store import FileStore
+from jobs.ids import BATCH, FILE, new_id, time_of
+from jobs.manifest import END_STATES, Manifest
+from jobs.queue import Queue
+from jobs.rebuild import register
+from jobs.result_files import result_locations
+from jobs.retention import BATCHES_FOLDER
+from jobs.storage import AtomicWriter, StoreError, exclusive, named, open_input, sync_folder
+
+_COPY_BYTES = 1 << 20
+_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_MAKING_SECONDS = 60  # in which a batch that was admitted gets its record
+
+
+class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks for, and what it may: limits of None are none."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    seconds: float  # of the completion window
+    metadata: dict[str, str] | None = None
+    tenant: str = ""
+    output_expires_seconds: int | None = None  # None: as long as the file store keeps a batch's files
+    max_lines: int | None = None
+    queued_tokens: int | None = None  # in all open batches of the tenant
+    open_batches: int | None = None  # of the tenant
+
+
+class TooManyBatches(Exception):
+    """The tenant has as many open batches as it may have."""
+
+
+def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
+    """Makes a batch, which is durable when this returns. One whose input file cannot be used is made too, and fails in validation.
+
+    Raises `TooManyBatches`, `StoreError` (`full` for a full disk) and `QueueUnavailable`; then none was made, or nobody knows of it.
+    """
+    now = queue.now()
+    batch = new_id(BATCH, now)
+    if not _open(queue, batch, new):
+        raise TooManyBatches(new.tenant)
+    root = files.root / BATCHES_FOLDER / batch
+    try:
+        with named("cannot make the folder", str(root)):
+            root.mkdir(parents=True)
+            sync_folder(root.parent)
+        manifest = Manifest(batch_id=batch, created_at=now, spec=_spec(queue, files, new, root))
+        if not manifest.spec.input:
+            message = f"The input file '{new.input_file_id}' does not exist, or is no file for batches."
+            manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
+        with exclusive(str(root), patience=0):
+            register(queue, manifest)
+    except StoreError:
+        shutil.rmtree(root, ignore_errors=True)
+        queue.dismiss(new.tenant, batch)
+        raise
+    return get_batch(queue.redis, batch)
+
+
+def _open(queue: Queue, batch: str, new: NewBatch) -> bool:
+    if queue.open_batch(new.tenant, batch, new.open_batches):
+        return True
+    gone = [open_batch for open_batch in queue.open_batches(new.tenant) if _is_gone(queue, open_batch)]
+    if gone:
+        queue.dismiss(new.tenant, *gone)
+    return bool(gone) and queue.open_batch(new.tenant, batch, new.open_batches)
+
+
+def _is_gone(queue: Queue, batch: str) -> bool:
+    """Whether a batch that counts as open never came to be, or ended just now."""
+    state = queue.batch_fields(batch).get("state")
+    return state in END_STATES or (state is None and queue.now() - (time_of(batch) or 0.0) > _MAKING_SECONDS)
+
+
+def _spec(queue: Queue, files: FileStore, new: NewBatch, root: Path) -> BatchSpec:
+    """`input` is empty where the input file cannot be used. Raises `StoreError`."""
+    source = _take_input(files, new, root)
+    output_file_id, error_file_id = (new_id(FILE, queue.now()) for _ in range(2))
+    output, error_output = result_locations(files, output_file_id, error_file_id, source)
+    return BatchSpec(
+        input=source, root=str(root), output=output, error_output=error_output, endpoint=new.endpoint, tenant=new.tenant,
+        metadata=new.metadata, completion_window_seconds=new.seconds, input_file_id=new.input_file_id, output_file_id=output_file_id,
+        error_file_id=error_file_id, completion_window=new.completion_window, output_expires_seconds=new.output_expires_seconds,
+        max_lines=new.max_lines, queued_tokens=new.queued_tokens,
+    )  # fmt: skip
+
+
+def _take_input(files: FileStore, new: NewBatch, root: Path) -> str:
+    """Links the input file into the batch's folder, so that it may be deleted meanwhile; "" where it is none for batches."""
+    with contextlib.suppress(KeyError, FileNotFoundError):
+        record = files.get(new.tenant, new.input_file_id)
+        if record.purpose == "batch":
+            link = root / f"input{record.suffix}"
+            _link(files.content_path(record), link)
+            return str(link)
+    return ""
+
+
+def _link(source: Path, link: Path) -> None:
+    """A second name, or a copy where the file system has none. Raises `FileNotFoundError` and `StoreError`."""
+    try:
+        os.link(source, link)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise StoreError(f"cannot write {link}: {error.strerror}") from error
+        with open_input(str(source)) as file, AtomicWriter(str(link)) as writer:
+            while data := file.read(_COPY_BYTES):
+                writer.write(data)
+            writer.commit()
