@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 
 from fastapi import Depends, FastAPI
 
-from api import auth, health, live_calls, metrics, models, streams
+from api import auth, files, health, live_calls, metrics, models, streams
 from api.errors import install_error_handlers
 from api.fleet import Fleet
+from api.lingering import Lingering
 from api.openapi import describe
 from api.reader import Reader
 from api.request_ids import RequestIds
@@ -32,8 +33,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
         client, stream_client = connect(settings.redis_url), connect_async(settings.redis_url)
         queue = Queue(client)
         reader = Reader(stream_client, queue, queue.settings.redis_retry_seconds)
-        files = FileStore(queue, settings.file_store)
-        app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue), files, ring)
+        store = FileStore(queue, settings.file_store)
+        app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue), store, ring)
         reading = asyncio.create_task(reader.run())
         try:
             yield
@@ -45,9 +46,10 @@ def create_app(settings: ApiSettings) -> FastAPI:
             client.close()
 
     app = FastAPI(title="Batch inference pipeline", lifespan=lifespan)
+    app.add_middleware(Lingering)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
-    for module in (live_calls, streams, models):
+    for module in (live_calls, streams, models, files):
         app.include_router(module.router, dependencies=[Depends(auth.authorise)], responses=auth.ANSWERS)
     for module in (health, metrics):
         app.include_router(module.router)

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from jobs.results import ApiError, ErrorType, encode_json
 from jobs.scripts import QueueUnavailable
+from jobs.storage import StoreError
 
 log = logging.getLogger("api")
 
@@ -23,6 +24,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(QueueUnavailable, _unavailable)
     app.add_exception_handler(redis.RedisError, _unavailable)
+    app.add_exception_handler(StoreError, _store_error)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unforeseen)
 
@@ -64,6 +66,15 @@ async def _invalid(_request: Request, error: Exception) -> Response:
 async def _unavailable(_request: Request, error: Exception) -> Response:
     log.warning("the queue cannot be used: %s", error)
     return error_response(queue_unavailable(), {"retry-after": "1"})
+
+
+async def _store_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, StoreError)
+    log.error("the file store cannot be used: %s", error)
+    if error.full:
+        refused = ApiError(507, "The file store has no room left; nothing was stored.", "server_error", code="insufficient_storage")
+        return error_response(refused, {"x-should-retry": "false"})
+    return error_response(ApiError(503, "The file store cannot be used at the moment.", "server_error", code="file_store_unavailable"))
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:

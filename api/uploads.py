@@ -1,0 +1,180 @@
+"""A file on its way from a client into the store: the parts of the form in any order, the content straight to disk.
+
+An upload that ends early, for whatever reason, leaves nothing.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+
+from starlette.requests import Request
+
+from api.multipart import MultipartReader, Part
+from api.settings import ApiSettings
+from jobs import fields
+from jobs.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES, FileRecord, FileStore, Upload, batch_suffix
+from jobs.results import ApiError
+
+_OTHER_FILE_BYTES = 512 * 1024 * 1024
+_FORM_BYTES = 256 * 1024  # of a body beside the file
+_FIELD_BYTES = 4096
+_WRITE_BYTES = 1 << 20  # at once, off the event loop
+_NAME_LENGTH = 255
+
+ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_FIELDS = ("purpose", ANCHOR, SECONDS)
+
+
+async def receive_file(request: Request, files: FileStore, settings: ApiSettings, tenant: str) -> FileRecord:
+    """Stores the file of a form. Raises `ApiError`, `StoreError`, and `ClientDisconnect`."""
+    reader = MultipartReader(request.headers.get("content-type", ""))
+    form = _Form(files, settings, tenant, _announced(request))
+    try:
+        form.check_size()
+        async for chunk in _chunks(request, settings.upload_silence_seconds):
+            form.received += len(chunk)
+            for piece in reader.feed(chunk):
+                await form.take(piece)
+            form.check_size()
+        reader.finish()
+        return await form.commit()
+    finally:
+        await asyncio.to_thread(form.close)
+
+
+async def _chunks(request: Request, silence: float) -> AsyncIterator[bytes]:
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(silence):
+                chunk = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise ApiError(408, f"Nothing came of the upload for {silence:g} seconds.", code="upload_timeout") from None
+        yield chunk
+
+
+class _Form:
+    """The parts that came so far."""
+
+    def __init__(self, files: FileStore, settings: ApiSettings, tenant: str, announced: int) -> None:
+        self.received = 0  # of the body, in bytes
+        self._files = files
+        self._settings = settings
+        self._tenant = tenant
+        self._announced = announced
+        self._fields: dict[str, bytes] = {}
+        self._part = Part("", None)
+        self._filename = ""
+        self._upload: Upload | None = None
+        self._buffer = bytearray()
+        self._size = 0
+
+    async def take(self, piece: Part | bytes) -> None:
+        """The next piece of the body."""
+        if isinstance(piece, Part):
+            await self._begin(piece)
+        elif self._part.name == "file":
+            self._size += len(piece)
+            self._buffer += piece
+            if len(self._buffer) >= _WRITE_BYTES:
+                self.check_size()
+                await self._write()
+        elif self._part.name in _FIELDS:
+            self._fields[self._part.name] += piece
+            if len(self._fields[self._part.name]) > _FIELD_BYTES:
+                fields.fail(f"Invalid '{self._part.name}': longer than {_FIELD_BYTES} bytes.", self._part.name, "string_above_max_length")
+
+    def check_size(self) -> None:
+        """Raises the 413 as soon as it is certain: by what the client announced, or by what came."""
+        limit = self._limit()
+        if max(self._announced, self.received) > limit + _FORM_BYTES or self._size > limit:
+            raise ApiError(413, f"The file is too large: files may have up to {limit} bytes.", param="file", code="request_too_large")
+
+    async def commit(self) -> FileRecord:
+        """The file as it is stored, once the form is whole."""
+        self._part = Part("", None)
+        if self._upload is None:
+            fields.missing("file")
+        self._check_fields()
+        if "purpose" not in self._fields:
+            fields.missing("purpose")
+        if (ANCHOR in self._fields) != (SECONDS in self._fields):
+            fields.missing(SECONDS if ANCHOR in self._fields else ANCHOR)
+        if not self._size:
+            fields.fail("Invalid 'file': the file is empty.", "file", "empty_file")
+        self.check_size()
+        await self._write()
+        self._upload.purpose = self._text("purpose")
+        self._upload.expires_seconds = int(self._text(SECONDS)) if SECONDS in self._fields else None
+        return await asyncio.to_thread(self._upload.commit)
+
+    def close(self) -> None:
+        """Drops what was not committed."""
+        if self._upload is not None:
+            self._upload.close()
+
+    async def _begin(self, part: Part) -> None:
+        self._part = part
+        if part.name in _FIELDS:
+            if part.name in self._fields:
+                fields.fail(f"'{part.name}' is given twice.", part.name, "invalid_value")
+            self._fields[part.name] = b""
+        if part.name != "file":
+            return
+        if self._upload is not None:
+            fields.fail("'file' is given twice: one upload is one file.", "file", "invalid_value")
+        self._filename = _base_name(part.filename)
+        self._check_fields()
+        self.check_size()
+        self._upload = await asyncio.to_thread(self._files.begin, filename=self._filename, purpose="", tenant=self._tenant)
+
+    async def _write(self) -> None:
+        data, self._buffer = bytes(self._buffer), bytearray()
+        if self._upload is not None:
+            await asyncio.to_thread(self._upload.write, data)
+
+    def _limit(self) -> int:
+        """What the file may have; the most that any may, while its purpose is unknown."""
+        purpose = self._fields.get("purpose")
+        if purpose is None or self._part.name == "purpose":  # of which there may come more
+            return max(self._settings.max_file_bytes, _OTHER_FILE_BYTES)
+        return self._settings.max_file_bytes if purpose == b"batch" else _OTHER_FILE_BYTES
+
+    def _check_fields(self) -> None:
+        """What can be known to be wrong from the fields that came whole."""
+        if "purpose" in self._fields:
+            purpose = self._text("purpose")
+            if purpose not in PURPOSES:
+                listed = ", ".join(f"'{name}'" for name in PURPOSES)
+                fields.fail(f"Invalid value: '{fields.shown(purpose)}'. Supported values are: {listed}.", "purpose", "invalid_value")
+            if purpose == "batch" and self._filename and batch_suffix(self._filename) is None:
+                message = "Invalid file format for Batch API. Must be .jsonl, which may be compressed (.jsonl.gz, .jsonl.zst), or .parquet."
+                raise ApiError(400, message)
+        if ANCHOR in self._fields and (anchor := self._text(ANCHOR)) != "created_at":
+            fields.fail(f"Invalid value: '{fields.shown(anchor)}'. Supported values are: 'created_at'.", ANCHOR, "invalid_value")
+        if SECONDS in self._fields:
+            seconds = self._text(SECONDS)
+            if not re.fullmatch(r"[+-]?[0-9]{1,30}", seconds):
+                fields.wrong_type(seconds, "an integer", SECONDS)
+            fields.integer(int(seconds), SECONDS, MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS)
+
+    def _text(self, name: str) -> str:
+        return self._fields[name].decode("utf-8", "replace")
+
+
+def _announced(request: Request) -> int:
+    """Bytes of the body by its Content-Length; 0 for one that says none."""
+    length = request.headers.get("content-length", "")
+    return int(length) if length.isdecimal() else 0
+
+
+def _base_name(filename: str | None) -> str:
+    """The last component of a file's name, whichever system's path it was."""
+    if not filename:
+        fields.missing("file")
+    name = re.split(r"[/\\]", filename)[-1]
+    if name in ("", ".", "..") or not name.isprintable():
+        fields.fail(f"Invalid 'file': '{fields.shown(filename)}' is no name for a file.", "file", "invalid_value")
+    return fields.text(name, "file", _NAME_LENGTH)
