@@ -26,6 +26,7 @@ from api.event_stream import EventStream, event
 from api.fleet import Fleet
 from api.openapi import EVENTS, json_body
 from api.reader import Inbox, Reader
+from api.request_body import read_body
 from api.state import ApiState, state_of
 from jobs import requests
 from jobs.bodies import chat_chunk, completion_chunk, new_body_id, usage_chunk
@@ -85,7 +86,7 @@ async def chat_completions(request: Request) -> Response:
 async def answer(request: Request, endpoint: str) -> Response:
     """The response of either endpoint, plain or as an event stream. Raises `ApiError`."""
     state = state_of(request)
-    raw = await _read_body(request, state.settings.max_body_bytes)
+    raw = await read_body(request, state.settings.max_body_bytes)
     call = _parse(endpoint, raw) if len(raw) < _LARGE_BODY else await asyncio.to_thread(_parse, endpoint, raw)
     await state.fleet.require(call.model)
     live = LiveCall(state, call, caller_of(request).tenant)
@@ -261,15 +262,6 @@ class Chunks:
 
 def _parse(endpoint: str, raw: bytes) -> Call:
     return parse_call(endpoint, decode_body(raw))
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise ApiError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
-    return bytes(body)
 
 
 async def _unless_gone(request: Request, waiting: Any) -> Any:

@@ -49,6 +49,14 @@ def remove_ended(queue: Queue, file_store: str, now: float) -> int:
     return removed
 
 
+def is_kept(queue: Queue, file_store: str, tenant: str, batch: str) -> bool:
+    """Whether the tenant's batch stands in the file store, so that its record is due there again. Raises `StoreError`."""
+    manifest = load_manifest(join(file_store, BATCHES_FOLDER, batch))
+    if manifest is None or manifest.spec.tenant != tenant:
+        return False
+    return queue.now() < _kept_until(manifest, queue.settings.ended_batch_seconds)
+
+
 def _remove_if_due(queue: Queue, batch: str, root: str, made: float, now: float) -> bool:
     try:
         manifest = load_manifest(root)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from jobs import fields
 from jobs.batches import BatchRecord, BatchSpec, LineProblem, get_batch
 from jobs.file_store import FileStore
 from jobs.ids import BATCH, FILE, new_id, time_of
@@ -58,7 +59,7 @@ def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
             sync_folder(root.parent)
         manifest = Manifest(batch_id=batch, created_at=now, spec=_spec(queue, files, new, root))
         if not manifest.spec.input:
-            message = f"The input file '{new.input_file_id}' does not exist, or is no file for batches."
+            message = f"The input file '{fields.shown(new.input_file_id)}' does not exist, or is no file for batches."
             manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
         with exclusive(str(root), patience=0):
             register(queue, manifest)

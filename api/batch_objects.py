@@ -1,0 +1,89 @@
+"""Batches in OpenAI's shape, and how a caller's batch is found."""
+
+from typing import Any
+
+from openai.types import Batch, BatchError, BatchRequestCounts, BatchUsage
+from openai.types.batch import Errors
+from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
+
+from api.state import ApiState
+from jobs import fields
+from jobs.batches import BatchRecord, get_batch
+from jobs.ids import BATCH, is_id
+from jobs.results import ApiError, Usage
+from jobs.retention import is_kept
+from jobs.scripts import QueueUnavailable
+
+_FORWARD = ("validating", "in_progress", "finalizing")
+
+
+def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
+    """The tenant's batch. Raises `ApiError` 404, and `QueueUnavailable` for one that an emptied Redis does not know again yet."""
+    if is_id(BATCH, batch_id):
+        try:
+            record = get_batch(state.queue.redis, batch_id)
+            if record.spec.tenant == tenant and record.spec.input_file_id is not None:
+                return record
+        except KeyError:
+            if is_kept(state.queue, str(state.files.root), tenant, batch_id):
+                raise QueueUnavailable(f"{batch_id} has no record yet") from None
+    raise ApiError(404, f"No batch found with id '{fields.shown(batch_id)}'.", param="batch_id")
+
+
+def batch_object(record: BatchRecord) -> dict[str, Any]:
+    """Every field of `openai.types.Batch`. Counts are of lines on disk, which nothing takes back; so states only move forward."""
+    spec, state = record.spec, _state(record)
+    times = {name: int(moment) for name, moment in record.timestamps.items()}
+    shown = Batch(
+        id=record.id,
+        object="batch",
+        endpoint=spec.endpoint or "",
+        model=record.models[0] if len(record.models) == 1 else None,
+        errors=_errors(record),
+        input_file_id=spec.input_file_id or "",
+        completion_window=spec.completion_window or "",
+        status=state,
+        output_file_id=record.output_file_id,
+        error_file_id=record.error_file_id,
+        created_at=times["created"],
+        in_progress_at=times.get("in_progress"),
+        expires_at=times.get("expires"),
+        finalizing_at=times.get("finalizing"),
+        completed_at=_ended_at(record, "completed"),
+        failed_at=_ended_at(record, "failed"),
+        expired_at=_ended_at(record, "expired"),
+        cancelling_at=times.get("cancelling"),
+        cancelled_at=_ended_at(record, "cancelled"),
+        request_counts=BatchRequestCounts(total=record.total, completed=record.stored_completed, failed=record.stored_failed),
+        usage=_usage(record.usage),
+        metadata=spec.metadata,
+    )
+    return shown.model_dump()
+
+
+def _state(record: BatchRecord) -> Any:
+    """The state as far as it ever came: a batch that is made again in an empty Redis is checked again, which is nobody's business."""
+    if record.state not in _FORWARD:
+        return record.state
+    return next(state for state in reversed(_FORWARD) if state == record.state or state in record.timestamps)
+
+
+def _ended_at(record: BatchRecord, state: str) -> int | None:
+    return int(record.timestamps[state]) if record.state == state else None
+
+
+def _errors(record: BatchRecord) -> Errors | None:
+    if not record.errors:
+        return None
+    data = [BatchError(code=error.code, line=error.line, message=error.message, param=error.param) for error in record.errors]
+    return Errors(object="list", data=data)
+
+
+def _usage(usage: Usage) -> BatchUsage:
+    return BatchUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )
