@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from jobs.lines import decode_json
-from jobs.storage import AtomicWriter, StoreError, open_input
+from jobs.storage import AtomicWriter, open_input
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 SPOOL_NAME = "lines.jsonl"
@@ -78,15 +78,37 @@ def write_spool(location: str, spool: str) -> str:
     Raises `InputError` and `StoreError`.
     """
     with open_input(location) as file, AtomicWriter(spool) as writer:
-        if is_parquet(location):
-            _spool_parquet(location, file, writer)
-        else:
-            _spool_compressed(location, file, writer)
+        for chunk in _as_jsonl(location, file):
+            writer.write(chunk)
         writer.commit()
         return writer.sha256
 
 
-def _spool_compressed(location: str, file: BinaryIO, writer: AtomicWriter) -> None:
+def first_line(location: str) -> bytes | None:
+    """The first line that is not blank, of a file of any kind, as JSONL; None if there is none, or none of a size that is read.
+
+    Raises `InputError` and `StoreError`.
+    """
+    begun = b""
+    with open_input(location) as file:
+        for chunk in _as_jsonl(location, file):
+            begun = (begun + chunk).removeprefix(_BOM).lstrip()
+            line, newline, _ = begun.partition(b"\n")
+            if newline or len(begun) > MAX_LINE_BYTES:
+                return line if newline else None
+    return begun or None
+
+
+def _as_jsonl(location: str, file: BinaryIO) -> Iterator[bytes]:
+    """The file's lines in chunks of any size. Raises `InputError`."""
+    if is_parquet(location):
+        return _parquet_lines(location, file)
+    if needs_spool(location):
+        return _decompressed(location, file)
+    return iter(lambda: file.read(_COPY_CHUNK), b"")
+
+
+def _decompressed(location: str, file: BinaryIO) -> Iterator[bytes]:
     try:
         if location.lower().endswith(".gz"):
             reader: Any = gzip.GzipFile(fileobj=file)
@@ -95,14 +117,12 @@ def _spool_compressed(location: str, file: BinaryIO, writer: AtomicWriter) -> No
 
             reader = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
         while chunk := reader.read(_COPY_CHUNK):
-            writer.write(chunk)
-    except StoreError:
-        raise
+            yield chunk
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{location} cannot be decompressed: {error}") from error
 
 
-def _spool_parquet(location: str, file: BinaryIO, writer: AtomicWriter) -> None:
+def _parquet_lines(location: str, file: BinaryIO) -> Iterator[bytes]:
     import pyarrow
     from pyarrow import parquet
 
@@ -114,7 +134,7 @@ def _spool_parquet(location: str, file: BinaryIO, writer: AtomicWriter) -> None:
             raise InputError(f"{location} needs a column custom_id, and one of body, prompt and messages; it has: {found}")
         columns = [name for name in (*_LINE_COLUMNS, *_BODY_COLUMNS) if name in names]
         for rows in table.iter_batches(batch_size=_ROWS, columns=columns):
-            writer.write(b"".join(_encoded(_line_of(row)) for row in rows.to_pylist()))
+            yield b"".join(_encoded(_line_of(row)) for row in rows.to_pylist())
     except _BadColumn as error:
         raise InputError(f"{location} has a column {error} that holds bytes which are not UTF-8 text") from error
     except pyarrow.ArrowException as error:

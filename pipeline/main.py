@@ -7,6 +7,7 @@ import click
 from pipeline.commands.api import api
 from pipeline.commands.health import health
 from pipeline.commands.jobs import jobs
+from pipeline.commands.keys import keys
 from pipeline.commands.run_batch import run_batch
 from pipeline.commands.serve import serve
 from pipeline.commands.status import status
@@ -22,7 +23,7 @@ def cli() -> None:
     """Runs batch files of language-model requests as fast as the hardware allows, and answers live calls meanwhile."""
 
 
-for command in (run_batch, serve, worker, api, jobs, status, tail, wait, health):
+for command in (run_batch, serve, worker, api, jobs, keys, status, tail, wait, health):
     cli.add_command(command)
 
 

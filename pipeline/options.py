@@ -176,6 +176,8 @@ store_option = flag(
     help="Folder of files, batches and API keys; one and the same for every `pipeline api` and `pipeline jobs` of a fleet.",
 )  # fmt: skip
 
+json_option = flag("--json", "as_json", env="PIPELINE_JSON", is_flag=True, help="Print JSON for programs.")
+
 queue_options = all_of(
     flag("--lease-seconds", env="LEASE_SECONDS", type=click.FloatRange(min=0.2), default=30.0,
          help="How long a worker's claim on a request lasts without being renewed."),

@@ -12,18 +12,21 @@ _RATE_WINDOW = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """One reading of a batch. `tokens` are output tokens of finished requests; `note` says what is being waited for, if anything."""
+    """One reading of a batch. `tokens` are output tokens of finished requests; `note` says what is being waited for, if anything.
+
+    `running` is None where nobody says which of the others run.
+    """
 
     total: int = 0
     done: int = 0
     failed: int = 0
-    running: int = 0
+    running: int | None = 0
     tokens: int = 0
     note: str = ""
 
     @property
     def waiting(self) -> int:
-        return max(0, self.total - self.done - self.running)
+        return max(0, self.total - self.done - (self.running or 0))
 
 
 class Rate:
@@ -134,6 +137,8 @@ def describe(counts: Counts, rate: Rate) -> str:
     if counts.note and not counts.running:
         return f"{counts.done} of {counts.total} done; {counts.note}" if counts.done else counts.note
     parts = [f"{counts.done} done", f"{counts.running} running", f"{counts.waiting} waiting"]
+    if counts.running is None:
+        parts = [f"{counts.done} of {counts.total} done"]
     if counts.failed:
         parts.insert(1, f"{counts.failed} of them failed")
     if rate.tokens_per_second:

@@ -7,11 +7,12 @@ from rich.table import Table
 from jobs.gauges import CardGauges
 from jobs.queue import Queue
 from pipeline.progress import duration
+from pipeline.tables import new_table
 
 
 def workers_table(queue: Queue) -> Table:
     """One row per worker that is alive."""
-    table = _table("Workers", "id", "state", "models", "context", "host", "pid", "up", "tokens/s", "GPU")
+    table = new_table("Workers", "id", "state", "models", "context", "host", "pid", "up", "tokens/s", "GPU")
     workers = queue.workers()
     gauges = queue.gauges([worker.id for worker in workers])
     for worker in workers:
@@ -26,7 +27,7 @@ def workers_table(queue: Queue) -> Table:
 def models_table(queue: Queue) -> Table:
     """One row per model that is or was served."""
     served = {name for worker in queue.workers() if worker.state == "ready" for name in worker.models}
-    table = _table("Models", "name", "context", "served now", "endpoints")
+    table = new_table("Models", "name", "context", "served now", "endpoints")
     for model in queue.models():
         table.add_row(model.name, str(model.max_model_len), "yes" if model.name in served else "no", ", ".join(model.endpoints))
     return table
@@ -34,7 +35,7 @@ def models_table(queue: Queue) -> Table:
 
 def batches_table(queue: Queue) -> Table:
     """One row per batch in Redis."""
-    table = _table("Batches", "id", "state", "total", "completed", "failed", "waiting")
+    table = new_table("Batches", "id", "state", "total", "completed", "failed", "waiting")
     for batch in queue.batches():
         fields = queue.batch_fields(batch)
         counts = [fields.get(name, "0") for name in ("total", "completed", "failed")]
@@ -49,7 +50,7 @@ def tokens_table(queue: Queue) -> Table:
     # The two are read one after the other, and what is generated between them would make it negative.
     again = max(0, totals.generated - totals.delivered - in_flight)
     share = f"{again} ({again / totals.generated:.1%})" if totals.generated else "0"
-    table = _table("Output tokens", "generated", "delivered", "in flight", "computed again or cancelled")
+    table = new_table("Output tokens", "generated", "delivered", "in flight", "computed again or cancelled")
     table.add_row(str(totals.generated), str(totals.delivered), str(in_flight), share)
     return table
 
@@ -64,10 +65,3 @@ def _card(card: CardGauges) -> str:
     if card.watts is not None:
         parts.append(f"{card.watts:.0f} W")
     return ", ".join(parts)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", caption=None)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

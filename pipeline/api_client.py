@@ -1,0 +1,98 @@
+"""The official client against a server of ours, or any that speaks OpenAI's API; what goes wrong with it is one sentence."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import click
+
+from pipeline.errors import Refused, Unfinished, one_line
+from pipeline.options import all_of, flag, json_option
+
+if TYPE_CHECKING:
+    import openai
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_NO_KEY = "none"  # the client insists on one; a server without keys looks at none
+_PASSING = (408, 425, 429)
+_LONGEST_MESSAGE = 500
+
+
+def _check_base_url(_ctx: click.Context, _param: click.Parameter, url: str) -> str:
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0):
+            return url.rstrip("/")
+    raise click.BadParameter("it must look like http://127.0.0.1:8000/v1")
+
+
+server_option = flag(
+    "--base-url", env="OPENAI_BASE_URL", default="http://127.0.0.1:8000/v1", callback=_check_base_url,
+    help="Where the API is. Its key is taken from OPENAI_API_KEY.",
+)  # fmt: skip
+
+client_options: Callable[[Any], Any] = all_of(server_option, json_option)
+
+
+@contextlib.contextmanager
+def api_client(base_url: str, **options: Any) -> Iterator["openai.OpenAI"]:
+    """A client; what it raises inside becomes `Refused` or `Unfinished`."""
+    import openai
+
+    try:
+        key = os.environ.get("OPENAI_API_KEY") or _NO_KEY
+        with openai.OpenAI(base_url=base_url, api_key=key, **options) as client:
+            yield client
+    except openai.APIConnectionError as error:
+        raise Unfinished(f"no answer from {base_url}: {_cause(error)}; is the server running, and is --base-url right?") from None
+    except openai.APIStatusError as error:
+        raise _as_exit(error, base_url) from None
+    except openai.APIError as error:
+        raise Unfinished(f"{base_url} answers what cannot be understood: {one_line(error)}") from None
+    except Exception as error:
+        if not is_cut(error):
+            raise
+        raise Unfinished(f"the connection to {base_url} was cut: {_cause(error)}; run the same command again") from None
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the same call may succeed a little later."""
+    import openai
+
+    if isinstance(error, openai.APIStatusError):
+        return error.status_code >= 500 or error.status_code in _PASSING
+    return isinstance(error, openai.APIConnectionError) or is_cut(error)
+
+
+def is_cut(error: Exception) -> bool:
+    """Whether a connection ended in the middle of an answer. The client's own library is httpx or httpx2, by its version."""
+    modules = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return any(isinstance(error, module.RequestError) for module in modules)
+
+
+def _as_exit(error: "openai.APIStatusError", base_url: str) -> click.ClickException:
+    message = _message(error)
+    if error.status_code == 401:
+        hint = "set OPENAI_API_KEY" if not os.environ.get("OPENAI_API_KEY") else "OPENAI_API_KEY holds no key of this server"
+        return Refused(f"{base_url} lets nobody in without a valid key: {hint}")
+    if error.code == "unknown_url":
+        return Refused(f"{message}; --base-url usually ends in /v1")
+    return Unfinished(message) if is_passing(error) else Refused(message)
+
+
+def _message(error: "openai.APIStatusError") -> str:
+    body = error.body
+    said = body.get("message") if isinstance(body, dict) else None
+    text = one_line(said or error)
+    return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "…"
+
+
+def _cause(error: BaseException) -> str:
+    """The words of the socket, which the client's own error hides."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return one_line(error)

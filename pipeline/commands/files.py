@@ -1,0 +1,89 @@
+"""`pipeline files`: the files of a server, over HTTP."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.api_client import api_client, client_options, server_option
+from pipeline.options import Size, flag
+
+output_option = flag("-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Write there. [default: stdout]")
+
+
+@click.group()
+def files() -> None:
+    """Uploads, lists, fetches and deletes files of a server, over HTTP."""
+
+
+@files.command()
+@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@flag("--purpose", default="batch", help="What for; batch for the input of a batch.")
+@flag("--expires-after", type=click.IntRange(min=1), help="Seconds after which it goes. [default: 30 days for purpose batch, else never]")
+@client_options
+def upload(path: Path, purpose: str, expires_after: int | None, base_url: str, as_json: bool) -> None:
+    """Sends FILE and prints its id."""
+    from pipeline import remote_files
+
+    with api_client(base_url) as client:
+        sent = remote_files.upload(client, path, purpose, expires_after)
+    click.echo(json.dumps(sent.to_dict()) if as_json else sent.id)
+
+
+@files.command("list")
+@flag("--purpose", help="Only files of this purpose. [default: all]")
+@flag("--limit", type=Size(), default=20, help="How many, the newest first.")
+@client_options
+def list_(purpose: str | None, limit: int, base_url: str, as_json: bool) -> None:
+    """Shows files, the newest first."""
+    options: dict[str, Any] = {} if purpose is None else {"purpose": purpose}
+    with api_client(base_url) as client:
+        found = list(islice(client.files.list(limit=min(limit, 10_000), **options), limit))
+    if as_json:
+        click.echo(json.dumps([file.to_dict() for file in found]))
+        return
+    from pipeline.remote_views import moment
+    from pipeline.tables import new_listing, print_table
+
+    table = new_listing("id", "bytes", "purpose", "created", "expires", "name")
+    for file in found:
+        table.add_row(file.id, f"{file.bytes:,}", file.purpose, moment(file.created_at), moment(file.expires_at), file.filename)
+    print_table(table)
+
+
+@files.command()
+@click.argument("file_id", metavar="FILE_ID")
+@client_options
+def get(file_id: str, base_url: str, as_json: bool) -> None:
+    """Shows what is known of a file."""
+    from pipeline.remote_views import show_object
+
+    with api_client(base_url) as client:
+        show_object(client.files.retrieve(file_id).to_dict(), as_json)
+
+
+@files.command()
+@click.argument("file_ids", metavar="FILE_ID...", nargs=-1, required=True)
+@client_options
+def delete(file_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
+    """Deletes files. A batch that was made of one goes on."""
+    with api_client(base_url) as client:
+        for file_id in file_ids:
+            gone = client.files.delete(file_id)
+            click.echo(json.dumps(gone.to_dict()) if as_json else f"{gone.id} is deleted")
+
+
+@files.command()
+@click.argument("file_id", metavar="FILE_ID")
+@output_option
+@server_option
+def content(file_id: str, output_file: Path | None, base_url: str) -> None:
+    """Writes a file's content to stdout, or to -o FILE, which appears when all of it is on disk."""
+    from pipeline import remote_files
+
+    with api_client(base_url) as client:
+        whole = remote_files.download(client, file_id, output_file)
+    if not whole:
+        click.echo(f"{file_id} is not complete yet: its batch has not ended", err=True)

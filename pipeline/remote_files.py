@@ -1,0 +1,48 @@
+"""Files of a server: from disk to it, and back."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.storage import AtomicWriter
+from pipeline.errors import Refused
+
+if TYPE_CHECKING:
+    import openai
+
+_CHUNK = 1 << 18
+
+
+def upload(client: "openai.OpenAI", path: Path, purpose: str = "batch", expires_after: int | None = None) -> Any:
+    """Sends a local file, never whole in memory; the file object. Raises `Refused` for one that cannot be read."""
+    options: dict[str, Any] = {}
+    if expires_after is not None:
+        options["expires_after"] = {"anchor": "created_at", "seconds": expires_after}
+    try:
+        with path.open("rb") as file:
+            return client.files.create(file=(path.name, file), purpose=purpose, **options)  # type: ignore[arg-type]
+    except IsADirectoryError:
+        raise Refused(f"{path} is a folder") from None
+    except FileNotFoundError:
+        raise Refused(f"there is no file {path}") from None
+
+
+def download(client: "openai.OpenAI", file_id: str, output: Path | None) -> bool:
+    """Writes a file's content to `output`, which appears when all of it is on disk, or to stdout. Whether it was all of the file."""
+    with client.files.with_streaming_response.content(file_id) as answer, _target(output) as write:
+        for chunk in answer.iter_bytes(_CHUNK):
+            write(chunk)
+        return str(answer.headers.get("x-incomplete")).lower() != "true"
+
+
+@contextlib.contextmanager
+def _target(output: Path | None) -> Iterator[Any]:
+    if output is None:
+        yield sys.stdout.buffer.write
+        sys.stdout.buffer.flush()
+        return
+    with AtomicWriter(str(output)) as writer:
+        yield writer.write
+        writer.commit()

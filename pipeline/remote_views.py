@@ -1,0 +1,69 @@
+"""Objects of the API as a person reads them."""
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.progress import Counts
+
+if TYPE_CHECKING:
+    from openai.types import Batch
+
+
+def moment(seconds: int | None) -> str:
+    """A time of this machine's zone; nothing for None."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def show_object(value: dict[str, Any], as_json: bool) -> None:
+    """On stdout: as JSON, or one line for each field that says something."""
+    if as_json:
+        click.echo(json.dumps(value))
+        return
+    fields = {name: field for name, field in value.items() if field not in (None, {}) and name not in ("object", "errors")}
+    width = max(map(len, fields), default=0)
+    for name, field in fields.items():
+        shown = f"{moment(field)} ({field})" if name.endswith("_at") else _plain(field)
+        click.echo(f"{name:<{width}}  {shown}")
+
+
+def counts_of(batch: "Batch", note: str = "") -> Counts:
+    """The batch as progress shows it. How many of its requests run just now, the API does not say."""
+    counts = batch.request_counts
+    note = note or (batch.status if batch.status != "in_progress" else "")
+    if counts is None:
+        return Counts(note=note)
+    tokens = batch.usage.output_tokens if batch.usage is not None else 0
+    return Counts(
+        total=counts.total, done=counts.completed + counts.failed, failed=counts.failed, running=None, tokens=tokens, note=note
+    )  # fmt: skip
+
+
+def print_problems(batch: "Batch", source: str) -> None:
+    """What was wrong with the input, on stderr, as `file:line: what is wrong [code]`."""
+    for problem in (batch.errors.data if batch.errors is not None else None) or []:
+        place = f"{source}:{problem.line}" if problem.line else source
+        print(f"{place}: {problem.message} [{problem.code}]", file=sys.stderr)
+
+
+def describe(batch: "Batch") -> str:
+    """A batch that ended, in one line."""
+    parts = [f"{batch.id} is {batch.status}"]
+    if batch.request_counts is not None:
+        counts = batch.request_counts
+        parts.append(f"{counts.total} request{'s' if counts.total != 1 else ''}, {counts.failed} failed")
+    if batch.usage is not None and batch.usage.total_tokens:
+        usage = batch.usage
+        cached = usage.input_tokens_details.cached_tokens
+        parts.append(f"{usage.input_tokens:,} prompt tokens ({cached:,} from the cache), {usage.output_tokens:,} output tokens")
+    files = [f"{name} {file_id}" for name, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)) if file_id]
+    return "; ".join([*parts, *files])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(field)}" for name, field in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)

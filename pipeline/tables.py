@@ -1,0 +1,29 @@
+"""Tables as commands print them."""
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH_OF_A_FILE = 1000  # columns; who reads it cuts lines as they like
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """An empty table under a title, whose cells are folded rather than cut."""
+    table = Table(title=title, title_justify="left", caption=None)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def new_listing(*columns: str) -> Table:
+    """An empty table without lines, whose first column holds ids, which stay whole."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=number == 0)
+    return table
+
+
+def print_table(table: Table) -> None:
+    """On stdout, as wide as the terminal."""
+    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, markup=False, highlight=False).print(table)
