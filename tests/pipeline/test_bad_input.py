@@ -1,8 +1,6 @@
 """What a person gets wrong: one sentence on stderr, no traceback, the right exit code, and before any model is loaded."""
 
 import json
-import logging
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.main import main
+from tests.pipeline.conftest import RunHere
 from tests.support.commands import run_pipeline
 from workers.engine.config import most_processes
 
@@ -18,22 +16,12 @@ Refusal = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refusal:
-    """Runs the command in this process, which is quick: `invoke(*arguments, REDIS_URL=...)` gives the exit code and stderr."""
-    for name in [name for name in os.environ if name == "REDIS_URL" or name.startswith("PIPELINE_")]:
-        monkeypatch.delenv(name)
+def invoke(run_here: RunHere) -> Refusal:
+    """`invoke(*arguments, REDIS_URL=...)` gives the exit code and stderr."""
 
     def run(*arguments: object, **environment: str) -> tuple[int, str]:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        handlers = list(logging.root.handlers)
-        try:
-            with pytest.raises(SystemExit) as ended:
-                main([str(argument) for argument in arguments])
-        finally:
-            logging.root.handlers[:] = handlers
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, capsys.readouterr().err
+        code, _, stderr = run_here(*arguments, **environment)
+        return code, stderr
 
     return run
 

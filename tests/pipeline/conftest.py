@@ -1,0 +1,45 @@
+"""Fixtures: the `pipeline` command in this process, which is quicker than one of its own."""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from pipeline.main import main
+
+
+class Outcome(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+RunHere = Callable[..., Outcome]
+
+
+@pytest.fixture
+def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> RunHere:
+    """Runs the command to its end: `run_here(*arguments, REDIS_URL=...)`."""
+    for name in [name for name in os.environ if name == "REDIS_URL" or name.startswith(("PIPELINE_", "OPENAI_"))]:
+        monkeypatch.delenv(name)
+
+    def run(*arguments: object, **environment: str) -> Outcome:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        handlers = list(logging.root.handlers)
+        capsys.readouterr()
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main([str(argument) for argument in arguments])
+        finally:
+            logging.root.handlers[:] = handlers
+        assert isinstance(ended.value.code, int)
+        printed = capsys.readouterr()
+        assert "Traceback" not in printed.err
+        return Outcome(ended.value.code, printed.out, printed.err)
+
+    return run

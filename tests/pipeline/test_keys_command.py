@@ -1,0 +1,63 @@
+"""`pipeline keys`: what it prints, and that what it makes opens the API."""
+
+import json
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from api.settings import ApiSettings
+from tests.pipeline.conftest import RunHere
+from tests.support.api_server import running_api
+from tests.support.waiting import wait_until
+
+
+def test_a_key_comes_is_listed_and_goes(run_here: RunHere, tmp_path: Path, redis_url: str) -> None:
+    store = ("--file-store", tmp_path)
+    made = run_here("keys", "create", "--tenant", "acme", "--name", "nightly", "--requests-per-minute", "1k", *store)
+    assert made.code == 0, made.err
+    secret = made.out.strip()
+    assert re.fullmatch(r"sk-[A-Za-z0-9_-]{43}", secret)
+    key_id = re.match(r"key_[0-9a-f]{24}", made.err)
+    assert key_id is not None
+    listed = run_here("keys", "list", *store)
+    assert all(text in listed.out for text in (key_id[0], "acme", "nightly", "1,000"))
+    assert secret not in listed.out
+    with running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path))) as url:
+
+        def status() -> int:
+            return httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {secret}"}).status_code
+
+        run_here("keys", "create", *store)
+        assert status() == 200
+        assert run_here("keys", "revoke", key_id[0], *store).code == 0
+        wait_until(lambda: status() == 401, 5, "the revoked key to be refused")
+    assert run_here("keys", "revoke", key_id[0], *store) == (2, "", f"Error: there is no key {key_id[0]} in {tmp_path}\n")
+
+
+def test_programs_get_json(run_here: RunHere, tmp_path: Path) -> None:
+    store = ("--file-store", tmp_path, "--json")
+    assert json.loads(run_here("keys", "list", *store).out) == []
+    made = json.loads(run_here("keys", "create", "--queued-tokens", "5m", *store).out)
+    listed = json.loads(run_here("keys", "list", *store).out)
+    assert made.pop("secret").startswith("sk-")
+    assert listed == [made]
+    assert (made["tenant"], made["queued_tokens"], made["requests_per_minute"], made["open_batches"]) == ("default", 5_000_000, None, None)
+    assert "sha256" not in made
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["create", "--tenant", "a b"], "a tenant is named by"),
+        (["create", "--requests-per-minute", "0"], "below 1"),
+        (["create", "--file-store", "s3://bucket/x"], "is remote"),
+        (["revoke"], "Missing argument"),
+        (["revoke", "../x"], "there is no key ../x"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(run_here: RunHere, tmp_path: Path, arguments: list[str], reason: str) -> None:
+    code, _, stderr = run_here("keys", *arguments, FILE_STORE=str(tmp_path))
+    assert code == 2
+    assert reason in stderr
