@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+JAVASCRIPT := tests/contract/javascript
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 # They need one core each and no clock, so they run beside others; tests of processes at work keep away from each other.
@@ -12,7 +13,7 @@ API_TESTS := tests/contract
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
 
-test: $(VENV)/.installed-test  ## linters, types and the test suite, in two lanes (under 10 minutes on two cores)
+test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in two lanes (under 10 minutes on two cores)
 	$(MAKE) --no-print-directory -j2 --output-sync=target test-engine test-processes
 
 test-engine: lint
@@ -55,5 +56,8 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install -q -e '.[worker,test]'
 	touch $@
 
+$(JAVASCRIPT)/node_modules: $(JAVASCRIPT)/package.json  # the official JavaScript client, for its contract tests; without it they are skipped
+	npm install --prefix $(JAVASCRIPT) --no-package-lock --ignore-scripts --no-audit --no-fund --silent && touch $@ || echo "no JavaScript client: its tests will be skipped"
+
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(JAVASCRIPT)/node_modules build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -45,7 +45,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
             queue.close()
             client.close()
 
-    app = FastAPI(title="Batch inference pipeline", lifespan=lifespan)
+    app = FastAPI(title="Batch inference pipeline", lifespan=lifespan, redirect_slashes=False)
     app.add_middleware(Lingering)
     app.add_middleware(RequestIds)
     install_error_handlers(app)

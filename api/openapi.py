@@ -52,6 +52,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas["Error"] = _ERROR
+    if "FileObject" in schemas:
+        schemas["FileObject"]["properties"]["purpose"]["enum"].append("evals")  # of uploads only, as the package has it
     for path in found["paths"].values():
         for operation in path.values():
             responses = operation["responses"]

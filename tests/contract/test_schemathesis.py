@@ -1,0 +1,59 @@
+"""Whatever a client sends, as far as our OpenAPI document lets a machine make it up: never a 500, and only what the document says."""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.contract.calls import lines, submit, upload, wait
+from tests.support.batch_stack import AWAY, BatchStack
+from tests.support.control_plane import ROOT
+
+CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance"
+HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
+
+
+def test_a_few_seconds_of_made_up_calls(stack: BatchStack, module_client: openai.OpenAI, tmp_path: Path) -> None:
+    run(stack, module_client, tmp_path, seconds=12)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(600)
+def test_five_minutes_of_made_up_calls(stack: BatchStack, module_client: openai.OpenAI, tmp_path: Path) -> None:
+    run(stack, module_client, tmp_path, seconds=300)
+
+
+def run(stack: BatchStack, client: openai.OpenAI, folder: Path, seconds: int) -> None:
+    """All of schemathesis' phases; what it finds is printed with a curl command and the seed."""
+    seed = secrets.randbits(32)
+    program = Path(sys.executable).with_name("st")
+    done = subprocess.run(
+        [
+            str(program), "run", f"{stack.api_url}/openapi.json", "--max-time", str(seconds), "--seed", str(seed), "--checks", CHECKS,
+            "--continue-on-failure", "--request-timeout", "30", "--no-color", "--warnings", "off",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "SCHEMATHESIS_HOOKS": str(HOOKS), "KNOWN_IDS": json.dumps(known(client))},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, f"--seed {seed}\n{done.stdout}{done.stderr}"
+    assert client.models.list().data, "the server is as well as before"
+
+
+def known(client: openai.OpenAI) -> dict[str, list[str]]:
+    """What there is to call: files with good and bad lines, batches in several states."""
+    ended = [wait(client, submit(client, content).id) for content in (lines("one", "fail 400"), b"{\n")]
+    running = [submit(client, lines("one", model=AWAY)).id for _ in range(5)]
+    files = [upload(client, lines("one", "two")) for _ in range(20)]
+    return {
+        "file": [*files, *(file for batch in ended for file in (batch.output_file_id, batch.error_file_id) if file)],
+        "batch": [batch.id for batch in ended] + running,
+        "model": ["m"],
+    }

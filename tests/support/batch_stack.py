@@ -1,0 +1,68 @@
+"""Everything that a batch needs, started once for many tests: a Redis of its own, a control plane, an API, a worker that echoes."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from api.settings import ApiSettings
+from jobs.connection import connect
+from jobs.queue import Queue
+from jobs.registry import WorkerRecord
+from jobs.requests import Claim
+from jobs.results import ApiError, Result
+from tests.support.api_server import running_api
+from tests.support.control_plane import Answering, control_plane, echo
+from tests.support.redis_server import running_server
+
+AWAY = "away"  # a model that is known and that no worker serves at the moment: its lines wait
+
+
+@dataclass(frozen=True)
+class BatchStack:
+    """Where its parts are. `settings` are those of the API; another one can be started on the same queue with others."""
+
+    redis_url: str
+    store: Path
+    api_url: str
+    settings: ApiSettings
+
+
+@contextmanager
+def running_stack(folder: Path, completion_windows: tuple[str, ...] = ("24h",)) -> Iterator[BatchStack]:
+    """A stack whose model `m` answers as `echo` does, or with the status that a line asks for (`fail 429`)."""
+    store = folder / "store"
+    with ExitStack() as stack:
+        redis_url = stack.enter_context(running_server()).url
+        _announce(redis_url, AWAY)
+        stack.enter_context(control_plane(redis_url, ("--file-store", str(store)), {"FILE_STORE": str(store)}))
+        settings = ApiSettings(redis_url=redis_url, file_store=str(store), completion_windows=completion_windows)
+        api_url = stack.enter_context(running_api(settings))
+        stack.enter_context(Answering(redis_url, echo_or_fail))
+        yield BatchStack(redis_url, store, api_url, settings)
+
+
+def echo_or_fail(claim: Claim) -> Result:
+    """The echo, or the error of the status that the line names."""
+    said = (json.loads(claim.request.body).get("messages") or [{"content": ""}])[-1]["content"]
+    if said.startswith("fail "):
+        return ApiError(int(said.split()[1]), "no such luck", code="bad_luck").result(f"req_{claim.key.line}")
+    return echo(claim)
+
+
+@contextmanager
+def serving_the_away(stack: BatchStack) -> Iterator[None]:
+    """Lets the lines that wait be answered."""
+    with Answering(stack.redis_url, echo_or_fail, models=(AWAY,)):
+        yield
+
+
+def _announce(redis_url: str, model: str) -> None:
+    client = connect(redis_url)
+    queue = Queue(client)
+    queue.register_worker(WorkerRecord("came-and-went", [model], "ready", 4096, time.time(), "test", 1))
+    queue.remove_worker("came-and-went")
+    queue.close()
+    client.close()
