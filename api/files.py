@@ -1,10 +1,12 @@
 """`/v1/files`: upload, list, look at, read, delete."""
 
 import os
+from pathlib import Path
 from typing import Any, Literal, cast
 
+import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from openai.types import FileDeleted, FileObject
 from starlette.types import Message, Receive, Scope, Send
 
@@ -15,8 +17,12 @@ from api.pages import PageOf, envelope, not_after, query_choice, query_integer
 from api.state import state_of
 from api.uploads import ANCHOR, SECONDS, receive_file
 from jobs import fields
+from jobs.completion_log import read_log
+from jobs.fields import INT32
 from jobs.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES, FileRecord, FileStore
+from jobs.manifest import Manifest, load_manifest
 from jobs.results import ApiError, encode_json
+from jobs.storage import StoreError, named
 
 _MAX_LIMIT = 10_000
 
@@ -45,6 +51,12 @@ _LIST = [
     query("order", "by creation", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
     query("purpose", "only files of this one", {"type": "string"}),
 ]
+_EXTENT = [
+    query("offset", "lines of a batch's output to pass over", {"type": "integer", "minimum": 0, "maximum": INT32, "default": 0}),
+    query("limit", "lines of a batch's output", {"type": "integer", "minimum": 1, "maximum": INT32}),
+]
+_ANY_BYTES = "application/octet-stream"
+_BYTES = {"description": "The file", "content": {_ANY_BYTES: {"schema": {"type": "string", "format": "binary"}}}}
 
 
 @router.post("/v1/files", responses={200: {"model": FileObject}}, openapi_extra={"requestBody": _FORM})
@@ -70,8 +82,11 @@ def list_files(request: Request) -> Response:
 
 @router.get("/v1/files/{file_id}", responses={200: {"model": FileObject}})
 def retrieve_file(request: Request, file_id: str) -> Response:
-    """What a file is."""
-    return _json(_as_openai(_found(request, file_id)))
+    """What a file is; of one that a batch is still writing, what can be read of it."""
+    record = _found(request, file_id)
+    if not record.complete and (manifest := _manifest(_files(request), record)) is not None:
+        record = msgspec.structs.replace(record, bytes=manifest.logged_bytes)
+    return _json(_as_openai(record))
 
 
 @router.delete("/v1/files/{file_id}", responses={200: {"model": FileDeleted}})
@@ -88,18 +103,50 @@ def delete_file(request: Request, file_id: str) -> Response:
     return _json(FileDeleted(id=file_id, object="file", deleted=True).model_dump())
 
 
-_BYTES = {"description": "The file", "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
-
-
-@router.get("/v1/files/{file_id}/content", responses={200: _BYTES}, response_class=Response)
+@router.get("/v1/files/{file_id}/content", responses={200: _BYTES}, response_class=Response, openapi_extra={"parameters": _EXTENT})
 def read_file(request: Request, file_id: str) -> Response:
-    """The bytes of a file."""
+    """The bytes of a file.
+
+    The output file of a batch can be read before the batch ends: then, and wherever `offset` or `limit` is given, its lines come in the
+    order in which they were finished. `X-Last-Line` is the offset to go on from, `X-Incomplete` says whether there is or will be more.
+    """
     record = _found(request, file_id)
-    path = _files(request).content_path(record)
+    offset, limit = query_integer(request, "offset", 0, INT32), query_integer(request, "limit", 1, INT32)
     try:
-        return _StoredFile(path, media_type="application/octet-stream", filename=record.filename, stat_result=os.stat(path))
-    except FileNotFoundError:  # deleted a moment ago
-        raise _unknown(file_id) from None
+        if record.complete and offset is None and limit is None:
+            return _whole(_files(request).content_path(record), record)
+        return _by_lines(_files(request), record, offset or 0, limit)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):  # deleted a moment ago
+            raise _unknown(file_id) from None
+        raise
+
+
+def _whole(path: Path, record: FileRecord) -> Response:
+    with named("cannot read", str(path)):
+        status = os.stat(path)
+    return _StoredFile(path, media_type=_ANY_BYTES, filename=record.filename, stat_result=status)
+
+
+def _by_lines(files: FileStore, record: FileRecord, offset: int, limit: int | None) -> Response:
+    manifest = _manifest(files, record)
+    if manifest is None and record.batch_id is not None:
+        raise _unknown(record.id)
+    if manifest is None or manifest.spec.output_file_id != record.id:
+        fields.fail("Only the output file of a batch is read by lines.", "limit" if limit is not None else "offset", "invalid_value")
+    lines, last = read_log(manifest.spec.root, manifest.logged, offset, limit)
+    more = not record.complete or last < manifest.logged_lines
+    headers = {
+        "x-incomplete": "true" if more else "false",
+        "x-last-line": str(last),
+        "content-disposition": f'attachment; filename="{record.batch_id}_output.jsonl"',
+    }
+    return StreamingResponse(lines, 200, headers, _ANY_BYTES)
+
+
+def _manifest(files: FileStore, record: FileRecord) -> Manifest | None:
+    """Of the batch that gave a file. Raises `StoreError`."""
+    return None if record.batch_id is None else load_manifest(str(files.batch_root(record.batch_id)))
 
 
 class _StoredFile(FileResponse):

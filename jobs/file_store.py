@@ -19,6 +19,7 @@ import redis
 from jobs import keys
 from jobs.ids import FILE, is_id, micros_of, new_id
 from jobs.queue import Queue
+from jobs.retention import BATCHES_FOLDER, forget_output
 from jobs.storage import StoreError, local_path, named, sync_folder, write_bytes
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
@@ -100,6 +101,10 @@ class FileStore:
     def folder(self, file_id: str) -> Path:
         """Where all of a file stands."""
         return self._folder / file_id
+
+    def batch_root(self, batch_id: str) -> Path:
+        """Where all of a batch stands."""
+        return self.root / BATCHES_FOLDER / batch_id
 
     def content_path(self, record: FileRecord) -> Path:
         """Where the bytes of a complete file stand."""
@@ -185,7 +190,7 @@ class FileStore:
         found: Any = []
         for member in members:
             record = self._read(member.partition(":")[2])
-            if record is None:
+            if record is None or member != _member(record):  # of a result that was finished twice, the first
                 self._queue.commands([("ZREM", name, member)])
             elif not _expired(record, now):
                 found.append(record)
@@ -240,6 +245,8 @@ class FileStore:
         if record.batch_id is not None:  # its place is not the time in its id
             removals += [("SET", keys.file_place(record.id), _member(record), "EX", _PLACE_SECONDS)]
         self._queue.commands(removals)
+        if record.batch_id is not None:
+            forget_output(str(self.batch_root(record.batch_id)), record.id)
 
 
 class Upload:

@@ -29,13 +29,24 @@ def tidy(root: str) -> None:
         delete(join(root, PLAN_NAME))
         drop_unlisted(root, [])
         if not manifest.logged_lines:
-            remove_log(root)
-            for name in (INDEX_NAME, SPOOL_NAME):
-                delete(join(root, name))
-            if manifest.spec.input:
-                delete(manifest.spec.input)
+            _remove_log(root, manifest)
     except StoreError as error:
         log.warning("%s is not tidied: %s", root, error)
+
+
+def forget_output(root: str, file_id: str) -> None:
+    """Removes the completion log of an ended batch, whose output file is gone, and what its lines are named by. Raises `StoreError`."""
+    manifest = load_manifest(root)
+    if manifest is not None and manifest.state in END_STATES and manifest.spec.output_file_id == file_id:
+        _remove_log(root, manifest)
+
+
+def _remove_log(root: str, manifest: Manifest) -> None:
+    remove_log(root)
+    for name in (INDEX_NAME, SPOOL_NAME):
+        delete(join(root, name))
+    if manifest.spec.input:
+        delete(manifest.spec.input)
 
 
 def remove_ended(queue: Queue, file_store: str, now: float) -> int:

@@ -1,7 +1,8 @@
 """`python -m jobs.ticker [--redis-url URL]`: the clock of the control plane. Any number may run; one leads, the others wait for its place.
 
 The leader ends expired leases, hands RQ a slice for each batch that has something to do, and gives the jobs of batches without a
-heartbeat to another process under a new generation. With `--file-store` it rebuilds what a server that was restarted or emptied has lost.
+heartbeat to another process under a new generation. With `--file-store` it rebuilds what a server that was restarted or emptied has lost,
+and removes the files and batches whose time is over.
 """
 
 import argparse
@@ -18,16 +19,19 @@ from jobs import keys
 from jobs.advance import flush, needs_slice
 from jobs.connection import check_server, connect
 from jobs.control import STALE_SECONDS, JobName, clean_up, enqueue, is_waiting
+from jobs.file_store import FileStore
 from jobs.manifest import END_STATES
 from jobs.process import add_redis_url, die_with_parent, set_up_log
 from jobs.queue import Queue
 from jobs.rebuild import rebuild_all
+from jobs.retention import remove_ended
 from jobs.scripts import QueueUnavailable, is_full
 from jobs.storage import StoreError
 from jobs.streams import FIRST_ID
 
 TICK_SECONDS = 1.0
 LEAD_SECONDS = 3.0
+SWEEP_SECONDS = 60.0
 
 _FIRST_RETRY_SECONDS = 0.02
 _LONGEST_RETRY_SECONDS = 0.25
@@ -89,7 +93,8 @@ class Ticker:
     def __init__(self, queue: Queue, file_store: str | None = None) -> None:
         self._queue = queue
         self._client = queue.redis
-        self._file_store = file_store
+        self._files = None if file_store is None else FileStore(queue, file_store)
+        self._next_sweep = 0.0  # monotonic seconds
         self._token = secrets.token_hex(16)
         self._last_id = FIRST_ID
         self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
@@ -131,13 +136,16 @@ class Ticker:
         was_empty = not self._client.exists(keys.TICK)
         self._queue.reap()
         server = self._client.hget(keys.TICK, "run_id")
-        if self._file_store is not None and (was_empty or server != self._server) and not self._rebuild(self._file_store):
+        if self._files is not None and (was_empty or server != self._server) and not self._rebuild(self._files):
             server = None
         self._server = server
         now = self._queue.now()
         self._suspects, self._silent = self._silent, set()
         for batch, fields in self._records().items():
             self._look_after(batch, fields, now)
+        if self._files is not None and time.monotonic() >= self._next_sweep:
+            self._next_sweep = time.monotonic() + SWEEP_SECONDS
+            self._sweep(self._files, now)
 
     def make_room(self) -> None:
         """A server without memory takes no jobs for RQ, and so the finished lines that fill it are drained here."""
@@ -225,10 +233,20 @@ class Ticker:
             for batch, row in zip(batches, rows, strict=True)
         }
 
-    def _rebuild(self, file_store: str) -> bool:
+    def _sweep(self, files: FileStore, now: float) -> None:
+        try:
+            swept, ended = files.sweep(now), remove_ended(self._queue, str(files.root), now)
+        except StoreError as error:
+            log.error("%s", error)
+            return
+        if swept or ended:
+            log.info("removed %d files and %d batches whose time was over", swept, ended)
+
+    def _rebuild(self, files: FileStore) -> bool:
         """False when some of it is to be done again at the next tick."""
         try:
-            count, busy = rebuild_all(self._queue, file_store)
+            files.reindex()
+            count, busy = rebuild_all(self._queue, str(files.root))
         except StoreError as error:
             log.error("%s", error)
             return False

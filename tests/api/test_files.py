@@ -13,14 +13,21 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+import redis
 from openai.types import FileObject
 
 from api import lingering
 from api.settings import ApiSettings
+from jobs import control
+from jobs.batches import get_batch
 from jobs.file_store import BATCH_FILE_SECONDS, FileRecord, FileStore
 from jobs.ids import FILE, new_id
 from jobs.queue import Queue
+from jobs.registry import WorkerRecord
+from jobs.submission import NewBatch, submit_batch
 from tests.support.api_server import running_api
+from tests.support.batch_steps import answer_all, run_to_end, step
+from tests.support.control_plane import failing, write_input
 from tests.support.waiting import wait_until
 
 LINES = b'{"custom_id":"a"}\n{"custom_id":"b"}\n'
@@ -294,6 +301,69 @@ def test_a_result_that_is_being_written_is_not_deleted(client: openai.OpenAI, st
     with pytest.raises(openai.ConflictError):
         client.files.delete(record.id)
     assert client.files.retrieve(record.id).purpose == "batch_output"
+
+
+@pytest.fixture
+def batch(client: openai.OpenAI, store: FileStore, queue: Queue, redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> str:
+    """A batch of 300 lines that is being fed to workers."""
+    control.use_server(redis_url)
+    source = write_input(tmp_path / "in.jsonl", 300)
+    queue.register_worker(WorkerRecord("w", ["m"], "ready", 4096, 1.0, "test", 1))
+    file = client.files.create(file=source, purpose="batch")
+    new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", seconds=86400)
+    record = submit_batch(queue, store, new)
+    assert step(redis_client, record.id).state == "in_progress"
+    step(redis_client, record.id)
+    return record.id
+
+
+def ids_of(answer: httpx.Response) -> list[str]:
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line)["custom_id"] for line in answer.content.splitlines()]
+
+
+def position(answer: httpx.Response) -> tuple[str, int]:
+    return answer.headers["x-incomplete"], int(answer.headers["x-last-line"])
+
+
+def test_results_are_read_while_they_come(
+    batch: str, redis_client: redis.Redis, http: httpx.Client, client: openai.OpenAI, store: FileStore
+) -> None:
+    assert get_batch(redis_client, batch).output_file_id is None
+    answer_all(redis_client, failing(7), most=100)
+    file_id = wait_until(lambda: step(redis_client, batch).output_file_id, 30, "results are drained")
+    path = f"/v1/files/{file_id}/content"
+    assert client.files.retrieve(file_id).bytes == len(http.get(path).content) > 0
+    first = http.get(path, params={"limit": 30})
+    assert position(first) == ("true", 30)
+    rest = http.get(path, params={"offset": 30})
+    seen = ids_of(first) + ids_of(rest)
+    assert position(rest) == ("true", len(seen))
+    assert seen == ids_of(http.get(path))
+    assert ids_of(http.get(path, params={"offset": len(seen)})) == []
+    assert client.files.content(file_id).text.splitlines() == http.get(path).text.splitlines()
+
+    record = run_to_end(redis_client, batch, failing(7))
+    assert (record.state, record.completed, record.failed) == ("completed", 299, 1)
+    tail = http.get(path, params={"offset": len(seen)})
+    assert position(tail) == ("false", 299)
+    assert tail.headers["content-disposition"] == f'attachment; filename="{batch}_output.jsonl"'
+    assert position(http.get(path, params={"offset": 100, "limit": 50})) == ("true", 150)
+    assert position(http.get(path, params={"offset": 10**6})) == ("false", 10**6)
+    expected = [f"c{number}" for number in range(1, 301) if number != 7]
+    assert sorted(seen + ids_of(tail)) == sorted(expected)
+    whole = http.get(path)
+    assert ids_of(whole) == expected
+    assert client.files.retrieve(file_id).bytes == len(whole.content)
+    for wrong, param in ({"offset": -1}, "offset"), ({"limit": 0}, "limit"), ({"limit": 2**31}, "limit"):
+        assert http.get(path, params=wrong).json()["error"]["param"] == param
+    check_error(http.get(f"/v1/files/{record.error_file_id}/content", params={"offset": 1}), 400, "invalid_value", "offset")
+    check_error(http.get(f"/v1/files/{record.spec.input_file_id}/content", params={"limit": 1}), 400, "invalid_value", "limit")
+
+    client.files.delete(file_id)
+    assert http.get(path, params={"offset": 0}).status_code == 404
+    assert not list(store.batch_root(batch).glob("completed.*"))
+    assert ids_of(http.get(f"/v1/files/{record.error_file_id}/content")) == ["c7"]
 
 
 class Socket:

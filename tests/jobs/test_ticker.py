@@ -11,6 +11,7 @@ import redis
 from jobs import control, ticker
 from jobs.batches import BatchSpec, create_batch, get_batch, wait_for
 from jobs.control import is_waiting
+from jobs.file_store import FileStore
 from jobs.queue import Queue, QueueUnavailable
 from jobs.storage import exclusive
 from jobs.ticker import Ticker
@@ -221,6 +222,18 @@ def test_a_redis_that_came_back_empty_is_rebuilt(redis_client: redis.Redis, redi
         record = get_batch(redis_client, batch)
     assert (record.state, record.completed) == ("completed", 3000)
     check_echoes(root / "out.jsonl", 3000)
+
+
+def test_files_are_indexed_again_and_removed_in_time(redis_client: redis.Redis, queue: Queue, tmp_path: Path) -> None:
+    files = FileStore(queue, str(tmp_path))
+    with files.begin(filename="in.jsonl", purpose="batch", tenant="") as upload:
+        kept = upload.commit()
+    with files.begin(filename="in.jsonl", purpose="batch", tenant="", expires_seconds=0) as upload:
+        upload.commit()
+    redis_client.flushall()
+    Ticker(queue, str(tmp_path)).tick()
+    assert files.list("", after=None, limit=10, order="asc", purpose=None).items == [kept]
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [kept.id]
 
 
 @pytest.mark.proof
