@@ -39,8 +39,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     created_at: int  # unix seconds
     requests_per_minute: Limit | None = None
-    queued_tokens: Limit | None = None  # of unfinished batches; one that goes beyond fails in validation
-    open_batches: Limit | None = None  # that have not ended
+    queued_tokens: Limit | None = None  # of all open batches of the tenant; one that goes beyond fails
+    open_batches: Limit | None = None  # of the tenant: those that have not ended
 
 
 class KeysUnreadable(StoreError):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,9 +31,28 @@ def _check_base_url(_ctx: click.Context, _param: click.Parameter, url: str) -> s
     raise click.BadParameter("it must look like http://127.0.0.1:8000/v1")
 
 
+class _Id(click.ParamType[str]):
+    """An id, which the server knows or not; the client refuses an empty one."""
+
+    name = "id"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value) or self.fail("it is empty", param, ctx)
+
+
+def object_id(name: str, shown: str, **attributes: Any) -> Callable[[Command], Command]:
+    """An argument that is the id of an object of the API."""
+    return click.argument(name, metavar=shown, type=_Id(), **attributes)
+
+
 server_option = flag(
     "--base-url", env="OPENAI_BASE_URL", default="http://127.0.0.1:8000/v1", callback=_check_base_url,
     help="Where the API is. Its key is taken from OPENAI_API_KEY.",
+)  # fmt: skip
+
+output_option = flag(
+    "-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False),
+    help="A file, which appears when all of it is on disk. [default: stdout]",
 )  # fmt: skip
 
 client_options: Callable[[Any], Any] = all_of(server_option, json_option)
@@ -88,6 +108,8 @@ def _message(error: "openai.APIStatusError") -> str:
     body = error.body
     said = body.get("message") if isinstance(body, dict) else None
     text = one_line(said or error)
+    if error.code == "invalid_value" and error.param and error.param not in text:
+        text = f"{error.param}: {text}"
     return text if len(text) <= _LONGEST_MESSAGE else text[:_LONGEST_MESSAGE] + "…"
 
 

@@ -5,6 +5,7 @@ import sys
 import click
 
 from pipeline.commands.api import api
+from pipeline.commands.batches import batches
 from pipeline.commands.files import files
 from pipeline.commands.health import health
 from pipeline.commands.jobs import jobs
@@ -24,7 +25,7 @@ def cli() -> None:
     """Runs batch files of language-model requests as fast as the hardware allows, and answers live calls meanwhile."""
 
 
-for command in (run_batch, serve, worker, api, jobs, keys, files, status, tail, wait, health):
+for command in (run_batch, serve, worker, api, jobs, keys, files, batches, status, tail, wait, health):
     cli.add_command(command)
 
 

@@ -7,10 +7,8 @@ from typing import Any
 
 import click
 
-from pipeline.api_client import api_client, client_options, server_option
+from pipeline.api_client import api_client, client_options, object_id, output_option, server_option
 from pipeline.options import Size, flag
-
-output_option = flag("-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Write there. [default: stdout]")
 
 
 @click.group()
@@ -54,7 +52,7 @@ def list_(purpose: str | None, limit: int, base_url: str, as_json: bool) -> None
 
 
 @files.command()
-@click.argument("file_id", metavar="FILE_ID")
+@object_id("file_id", "FILE_ID")
 @client_options
 def get(file_id: str, base_url: str, as_json: bool) -> None:
     """Shows what is known of a file."""
@@ -65,7 +63,7 @@ def get(file_id: str, base_url: str, as_json: bool) -> None:
 
 
 @files.command()
-@click.argument("file_ids", metavar="FILE_ID...", nargs=-1, required=True)
+@object_id("file_ids", "FILE_ID...", nargs=-1, required=True)
 @client_options
 def delete(file_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
     """Deletes files. A batch that was made of one goes on."""
@@ -76,7 +74,7 @@ def delete(file_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
 
 
 @files.command()
-@click.argument("file_id", metavar="FILE_ID")
+@object_id("file_id", "FILE_ID")
 @output_option
 @server_option
 def content(file_id: str, output_file: Path | None, base_url: str) -> None:

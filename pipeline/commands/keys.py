@@ -24,9 +24,9 @@ def keys() -> None:
 @flag("--name", env="PIPELINE_KEY_NAME", default="", help="What the key is for, to know it again by.")
 @flag("--requests-per-minute", env="PIPELINE_KEY_REQUESTS_PER_MINUTE", type=Size(), help="Most requests in a minute. [default: any number]")
 @flag("--queued-tokens", env="PIPELINE_KEY_QUEUED_TOKENS", type=Size(),
-      help="Most tokens in batches that have not ended; one above that fails. [default: any number]")
+      help="Most tokens in the tenant's batches that have not ended; one above that fails. [default: any number]")
 @flag("--open-batches", env="PIPELINE_KEY_OPEN_BATCHES", type=Size(),
-      help="Most batches that have not ended. [default: any number]")
+      help="Most batches of the tenant that have not ended. [default: any number]")
 @store_option
 @json_option
 def create(tenant: str, name: str, file_store: str, as_json: bool, **limits: int | None) -> None:  # fmt: skip

@@ -1,0 +1,144 @@
+"""`pipeline batches`: the batches of a server, over HTTP."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import click
+
+from pipeline.api_client import api_client, client_options, object_id, output_option, server_option
+from pipeline.options import Size, flag
+
+save_option = flag("-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Save the answers there.")
+fail_option = flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
+
+
+@click.group()
+def batches() -> None:
+    """Makes, shows, waits for and cancels batches of a server, over HTTP.
+
+    `pipeline status`, `wait` and `tail` look into a fleet's Redis instead, where they see the batches of `run-batch` and of every tenant.
+
+    Exit codes: 0 done, 1 stopped unfinished (expired, cancelled, or the server is away), 2 refused, 130 interrupted.
+    """
+
+
+def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...]) -> dict[str, str]:
+    if bad := next((pair for pair in pairs if "=" not in pair), None):
+        raise click.BadParameter(f"{bad!r} is not KEY=VALUE")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+@batches.command()
+@click.argument("source", metavar="FILE_OR_ID")
+@flag("--endpoint", help="What the requests are for. [default: what the first line of a local file says, else /v1/chat/completions]")
+@flag("--completion-window", default="24h", help="How long it may take; the server says which there are.")
+@flag("--metadata", multiple=True, callback=_pairs, metavar="KEY=VALUE", help="Noted with the batch; may be repeated.")
+@flag("--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]")
+@flag("--wait", is_flag=True, help="Stay until it has ended, and end as `pipeline batches wait` does.")
+@save_option
+@fail_option
+@client_options
+def submit(
+    source: str, endpoint: str | None, completion_window: str, metadata: dict[str, str], output_expires_after: int | None, wait: bool,
+    output_file: Path | None, fail_on_error: bool, base_url: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Uploads a local file, or takes the id of one that is there, makes a batch of it and prints the batch's id."""
+    from pipeline import remote_batches
+
+    if (output_file is not None or fail_on_error) and not wait:
+        raise click.UsageError("--output-file and --fail-on-error need --wait: until then there are no answers")
+    new = remote_batches.NewBatch(
+        source=source, endpoint=endpoint, completion_window=completion_window, metadata=metadata, output_expires_after=output_expires_after
+    )
+    with api_client(base_url) as client:
+        batch = remote_batches.submit(client, new)
+        if wait:
+            click.echo(f"{batch.id} is made", err=True)
+            name = None if new.path is None else str(new.path)
+            remote_batches.see_to_the_end(client, batch.id, output_file, fail_on_error, as_json, name)
+            return
+    click.echo(json.dumps(batch.to_dict()) if as_json else batch.id)
+
+
+@batches.command("list")
+@flag("--limit", type=Size(), default=20, help="How many, the newest first.")
+@client_options
+def list_(limit: int, base_url: str, as_json: bool) -> None:
+    """Shows batches, the newest first."""
+    with api_client(base_url) as client:
+        found = list(islice(client.batches.list(limit=min(limit, 100)), limit))
+    if as_json:
+        click.echo(json.dumps([batch.to_dict() for batch in found]))
+        return
+    from pipeline.remote_views import moment
+    from pipeline.tables import new_listing, print_table
+
+    table = new_listing("id", "status", "total", "completed", "failed", "created", "endpoint")
+    for batch in found:
+        counts = batch.request_counts
+        numbers = ("", "", "") if counts is None else (f"{counts.total:,}", f"{counts.completed:,}", f"{counts.failed:,}")
+        table.add_row(batch.id, batch.status, *numbers, moment(batch.created_at), batch.endpoint)
+    print_table(table)
+
+
+@batches.command()
+@object_id("batch_id", "BATCH_ID")
+@client_options
+def get(batch_id: str, base_url: str, as_json: bool) -> None:
+    """Shows how far a batch is, and what was wrong with one that was refused."""
+    from pipeline.remote_views import print_problems, show_object
+
+    with api_client(base_url) as client:
+        batch = client.batches.retrieve(batch_id)
+    show_object(batch.to_dict(), as_json)
+    if not as_json:
+        print_problems(batch, batch.input_file_id)
+
+
+@batches.command()
+@object_id("batch_id", "BATCH_ID")
+@save_option
+@fail_option
+@client_options
+def wait(batch_id: str, output_file: Path | None, fail_on_error: bool, base_url: str, as_json: bool) -> None:
+    """Waits for the end of a batch, with its progress on stderr. A server that is away for less than a minute is waited for."""
+    from pipeline import remote_batches
+
+    with api_client(base_url) as client:
+        remote_batches.see_to_the_end(client, batch_id, output_file, fail_on_error, as_json)
+
+
+@batches.command()
+@object_id("batch_ids", "BATCH_ID...", nargs=-1, required=True)
+@client_options
+def cancel(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
+    """Ends batches early. What is answered stays, and the rest gets error lines."""
+    with api_client(base_url) as client:
+        for batch_id in batch_ids:
+            batch = client.batches.cancel(batch_id)
+            click.echo(json.dumps(batch.to_dict()) if as_json else f"{batch.id} is {batch.status}")
+
+
+@batches.command()
+@object_id("batch_id", "BATCH_ID")
+@output_option
+@flag("--errors", is_flag=True, help="The error lines in place of the answers.")
+@server_option
+def results(batch_id: str, output_file: Path | None, errors: bool, base_url: str) -> None:
+    """Fetches the answers of a batch: of one that ended in input order, of one that still runs what is finished, in that order."""
+    from pipeline import remote_batches
+
+    with api_client(base_url) as client:
+        remote_batches.save_results(client, client.batches.retrieve(batch_id), output_file, errors)
+
+
+@batches.command()
+@object_id("batch_id", "BATCH_ID")
+@client_options
+def tail(batch_id: str, base_url: str, as_json: bool) -> None:
+    """Shows the text of a batch's answers as it is generated, until the batch has ended."""
+    from pipeline.remote_tail import tail as follow
+
+    with api_client(base_url) as client:
+        follow(client, batch_id, as_json)

@@ -1,0 +1,170 @@
+"""Batches of a server: made of a local file or of one that is there, waited for, and their results fetched."""
+
+import contextlib
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jobs.files import InputError, first_line
+from jobs.lines import decode_json
+from jobs.storage import StoreError
+from pipeline import remote_files
+from pipeline.api_client import is_passing
+from pipeline.errors import Interrupted, Refused, Unfinished
+from pipeline.progress import Counts, make_progress
+from pipeline.remote_views import counts_of, describe, print_problems
+from pipeline.signals import Signals
+
+if TYPE_CHECKING:
+    import openai
+    from openai.types import Batch
+
+DEFAULT_ENDPOINT = "/v1/chat/completions"
+END_STATES = ("completed", "failed", "expired", "cancelled")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
+_PATIENCE_SECONDS = 60.0  # with a server that does not answer
+_LONGEST_REQUESTED_PAUSE = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewBatch:
+    """What is asked for. `source` is a local file, or the id of one that the server has."""
+
+    source: str
+    endpoint: str | None = None  # None: that of the file's first line
+    completion_window: str = "24h"
+    metadata: dict[str, str] = field(default_factory=dict)
+    output_expires_after: int | None = None  # seconds
+
+    @property
+    def path(self) -> Path | None:
+        """The local file, if it is one."""
+        return None if self.source.startswith("file-") and not Path(self.source).exists() else Path(self.source)
+
+
+def submit(client: "openai.OpenAI", new: NewBatch) -> "Batch":
+    """Uploads the file if it is a local one, and makes the batch. Without a batch no file is left behind. Raises `Refused`."""
+    if new.path is None:
+        return _create(client, new, new.source, new.endpoint)
+    endpoint = new.endpoint or endpoint_of(new.path)
+    file_id = remote_files.upload(client, new.path).id
+    try:
+        batch = _create(client, new, file_id, endpoint)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            client.with_options(max_retries=0).files.delete(file_id)  # a batch that was made after all has its own
+        raise
+    click.echo(f"{new.path} is uploaded as {file_id}", err=True)
+    return batch
+
+
+def _create(client: "openai.OpenAI", new: NewBatch, file_id: str, endpoint: str | None) -> "Batch":
+    options: dict[str, Any] = {"metadata": new.metadata} if new.metadata else {}
+    if new.output_expires_after is not None:
+        options["output_expires_after"] = {"anchor": "created_at", "seconds": new.output_expires_after}
+    wanted: Any = {"endpoint": endpoint or DEFAULT_ENDPOINT, "completion_window": new.completion_window}
+    return client.batches.create(input_file_id=file_id, **wanted, **options)
+
+
+def endpoint_of(path: Path) -> str | None:
+    """What the first request of a file is for; None if it does not say. Raises `Refused` for a file that cannot be read."""
+    if not path.is_file():
+        raise Refused(f"{path} is a folder" if path.is_dir() else f"there is no file {path}, and no id of one begins so")
+    try:
+        line = first_line(str(path))
+    except (InputError, StoreError) as error:
+        raise Refused(str(error)) from None
+    with contextlib.suppress(ValueError):
+        request = decode_json(line or b"")
+        if isinstance(request, dict) and isinstance(request.get("url"), str):
+            return str(request["url"])
+    return None
+
+
+def wait_for(client: "openai.OpenAI", batch_id: str) -> "Batch":
+    """Shows progress until the batch has ended; a server that is away for less than a minute is waited for. Raises `Interrupted`."""
+    patient = client.with_options(max_retries=0)
+    counts, pause, away_since = Counts(), _FIRST_PAUSE, None
+    with Signals() as signals, make_progress() as progress:
+        while True:
+            wanted = 0.0
+            try:
+                batch = patient.batches.retrieve(batch_id)
+            except Exception as error:
+                now = time.monotonic()
+                away_since = away_since or now
+                if not is_passing(error) or now - away_since > _PATIENCE_SECONDS:
+                    raise
+                wanted = _requested_pause(error)
+                progress.update(Counts(counts.total, counts.done, counts.failed, None, counts.tokens, "the server does not answer yet"))
+            else:
+                away_since, counts = None, counts_of(batch)
+                progress.update(counts)
+                if batch.status in END_STATES:
+                    return batch
+            if signals.stops:
+                raise Interrupted(f"Interrupted: {batch_id} goes on; come back with `pipeline batches wait {batch_id}`.")
+            signals.wait(max(pause, wanted))
+            pause = min(1.3 * pause, _LONGEST_PAUSE)
+
+
+def see_to_the_end(
+    client: "openai.OpenAI", batch_id: str, output: Path | None, fail_on_error: bool, as_json: bool, source: str | None = None
+) -> None:
+    """Waits, says on stdout how the batch ended, saves its answers if asked to. Raises `Refused`, `Unfinished` and `Interrupted`.
+
+    `source` is the input's name for a person.
+    """
+    batch = wait_for(client, batch_id)
+    if as_json:
+        click.echo(json.dumps(batch.to_dict()))
+    elif batch.status != "failed":
+        click.echo(describe(batch))
+    if output is not None and batch.output_file_id:
+        save_results(client, batch, output)
+    check_end(batch, fail_on_error, source)
+
+
+def check_end(batch: "Batch", fail_on_error: bool, source: str | None = None) -> None:
+    """Ends the command as the batch ended. Raises `Refused` and `Unfinished`."""
+    if batch.status == "failed":
+        print_problems(batch, source or batch.input_file_id)
+        raise Refused(f"{batch.id} was refused; nothing was run")
+    if batch.status != "completed":
+        raise Unfinished(f"{batch.id} was {batch.status} before it was finished")
+    if fail_on_error and batch.request_counts is not None and batch.request_counts.failed:
+        raise Unfinished(f"{batch.request_counts.failed} of {batch.request_counts.total} requests failed")
+
+
+def save_results(client: "openai.OpenAI", batch: "Batch", output: Path | None, errors: bool = False) -> None:
+    """Writes what the batch has so far of answers, or of error lines. Raises `Refused` where there is nothing."""
+    file_id = batch.error_file_id if errors else batch.output_file_id
+    if not file_id:
+        raise Refused(_why_nothing(batch, errors))
+    whole = remote_files.download(client, file_id, output)
+    if not whole:
+        click.echo(f"{batch.id} is {batch.status}: these are the answers so far, in the order in which they came", err=True)
+    if output is not None:
+        click.echo(f"results: {output}", err=True)
+
+
+def _why_nothing(batch: "Batch", errors: bool) -> str:
+    if batch.status == "failed":
+        return f"{batch.id} was refused, so it has no results; `pipeline batches wait {batch.id}` lists what was wrong"
+    if batch.status not in END_STATES:
+        kind = "errors are written when it has ended" if errors else "no request of it is answered yet"
+        return f"{batch.id} is {batch.status}: {kind}"
+    return f"no request of {batch.id} failed" if errors else f"no request of {batch.id} was answered; see --errors for why"
+
+
+def _requested_pause(error: Exception) -> float:
+    """Seconds that the server asks a caller to wait."""
+    headers = getattr(getattr(error, "response", None), "headers", {})
+    with contextlib.suppress(ValueError):
+        return min(float(headers.get("retry-after", 0)), _LONGEST_REQUESTED_PAUSE)
+    return 0.0

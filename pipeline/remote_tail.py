@@ -1,0 +1,119 @@
+"""The tokens of a batch as a server streams them, line by line under the names of their requests; a cut stream is taken up again."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
+
+import click
+
+from pipeline.api_client import is_passing
+
+if TYPE_CHECKING:
+    import openai
+
+_SILENCE_SECONDS = 60.0  # the server says something at least every 15 s
+_PATIENCE_SECONDS = 60.0
+_PAUSE_SECONDS = 0.5
+
+
+class Event(NamedTuple):
+    """One server-sent event."""
+
+    id: str | None
+    data: str
+
+
+def tail(client: "openai.OpenAI", batch_id: str, as_json: bool) -> None:
+    """Prints what comes until the batch has ended."""
+    show = _print_json if as_json else Printer().show
+    last_id: str | None = None
+    heard = time.monotonic()
+    while True:
+        try:
+            for event in _events(client, batch_id, last_id):
+                heard, last_id = time.monotonic(), event.id or last_id
+                if event.data == "[DONE]":
+                    return
+                value = json.loads(event.data)
+                if "error" in value:  # the server lost its queue; it may have it back soon
+                    break
+                show(value)
+        except Exception as error:
+            if not is_passing(error) or time.monotonic() - heard > _PATIENCE_SECONDS:
+                raise
+        time.sleep(_PAUSE_SECONDS)
+
+
+class Printer:
+    """Whole lines of every answer, each under its request's name. What is told twice, as after a cut, is printed once."""
+
+    def __init__(self) -> None:
+        self._begun: dict[tuple[int, int], str] = {}  # (line of the file, choice) -> what is begun of a line
+        self._seen: dict[tuple[int, int], int] = {}  # characters that came
+
+    def show(self, value: dict[str, Any]) -> None:
+        """Prints what one event adds."""
+        if value.get("object") == "batch":
+            click.echo(f"{value['id']} is {value['status']}", err=True)
+            return
+        line, name = value["line"], value["custom_id"] or f"line {value['line']}"
+        for choice in value["choices"]:
+            self._add((line, choice["index"]), name, choice["text_offset"], choice["text"])
+        if value["status"] is not None:
+            self._end(line, name, value["status"])
+
+    def _add(self, key: tuple[int, int], name: str, offset: int, text: str) -> None:
+        seen = self._seen.get(key, 0)
+        self._seen[key] = max(seen, offset + len(text))
+        *whole, rest = (self._begun.get(key, "") + text[max(0, seen - offset) :]).split("\n")
+        self._begun[key] = rest
+        for one in whole:
+            _write(f"{_label(name, key[1])}: {one}\n")
+
+    def _end(self, line: int, name: str, status: str) -> None:
+        for key in sorted(key for key in self._seen if key[0] == line):
+            del self._seen[key]
+            if rest := self._begun.pop(key, ""):
+                _write(f"{_label(name, key[1])}: {rest}\n")
+        if status == "failed":
+            _write(f"{name}: failed\n")
+
+
+def parse_events(lines: Iterable[str]) -> Iterator[Event]:
+    """Events of a stream whose data are single lines; comments are passed over."""
+    event_id: str | None = None
+    for line in lines:
+        if line.startswith("id:"):
+            event_id = line[3:].strip()
+        elif line.startswith("data:"):
+            yield Event(event_id, line[5:].strip())
+            event_id = None
+
+
+def _events(client: "openai.OpenAI", batch_id: str, last_id: str | None) -> Iterator[Event]:
+    import openai
+
+    headers = {} if last_id is None else {"Last-Event-ID": last_id}
+    stream = client.get(
+        f"/batches/{quote(batch_id, safe='')}/stream", cast_to=object, stream=True, stream_cls=openai.Stream[object],
+        options={"headers": headers, "timeout": _SILENCE_SECONDS, "max_retries": 0},
+    )  # fmt: skip
+    with closing(stream):
+        yield from parse_events(stream.response.iter_lines())
+
+
+def _label(name: str, choice: int) -> str:
+    return f"{name} ({choice})" if choice else name
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    _write(json.dumps(value) + "\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,181 @@
+"""`pipeline batches` against a real stack: HTTP, control plane, and a worker that answers what was said."""
+
+import gzip
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from api.settings import ApiSettings
+from jobs.requests import Claim
+from jobs.results import Result
+from pipeline.errors import Refused
+from pipeline.remote_batches import endpoint_of
+from tests.pipeline.conftest import Outcome, RunHere
+from tests.support.api_server import running_api
+from tests.support.commands import running_pipeline
+from tests.support.control_plane import Answering, chat_line, check_echoes, control_plane, echo, failing, write_input
+from tests.support.redis_server import running_server
+
+Batches = Callable[..., Outcome]
+
+
+class Stack:
+    """Where the API is, and the gate through which each answer of the model "slow" goes."""
+
+    def __init__(self, url: str) -> None:
+        self.url = f"{url}/v1"
+        self.gate = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def answer(self, claim: Claim) -> Result:
+        while not self.open.is_set() and not self.gate.acquire(timeout=0.02):
+            pass
+        return echo(claim)
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    store = str(tmp_path_factory.mktemp("store"))
+    with (
+        running_server() as server,
+        control_plane(server.url, ["--file-store", store], {"FILE_STORE": store}),
+        running_api(ApiSettings(redis_url=server.url, file_store=store, completion_windows=("24h", "2s"))) as url,
+    ):
+        made = Stack(url)
+        with (
+            Answering(server.url),
+            Answering(server.url, failing(2), ["unlucky"]),
+            Answering(server.url, made.answer, ["slow"], limit=1),
+        ):
+            yield made
+            made.open.set()
+
+
+@pytest.fixture
+def batches(run_here: RunHere, stack: Stack) -> Batches:
+    """Runs `pipeline batches …`."""
+    return lambda *arguments: run_here("batches", *arguments, OPENAI_BASE_URL=stack.url)
+
+
+def test_a_file_becomes_a_file_of_answers_in_one_command(batches: Batches, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 5)
+    done = batches("submit", source, "--wait", "-o", tmp_path / "out.jsonl", "--metadata", "run=7", "--metadata", "by=a=b")
+    assert done.code == 0, done.err
+    check_echoes(tmp_path / "out.jsonl", 5)
+    batch_id = done.out.split()[0]
+    assert done.out.startswith(f"{batch_id} is completed; 5 requests, 0 failed; 35 prompt tokens (10 from the cache), 15 output tokens")
+    shown = json.loads(batches("get", batch_id, "--json").out)
+    assert (shown["id"], shown["status"], shown["metadata"]) == (batch_id, "completed", {"run": "7", "by": "a=b"})
+    assert "status             completed\n" in batches("get", batch_id).out
+    too_late = batches("cancel", batch_id)
+    assert (too_late.code, too_late.err.count("\n")) == (2, 1)
+
+
+def test_a_batch_is_made_now_and_fetched_later(batches: Batches, run_here: RunHere, stack: Stack, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 3)
+    file_id = run_here("files", "upload", source, OPENAI_BASE_URL=stack.url).out.strip()
+    batch_id = batches("submit", file_id).out.strip()
+    ended = batches("wait", batch_id, "--json")
+    assert (ended.code, json.loads(ended.out)["status"]) == (0, "completed")
+    assert batches("results", batch_id, "-o", tmp_path / "out.jsonl").code == 0
+    check_echoes(tmp_path / "out.jsonl", 3)
+    assert batches("results", batch_id).out.encode() == (tmp_path / "out.jsonl").read_bytes()
+    assert batches("results", batch_id, "--errors").err == f"Error: no request of {batch_id} failed\n"
+    listed = json.loads(batches("list", "--json", "--limit", 1).out)
+    assert [batch["id"] for batch in listed] == [batch_id]
+    assert batches("list").out.splitlines()[1].startswith(batch_id)
+
+
+def test_every_bad_line_of_a_refused_file_is_listed(batches: Batches, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(chat_line("a") + b"{\n" + chat_line("a") + chat_line("b", model="unknown"))
+    done = batches("submit", source, "--wait", "-o", tmp_path / "out.jsonl")
+    assert done.code == 2
+    for number, code in ((2, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "model_not_found")):
+        assert any(line.startswith(f"{source}:{number}: ") and line.endswith(f"[{code}]") for line in done.err.splitlines()), done.err
+    assert done.err.splitlines()[-1].endswith("was refused; nothing was run")
+    assert not (tmp_path / "out.jsonl").exists()
+    batch_id = done.err.splitlines()[-1].split()[1]
+    assert ":2: " in batches("get", batch_id).err
+    assert batches("results", batch_id).code == 2
+
+
+def test_answers_that_are_errors_can_fail_the_command(batches: Batches, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 3, model="unlucky")
+    done = batches("submit", source, "--wait", "--fail-on-error")
+    assert (done.code, done.err.splitlines()[-1]) == (1, "Error: 1 of 3 requests failed")
+    batch_id = done.out.split()[0]
+    assert [json.loads(line)["custom_id"] for line in batches("results", batch_id).out.splitlines()] == ["c1", "c3"]
+    assert [json.loads(line)["custom_id"] for line in batches("results", batch_id, "--errors").out.splitlines()] == ["c2"]
+    assert batches("wait", batch_id).code == 0
+
+
+def test_a_batch_that_runs_can_be_left_and_cancelled(batches: Batches, stack: Stack, tmp_path: Path) -> None:
+    batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 4, model="slow")).out.strip()
+    assert batches("results", batch_id).code == 2
+    with running_pipeline("batches", "wait", batch_id, "--base-url", stack.url) as waiting:
+        stack.gate.release()
+        waiting.wait_for("1 of 4 done")
+        waiting.process.send_signal(signal.SIGINT)
+        assert waiting.wait() == 130
+        assert f"{batch_id} goes on; come back with `pipeline batches wait {batch_id}`" in waiting.output
+    cancelled = batches("cancel", batch_id)
+    assert cancelled.code == 0, cancelled.err
+    stack.gate.release(4)
+    ended = batches("wait", batch_id, "-o", tmp_path / "out.jsonl")
+    assert (ended.code, ended.err.splitlines()[-1]) == (1, f"Error: {batch_id} was cancelled before it was finished")
+    assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["get", "batch_x"], "No batch found with id 'batch_x'"),
+        (["wait", "batch_x"], "No batch found"),
+        (["cancel", "batch_x"], "No batch found"),
+        (["results", "batch_x"], "No batch found"),
+        (["get", ""], "it is empty"),
+        (["submit", "{tmp}/absent.jsonl"], "there is no file"),
+        (["submit", "{tmp}"], "is a folder"),
+        (["submit", "{tmp}/in.jsonl", "--endpoint", "/v1/embeddings"], "Supported values are"),
+        (["submit", "{tmp}/in.jsonl", "--completion-window", "3h"], "completion_window"),
+        (["submit", "{tmp}/in.jsonl", "--metadata", "x"], "is not KEY=VALUE"),
+        (["submit", "{tmp}/in.jsonl", "-o", "x"], "need --wait"),
+        (["submit", "{tmp}/bad.parquet"], "bad.parquet"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(batches: Batches, tmp_path: Path, arguments: list[str], reason: str) -> None:
+    write_input(tmp_path / "in.jsonl", 1)
+    (tmp_path / "bad.parquet").write_bytes(b"x")
+    code, _, stderr = batches(*(argument.format(tmp=tmp_path) for argument in arguments))
+    assert code == 2, stderr
+    assert stderr.splitlines()[-1].startswith("Error: ")
+    assert reason in stderr
+
+
+def test_a_batch_that_is_not_made_leaves_no_file(batches: Batches, run_here: RunHere, stack: Stack, tmp_path: Path) -> None:
+    before = run_here("files", "list", "--json", OPENAI_BASE_URL=stack.url).out
+    assert batches("submit", write_input(tmp_path / "in.jsonl", 1), "--endpoint", "/v1/embeddings").code == 2
+    assert run_here("files", "list", "--json", OPENAI_BASE_URL=stack.url).out == before
+
+
+def test_the_endpoint_is_that_of_the_first_line(tmp_path: Path) -> None:
+    line = b'\n{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {}}\n' + chat_line("b")
+    (tmp_path / "plain.jsonl").write_bytes(b"\xef\xbb\xbf" + line)
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(line))
+    (tmp_path / "packed.jsonl.zst").write_bytes(pyarrow.compress(line, "zstd", asbytes=True))
+    parquet.write_table(pyarrow.table({"custom_id": ["a"], "prompt": ["x"]}), tmp_path / "rows.parquet")
+    for name in ("plain.jsonl", "packed.jsonl.gz", "packed.jsonl.zst", "rows.parquet"):
+        assert endpoint_of(tmp_path / name) == "/v1/completions", name
+    for content in (b"", b"\n", b"{", b"[]", b'{"url": 1}'):
+        (tmp_path / "odd.jsonl").write_bytes(content)
+        assert endpoint_of(tmp_path / "odd.jsonl") is None
+    (tmp_path / "bad.jsonl.gz").write_bytes(b"x")
+    with pytest.raises(Refused, match="cannot be decompressed"):
+        endpoint_of(tmp_path / "bad.jsonl.gz")
