@@ -122,6 +122,9 @@ def test_a_batch_that_runs_can_be_left_and_cancelled(batches: Batches, stack: St
     with running_pipeline("batches", "wait", batch_id, "--base-url", stack.url) as waiting:
         stack.gate.release()
         waiting.wait_for("1 of 4 done")
+        partial = batches("results", batch_id)
+        assert (partial.code, partial.out.count("\n")) == (0, 1), partial.err
+        assert "these are the answers so far" in partial.err
         waiting.process.send_signal(signal.SIGINT)
         assert waiting.wait() == 130
         assert f"{batch_id} goes on; come back with `pipeline batches wait {batch_id}`" in waiting.output
