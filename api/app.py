@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import Depends, FastAPI
 
-from api import auth, batches, files, health, live_calls, metrics, models, streams
+from api import auth, batch_stream, batches, files, health, live_calls, metrics, models, streams
 from api.errors import install_error_handlers
 from api.fleet import Fleet
 from api.lingering import Lingering
@@ -49,7 +49,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
     app.add_middleware(Lingering)
     app.add_middleware(RequestIds)
     install_error_handlers(app)
-    for module in (live_calls, streams, models, files, batches):
+    for module in (live_calls, streams, models, files, batches, batch_stream):
         app.include_router(module.router, dependencies=[Depends(auth.authorise)], responses=auth.ANSWERS)
     for module in (health, metrics):
         app.include_router(module.router)

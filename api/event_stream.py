@@ -21,10 +21,14 @@ def event(value: Any, event_id: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields. `close` is awaited once, however the stream ends."""
+    """Sends what `events` yields. `close`, where there is one, is awaited once, however the stream ends."""
 
     def __init__(
-        self, events: AsyncIterator[bytes], ping_seconds: float, close: Callable[[], Awaitable[None]], headers: dict[str, str] | None = None
+        self,
+        events: AsyncIterator[bytes],
+        ping_seconds: float,
+        close: Callable[[], Awaitable[None]] | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(headers={**_HEADERS, **(headers or {})})
         del self.headers["content-length"]
@@ -45,7 +49,8 @@ class EventStream(Response):
             for task in (sending, leaving):
                 task.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
-            await self._close()
+            if self._close is not None:
+                await self._close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

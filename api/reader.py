@@ -19,7 +19,7 @@ from jobs.connection import MAX_BLOCK_SECONDS
 from jobs.queue import Queue
 from jobs.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.scripts import QueueUnavailable
-from jobs.streams import FIRST_ID, parse_api_entry
+from jobs.streams import FIRST_ID, parse_api_entry, position
 
 QUEUE_LENGTH = 256
 _FIRST_PAUSE = 0.05
@@ -44,8 +44,8 @@ class Inbox:
 
     def put(self, entry: StreamEntry) -> None:
         """Called by the reader; never waits. After a gap, `get` goes on in the request's stream."""
-        gap = _position(entry.entry_id)[0] - sum(len(chunk.token_ids) for chunk in entry.chunks) > _position(self._arrived)[0]
-        self._arrived = max(self._arrived, entry.entry_id, key=_position)
+        gap = position(entry.entry_id)[0] - sum(len(chunk.token_ids) for chunk in entry.chunks) > position(self._arrived)[0]
+        self._arrived = max(self._arrived, entry.entry_id, key=position)
         if gap or len(self._entries) >= QUEUE_LENGTH:
             self._entries.clear()
             self._missed = True
@@ -92,7 +92,7 @@ class Inbox:
 
     def _trim(self, entry: StreamEntry) -> StreamEntry | None:
         """The entry without what was got before; None when it came before."""
-        if _position(entry.entry_id) <= _position(self._last_id) and entry.result is None:
+        if position(entry.entry_id) <= position(self._last_id) and entry.result is None:
             return None
         self._last_id = entry.entry_id
         entry.chunks = [self._rest(chunk) for chunk in entry.chunks]
@@ -174,8 +174,3 @@ class Reader:
         log.warning("redis has been away for too long, %d calls fail: %s", self.calls, error)
         for inbox in list(self._inboxes.values()):
             inbox.fail(QueueUnavailable(str(error)))
-
-
-def _position(entry_id: str) -> tuple[int, int]:
-    first, _, second = entry_id.partition("-")
-    return int(first), int(second or 0)

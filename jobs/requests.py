@@ -142,10 +142,10 @@ class StreamEntry(msgspec.Struct):
 class BatchEntry(msgspec.Struct, frozen=True):
     """One entry of the stream of a batch that is read: what one of its requests was given, or that the state of the batch moved."""
 
-    id: str  # in that stream
+    id: str  # in that stream; "" of one that sums up the request's own
     key: RequestKey | None  # None: the state moved
     entry_id: str  # of the same entry in the request's own stream
-    chunks: list[TokenChunk] | None  # None: they are too large for here, and stand in the request's own stream alone
+    chunks: list[TokenChunk]
     succeeded: bool | None  # of a request that ended
 
 

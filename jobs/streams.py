@@ -1,6 +1,6 @@
 """Reading what workers write: token streams, the stream of an API process, orders to workers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -70,6 +70,14 @@ class Streams(QueueBase):
         begun = (RequestKey.parse(name) for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)})
         return sorted(key for key in begun if key.batch == batch)[:limit]
 
+    def read_ranges(self, ranges: Sequence[tuple[RequestKey, str, str]]) -> list[list[StreamEntry]]:
+        """Entries of requests' token streams from one id to another, as XRANGE takes them; a stream that is gone has none."""
+        answers = self.commands(("XRANGE", keys.tokens(str(key)), first, last) for key, first, last in ranges)
+        return [
+            [parse_entry(key, text(entry_id), fields) for entry_id, fields in found]
+            for (key, _, _), found in zip(ranges, answers, strict=True)
+        ]
+
     def read_batch(self, batch: str, last_id: str, limit: int = 200) -> list[BatchEntry] | None:
         """Entries of a watched batch's stream after the one of id `last_id`.
 
@@ -78,7 +86,12 @@ class Streams(QueueBase):
         found = self._command("XRANGE", keys.batch_tokens(batch), last_id, "+", "COUNT", limit + 1)
         if not found or text(found[0][0]) != last_id:
             return None
-        return [_parse_batch_entry(text(entry_id), fields) for entry_id, fields in found[1:]]
+        entries = [_parse_batch_entry(text(entry_id), fields) for entry_id, fields in found[1:]]
+        large = [entry for entry, (_, fields) in zip(entries, found[1:], strict=True) if entry.key is not None and not fields[b"p"]]
+        own = self.read_ranges([(entry.key, entry.entry_id, entry.entry_id) for entry in large if entry.key is not None])
+        for entry, same in zip(large, own, strict=True):
+            entry.chunks.extend(chunk for one in same for chunk in one.chunks)
+        return entries
 
     def last_of_batch(self, batch: str) -> str | None:
         """The id of the last entry of a batch's stream; None without one."""
@@ -96,6 +109,12 @@ class Streams(QueueBase):
 
         answer = persistently(read, self.settings.redis_retry_seconds)
         return [(text(name), text(entry_id), fields) for name, entries in answer for entry_id, fields in entries]
+
+
+def position(entry_id: str) -> tuple[int, int]:
+    """An id of an entry in a form that has the order of its stream."""
+    first, _, second = entry_id.partition("-")
+    return int(first), int(second or 0)
 
 
 def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -> StreamEntry:
@@ -121,7 +140,7 @@ def _parse_batch_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> BatchEnt
         id=entry_id,
         key=RequestKey.parse(name) if name else None,
         entry_id=text(fields[b"e"]),
-        chunks=unpack_chunks(packed) if packed else None,
+        chunks=unpack_chunks(packed) if packed else [],
         succeeded=ended == b"1" if ended else None,
     )
 

@@ -1,0 +1,97 @@
+"""What every event stream of tokens does: says that somebody reads, waits for a Redis that is away, and ends in the same way."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import redis
+from fastapi import Request
+
+from api.errors import queue_unavailable
+from api.event_stream import event
+from api.state import ApiState
+from jobs.connection import MAX_BLOCK_SECONDS
+from jobs.requests import RequestKey, TokenChunk
+from jobs.results import ApiError
+from jobs.scripts import QueueUnavailable, passing_reason
+
+T = TypeVar("T")
+
+LAST_EVENT_ID: dict[str, Any] = {
+    "name": "Last-Event-ID",
+    "in": "header",
+    "required": False,
+    "description": "the id of the last event that was seen; the stream goes on behind it",
+    "schema": {"type": "string"},
+}
+"""One of the `parameters` of a route that can be gone on with."""
+
+_EVENT_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")  # what Redis takes
+_PAUSE_SECONDS = 0.1
+
+
+def last_event_id(request: Request) -> str | None:
+    """The id after which a reader wants to go on; None for one that begins. Raises `ApiError`."""
+    given = request.headers.get("last-event-id")
+    if given and not _EVENT_ID.fullmatch(given):
+        raise ApiError(400, f"Last-Event-ID is not the id of an event: {given}", param="Last-Event-ID", code="invalid_value")
+    return given or None
+
+
+def shown(chunk: TokenChunk) -> dict[str, Any]:
+    """The text that a chunk adds to its choice, and where it stands there."""
+    return {"index": chunk.choice, "token_offset": chunk.index, "text": chunk.text, "text_offset": chunk.text_offset}
+
+
+async def to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The events, an error where they cannot go on (Redis stayed away for too long, or what was followed is gone), and the end mark."""
+    try:
+        async for one in events:
+            yield one
+    except ApiError as error:
+        yield event(error.body())
+    except (QueueUnavailable, redis.RedisError):
+        yield event(queue_unavailable().body())
+    yield event(None)
+
+
+async def next_entries(
+    state: ApiState, name: str, last_id: str, count: int, seconds: float = MAX_BLOCK_SECONDS
+) -> list[tuple[str, dict[bytes, bytes]]]:
+    """Entries of a stream after `last_id`; empty when none comes for as long."""
+    answer: Any = await patiently(state, lambda: state.stream_client.xread({name: last_id}, count=count, block=int(seconds * 1000)))
+    return [(entry_id.decode(), fields) for _, entries in answer for entry_id, fields in entries]
+
+
+async def patiently(state: ApiState, ask: Callable[[], Awaitable[T]]) -> T:
+    """The answer of Redis, asked again for as long as the queue's patience lasts while it is away."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + state.queue.settings.redis_retry_seconds
+    while True:
+        try:
+            return await ask()
+        except redis.RedisError as error:
+            if passing_reason(error) is None or loop.time() > deadline:
+                raise
+        await asyncio.sleep(_PAUSE_SECONDS)
+
+
+class Watch:
+    """Says again and again that somebody reads the tokens of a request or of a batch."""
+
+    def __init__(self, state: ApiState, target: RequestKey | str) -> None:
+        self._state = state
+        self._target = target
+        self._until = 0.0
+
+    async def renew(self) -> None:
+        """Says so if half of the time is over for which it was said last."""
+        if asyncio.get_running_loop().time() > self._until:
+            await self.begin()
+
+    async def begin(self) -> str:
+        """Says so now. Returns what `Queue.watch` does."""
+        last_id = await asyncio.to_thread(self._state.queue.watch, self._target, self._state.settings.watch_seconds)
+        self._until = asyncio.get_running_loop().time() + self._state.settings.watch_seconds / 2
+        return last_id
