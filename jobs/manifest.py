@@ -77,6 +77,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     completed: int = 0  # this, `failed` and `usage` are of the lines on disk; final once the outputs are written
     failed: int = 0
     usage: Usage | None = None
+    queued_tokens: int = 0  # about as many stand in the lines' bodies
     logged_lines: int = 0  # this and the next: how much of the completion log counts
     logged_bytes: int = 0
     output: str | None = None  # this and the next: known once the outputs are written

@@ -95,6 +95,7 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "generation": manifest.generation,
         "owner": manifest.owner,
         "outcome": manifest.outcome,
+        "queued_tokens": manifest.queued_tokens,
         "line_models": msgspec.json.encode(manifest.models),
         **progress_fields(manifest),
     }

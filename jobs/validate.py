@@ -145,7 +145,7 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
             more = f"{bad - len(problems)} more lines are bad; the first {len(problems)} are listed."
             problems.append(LineProblem("too_many_errors", more))
         held.beat()
-        if not problems and (too_many := _token_problem(held, size)):
+        if of_api and not problems and (too_many := _token_problem(held, size)):
             problems.append(too_many)
         if problems:
             return Checked(0, [], problems, "")
@@ -165,14 +165,13 @@ def known_models(held: Slice, patience: float) -> set[str]:
 
 def _token_problem(held: Slice, size: int) -> LineProblem | None:
     """Whether the tenant's open batches, with this one of `size` bytes, would hold more tokens than they may; notes how many it holds."""
-    most = held.manifest.spec.queued_tokens
-    if most is None:
-        return None
-    own = -(-size // _BYTES_PER_TOKEN)
-    held.note({"queued_tokens": own})
-    records = (held.queue.batch_fields(batch) for batch in held.queue.open_batches(held.manifest.spec.tenant) if batch != held.batch)
+    spec = held.manifest.spec
+    held.manifest.queued_tokens = own = -(-size // _BYTES_PER_TOKEN)
+    held.note({"queued_tokens": own})  # before the others are looked at, so that of two at once one sees the other
+    records = (held.queue.batch_fields(batch) for batch in held.queue.open_batches(spec.tenant) if batch != held.batch)
     others = sum(int(fields.get("queued_tokens", 0)) for fields in records)
-    if own + others <= most:
+    most = spec.queued_tokens
+    if most is None or own + others <= most:
         return None
     message = f"About {own} tokens in this batch and {others} in others that have not ended are more than the {most} that may be queued."
     return LineProblem("token_limit_exceeded", message)

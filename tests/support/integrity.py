@@ -44,7 +44,13 @@ class _Check:
         found = [*self.of_leases(), *self.of_suspects(), *self.of_live_calls(), *self.of_workers()]
         for batch in sorted(self.members(keys.BATCHES)):
             found += self.of_batch(batch)
-        return found
+        return [*found, *self.of_open_batches()]
+
+    def of_open_batches(self) -> list[str]:
+        tenants = self.dump.starting(keys.open_batches(""))
+        listed = {batch for tenant in tenants for batch in self.members(keys.open_batches(tenant))} - self.members(keys.ACTIVE)
+        states = {batch: self.hash(keys.batch(batch)).get(b"state", b"").decode() for batch in sorted(listed)}
+        return [f"{batch}: {state}, and counted as open" for batch, state in states.items() if state in ENDED]
 
     def of_leases(self) -> list[str]:
         timed = {RequestKey.parse(name) for name in self.members(keys.LEASES)}

@@ -7,6 +7,7 @@ from typing import Any
 from jobs import keys
 
 _STAY = {keys.BATCHES, *keys.PERMANENT, "rq:queues", "rq:workers", "rq:workers:advance", "rq:workers:bulk"}
+_STAY_WITH_FILES = re.compile(r"\{q\}:(files|batch_index):.*", re.DOTALL)
 _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:batch:.*": 30 * 24 * 3600,  # records of ended batches
     r"\{q\}:tok:live_.*": 300,  # streams of ended live calls, for those who were cut
@@ -35,7 +36,7 @@ def _fault(client: Any, raw: bytes) -> str | None:
     key, left = raw.decode(errors="replace"), client.ttl(raw)
     if key == keys.WATCHED:  # its members go when nobody watches any more
         left = int(client.zrange(raw, -1, -1, withscores=True)[0][1] / 1000 - client.time()[0])
-    if key in _STAY or left == -2:
+    if key in _STAY or _STAY_WITH_FILES.fullmatch(key) or left == -2:
         return None
     for pattern, seconds in _GO_AWAY.items():
         if re.fullmatch(pattern, key, re.DOTALL):

@@ -1,0 +1,583 @@
+"""Batches of the API: made out of uploaded files, checked as OpenAI checks them, and ended with every line in one of two files."""
+
+import errno
+import gzip
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import redis
+from pyarrow import parquet
+
+from jobs import control, finalize
+from jobs.batches import BatchRecord, cancel_batch, get_batch, list_batches
+from jobs.file_store import FileStore
+from jobs.line_index import LineIndex
+from jobs.queue import Queue
+from jobs.rebuild import rebuild_all
+from jobs.retention import remove_ended
+from jobs.storage import AtomicWriter, StoreError
+from jobs.submission import TooManyBatches
+from jobs.ticker import Ticker
+from jobs.validation import COMPLETIONS
+from tests.support.batch_steps import answer_all, run_to_end, step
+from tests.support.control_plane import chat_line, failing
+from tests.support.integrity import faults
+from tests.support.store_batches import content_of, lines_of, log_of, manifest_of, put, serve, store_of, submit, submit_file
+
+MONTH = 30 * 24 * 3600
+
+
+class Killed(BaseException):
+    """Stands for a kill at one exact point."""
+
+
+def codes(record: BatchRecord) -> list[tuple[str, int | None, str | None]]:
+    return [(problem.code, problem.line, problem.param) for problem in record.errors]
+
+
+def custom_ids(content: bytes) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in content.splitlines()]
+
+
+def check_every_line_once(client: redis.Redis, folder: Path, record: BatchRecord, count: int) -> None:
+    """Each line in one of the two files, as the counts say; and the log holds the successes."""
+    tenant = record.spec.tenant
+    good = content_of(client, folder, record.output_file_id, tenant)
+    bad = content_of(client, folder, record.error_file_id, tenant)
+    assert (len(custom_ids(good)), len(custom_ids(bad))) == (record.completed, record.failed)
+    assert record.completed + record.failed == record.total == count
+    assert sorted(custom_ids(good) + custom_ids(bad)) == sorted(f"c{number}" for number in range(1, count + 1))
+    assert sorted(log_of(record).splitlines()) == sorted(good.splitlines())
+    assert faults(client) == []
+
+
+def under_way(client: redis.Redis, url: str, folder: Path, count: int = 20, done: int = 8, **asked: Any) -> BatchRecord:
+    """A batch of which some lines are done and on disk."""
+    record = submit(client, url, folder, lines_of(count), **asked)
+    step(client, record.id)
+    step(client, record.id)
+    answer_all(client, failing(3), most=done)
+    step(client, record.id)
+    return record
+
+
+def finished(client: redis.Redis, url: str, folder: Path, failures: tuple[int, ...] = (3,), **asked: Any) -> BatchRecord:
+    """A batch of 20 lines whose results are still to be written."""
+    record = submit(client, url, folder, lines_of(20), **asked)
+    while (record := step(client, record.id)).state != "finalizing":
+        answer_all(client, failing(*failures))
+    return record
+
+
+def test_a_batch_keeps_its_input(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    serve(redis_client, redis_url, "m")
+    store = store_of(redis_client, tmp_path)
+    file_id = put(store, lines_of(10))
+    record = submit_file(redis_client, tmp_path, file_id, metadata={"a": "b"})
+    assert os.stat(record.spec.input).st_nlink == 2
+    store.delete("", file_id)
+    assert (record.state, record.spec.input_file_id, record.spec.metadata) == ("validating", file_id, {"a": "b"})
+    ended = run_to_end(redis_client, record.id, failing(3))
+    assert (ended.state, ended.completed, ended.failed) == ("completed", 9, 1)
+    check_every_line_once(redis_client, tmp_path, ended, 10)
+
+
+def test_where_there_are_no_links_it_is_copied(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    record = submit(redis_client, redis_url, tmp_path, lines_of(5))
+    assert os.stat(record.spec.input).st_nlink == 1
+    assert run_to_end(redis_client, record.id).completed == 5
+
+
+def test_a_full_disk_makes_no_batch(redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for call in ("link", "fsync"):
+        with monkeypatch.context() as patch:
+            serve(redis_client, redis_url, "m")
+            file_id = put(store_of(redis_client, tmp_path), lines_of(1))
+            patch.setattr(os, call, refuse)
+            with pytest.raises(StoreError) as raised:
+                submit_file(redis_client, tmp_path, file_id, open_batches=1)
+            assert raised.value.full
+        assert list_batches(Queue(redis_client), "", None, 10).items == []
+        assert list((tmp_path / "store" / "batches").iterdir()) == []
+        assert Queue(redis_client).open_batches("") == []
+
+
+def test_an_input_file_that_cannot_be_used_fails_the_batch(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    serve(redis_client, redis_url, "m")
+    store = store_of(redis_client, tmp_path)
+    gone = put(store, lines_of(1))
+    store.delete("", gone)
+    others = [put(store, lines_of(1), tenant="other"), put(store, b"text", "a.txt", "assistants")]
+    for file_id in ("file-unknown", "../../../etc/passwd", "", gone, *others):
+        record = step(redis_client, submit_file(redis_client, tmp_path, file_id).id)
+        assert (record.state, codes(record)) == ("failed", [("invalid_request", None, "file_id")]), file_id
+        assert (record.total, record.completed, record.failed, record.output_file_id, record.error_file_id) == (0, 0, 0, None, None)
+        assert [path.name for path in Path(record.spec.root).iterdir() if not path.name.startswith(".")] == ["manifest.json"]
+    assert len(list_batches(Queue(redis_client), "", None, 10).items) == 6
+    assert faults(redis_client) == []
+
+
+def changed(custom_id: str, /, **fields: Any) -> bytes:
+    line = json.loads(chat_line(custom_id)) | fields
+    return json.dumps({name: value for name, value in line.items() if value is not ...}).encode() + b"\n"
+
+
+def test_every_bad_line_has_an_entry_with_openai_s_code(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    lines = [
+        chat_line("good"),
+        b"not json\n",
+        b"[1]\n",
+        changed("x1", custom_id=...),
+        changed("x2", custom_id=7),
+        changed("x3", method=...),
+        changed("x4", method="GET"),
+        changed("x5", url=...),
+        changed("x6", url="/v1/completions"),
+        changed("x7", body=...),
+        changed("x8", body="text"),
+        chat_line("x9", stream=True),
+        chat_line("x10", model="other"),
+        chat_line("x11", model=None),
+        chat_line("x12", model=3),  # type: ignore[arg-type]
+        changed("x13", body={"model": "m"}),
+        changed("x14", body=body | {"messages": "hi"}),
+        chat_line("good"),
+        chat_line("x15", temperature=-1),
+        changed("x16", body=body | {"stream": "yes"}),
+    ]
+    record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"".join(lines)).id)
+    assert (record.state, record.total) == ("failed", 0)
+    assert codes(record) == [
+        ("invalid_json_line", 2, None),
+        ("invalid_json_line", 3, None),
+        ("missing_required_parameter", 4, "custom_id"),
+        ("invalid_request", 5, "custom_id"),
+        ("missing_required_parameter", 6, "method"),
+        ("invalid_request", 7, "method"),
+        ("missing_required_parameter", 8, "url"),
+        ("invalid_url", 9, "url"),
+        ("missing_required_parameter", 10, "body"),
+        ("invalid_request", 11, "body"),
+        ("streaming_unsupported", 12, "body.stream"),
+        ("model_not_found", 13, "body.model"),
+        ("invalid_request", 14, "body.model"),
+        ("invalid_request", 15, "body.model"),
+        ("invalid_request", 16, "body.messages"),
+        ("invalid_request", 17, "body.messages"),
+        ("duplicate_custom_id", 18, "custom_id"),
+        ("invalid_request", 20, "body.stream"),
+    ]
+
+
+def test_completions_need_a_prompt(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"prompt": [1, 2]}, {}, {"prompt": 3}]
+    lines = [changed(f"c{n}", url=COMPLETIONS, body={"model": "m", **body}) for n, body in enumerate(bodies)]
+    record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"".join(lines), endpoint=COMPLETIONS).id)
+    assert codes(record) == [("invalid_request", 4, "body.prompt"), ("invalid_request", 5, "body.prompt")]
+
+
+@pytest.mark.parametrize(
+    ("data", "filename", "expected"),
+    [
+        (b"", "in.jsonl", ("empty_file", None, None)),
+        (b"\n \n", "in.jsonl", ("empty_file", None, None)),
+        (lines_of(6), "in.jsonl", ("too_many_tasks", None, None)),
+        (b"no gzip", "in.jsonl.gz", ("invalid_request", None, "file_id")),
+        (b"no parquet", "in.parquet", ("invalid_request", None, "file_id")),
+    ],
+)
+def test_a_file_that_is_bad_as_a_whole(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, data: bytes, filename: str, expected: tuple[str, None, str | None]
+) -> None:
+    record = step(redis_client, submit(redis_client, redis_url, tmp_path, data, filename, max_lines=5).id)
+    assert (record.state, codes(record)) == ("failed", [expected])
+    assert str(tmp_path) not in record.errors[0].message
+
+
+def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"bad\n" * 1500).id)
+    assert len(record.errors) == 1001
+    assert (record.errors[999].line, record.errors[1000].line) == (1000, None)
+    assert record.errors[1000].message.startswith("500 more lines are bad")
+
+
+def test_a_model_without_a_worker_is_known_and_waited_for(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    record = submit(redis_client, redis_url, tmp_path, lines_of(3, model="idle"))
+    serve(redis_client, redis_url, "idle")
+    Queue(redis_client).remove_worker("w")
+    assert step(redis_client, record.id).state == "in_progress"
+
+
+def test_a_model_that_is_first_heard_of_while_the_file_is_checked(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    """An emptied Redis hears of models as their workers renew their leases."""
+    record = submit(redis_client, redis_url, tmp_path, lines_of(3))
+    redis_client.delete("{q}:models")
+    heard = threading.Timer(0.3, serve, (redis_client, redis_url, "m"))
+    heard.start()
+    assert step(redis_client, record.id).state == "in_progress"
+    heard.join()
+
+
+def test_tokens_that_may_be_queued(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    data = lines_of(100)
+    bodies = sum(len(json.dumps(json.loads(line)["body"])) for line in data.splitlines())
+    most = int(1.5 * bodies / 4)
+    first = submit(redis_client, redis_url, tmp_path, data, tenant="t", queued_tokens=most)
+    assert step(redis_client, first.id).state == "in_progress"
+    second = submit(redis_client, redis_url, tmp_path, data, tenant="t", queued_tokens=most)
+    refused = step(redis_client, second.id)
+    assert (refused.state, codes(refused)) == ("failed", [("token_limit_exceeded", None, None)])
+    assert step(redis_client, submit(redis_client, redis_url, tmp_path, data, tenant="u", queued_tokens=most).id).state == "in_progress"
+    run_to_end(redis_client, first.id)
+    third = submit(redis_client, redis_url, tmp_path, data, tenant="t", queued_tokens=most)
+    assert step(redis_client, third.id).state == "in_progress"
+
+
+def test_a_tenant_has_no_more_open_batches_than_it_may(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    serve(redis_client, redis_url, "m")
+    file_id = put(store_of(redis_client, tmp_path), lines_of(2), tenant="t")
+    made: list[BatchRecord] = []
+    refused: list[TooManyBatches] = []
+
+    def ask() -> None:
+        try:
+            made.append(submit_file(redis_client, tmp_path, file_id, tenant="t", open_batches=3))
+        except TooManyBatches as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(made), len(refused)) == (3, 5)
+    assert len(list((tmp_path / "store" / "batches").iterdir())) == 3
+    submit_file(redis_client, tmp_path, put(store_of(redis_client, tmp_path), lines_of(2), tenant="u"), tenant="u", open_batches=1)
+    run_to_end(redis_client, made[0].id)
+    ask()
+    ask()
+    assert (len(made), len(refused)) == (4, 6)
+
+
+def test_a_place_that_a_killed_maker_took_is_given_away(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    serve(redis_client, redis_url, "m")
+    queue = Queue(redis_client)
+    old, fresh = (f"batch_{int((queue.now() - age) * 1e6):013x}{0:011x}" for age in (90, 1))
+    file_id = put(store_of(redis_client, tmp_path), lines_of(2))
+    assert queue.open_batch("", fresh, 1)
+    with pytest.raises(TooManyBatches):
+        submit_file(redis_client, tmp_path, file_id, open_batches=1)
+    queue.dismiss("", fresh)
+    assert queue.open_batch("", old, 1)
+    submit_file(redis_client, tmp_path, file_id, open_batches=1)
+
+
+def test_lines_are_found_by_number(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    data = b"\xef\xbb\xbf" + chat_line("a") + b"\n" + chat_line("\u20ac") + b" \n" + chat_line("z")
+    record = submit(redis_client, redis_url, tmp_path, data)
+    step(redis_client, record.id)
+    with LineIndex(record.spec.root, record.spec.input) as index:
+        assert [index.custom_id(line) for line in (5, 3, 1)] == ["z", "\u20ac", "a"]
+        for line in (2, 6):
+            with pytest.raises(StoreError, match=f"no line {line}"):
+                index.custom_id(line)
+
+
+@pytest.mark.parametrize("form", ["in.jsonl.gz", "in.jsonl.zst", "in.parquet"])
+def test_other_forms_of_input(redis_client: redis.Redis, redis_url: str, tmp_path: Path, form: str) -> None:
+    if form.endswith("parquet"):
+        rows = [{"custom_id": f"c{n}", "messages": [{"role": "user", "content": f"say {n}"}], "model": "m"} for n in range(1, 8)]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / form)
+        data = (tmp_path / form).read_bytes()
+    else:
+        data = gzip.compress(lines_of(7)) if form.endswith("gz") else pyarrow.compress(lines_of(7), "zstd", asbytes=True)
+    record = submit(redis_client, redis_url, tmp_path, data, form)
+    ended = run_to_end(redis_client, record.id, failing(3))
+    assert (ended.completed, ended.failed) == (6, 1)
+    assert sorted(custom_ids(log_of(record))) == ["c1", "c2", "c4", "c5", "c6", "c7"]
+    if form.endswith("parquet"):
+        found = store_of(redis_client, tmp_path).get("", ended.output_file_id or "")
+        assert (found.suffix, found.filename) == (".parquet", f"{record.id}_output.parquet")
+        table = parquet.read_table(store_of(redis_client, tmp_path).content_path(found))
+        assert table["custom_id"].to_pylist() == ["c1", "c2", "c4", "c5", "c6", "c7"]
+        assert custom_ids(content_of(redis_client, tmp_path, ended.error_file_id)) == ["c3"]
+    else:
+        check_every_line_once(redis_client, tmp_path, ended, 7)
+
+
+@pytest.mark.parametrize(("failures", "files"), [((), (True, False)), ((1, 2), (False, True))])
+def test_a_file_without_lines_is_not_made(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, failures: tuple[int, ...], files: tuple[bool, bool]
+) -> None:
+    record = run_to_end(redis_client, submit(redis_client, redis_url, tmp_path, lines_of(2)).id, failing(*failures))
+    assert (record.state, record.output_file_id is not None, record.error_file_id is not None) == ("completed", *files)
+    assert len(list((tmp_path / "store" / "files").iterdir())) == 2  # the input's and the one
+    check_every_line_once(redis_client, tmp_path, record, 2)
+
+
+def test_what_an_ended_batch_needs_no_more_is_gone(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    ended = run_to_end(redis_client, finished(redis_client, redis_url, tmp_path).id)
+    kept = {path.name for path in Path(ended.spec.root).iterdir() if path.is_file()}
+    assert kept == {".lock", "manifest.json", "input.jsonl", "lines.index", "completed.jsonl", "completed.index"}
+    assert list((Path(ended.spec.root) / "parts").iterdir()) == []
+    assert Queue(redis_client).open_batches("") == []
+
+
+@pytest.mark.parametrize("seconds", [None, 7200])
+def test_results_expire(redis_client: redis.Redis, redis_url: str, tmp_path: Path, seconds: int | None) -> None:
+    ended = run_to_end(redis_client, finished(redis_client, redis_url, tmp_path, output_expires_seconds=seconds).id)
+    for file_id in (ended.output_file_id, ended.error_file_id):
+        found = store_of(redis_client, tmp_path).get("", file_id or "")
+        assert found.expires_at is not None
+        assert found.expires_at - found.created_at == (seconds or MONTH)
+        assert abs(found.created_at - ended.timestamps["completed"]) < 30
+
+
+@pytest.mark.parametrize(
+    "point", ["begin_result_files", "write_outputs", "commit", "put_result", "drop", "save_manifest", "transition", "tidy"]
+)
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("emptied", [False, True])
+def test_finalise_killed_anywhere_writes_the_same(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool, emptied: bool
+) -> None:
+    failures = () if point == "drop" else (3,)  # which is for a file without lines
+    record = finished(redis_client, redis_url, tmp_path, failures)
+    owners = {
+        "begin_result_files": finalize, "write_outputs": finalize, "commit": finalize._JsonlWriter, "put_result": FileStore,
+        "drop": FileStore, "transition": Queue,
+    }  # fmt: skip
+    owner: Any = owners.get(point, control)
+    real = getattr(owner, point)
+
+    def die(*arguments: Any, **options: Any) -> Any:
+        if point == "transition" and "completed" not in arguments:
+            return real(*arguments, **options)
+        if after:
+            real(*arguments, **options)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, point, die)
+        with pytest.raises(Killed):
+            step(redis_client, record.id)
+    if emptied:
+        redis_client.flushall()
+        serve(redis_client, redis_url, "m")
+        store_of(redis_client, tmp_path).reindex()
+        rebuild_all(Queue(redis_client), str(tmp_path / "store"))
+    Ticker(Queue(redis_client)).tick()
+    ended = get_batch(redis_client, record.id)
+    ended = ended if ended.ended else run_to_end(redis_client, record.id, failing())
+    assert (ended.state, ended.failed) == ("completed", len(failures))
+    check_every_line_once(redis_client, tmp_path, ended, 20)
+    written = {path.name for path in (tmp_path / "store" / "files").rglob("*") if path.is_file()}
+    assert written == {"record.json", "content.jsonl"}
+    assert not (Path(ended.spec.root) / "plan.bin").exists()
+
+
+def test_cancelled_while_it_runs(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    record = under_way(redis_client, redis_url, tmp_path)
+    claims = Queue(redis_client).claim("w2", 1, 4, models=["m"])
+    assert cancel_batch(redis_client, record.id).state == "cancelling"
+    held = [(claim.key, claim.fence) for claim in claims]
+    assert len(Queue(redis_client).renew("w2", held)) == 4
+    ended = run_to_end(redis_client, record.id)
+    assert (ended.state, ended.completed, ended.failed) == ("cancelled", 7, 13)
+    check_every_line_once(redis_client, tmp_path, ended, 20)
+    errors = [json.loads(line)["error"]["code"] for line in content_of(redis_client, tmp_path, ended.error_file_id).splitlines()]
+    assert sorted(errors) == ["bad_luck"] + ["batch_cancelled"] * 12
+    assert cancel_batch(redis_client, record.id) == ended
+
+
+@pytest.mark.parametrize("outcome", ["completed", "expired"])
+@pytest.mark.parametrize("point", ["write_outputs", "publish_result_files", "note", "move"])
+def test_cancelled_while_its_results_are_written(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, point: str
+) -> None:
+    if outcome == "completed":
+        record = finished(redis_client, redis_url, tmp_path)
+    else:
+        record = under_way(redis_client, redis_url, tmp_path)
+        redis_client.hset("{q}:batch:" + record.id, "expires_at", 1)
+        Ticker(Queue(redis_client)).tick()
+    owner: Any = {"note": control.Slice, "move": control}.get(point, finalize)
+    real = getattr(owner, name := "save_manifest" if point == "move" else point)
+
+    def cancel_first(*arguments: Any, **options: Any) -> Any:
+        if point != "note" or get_batch(redis_client, record.id).state == "finalizing":
+            monkeypatch.setattr(owner, name, real)
+            assert cancel_batch(redis_client, record.id).state == "cancelling"
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, cancel_first)
+    generation = int(Queue(redis_client).batch_fields(record.id)["generation"])
+    finalize.run(record.id, generation)  # the job that is overtaken
+    assert get_batch(redis_client, record.id).state == "cancelling"
+    finalize.run(record.id, generation)  # a late one of its generation
+    ended = run_to_end(redis_client, record.id)
+    expected = ("cancelled", 19, 1) if outcome == "completed" else ("cancelled", 7, 13)
+    assert (ended.state, ended.completed, ended.failed) == expected
+    assert manifest_of(ended).state == "cancelled"
+    check_every_line_once(redis_client, tmp_path, ended, 20)
+
+
+def test_a_window_that_closes(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    record = under_way(redis_client, redis_url, tmp_path, seconds=3600.0)
+    redis_client.hset("{q}:batch:" + record.id, "expires_at", 1)
+    Ticker(Queue(redis_client)).tick()
+    ended = run_to_end(redis_client, record.id)
+    assert (ended.state, ended.completed, ended.failed) == ("expired", 7, 13)
+    check_every_line_once(redis_client, tmp_path, ended, 20)
+
+
+def test_cancelled_and_expired_before_anything_was_known(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    first, second = (submit(redis_client, redis_url, tmp_path, lines_of(5)) for _ in range(2))
+    cancel_batch(redis_client, first.id)
+    redis_client.hset("{q}:batch:" + second.id, "expires_at", 1)
+    Ticker(Queue(redis_client)).tick()
+    for record, state in ((first, "cancelled"), (second, "expired")):
+        ended = run_to_end(redis_client, record.id)
+        assert (ended.state, ended.total, ended.completed, ended.failed) == (state, 0, 0, 0)
+        assert (ended.output_file_id, ended.error_file_id) == (None, None)
+
+
+@pytest.mark.parametrize("point", ["save_manifest", "_transition"])
+def test_cancelled_at_the_moment_in_which_validation_ends(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """The counts add up whether or not the plan came to be known."""
+    record = submit(redis_client, redis_url, tmp_path, lines_of(5))
+    owner: Any = control if point == "save_manifest" else control.Slice
+    real = getattr(owner, point)
+
+    def cancel_first(*arguments: Any, **options: Any) -> Any:
+        if point == "save_manifest" or "in_progress" in arguments:
+            monkeypatch.setattr(owner, point, real)
+            cancel_batch(redis_client, record.id)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, point, cancel_first)
+    step(redis_client, record.id)
+    ended = run_to_end(redis_client, record.id)
+    assert (ended.state, ended.completed) == ("cancelled", 0)
+    assert (ended.total, ended.failed) in ((0, 0), (5, 5))
+    if ended.total:
+        check_every_line_once(redis_client, tmp_path, ended, 5)
+
+
+@pytest.mark.parametrize("state", ["validating", "in_progress", "finalizing", "cancelling", "completed", "failed"])
+def test_an_emptied_redis_gets_everything_back(redis_client: redis.Redis, redis_url: str, tmp_path: Path, state: str) -> None:
+    if state == "failed":
+        record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"bad\n", tenant="t").id)
+    elif state == "validating":
+        record = submit(redis_client, redis_url, tmp_path, lines_of(20), tenant="t")
+    else:
+        make = under_way if state in ("in_progress", "cancelling") else finished
+        record = make(redis_client, redis_url, tmp_path, tenant="t", metadata={"a": "b"})
+        if state == "cancelling":
+            cancel_batch(redis_client, record.id)
+        if state == "completed":
+            run_to_end(redis_client, record.id)
+    before = get_batch(redis_client, record.id)
+    log = log_of(before)
+    redis_client.flushall()
+    serve(redis_client, redis_url, "m")
+    rebuild_all(Queue(redis_client), str(tmp_path / "store"))
+    again = get_batch(redis_client, record.id)
+    shown = ("spec", "models", "errors", "output_file_id", "error_file_id", "stored_completed", "stored_failed", "total", "usage")
+    assert [getattr(again, name) for name in shown] == [getattr(before, name) for name in shown]
+    assert set(before.timestamps) <= {*again.timestamps, "cancelling"}
+    assert [found.id for found in list_batches(Queue(redis_client), "t", None, 10).items] == [record.id]
+    assert Queue(redis_client).open_batches("t") == ([] if before.ended else [record.id])
+    if before.ended:
+        assert again.state == before.state
+        return
+    ended = run_to_end(redis_client, record.id, failing(3))
+    assert ended.state == ("cancelled" if state == "cancelling" else "completed")
+    assert log_of(ended).startswith(log)
+    check_every_line_once(redis_client, tmp_path, ended, 20)
+
+
+def test_listings_show_a_tenant_its_own_newest_first(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    ids = [submit(redis_client, redis_url, tmp_path, lines_of(1), tenant="t").id for _ in range(7)][::-1]
+    other = submit(redis_client, redis_url, tmp_path, lines_of(1), tenant="u").id
+    queue = Queue(redis_client)
+    assert [found.id for found in list_batches(queue, "u", None, 10).items] == [other]
+    seen: list[str] = []
+    after = None
+    while True:
+        page = list_batches(queue, "t", after, 3)
+        seen += [found.id for found in page.items]
+        submit(redis_client, redis_url, tmp_path, lines_of(1), tenant="t")  # what comes meanwhile moves nothing
+        if not page.has_more:
+            break
+        after = seen[-1]
+    assert seen == ids
+    queue.forget(ids[2])
+    assert [found.id for found in list_batches(queue, "t", ids[1], 2).items] == ids[3:5]
+    assert [found.id for found in list_batches(queue, "t", ids[2], 2).items] == ids[3:5]
+
+
+def test_batches_that_ended_long_ago_go_and_others_stay(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    old, young, running = (submit(redis_client, redis_url, tmp_path, lines_of(3)) for _ in range(3))
+    run_to_end(redis_client, old.id)
+    run_to_end(redis_client, young.id)
+    queue = Queue(redis_client)
+    unmade = tmp_path / "store" / "batches" / f"batch_{'0' * 24}"
+    unmade.mkdir()
+    now = queue.now()
+    manifest = manifest_of(young)
+    manifest.timestamps["completed"] += 7200
+    control.save_manifest(manifest)
+    assert remove_ended(queue, str(tmp_path / "store"), now) == 1  # what never became a batch
+    assert not unmade.exists()
+    assert remove_ended(queue, str(tmp_path / "store"), now + MONTH + 3600) == 1
+    assert [found.id for found in list_batches(queue, "", None, 10).items] == [running.id, young.id]
+    assert not Path(old.spec.root).exists()
+    with pytest.raises(KeyError):
+        get_batch(redis_client, old.id)
+    assert run_to_end(redis_client, running.id).completed == 3
+
+
+def test_a_disk_that_is_full_when_results_are_written(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = finished(redis_client, redis_url, tmp_path)
+
+    def refuse(writer: AtomicWriter) -> None:
+        raise StoreError("cannot write: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AtomicWriter, "commit", refuse)
+        stuck = step(redis_client, record.id)
+        assert (stuck.state, stuck.problem) == ("finalizing", "cannot write: No space left on device")
+    check_every_line_once(redis_client, tmp_path, run_to_end(redis_client, record.id), 20)
+
+
+def test_what_breaks_on_disk_runs_again_and_is_logged_once(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    record = finished(redis_client, redis_url, tmp_path)
+    seen = log_of(record)
+    for part in (Path(record.spec.root) / "parts").iterdir():
+        part.write_bytes(part.read_bytes()[:-100])
+    assert step(redis_client, record.id).state == "in_progress"
+    ended = run_to_end(redis_client, record.id, failing(3))
+    assert log_of(ended).startswith(seen)
+    check_every_line_once(redis_client, tmp_path, ended, 20)
+
+
