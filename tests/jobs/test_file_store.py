@@ -16,6 +16,7 @@ from jobs.ids import BATCH, FILE, is_id, new_id, time_of
 from jobs.queue import Queue
 from jobs.storage import StoreError
 from tests.support.control_plane import ROOT
+from tests.support.integrity import faults
 
 
 @pytest.fixture
@@ -199,6 +200,7 @@ def test_an_emptied_redis_is_indexed_again(store: FileStore, redis_client: redis
     assert store.reindex() == 4
     assert {name: redis_client.zrange(name, 0, -1) for name in before} == before
     assert listed(store, "t") == [*made, batch.id]
+    assert faults(redis_client) == []
     assert store.sweep(batch.created_at + BATCH_FILE_SECONDS) == 2
     assert listed(store, "t") == made
 

@@ -41,7 +41,7 @@ class _Check:
         return {(member[0] if isinstance(member, tuple) else member).decode() for member in self.values.get(name, ())}
 
     def faults(self) -> list[str]:
-        found = [*self.of_leases(), *self.of_suspects(), *self.of_live_calls(), *self.of_workers()]
+        found = [*self.of_leases(), *self.of_suspects(), *self.of_live_calls(), *self.of_workers(), *self.of_files()]
         for batch in sorted(self.members(keys.BATCHES)):
             found += self.of_batch(batch)
         return [*found, *self.of_open_batches()]
@@ -94,6 +94,16 @@ class _Check:
             for model in self.dump.starting(prefix)
             for worker in sorted(self.members(prefix + model) - known)
         ]
+
+    def of_files(self) -> list[str]:
+        prefix = keys.files("").removesuffix("\0")
+        listed: dict[str, Counter[str]] = {}  # tenant -> how often a file is in a listing of one purpose
+        every: dict[str, Counter[str]] = {}
+        for name in self.dump.starting(prefix):
+            tenant, _, purpose = name.partition("\0")
+            (listed if purpose else every).setdefault(tenant, Counter()).update(self.members(prefix + name))
+        tenants = sorted({*listed, *every})
+        return [f"tenant {name!r}: its files are not each in one listing" for name in tenants if listed.get(name) != every.get(name)]
 
     def of_batch(self, batch: str) -> list[str]:
         found: list[str] = []
