@@ -7,7 +7,7 @@ from tests.workers.engine.kernels.compiling import SHARED_MEMORY, Code, Variant,
 from workers.engine.kernels.tuning import Choice, candidates
 
 MODULE = "workers.engine.kernels.attention"
-SPILLED = {torch.bfloat16: 96, torch.float16: 96, torch.float32: 256}  # bytes of a thread, by the worst candidate under any Triton since 3.6
+SPILLED = {torch.bfloat16: 96, torch.float16: 96, torch.float32: 256}  # bytes of a thread, by the worst candidate, any Triton since 3.6
 NAMES = {torch.bfloat16: ("bf16", "tl.bfloat16"), torch.float16: ("fp16", "tl.float16"), torch.float32: ("fp32", "tl.float32")}
 
 
