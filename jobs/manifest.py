@@ -8,7 +8,7 @@ import msgspec
 from jobs.completion_log import Extent
 from jobs.parts import Part
 from jobs.results import Usage
-from jobs.storage import StoreError, delete, join, read_bytes, size_of, write_bytes
+from jobs.storage import StoreError, delete, join, local_path, named, read_bytes, size_of, sync_folder, write_bytes
 
 NAME = "manifest.json"
 _CANCEL_MARK = "cancelled"  # a file of its own, since a long job may hold the folder when somebody cancels
@@ -116,8 +116,12 @@ def save_manifest(manifest: Manifest) -> None:
 
 
 def mark_cancelled(root: str) -> None:
-    """Notes durably that the batch is to end. Raises `StoreError`."""
-    write_bytes(join(root, _CANCEL_MARK), b"")
+    """Notes durably that the batch is to end; several callers may, at once. Raises `StoreError`."""
+    path = local_path(join(root, _CANCEL_MARK))
+    assert path is not None, "a batch's root is local"
+    with named("cannot write", str(path)):
+        path.touch()  # not by a temporary file: whoever holds the folder sweeps those away
+        sync_folder(path.parent)
 
 
 def unmark_cancelled(root: str) -> None:

@@ -1,0 +1,195 @@
+"""Batches over HTTP where things go wrong: a Redis that forgot them, limits of a key, callers who are not theirs, late cancels."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import redis
+from openai.types import Batch
+
+from api.settings import ApiSettings
+from jobs import advance, finalize
+from jobs.api_keys import create_key
+from jobs.batches import cancel_batch, get_batch
+from jobs.queue import Queue
+from jobs.rebuild import rebuild_all
+from tests.support.api_server import running_api
+from tests.support.batch_steps import answer_all, run_to_end, step
+from tests.support.control_plane import failing
+from tests.support.store_batches import lines_of, serve, submit
+
+ORDER = ("validating", "in_progress", "finalizing", "completed")
+
+
+@pytest.fixture
+def api_url(redis_url: str, tmp_path: Path) -> Iterator[str]:
+    """An API on the store of `tests.support.store_batches`."""
+    with running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path / "store"))) as url:
+        yield url
+
+
+def client_of(url: str, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def create(client: openai.OpenAI, data: bytes) -> Batch:
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+
+
+def test_states_and_counts_go_forward_through_the_loss_of_redis(
+    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, http: httpx.Client, tmp_path: Path
+) -> None:
+    serve(redis_client, redis_url, "m")
+    batch = create(client, lines_of(30))
+    seen: list[Batch] = []
+
+    def look() -> Batch:
+        seen.append(client.batches.retrieve(batch.id))
+        return seen[-1]
+
+    def lose_all() -> None:
+        redis_client.flushall()
+        answer = http.get(f"/v1/batches/{batch.id}")
+        assert (answer.status_code, answer.headers["retry-after"], answer.json()["error"]["code"]) == (503, "1", "queue_unavailable")
+        serve(redis_client, redis_url, "m")
+        rebuild_all(Queue(redis_client), str(tmp_path / "store"))
+        look()
+
+    look()
+    lose_all()
+    while get_batch(redis_client, batch.id).state != "finalizing":
+        advance._paces.clear()
+        step(redis_client, batch.id)
+        look()
+        answer_all(redis_client, failing(3, 17), most=7)
+        look()
+        if len(seen) in (7, 11, 15):
+            lose_all()
+    lose_all()
+    run_to_end(redis_client, batch.id, failing(3, 17))
+    look()
+    lose_all()
+    states = [ORDER.index(one.status) for one in seen]
+    assert states == sorted(states)
+    counts = [(one.request_counts.completed, one.request_counts.failed) for one in seen if one.request_counts]
+    assert counts == sorted(counts)
+    assert [failed for _, failed in counts] == sorted(failed for _, failed in counts)
+    for name in ("in_progress_at", "finalizing_at", "output_file_id", "model"):
+        values = [getattr(one, name) for one in seen]
+        first = next(number for number, value in enumerate(values) if value is not None)
+        assert set(values[first:]) == {values[-1]}, name
+    assert (seen[-1].status, counts[-1]) == ("completed", (28, 2))
+
+
+def test_limits_of_a_key_are_those_of_its_tenant(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path) -> None:
+    serve(redis_client, redis_url, "m")
+    store = str(tmp_path / "store")
+    first, second = (create_key(store, tenant="a", open_batches=2, queued_tokens=1500)[1] for _ in range(2))
+    _, other = create_key(store, tenant="b")
+    made = [create(client_of(api_url, key), lines_of(50)) for key in (first, second)]
+    with pytest.raises(openai.RateLimitError, match="2 batches that have not ended") as caught:
+        create(client_of(api_url, first), lines_of(1))
+    assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+    create(client_of(api_url, other), lines_of(500))
+    for batch in made:
+        step(redis_client, batch.id)
+    found = [client_of(api_url, first).batches.retrieve(batch.id) for batch in made]
+    assert [one.status for one in found] == ["in_progress", "failed"]
+    assert found[1].errors is not None
+    assert [error.code for error in found[1].errors.data or []] == ["token_limit_exceeded"]
+    create(client_of(api_url, second), lines_of(1))  # in the place of the one that failed
+
+
+def test_a_batch_of_another_tenant_is_unknown(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path) -> None:
+    serve(redis_client, redis_url, "m")
+    store = str(tmp_path / "store")
+    (_, mine), (_, theirs) = create_key(store, tenant="a"), create_key(store, tenant="b")
+    batch = create(client_of(api_url, mine), lines_of(2))
+    stranger = client_of(api_url, theirs)
+    for emptied in (False, True):
+        if emptied:
+            redis_client.flushall()
+        for call in (stranger.batches.retrieve, stranger.batches.cancel):
+            with pytest.raises(openai.NotFoundError, match="No batch found"):
+                call(batch.id)
+    assert stranger.batches.list().data == []
+
+
+def test_a_batch_of_the_command_line_is_not_shown(redis_client: redis.Redis, http: httpx.Client) -> None:
+    Queue(redis_client).create_batch("batch_0123456789abcdef01234567", 1, state="in_progress")
+    assert http.get("/v1/batches/batch_0123456789abcdef01234567").status_code == 404
+
+
+@pytest.mark.parametrize("moment", ["before", "while"])
+def test_a_cancel_that_meets_the_end(
+    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes first wins, and nobody is told two things."""
+    batch = submit(redis_client, redis_url, tmp_path, lines_of(5))
+    while step(redis_client, batch.id).state != "finalizing":
+        answer_all(redis_client)
+    if moment == "before":
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        run_to_end(redis_client, batch.id)
+    else:
+        real = finalize.publish_result_files
+
+        def cancelled(*arguments: Any) -> None:
+            real(*arguments)
+            assert client.batches.cancel(batch.id).status == "cancelling"
+
+        with monkeypatch.context() as patch:
+            patch.setattr(finalize, "publish_result_files", cancelled)
+            step(redis_client, batch.id)
+        assert client.batches.retrieve(batch.id).status == "cancelling"
+        run_to_end(redis_client, batch.id)
+    ended = client.batches.cancel(batch.id)
+    assert (ended.status, ended.completed_at, ended.error_file_id) == ("cancelled", None, None)
+    assert ended.cancelled_at is not None
+    assert ended.request_counts is not None
+    assert (ended.request_counts.total, ended.request_counts.completed, ended.request_counts.failed) == (5, 5, 0)
+    assert len(client.files.content(ended.output_file_id or "").text.splitlines()) == 5
+
+
+def test_many_cancels_at_once_are_all_answered(redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path) -> None:
+    batch = submit(redis_client, redis_url, tmp_path, lines_of(20))
+    step(redis_client, batch.id)
+    states: list[str] = []
+    threads = [threading.Thread(target=lambda: states.append(client.batches.cancel(batch.id).status)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert states == ["cancelling"] * 8
+    ended = run_to_end(redis_client, batch.id)
+    assert (ended.state, ended.failed) == ("cancelled", 20)
+    cancel_batch(redis_client, batch.id)
+
+
+def test_a_batch_that_is_over_for_long_is_unknown(redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path) -> None:
+    """Its record in Redis goes by itself some moments before its folder does."""
+    batch = run_to_end(redis_client, submit(redis_client, redis_url, tmp_path, lines_of(1)).id)
+    redis_client.delete("{q}:batch:" + batch.id)
+    with pytest.raises(openai.InternalServerError):
+        client.batches.retrieve(batch.id)
+    manifest = Path(batch.spec.root, "manifest.json")
+    ended = batch.timestamps["completed"]
+    manifest.write_text(manifest.read_text().replace(repr(ended), repr(ended - 31 * 86400)))
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve(batch.id)
+    assert client.batches.list().data == []
+
+
+def test_a_page_of_a_hundred_is_quick(redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path) -> None:
+    for _ in range(100):
+        submit(redis_client, redis_url, tmp_path, lines_of(1))
+    client.batches.list(limit=1)
+    started = time.monotonic()
+    assert len(client.batches.list(limit=100).data) == 100
+    assert time.monotonic() - started < 2
