@@ -20,6 +20,7 @@ _FORM_BYTES = 256 * 1024  # of a body beside the file
 _FIELD_BYTES = 4096
 _WRITE_BYTES = 1 << 20  # at once, off the event loop
 _NAME_LENGTH = 255
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 _FIELDS = ("purpose", ANCHOR, SECONDS)
@@ -175,6 +176,6 @@ def _base_name(filename: str | None) -> str:
     if not filename:
         fields.missing("file")
     name = re.split(r"[/\\]", filename)[-1]
-    if name in ("", ".", "..") or not name.isprintable():
+    if name in ("", ".", "..") or _CONTROL.search(name):
         fields.fail(f"Invalid 'file': '{fields.shown(filename)}' is no name for a file.", "file", "invalid_value")
     return fields.text(name, "file", _NAME_LENGTH)

@@ -7,7 +7,6 @@ A file exists once its record.json does. Until then its folder is in `keys.FILE_
 import contextlib
 import logging
 import os
-import shutil
 import time
 from pathlib import Path
 from types import TracebackType
@@ -131,8 +130,7 @@ class FileStore:
         """Removes what an upload that ended early has left; what cannot be removed now, the sweep removes."""
         folder = self.folder(file_id)
         with contextlib.suppress(OSError):
-            (folder / _RECORD).unlink(missing_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
+            _clear(folder)
         if not folder.exists():
             with contextlib.suppress(redis.RedisError):
                 self._queue.redis.zrem(keys.FILE_EXPIRY, file_id)
@@ -229,17 +227,14 @@ class FileStore:
         left = self.folder(file_id)
         found = left.exists()
         with named("cannot remove", str(left)):
-            if found:
-                shutil.rmtree(left)
+            _clear(left)
         self._queue.commands([("ZREM", keys.FILE_EXPIRY, file_id)])
         return found
 
     def _remove(self, record: FileRecord) -> None:
         folder = self.folder(record.id)
         with named("cannot remove", str(folder)):
-            (folder / _RECORD).unlink(missing_ok=True)
-            sync_folder(folder)
-            shutil.rmtree(folder)
+            _clear(folder)
         removals: Any = [("ZREM", keys.FILE_EXPIRY, record.id)]
         removals += [("ZREM", name, _member(record)) for name in _listings(record)]
         if record.batch_id is not None:  # its place is not the time in its id
@@ -307,6 +302,16 @@ class Upload:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _clear(folder: Path) -> None:
+    """Removes a file's folder, the record first. Others may do so at the same time."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / _RECORD).unlink(missing_ok=True)
+        sync_folder(folder)
+        for path in folder.iterdir():
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _expired(record: FileRecord, now: float) -> bool:

@@ -136,6 +136,7 @@ def test_the_official_client_s_expiry(client: openai.OpenAI) -> None:
         ("C:\\\\x\\\\y.jsonl", "y.jsonl"),
         ("Fragen für heute 質問.jsonl", "Fragen für heute 質問.jsonl"),
         ("a;b=c.JSONL", "a;b=c.JSONL"),
+        ("👩\u200d🚀.jsonl", "👩\u200d🚀.jsonl"),
     ],
 )
 def test_of_a_path_the_name_is_kept(http: httpx.Client, store: FileStore, sent: str, kept: str) -> None:

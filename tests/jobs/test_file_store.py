@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -11,12 +12,15 @@ import pytest
 import redis
 
 from jobs import keys
+from jobs.connection import connect
 from jobs.file_store import BATCH_FILE_SECONDS, FileRecord, FileStore, Page, batch_suffix
 from jobs.ids import BATCH, FILE, is_id, new_id, time_of
-from jobs.queue import Queue
+from jobs.queue import Queue, QueueUnavailable
+from jobs.settings import QueueSettings
 from jobs.storage import StoreError
 from tests.support.control_plane import ROOT
 from tests.support.integrity import faults
+from tests.support.redis_server import running_server
 
 
 @pytest.fixture
@@ -73,6 +77,33 @@ def test_a_file_comes_and_goes(store: FileStore, redis_client: redis.Redis) -> N
     for again in (store.get, store.delete):
         with pytest.raises(KeyError):
             again("", record.id)
+
+
+def test_a_file_that_many_delete_at_once_is_gone(store: FileStore) -> None:
+    def delete(_: int) -> bool:
+        try:
+            store.delete("", record.id)
+        except KeyError:
+            return False
+        return True
+
+    for _ in range(20):
+        record = put(store)
+        with ThreadPoolExecutor(4) as pool:
+            assert any(pool.map(delete, range(4)))
+        assert names(store) == []
+        assert os.listdir(store.root / "files") == []
+
+
+def test_a_file_that_cannot_be_listed_is_none(tmp_path: Path) -> None:
+    with running_server() as server:
+        queue = Queue(connect(server.url), QueueSettings(redis_retry_seconds=0.1))
+        with FileStore(queue, str(tmp_path)).begin(filename="a.jsonl", purpose="batch", tenant="") as upload:
+            upload.write(b"x")
+            server.stop()
+            with pytest.raises(QueueUnavailable):
+                upload.commit()
+    assert os.listdir(tmp_path / "files") == []
 
 
 def test_what_is_not_committed_leaves_nothing(store: FileStore, redis_client: redis.Redis) -> None:
