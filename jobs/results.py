@@ -112,14 +112,22 @@ def batch_request_id(batch: str, line: int) -> str:
 def output_line(custom_id: str, result: Result, batch_request_id: str) -> bytes:
     """One line of a result file, without the line feed. A failed one says so in both places that clients look at."""
     error = b"null" if result.succeeded else _line_error(result.body)
-    return b'{"id":%b,"custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":%b}' % (
+    return _unbroken(b'{"id":%b,"custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":%b}' % (
         encode_json(batch_request_id), encode_json(custom_id), result.status, encode_json(result.request_id), result.body, error,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def unanswered_line(custom_id: str, code: str, message: str, batch_request_id: str) -> bytes:
     """One line of an error file for a request that never ran, such as `batch_cancelled` or `batch_expired`."""
-    return encode_json({"id": batch_request_id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}})
+    line = {"id": batch_request_id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
+    return _unbroken(encode_json(line))
+
+
+def _unbroken(line: bytes) -> bytes:
+    """Escapes what JSON allows inside a line and Python's `splitlines`, by which many read result files, takes for its end."""
+    if line.isascii():
+        return line
+    return line.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
 
 
 def _line_error(body: bytes) -> bytes:

@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletion
 from tests.contract.calls import CHAT, COMPLETIONS, WINDOW, lines, results, said, submit, upload, wait
 from tests.contract.shapes import Recorder, body_faults
 from tests.contract.test_files import refused
+from tests.support.control_plane import chat_line
 
 DAY = 24 * 3600
 COMPLETION_LINE = {"custom_id": "c1", "method": "POST", "url": COMPLETIONS, "body": {"model": "m", "prompt": "Once"}}
@@ -130,6 +131,14 @@ def test_a_batch_whose_every_line_failed_is_completed(client: openai.OpenAI, end
     batch = ended["all fail"]
     assert (batch.status, batch.output_file_id) == ("completed", None)
     assert [line["custom_id"] for line in results(client, batch.error_file_id)] == ["c1", "c2"]
+
+
+def test_no_character_breaks_a_line_of_results(client: openai.OpenAI) -> None:
+    """`results` reads lines by `splitlines`, as many do, which takes more than a line feed for an end."""
+    odd = "".join(map(chr, (*range(1, 0x20), 0x7F, 0x85, 0x2028, 0x2029))) + "🙂é"
+    batch = wait(client, submit(client, chat_line(odd, odd) + chat_line(f"bad {odd}", "fail 400")).id)
+    assert [(line["custom_id"], said(line)) for line in results(client, batch.output_file_id)] == [(odd, odd)]
+    assert [line["custom_id"] for line in results(client, batch.error_file_id)] == [f"bad {odd}"]
 
 
 def test_deleting_the_input_does_not_hurt_a_batch(client: openai.OpenAI) -> None:
