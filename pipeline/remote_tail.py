@@ -11,6 +11,7 @@ from urllib.parse import quote
 import click
 
 from pipeline.api_client import is_passing
+from pipeline.errors import Unfinished, one_line
 
 if TYPE_CHECKING:
     import openai
@@ -35,15 +36,16 @@ def tail(client: "openai.OpenAI", batch_id: str, as_json: bool) -> None:
     while True:
         try:
             for event in _events(client, batch_id, last_id):
-                heard, last_id = time.monotonic(), event.id or last_id
                 if event.data == "[DONE]":
                     return
                 value = json.loads(event.data)
-                if "error" in value:  # the server lost its queue; it may have it back soon
-                    break
+                if "error" in value:  # the server cannot reach its queue, and may soon
+                    raise Unfinished(one_line(value["error"]["message"]))
+                heard, last_id = time.monotonic(), event.id or last_id
                 show(value)
         except Exception as error:
-            if not is_passing(error) or time.monotonic() - heard > _PATIENCE_SECONDS:
+            passing = isinstance(error, Unfinished) or is_passing(error)
+            if not passing or time.monotonic() - heard > _PATIENCE_SECONDS:
                 raise
         time.sleep(_PAUSE_SECONDS)
 
@@ -83,15 +85,19 @@ class Printer:
             _write(f"{name}: failed\n")
 
 
-def parse_events(lines: Iterable[str]) -> Iterator[Event]:
-    """Events of a stream whose data are single lines; comments are passed over."""
+def parse_events(chunks: Iterable[bytes]) -> Iterator[Event]:
+    """Events of a stream whose data are single lines; comments are passed over. A line ends at a line feed and nowhere else."""
     event_id: str | None = None
-    for line in lines:
-        if line.startswith("id:"):
-            event_id = line[3:].strip()
-        elif line.startswith("data:"):
-            yield Event(event_id, line[5:].strip())
-            event_id = None
+    begun = b""
+    for chunk in chunks:
+        *lines, begun = (begun + chunk).split(b"\n")
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"id":
+                event_id = value.decode().strip()
+            elif name == b"data":
+                yield Event(event_id, value.decode().strip())
+                event_id = None
 
 
 def _events(client: "openai.OpenAI", batch_id: str, last_id: str | None) -> Iterator[Event]:
@@ -103,7 +109,7 @@ def _events(client: "openai.OpenAI", batch_id: str, last_id: str | None) -> Iter
         options={"headers": headers, "timeout": _SILENCE_SECONDS, "max_retries": 0},
     )  # fmt: skip
     with closing(stream):
-        yield from parse_events(stream.response.iter_lines())
+        yield from parse_events(stream.response.iter_bytes())
 
 
 def _label(name: str, choice: int) -> str:

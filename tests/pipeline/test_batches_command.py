@@ -6,30 +6,41 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
 from api.settings import ApiSettings
+from jobs.connection import connect
+from jobs.queue import Queue
 from jobs.requests import Claim
 from jobs.results import Result
 from pipeline.errors import Refused
 from pipeline.remote_batches import endpoint_of
+from pipeline.remote_tail import Printer
+from tests.api.scripted_worker import ScriptedWorker
 from tests.pipeline.conftest import Outcome, RunHere
 from tests.support.api_server import running_api
 from tests.support.commands import running_pipeline
 from tests.support.control_plane import Answering, chat_line, check_echoes, control_plane, echo, failing, write_input
 from tests.support.redis_server import running_server
+from tests.support.relay import Relay
+from tests.support.waiting import wait_until
 
 Batches = Callable[..., Outcome]
 
 
-class Stack:
-    """Where the API is, and the gate through which each answer of the model "slow" goes."""
+PIECES = ["one ", "two\nthree ", "four\n", "fi\u2028ve"]
 
-    def __init__(self, url: str) -> None:
+
+class Stack:
+    """Where the API is, the gate through which each answer of the model "slow" goes, and the worker of "talk", which gives `PIECES`."""
+
+    def __init__(self, url: str, talker: ScriptedWorker) -> None:
         self.url = f"{url}/v1"
+        self.talker = talker
         self.gate = threading.Semaphore(0)
         self.open = threading.Event()
 
@@ -47,8 +58,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         control_plane(server.url, ["--file-store", store], {"FILE_STORE": store}),
         running_api(ApiSettings(redis_url=server.url, file_store=store, completion_windows=("24h", "2s"))) as url,
     ):
-        made = Stack(url)
+        talker = ScriptedWorker(Queue(connect(server.url)), lambda claim: PIECES, ("talk",))
+        made = Stack(url, talker)
         with (
+            talker,
             Answering(server.url),
             Answering(server.url, failing(2), ["unlucky"]),
             Answering(server.url, made.answer, ["slow"], limit=1),
@@ -60,6 +73,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 @pytest.fixture
 def batches(run_here: RunHere, stack: Stack) -> Batches:
     """Runs `pipeline batches …`."""
+    while stack.gate.acquire(blocking=False):  # left by another test
+        pass
     return lambda *arguments: run_here("batches", *arguments, OPENAI_BASE_URL=stack.url)
 
 
@@ -130,15 +145,75 @@ def test_a_batch_that_runs_can_be_left_and_cancelled(batches: Batches, stack: St
         assert f"{batch_id} goes on; come back with `pipeline batches wait {batch_id}`" in waiting.output
     cancelled = batches("cancel", batch_id)
     assert cancelled.code == 0, cancelled.err
-    stack.gate.release(4)
+    stack.gate.release()  # for what its worker holds; a batch that is cancelled ends without it
     ended = batches("wait", batch_id, "-o", tmp_path / "out.jsonl")
     assert (ended.code, ended.err.splitlines()[-1]) == (1, f"Error: {batch_id} was cancelled before it was finished")
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 1
 
 
+@pytest.fixture
+def relay(stack: Stack) -> Iterator[Relay]:
+    with Relay(stack.url) as relay:
+        yield relay
+
+
+def test_tokens_are_shown_as_they_come_each_once_through_a_cut(batches: Batches, stack: Stack, relay: Relay, tmp_path: Path) -> None:
+    stack.talker.step = threading.Semaphore(0)
+    batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 1, model="talk")).out.strip()
+    with running_pipeline("batches", "tail", batch_id, "--base-url", relay.url) as tail:
+        stack.talker.step.release(2)
+        tail.wait_for("c1: one two\n")
+        relay.cut()
+        wait_until(lambda: relay.accepted > 1, 30, "the stream to be taken up again")
+        stack.talker.step.release(2)
+        assert tail.wait() == 0
+        assert tail.output.split("\n") == ["c1: one two", "c1: three four", "c1: fi\u2028ve", f"{batch_id} is completed", ""]
+
+
+def test_lines_of_several_answers_keep_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    def event(line: int, *texts: tuple[int, int, str], status: str | None = None) -> dict[str, Any]:
+        choices = [{"index": index, "text_offset": offset, "text": text} for index, offset, text in texts]
+        return {"custom_id": f"c{line}", "line": line, "choices": choices, "status": status}
+
+    printer = Printer()
+    for told in (
+        event(1, (0, 0, "a")),
+        event(2, (0, 0, "x\ny")),
+        event(1, (0, 0, "ab"), (1, 0, "B")),  # told again from the beginning
+        event(1, (0, 1, "bc\n"), status="completed"),
+        event(2, status="failed"),
+        event(1, (0, 0, "ab")),  # run again
+        event(1, status="completed"),
+    ):
+        printer.show(told)
+    assert capsys.readouterr().out.splitlines() == ["c2: x", "c1: abc", "c1 (1): B", "c2: y", "c2: failed", "c1: ab"]
+
+
+def test_the_tokens_of_a_batch_that_ended_are_not_told(batches: Batches, tmp_path: Path) -> None:
+    batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 1)).out.strip()
+    assert batches("wait", batch_id).code == 0
+    told = batches("tail", batch_id, "--json")
+    assert (told.code, json.loads(told.out)["status"]) == (0, "completed")
+
+
+def test_a_server_that_is_away_for_a_while_is_waited_for(batches: Batches, stack: Stack, relay: Relay, tmp_path: Path) -> None:
+    batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 2, model="slow")).out.strip()
+    with running_pipeline("batches", "wait", batch_id, "--base-url", relay.url) as waiting:
+        stack.gate.release()
+        waiting.wait_for("1 of 2 done")
+        relay.is_away = True
+        relay.cut()
+        waiting.wait_for("the server does not answer yet")
+        stack.gate.release()
+        relay.is_away = False
+        assert waiting.wait() == 0
+        assert "2 requests, 0 failed" in waiting.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        (["tail", "batch_x"], "No batch found"),
         (["get", "batch_x"], "No batch found with id 'batch_x'"),
         (["wait", "batch_x"], "No batch found"),
         (["cancel", "batch_x"], "No batch found"),
