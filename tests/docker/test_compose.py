@@ -85,6 +85,12 @@ def test_a_service_runs_a_command_with_settings_that_it_knows(name: str) -> None
     assert health[1] == "python" or health[2] in cli.commands
 
 
+def test_no_two_services_build_one_tag() -> None:
+    """An engine builds them side by side, and the second may find the tag taken."""
+    tags = [service["image"] for service in OURS.values() if "image" in service]
+    assert len(tags) == len(set(tags))
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_volumes_belong_to_the_user_of_the_image(name: str) -> None:
     """A named volume takes its owner from the folder of the image where it is mounted first."""

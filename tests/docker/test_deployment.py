@@ -17,6 +17,7 @@ from tests.docker.recipe import folders
 from tests.pipeline.results import check_answers, examples
 from tests.support.commands import REPOSITORY
 from tests.support.waiting import wait_until
+from tests.test_install import PROGRAM
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 SERVICES = services()
@@ -94,6 +95,9 @@ def test_the_deployment_from_the_first_key_to_an_orderly_end(
         check = SERVICES[name.partition("-")[0]]["healthcheck"]["test"]
         wait_until(lambda container=container, check=check: container.run(*check[1:]).returncode == 0, 60, f"{name} to be healthy")
 
+    imported = started["jobs"].run("python", "-c", PROGRAM)
+    assert imported.returncode == 0, imported.stderr
+
     base_url = f"http://{started['api'].address}:8000/v1"
     source, output = examples(tmp_path / "requests.jsonl", 16), tmp_path / "results.jsonl"
     assert "401" in engine.client(sys.executable, "-c", BATCH, base_url, "sk-wrong", source, output).stderr
@@ -103,8 +107,8 @@ def test_the_deployment_from_the_first_key_to_an_orderly_end(
 
     for name, container in started.items():
         assert_confined(container, set(folders("control")), SERVICES[name.partition("-")[0]])
-    engine_secret = (engine.seen(engine.folder("secrets")) / "redis_password").read_text()
-    assert engine_secret not in command_lines()
+    password = (engine.seen(engine.folder("secrets")) / "redis_password").read_text()
+    assert password not in command_lines()
     for name, container in reversed(started.items()):
         assert container.stop(seconds(SERVICES[name.partition("-")[0]]["stop_grace_period"])) == 0, container.log
     assert redis.stop(seconds(SERVICES["redis"]["stop_grace_period"])) == 0
