@@ -10,6 +10,7 @@ from api.state import ApiState
 from jobs import fields
 from jobs.batches import BatchRecord, get_batch
 from jobs.ids import BATCH, is_id
+from jobs.manifest import END_STATES
 from jobs.results import ApiError, Usage
 from jobs.retention import is_kept
 from jobs.scripts import QueueUnavailable
@@ -33,7 +34,7 @@ def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
 def batch_object(record: BatchRecord) -> dict[str, Any]:
     """Every field of `openai.types.Batch`. Counts are of lines on disk, which nothing takes back; so states only move forward."""
     spec, state = record.spec, _state(record)
-    times = {name: int(moment) for name, moment in record.timestamps.items()}
+    times = _times(record)
     shown = Batch(
         id=record.id,
         object="batch",
@@ -49,11 +50,11 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         in_progress_at=times.get("in_progress"),
         expires_at=times.get("expires"),
         finalizing_at=times.get("finalizing"),
-        completed_at=_ended_at(record, "completed"),
-        failed_at=_ended_at(record, "failed"),
-        expired_at=_ended_at(record, "expired"),
+        completed_at=times.get("completed"),
+        failed_at=times.get("failed"),
+        expired_at=times.get("expired"),
         cancelling_at=times.get("cancelling"),
-        cancelled_at=_ended_at(record, "cancelled"),
+        cancelled_at=times.get("cancelled"),
         request_counts=BatchRequestCounts(total=record.total, completed=record.stored_completed, failed=record.stored_failed),
         usage=_usage(record.usage),
         metadata=spec.metadata,
@@ -68,8 +69,11 @@ def _state(record: BatchRecord) -> Any:
     return next(state for state in reversed(_FORWARD) if state == record.state or state in record.timestamps)
 
 
-def _ended_at(record: BatchRecord, state: str) -> int | None:
-    return int(record.timestamps[state]) if record.state == state else None
+def _times(record: BatchRecord) -> dict[str, int]:
+    """Whole unix seconds by state, none before the batch was made, whatever clocks say; of end states only the one that it is in."""
+    made = record.timestamps["created"]
+    others = END_STATES - {record.state}
+    return {name: int(max(made, moment)) for name, moment in record.timestamps.items() if name not in others}
 
 
 def _errors(record: BatchRecord) -> Errors | None:

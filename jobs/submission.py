@@ -13,14 +13,15 @@ from jobs.batches import BatchRecord, BatchSpec, LineProblem, get_batch
 from jobs.file_store import FileStore
 from jobs.ids import BATCH, FILE, new_id, time_of
 from jobs.manifest import END_STATES, Manifest
-from jobs.queue import Queue
+from jobs.queue import Queue, QueueFull
 from jobs.rebuild import register
 from jobs.result_files import result_locations
 from jobs.retention import BATCHES_FOLDER
-from jobs.storage import AtomicWriter, StoreError, exclusive, named, open_input, sync_folder
+from jobs.storage import AtomicWriter, Busy, StoreError, exclusive, named, open_input, sync_folder
 
 _COPY_BYTES = 1 << 20
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_PATIENCE_SECONDS = 5.0
 _MAKING_SECONDS = 60  # in which a batch that was admitted gets its record
 
 
@@ -46,7 +47,8 @@ class TooManyBatches(Exception):
 def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
     """Makes a batch, which is durable when this returns. One whose input file cannot be used is made too, and fails in validation.
 
-    Raises `TooManyBatches`, `StoreError` (`full` for a full disk) and `QueueUnavailable`; then none was made, or nobody knows of it.
+    Raises `TooManyBatches`, `StoreError` (`full` for a full disk) and `QueueFull`: then none was made. After another `QueueUnavailable`
+    it may have been: who asks again may get two.
     """
     now = queue.now()
     batch = new_id(BATCH, now)
@@ -54,20 +56,29 @@ def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
         raise TooManyBatches(new.tenant)
     root = files.root / BATCHES_FOLDER / batch
     try:
-        with named("cannot make the folder", str(root)):
-            root.mkdir(parents=True)
-            sync_folder(root.parent)
-        manifest = Manifest(batch_id=batch, created_at=now, spec=_spec(queue, files, new, root))
-        if not manifest.spec.input:
-            message = f"The input file '{fields.shown(new.input_file_id)}' does not exist, or is no file for batches."
-            manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
-        with exclusive(str(root), patience=0):
-            register(queue, manifest)
-    except StoreError:
+        _make(queue, files, new, Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(root))))
+    except (StoreError, QueueFull):
         shutil.rmtree(root, ignore_errors=True)
+        queue.unlist_batch(new.tenant, batch)
         queue.dismiss(new.tenant, batch)
         raise
     return get_batch(queue.redis, batch)
+
+
+def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> None:
+    root = Path(manifest.spec.root)
+    with named("cannot make the folder", str(root)):
+        root.mkdir(parents=True)
+        sync_folder(root.parent)
+    manifest.spec = _spec(queue, files, new, root)
+    if not manifest.spec.input:
+        message = f"The input file '{fields.shown(new.input_file_id)}' does not exist, or is no file for batches."
+        manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
+    try:
+        with exclusive(str(root), _PATIENCE_SECONDS):  # the ticker looks into every folder after a start of Redis
+            register(queue, manifest)
+    except Busy as error:
+        raise StoreError(str(error)) from error
 
 
 def _open(queue: Queue, batch: str, new: NewBatch) -> bool:

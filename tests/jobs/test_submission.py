@@ -17,13 +17,14 @@ from jobs import control, finalize
 from jobs.batches import BatchRecord, cancel_batch, get_batch, list_batches
 from jobs.file_store import FileStore
 from jobs.line_index import LineIndex
-from jobs.queue import Queue
+from jobs.queue import Queue, QueueFull
 from jobs.rebuild import rebuild_all
 from jobs.retention import remove_ended
+from jobs.settings import QueueSettings
 from jobs.storage import AtomicWriter, StoreError
-from jobs.submission import TooManyBatches
+from jobs.submission import NewBatch, TooManyBatches, submit_batch
 from jobs.ticker import Ticker
-from jobs.validation import COMPLETIONS
+from jobs.validation import CHAT, COMPLETIONS
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import chat_line, failing
 from tests.support.integrity import faults
@@ -114,6 +115,21 @@ def test_a_full_disk_makes_no_batch(redis_client: redis.Redis, redis_url: str, t
         assert list_batches(Queue(redis_client), "", None, 10).items == []
         assert list((tmp_path / "store" / "batches").iterdir()) == []
         assert Queue(redis_client).open_batches("") == []
+
+
+def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    serve(redis_client, redis_url, "m")
+    file_id = put(store_of(redis_client, tmp_path), lines_of(1))
+    new = NewBatch(input_file_id=file_id, endpoint=CHAT, completion_window="24h", seconds=60.0)
+    queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0))
+    redis_client.config_set("maxmemory", "1")
+    try:
+        with pytest.raises(QueueFull):
+            submit_batch(queue, store_of(redis_client, tmp_path), new)
+    finally:
+        redis_client.config_set("maxmemory", "0")
+    assert list((tmp_path / "store").glob("batches/*")) == []
+    assert (queue.open_batches(""), queue.listed_batches("", None, 9)) == ([], [])
 
 
 def test_an_input_file_that_cannot_be_used_fails_the_batch(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
