@@ -9,7 +9,7 @@ import pytest
 from tests.contract.shapes import Recorder
 from tests.support.batch_stack import BatchStack, running_stack
 
-SHORT_WINDOW = "2s"
+SHORT_WINDOW = "4s"
 
 
 @pytest.fixture(scope="package")

@@ -71,7 +71,7 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
         if language != "bash":
             continue
         if route in WAITING:
-            known["BATCH"] = waiting_batch(client)
+            known["BATCH"] = waiting_batch(stack, client)
         with finishing(stack, route, known.get("BATCH", "")):
             printed = run_shell(text, known, tmp_path)
         assert printed.strip() or "-o " in text, text
@@ -102,7 +102,7 @@ def test_the_python_examples_run(
         if language != "python":
             continue
         if route in WAITING:
-            names["batch"] = client.batches.retrieve(waiting_batch(client))
+            names["batch"] = client.batches.retrieve(waiting_batch(stack, client))
         with finishing(stack, route, names["batch"].id if "batch" in names else ""), captured() as printed:
             exec(compile(text, f"docs/api.md, {route}", "exec"), names)
         outputs[route] += printed()
@@ -113,18 +113,20 @@ def test_the_python_examples_run(
         client.files.retrieve(names["file"].id)
 
 
-def test_the_difference_in_lines_that_never_ran_is_as_told(client: openai.OpenAI) -> None:
-    batch = client.batches.cancel(waiting_batch(client))
+def test_the_difference_in_lines_that_never_ran_is_as_told(stack: BatchStack, client: openai.OpenAI) -> None:
+    batch = client.batches.cancel(waiting_batch(stack, client))
     batch = wait(client, batch.id)
     assert batch.request_counts is not None
     assert batch.request_counts.completed + batch.request_counts.failed == batch.request_counts.total == 1
     assert [line["error"]["code"] for line in results(client, batch.error_file_id)] == ["batch_cancelled"]
 
 
-def waiting_batch(client: openai.OpenAI) -> str:
+def waiting_batch(stack: BatchStack, client: openai.OpenAI) -> str:
     """The id of a batch in progress whose one line waits for a worker."""
     batch = submit(client, chat_line("late", "at last", AWAY))
-    return wait(client, batch.id, "in_progress").id
+    with contextlib.closing(connect(stack.redis_url)) as redis:
+        wait_until(lambda: get_batch(redis, batch.id).waiting, 30, "the line to wait")
+    return batch.id
 
 
 @contextlib.contextmanager
@@ -135,17 +137,18 @@ def finishing(stack: BatchStack, route: str, batch_id: str) -> Iterator[None]:
         return
     thread = threading.Thread(target=finish_once_watched, args=(stack, batch_id))
     thread.start()
-    yield
-    thread.join()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def finish_once_watched(stack: BatchStack, batch_id: str) -> None:
     """Has the batch's line answered when somebody reads its tokens, or those of the whole batch."""
-    redis = connect(stack.redis_url)
-    wait_until(lambda: any(redis.zmscore(keys.WATCHED, [batch_id, f"{batch_id}/1"])), 30, "somebody to watch")
-    with serving_the_away(stack):
-        wait_until(lambda: get_batch(redis, batch_id).ended, 30, "the batch to end")
-    redis.close()
+    with contextlib.closing(connect(stack.redis_url)) as redis:
+        wait_until(lambda: any(redis.zmscore(keys.WATCHED, [batch_id, f"{batch_id}/1"])), 30, "somebody to watch")
+        with serving_the_away(stack):
+            wait_until(lambda: get_batch(redis, batch_id).ended, 30, "the batch to end")
 
 
 def run_shell(text: str, known: dict[str, str], folder: Path) -> str:

@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from api.settings import ApiSettings
 from tests.contract.calls import lines, results, said, submit, wait
-from tests.contract.conftest import official_client
+from tests.contract.conftest import SHORT_WINDOW, official_client
 from tests.contract.shapes import Recorder
 from tests.contract.test_validation import entries
 from tests.support.api_server import running_api
@@ -88,7 +88,7 @@ def test_an_operator_sets_the_limits(stack: BatchStack) -> None:
 def test_windows_are_the_operators_choice(stack: BatchStack) -> None:
     with running_api(ApiSettings(redis_url=stack.redis_url, file_store=str(stack.store))) as url:
         with official_client(url, Recorder()) as client, pytest.raises(openai.BadRequestError) as caught:
-            submit(client, lines("one"), completion_window="2s")
+            submit(client, lines("one"), completion_window=SHORT_WINDOW)
         assert (caught.value.param, caught.value.code) == ("completion_window", "invalid_value")
         assert "24h" in caught.value.message
 
