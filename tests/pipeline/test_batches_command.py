@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import re
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from pipeline.remote_tail import Printer
 from tests.api.scripted_worker import ScriptedWorker
 from tests.pipeline.conftest import Outcome, RunHere
 from tests.support.api_server import running_api
-from tests.support.commands import running_pipeline
+from tests.support.commands import REPOSITORY, running_pipeline
 from tests.support.control_plane import Answering, chat_line, check_echoes, control_plane, echo, failing, write_input
 from tests.support.redis_server import running_server
 from tests.support.relay import Relay
@@ -241,6 +243,27 @@ def test_a_batch_that_is_not_made_leaves_no_file(batches: Batches, run_here: Run
     before = run_here("files", "list", "--json", OPENAI_BASE_URL=stack.url).out
     assert batches("submit", write_input(tmp_path / "in.jsonl", 1), "--endpoint", "/v1/embeddings").code == 2
     assert run_here("files", "list", "--json", OPENAI_BASE_URL=stack.url).out == before
+
+
+def test_the_commands_of_the_documentation(run_here: RunHere, stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_input(tmp_path / "requests.jsonl", 3, model="unlucky")
+    monkeypatch.chdir(tmp_path)
+    page = (REPOSITORY / "docs" / "command_line.md").read_text()
+    commands = [line for block in re.findall(r"```bash\n(.*?)```", page, re.S) for line in block.splitlines() if "pipeline" in line]
+    assert len(commands) >= 11
+    variables, key_id = {"BATCH": ""}, ""
+    for line in commands:
+        captured = re.fullmatch(r"(\w+)=\$\((.*)\)", line)
+        words = [variables.get(word.removeprefix("$"), word) for word in shlex.split(captured[2] if captured else line)]
+        words = [key_id if word.startswith("key_") else word for word in words]
+        environment = {"FILE_STORE": str(tmp_path / "store"), "OPENAI_BASE_URL": stack.url}
+        done = run_here(*words[1:], **environment)
+        expected = {"--fail-on-error": 1, "cancel": 2}  # a line fails; the batch has ended
+        assert done.code == next((code for word, code in expected.items() if word in words), 0), (line, done)
+        if captured:
+            variables[captured[1]] = done.out.strip()
+        key_id = done.err.split()[0] if "create" in words else key_id
+    assert (tmp_path / "results.jsonl").exists()
 
 
 def test_the_endpoint_is_that_of_the_first_line(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from pipeline.commands.api import api, api_arguments
 from pipeline.commands.run_batch import run_batch
 from pipeline.commands.serve import serve
 from pipeline.commands.worker import worker
@@ -168,3 +169,18 @@ def test_settings_that_differ_are_logged_without_passwords(caplog: pytest.LogCap
 def test_a_seed_is_a_flag_only_where_there_are_lines_without_one(command: click.Command, has_it: bool) -> None:
     """A live call that names none gets one of its own when it is submitted."""
     assert any(param.name == "seed" for param in command.params) == has_it
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "--insecure --port 0 --completion-window 10s --completion-window 24h --max-batch-lines 2 --max-file-bytes 1K"],
+)
+def test_the_api_of_a_server_gets_the_same_flags(given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    meant = serve.make_context("serve", [*given.split(), "--file-store", str(tmp_path)]).params
+    monkeypatch.setenv("PIPELINE_COMPLETION_WINDOWS", "1h 2h")  # as the child inherits it
+    got = api.make_context("api", [*api_arguments(meant), "--file-store", meant["file_store"]]).params
+    shared = got.keys() & meant.keys()
+    assert {"host", "port", "insecure", "max_file_bytes", "file_store"} <= shared
+    assert {name: got[name] for name in shared} == {name: meant[name] for name in shared}
+    assert got["max_batch_lines"] == (2 if given else 50_000)
+    assert got["completion_window"] == (("10s", "24h") if given else ("24h",))
