@@ -12,6 +12,11 @@ from jobs.storage import StoreError
 from tests.support.waiting import wait_until
 
 
+@pytest.fixture(autouse=True)
+def _keys_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.api_keys._RECHECK_SECONDS", 0.05)
+
+
 def test_a_key_is_found_by_its_secret_alone(tmp_path: Path) -> None:
     record, secret = create_key(str(tmp_path), tenant="a", name="laptop", requests_per_minute=5)
     assert re.fullmatch(r"sk-[A-Za-z0-9_-]{43}", secret)
