@@ -1,79 +1,28 @@
 """Following a batch: all tokens of all of its requests, each once, whatever is cut."""
 
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import redis
 
 from api.settings import ApiSettings
-from jobs import control, keys
+from jobs import keys
+from jobs.api_keys import create_key
 from jobs.batches import cancel_batch
 from jobs.ids import BATCH, new_id
 from jobs.queue import Queue
-from jobs.registry import WorkerRecord
 from jobs.requests import Claim
 from jobs.results import ApiError
+from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends, texts
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import running_api
-from tests.support.batch_steps import step
-from tests.support.control_plane import write_input
-from tests.support.event_reader import Event, EventReader
+from tests.support.event_reader import EventReader, parse_events
+from tests.support.requests import delta
 from tests.support.waiting import wait_until
-
-PIECES = ["one ", "two ", "three ", "four"]
-LINES = 3
-
-
-class Batch:
-    """A batch of `LINES` lines, made over HTTP, whose control plane runs step by step here."""
-
-    def __init__(self, client: redis.Redis, redis_url: str, api_url: str, folder: Path) -> None:
-        self.client = client
-        control.use_server(redis_url)
-        Queue(client).register_worker(WorkerRecord("known", [MODEL], "ready", 128, time.time(), "host", 1))
-        source = write_input(folder / "in.jsonl", LINES, model=MODEL)
-        with openai.OpenAI(base_url=f"{api_url}/v1", api_key="none", max_retries=0) as official:
-            file = official.files.create(file=source, purpose="batch")
-            self.id = official.batches.create(
-                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-            ).id  # fmt: skip
-        self.path = f"/v1/batches/{self.id}/stream"
-
-    def start(self) -> None:
-        """Its lines are ready."""
-        assert step(self.client, self.id).state == "in_progress"
-        step(self.client, self.id)
-
-    def finish(self) -> None:
-        """To its end."""
-        wait_until(lambda: step(self.client, self.id).ended, 60, "the batch to end")
-
-
-class Steps:
-    """Gives every line its next piece only when told so."""
-
-    def __init__(self) -> None:
-        self._gates = {line: threading.Semaphore(0) for line in range(1, LINES + 1)}
-        self.closed = False
-
-    def script(self, claim: Claim) -> Iterator[str]:
-        for piece in PIECES:
-            while not self._gates[claim.key.line].acquire(timeout=0.02):
-                if self.closed:
-                    return
-            yield piece
-
-    def go_on(self, pieces: int) -> None:
-        """So many pieces for each line."""
-        for gate in self._gates.values():
-            gate.release(pieces)
 
 
 @pytest.fixture
@@ -104,24 +53,6 @@ def batch(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Pat
 @pytest.fixture
 def path(api_url: str, batch: Batch) -> str:
     return api_url + batch.path
-
-
-def texts(events: Iterable[Event]) -> dict[str, str]:
-    """What each request was told to have generated; fails where something is missing or comes twice."""
-    found: defaultdict[str, str] = defaultdict(str)
-    for _, value in events:
-        for choice in value["choices"] if value and "choices" in value else []:
-            assert choice["text_offset"] == len(found[value["custom_id"]]), value
-            found[value["custom_id"]] += choice["text"]
-    return dict(found)
-
-
-def ends(events: Iterable[Event]) -> list[tuple[str, str]]:
-    return sorted((value["custom_id"], value["status"]) for _, value in events if value and value.get("status") and "custom_id" in value)
-
-
-WHOLE = {f"c{number}": "".join(PIECES) for number in range(1, LINES + 1)}
-COMPLETED = [(f"c{number}", "completed") for number in range(1, LINES + 1)]
 
 
 def test_all_tokens_come_under_the_names_of_their_lines_and_then_the_batch(
@@ -258,3 +189,36 @@ def test_a_reader_that_left_is_forgotten(batch: Batch, path: str) -> None:
             wait_until(lambda: batch.client.exists(keys.batch_tokens(batch.id)), 60, "the stream")
         values.append(batch.client.pttl(keys.batch_tokens(batch.id)))
     assert all(0 < left <= 60_000 for left in values)
+
+
+def test_a_batch_of_another_tenant_is_not_found(
+    redis_client: redis.Redis, redis_url: str, api_url: str, settings: ApiSettings, http: httpx.Client, tmp_path: Path
+) -> None:
+    (_, mine), (_, other) = (create_key(settings.file_store, tenant=tenant) for tenant in ("mine", "other"))
+    batch = Batch(redis_client, redis_url, api_url, tmp_path / "input", key=mine)
+    for key, status in ((other, 404), ("sk-wrong", 401)):
+        assert http.get(batch.path, headers={"authorization": f"Bearer {key}"}).status_code == status
+    with EventReader(api_url + batch.path, headers={"authorization": f"Bearer {mine}"}):
+        pass
+
+
+def test_a_reader_that_does_not_read_holds_up_nothing_and_is_shown_later_what_there_is(batch: Batch, api_url: str, queue: Queue) -> None:
+    """Far more comes than sockets hold: what is not sent is not kept for it either."""
+    batch.start()
+    count, text = 8_000, "x" * 1500
+    host, port = api_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        client.sendall(f"GET {batch.path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+        wait_until(lambda: batch.client.exists(keys.batch_tokens(batch.id)), 60, "the reader")
+        [claim, *_] = queue.claim("known", 1, LINES, models=[MODEL])
+        for first in range(0, count, 100):
+            queue.publish("known", [delta(claim, index, [1], text, index * len(text)) for index in range(first, first + 100)])
+        events = []
+        for event in parse_events(line.rstrip("\r\n") for line in client.makefile(encoding="utf-8")):
+            events.append(event)
+            [choice] = event.value["choices"]
+            if choice["text_offset"] + len(choice["text"]) == count * len(text):
+                break
+    assert list(texts(events).values()) == [text * count]
+    assert len(events) < count // 2, f"{len(events)} of {count} events were kept"

@@ -1,0 +1,88 @@
+"""Following a batch while Redis goes away: killed and back with its file, and back empty."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from api.settings import ApiSettings
+from jobs.connection import connect
+from jobs.queue import Queue
+from jobs.rebuild import rebuild_all
+from jobs.settings import QueueSettings
+from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends, texts
+from tests.api.scripted_worker import ScriptedWorker
+from tests.support.api_server import running_api
+from tests.support.event_reader import EventReader
+from tests.support.redis_machine import RedisMachine, running_redis_machine
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def machine() -> Iterator[RedisMachine]:
+    with running_redis_machine() as machine:
+        yield machine
+
+
+@pytest.fixture
+def queue(machine: RedisMachine) -> Iterator[Queue]:
+    with connect(machine.url) as client:
+        yield Queue(client, QueueSettings(redis_retry_seconds=30))
+
+
+@pytest.fixture
+def settings(machine: RedisMachine, tmp_path: Path) -> ApiSettings:
+    return ApiSettings(REDIS_URL=machine.url, FILE_STORE=str(tmp_path / "store"), ping_seconds=0.2)
+
+
+@pytest.fixture
+def steps(queue: Queue, scripted: Callable[..., ScriptedWorker]) -> Iterator[Steps]:
+    steps = Steps()
+    scripted(steps.script)
+    yield steps
+    steps.closed = True
+
+
+def test_a_server_that_was_killed_costs_no_token(
+    machine: RedisMachine, queue: Queue, settings: ApiSettings, steps: Steps, tmp_path: Path
+) -> None:
+    with running_api(settings) as url:
+        batch = Batch(queue.redis, machine.url, url, tmp_path / "input")
+        batch.start()
+        steps.go_on(2)
+        with EventReader(url + batch.path) as reader, EventReader(url + batch.path) as cut:
+            reader.wait(LINES)
+            seen = cut.wait(LINES)
+            cut.close()
+            machine.kill()
+            machine.start()
+            steps.go_on(2)
+            batch.finish()
+            events = reader.wait_ended()
+            with EventReader(url + batch.path, seen[-1].id) as again:
+                rest = again.wait_ended()
+    for found in (events[:-1], [*seen, *rest[:-1]]):
+        assert texts(found) == WHOLE
+        assert ends(found) == COMPLETED
+
+
+def test_an_empty_server_gets_the_batch_back_and_the_reader_a_new_beginning(
+    machine: RedisMachine, queue: Queue, settings: ApiSettings, steps: Steps, tmp_path: Path
+) -> None:
+    with running_api(settings) as url:
+        batch = Batch(queue.redis, machine.url, url, tmp_path / "input")
+        batch.start()
+        steps.go_on(2)
+        with EventReader(url + batch.path) as reader:
+            reader.wait(LINES)
+            machine.lose_everything()
+            machine.start()
+            assert rebuild_all(queue, settings.file_store) == (1, 0)
+            batch.start()
+            wait_until(lambda: queue.last_of_batch(batch.id), 60, "the reader to read on")
+            steps.go_on(4 * len(PIECES))  # what was begun before takes some in vain
+            batch.finish()
+            events = reader.wait_ended()
+    assert texts(events[:-1]) == WHOLE
+    assert ends(events[:-1]) == COMPLETED
+    assert events[-2].value["status"] == "completed"
