@@ -1,9 +1,14 @@
 """Every status leaves in OpenAI's shape, and says what was wrong."""
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from api.app import create_app
+from api.settings import ApiSettings
 
 CHAT = "/v1/chat/completions"
 CASES: list[tuple[str, str, dict[str, Any], int, str | None]] = [
@@ -42,3 +47,23 @@ def test_a_body_over_the_limit_is_refused(http: httpx.Client) -> None:
     answer = http.post(CHAT, content=b" " * (33 * 1024 * 1024))
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
+
+
+def test_an_error_of_our_own_has_the_shape_too_and_tells_nothing_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def broken() -> None:
+        raise ZeroDivisionError("a detail")
+
+    async def call() -> httpx.Response:
+        app = create_app(ApiSettings(file_store=str(tmp_path)))
+        app.add_api_route("/broken", broken)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+            return await client.get("/broken")
+
+    answer = asyncio.run(call())
+    assert answer.status_code == 500
+    assert answer.json()["error"] == {
+        "message": "The server had an error while handling the request.", "type": "server_error", "param": None, "code": None,
+    }  # fmt: skip
+    assert answer.headers["x-request-id"].startswith("req_")
+    assert answer.headers["x-request-id"] in caplog.text
