@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from fastapi import Depends, FastAPI
 
 from api import auth, batch_stream, batches, files, health, live_calls, metrics, models, streams
-from api.errors import install_error_handlers
+from api.errors import Stoppable, install_error_handlers
 from api.fleet import Fleet
 from api.lingering import Lingering
 from api.openapi import describe
@@ -46,8 +46,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
             client.close()
 
     app = FastAPI(title="Batch inference pipeline", lifespan=lifespan, redirect_slashes=False)
-    app.add_middleware(Lingering)
-    app.add_middleware(RequestIds)
+    for middleware in (Lingering, Stoppable, RequestIds):  # the last one is outermost
+        app.add_middleware(middleware)
     install_error_handlers(app)
     for module in (live_calls, streams, models, files, batches, batch_stream):
         app.include_router(module.router, dependencies=[Depends(auth.authorise)], responses=auth.ANSWERS)

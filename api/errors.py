@@ -1,5 +1,6 @@
 """Every error leaves in OpenAI's shape: `{"error": {message, type, param, code}}`, whatever raised it."""
 
+import asyncio
 import logging
 from http import HTTPStatus
 
@@ -9,12 +10,36 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.results import ApiError, ErrorType, encode_json
 from jobs.scripts import QueueUnavailable
 from jobs.storage import StoreError
 
 log = logging.getLogger("api")
+
+
+class Stoppable:
+    """Plain ASGI middleware: a call that the server has no time for any more, since it stops, is told so."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except asyncio.CancelledError:
+            if started or scope["type"] != "http":
+                raise
+            stopping = ApiError(503, "The server is being stopped; try again.", "server_error", code="server_stopping")
+            await error_response(stopping, {"retry-after": "1"})(scope, receive, send)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -46,7 +46,7 @@ _FORM = {
     },
 }
 _LIST = [
-    query("after", "a file's id; the page begins behind it", {"type": "string"}),
+    query("after", "a file's id; the page begins behind it", {"type": "string", "pattern": "^file-[0-9a-f]{24}$"}),
     query("limit", "files of one page", {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT, "default": _MAX_LIMIT}),
     query("order", "by creation", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
     query("purpose", "only files of this one", {"type": "string"}),

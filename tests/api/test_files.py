@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from openai.types import FileObject
 from api import lingering
 from api.settings import ApiSettings
 from jobs import control
+from jobs.api_keys import create_key
 from jobs.batches import get_batch
 from jobs.file_store import BATCH_FILE_SECONDS, FileRecord, FileStore
 from jobs.ids import FILE, new_id
@@ -422,6 +423,18 @@ def test_a_client_that_falls_silent_is_told_and_leaves_nothing(redis_url: str, s
         assert left(store) == []
 
 
+def test_a_client_is_told_that_the_server_stops(redis_url: str, store: FileStore) -> None:
+    with ExitStack() as running:
+        client = Socket(running.enter_context(api_on(redis_url, store)))
+        client.begin(3_000_000)
+        client.socket.sendall(PURPOSE_PART + part("file", b"x" * 1_500_000, "in.jsonl")[:-2])
+        wait_until(lambda: left(store) != [], 10, "the upload has begun")
+    status, body = client.answer()
+    client.socket.close()
+    assert (status, body["error"]["code"]) == (503, "server_stopping")
+    assert left(store) == []
+
+
 def test_a_body_announced_too_large_is_refused_at_once(bare: Socket, store: FileStore) -> None:
     bare.begin(10_000_000_000)
     status, body = bare.answer()
@@ -452,6 +465,15 @@ def test_an_official_client_reads_why_its_file_is_refused(client: openai.OpenAI,
     with pytest.raises(openai.APIStatusError) as caught:
         client.files.create(file=("in.jsonl", b"x" * 60_000_000), purpose="batch")
     assert (caught.value.status_code, caught.value.code) == (413, "request_too_large")
+    assert left(store) == []
+
+
+def test_a_stranger_reads_why_it_is_turned_away(client: openai.OpenAI, store: FileStore, http: httpx.Client) -> None:
+    """Also with a large body, of which nothing is looked at."""
+    create_key(str(store.root), tenant="somebody")
+    wait_until(lambda: http.get("/v1/files").status_code == 401, 30, "a key is asked for")
+    with pytest.raises(openai.AuthenticationError):
+        client.files.create(file=("in.jsonl", b"x" * 60_000_000), purpose="batch")
     assert left(store) == []
 
 
