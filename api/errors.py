@@ -110,4 +110,5 @@ async def _unforeseen(request: Request, _error: Exception) -> Response:
     """Answered outside of all middleware, so that it names the request by itself; the server logs the traceback."""
     request_id = request.state.request_id
     log.error("%s failed: %s %s", request_id, request.method, request.url.path)
-    return error_response(ApiError(500, "The server had an error while handling the request.", "server_error"), {"x-request-id": request_id})
+    failure = ApiError(500, "The server had an error while handling the request.", "server_error")
+    return error_response(failure, {"x-request-id": request_id})
