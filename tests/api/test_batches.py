@@ -1,7 +1,6 @@
 """Batches over HTTP where things go wrong: a Redis that forgot them, limits of a key, callers who are not theirs, late cancels."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,12 +183,3 @@ def test_a_batch_that_is_over_for_long_is_unknown(redis_client: redis.Redis, red
     with pytest.raises(openai.NotFoundError):
         client.batches.retrieve(batch.id)
     assert client.batches.list().data == []
-
-
-def test_a_page_of_a_hundred_is_quick(redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path) -> None:
-    for _ in range(100):
-        submit(redis_client, redis_url, tmp_path, lines_of(1))
-    client.batches.list(limit=1)
-    started = time.monotonic()
-    assert len(client.batches.list(limit=100).data) == 100
-    assert time.monotonic() - started < 2

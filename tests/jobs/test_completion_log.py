@@ -76,7 +76,7 @@ def test_a_log_that_was_damaged_goes_on_with_what_is_left(tmp_path: Path, cut: s
 
 @pytest.mark.parametrize("point", ["write_part", "put_result", "append_log", "_append", "save_manifest", "drained", "progress_fields"])
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_a_drain_killed_anywhere_logs_each_success_once(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool, nth: int
 ) -> None:

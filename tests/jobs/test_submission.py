@@ -368,7 +368,7 @@ def test_results_expire(redis_client: redis.Redis, redis_url: str, tmp_path: Pat
     "point", ["begin_result_files", "write_outputs", "commit", "put_result", "drop", "save_manifest", "transition", "tidy"]
 )
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("emptied", [False, True])
+@pytest.mark.parametrize("emptied", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_finalise_killed_anywhere_writes_the_same(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool, emptied: bool
 ) -> None:
