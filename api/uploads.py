@@ -5,7 +5,10 @@ An upload that ends early, for whatever reason, leaves nothing.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 from starlette.requests import Request
 
@@ -15,6 +18,9 @@ from jobs import fields
 from jobs.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES, FileRecord, FileStore, Upload, batch_suffix
 from jobs.results import ApiError
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _OTHER_FILE_BYTES = 512 * 1024 * 1024
 _FORM_BYTES = 256 * 1024  # of a body beside the file
 _FIELD_BYTES = 4096
@@ -23,6 +29,7 @@ _NAME_LENGTH = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+_WRITERS = ThreadPoolExecutor(8, "upload")  # of their own, so that no live call waits for a slow disk
 _FIELDS = ("purpose", ANCHOR, SECONDS)
 
 
@@ -40,7 +47,7 @@ async def receive_file(request: Request, files: FileStore, settings: ApiSettings
         reader.finish()
         return await form.commit()
     finally:
-        await asyncio.to_thread(form.close)
+        await _on_disk(form.close)
 
 
 async def _chunks(request: Request, silence: float) -> AsyncIterator[bytes]:
@@ -109,7 +116,7 @@ class _Form:
         await self._write()
         self._upload.purpose = self._text("purpose")
         self._upload.expires_seconds = int(self._text(SECONDS)) if SECONDS in self._fields else None
-        return await asyncio.to_thread(self._upload.commit)
+        return await _on_disk(self._upload.commit)
 
     def close(self) -> None:
         """Drops what was not committed."""
@@ -129,12 +136,12 @@ class _Form:
         self._filename = _base_name(part.filename)
         self._check_fields()
         self.check_size()
-        self._upload = await asyncio.to_thread(self._files.begin, filename=self._filename, purpose="", tenant=self._tenant)
+        self._upload = await _on_disk(self._files.begin, filename=self._filename, purpose="", tenant=self._tenant)
 
     async def _write(self) -> None:
         data, self._buffer = bytes(self._buffer), bytearray()
         if self._upload is not None:
-            await asyncio.to_thread(self._upload.write, data)
+            await _on_disk(self._upload.write, data)
 
     def _limit(self) -> int:
         """What the file may have; the most that any may, while its purpose is unknown."""
@@ -163,6 +170,10 @@ class _Form:
 
     def _text(self, name: str) -> str:
         return self._fields[name].decode("utf-8", "replace")
+
+
+async def _on_disk(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_WRITERS, partial(action, *arguments, **options))
 
 
 def _announced(request: Request) -> int:
