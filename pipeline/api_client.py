@@ -59,13 +59,14 @@ client_options: Callable[[Any], Any] = all_of(server_option, json_option)
 
 
 @contextlib.contextmanager
-def api_client(base_url: str, **options: Any) -> Iterator["openai.OpenAI"]:
+def api_client(base_url: str) -> Iterator["openai.OpenAI"]:
     """A client; what it raises inside becomes `Refused` or `Unfinished`."""
     import openai
 
     try:
         key = os.environ.get("OPENAI_API_KEY") or _NO_KEY
-        with openai.OpenAI(base_url=base_url, api_key=key, **options) as client:
+        http = openai.DefaultHttpxClient(event_hooks={"response": [_check_answer]})
+        with openai.OpenAI(base_url=base_url, api_key=key, http_client=http) as client:
             yield client
     except openai.APIConnectionError as error:
         raise Unfinished(f"no answer from {base_url}: {_cause(error)}; is the server running, and is --base-url right?") from None
@@ -92,6 +93,13 @@ def is_cut(error: Exception) -> bool:
     """Whether a connection ended in the middle of an answer. The client's own library is httpx or httpx2, by its version."""
     modules = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
     return any(isinstance(error, module.RequestError) for module in modules)
+
+
+def _check_answer(response: Any) -> None:
+    """The client would hand a page on as if it were the object that was asked for."""
+    kind = response.headers.get("content-type", "")
+    if response.status_code < 300 and kind.startswith("text/html"):
+        raise Refused(f"{response.request.url} is a web page, not an API: is --base-url right?")
 
 
 def _as_exit(error: "openai.APIStatusError", base_url: str) -> click.ClickException:

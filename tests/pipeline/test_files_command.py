@@ -2,7 +2,9 @@
 
 import json
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -87,6 +89,27 @@ def test_a_download_that_fails_leaves_nothing(files: Files, tmp_path: Path) -> N
     sent = files("upload", write_input(tmp_path / "in.jsonl", 1)).out.strip()
     code, _, stderr = files("content", sent, "-o", tmp_path / "new" / "x.jsonl")
     assert (code, "cannot write" in stderr) == (1, True)
+
+
+class _WebServer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@pytest.mark.parametrize("command", ["files list", "files get x", "files content x", "batches get x", "batches wait x", "batches tail x"])
+def test_a_web_page_is_no_api(run_here: RunHere, command: str) -> None:
+    with HTTPServer(("127.0.0.1", 0), _WebServer) as server:
+        threading.Thread(target=server.serve_forever).start()
+        code, printed, stderr = run_here(*command.split(), "--base-url", f"http://127.0.0.1:{server.server_port}/v1")
+        server.shutdown()
+    assert (code, printed, stderr.count("\n")) == (2, "", 1)
+    assert "is a web page, not an API: is --base-url right?" in stderr
 
 
 def test_a_server_that_is_away_is_one_sentence(run_here: RunHere) -> None:
