@@ -19,7 +19,7 @@ HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
 
 
 def test_a_few_seconds_of_made_up_calls(stack: BatchStack, module_client: openai.OpenAI, tmp_path: Path) -> None:
-    run(stack, module_client, tmp_path, seconds=12)
+    run(stack, module_client, tmp_path, seconds=10)
 
 
 @pytest.mark.proof
