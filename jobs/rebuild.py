@@ -26,7 +26,10 @@ def rebuild_all(queue: Queue, file_store: str) -> tuple[int, int]:
     """
     count = busy = 0
     folder = join(file_store, BATCHES_FOLDER)
+    known = set(queue.batches())
     for name in list_names(folder):
+        if name in known:  # a batch of the API, whose folder is named after it
+            continue
         try:
             count += rebuild(queue, join(folder, name))
         except Busy:

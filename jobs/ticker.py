@@ -236,11 +236,14 @@ class Ticker:
     def _sweep(self, files: FileStore, now: float) -> None:
         try:
             swept, ended = files.sweep(now), remove_ended(self._queue, str(files.root), now)
+            made, _ = rebuild_all(self._queue, str(files.root))
         except StoreError as error:
             log.error("%s", error)
             return
         if swept or ended:
             log.info("removed %d files and %d batches whose time was over", swept, ended)
+        if made:
+            log.info("took up %d batches whose maker was killed before Redis knew of them", made)
 
     def _rebuild(self, files: FileStore) -> bool:
         """False when some of it is to be done again at the next tick."""

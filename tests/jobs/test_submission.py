@@ -14,6 +14,7 @@ import redis
 from pyarrow import parquet
 
 from jobs import control, finalize
+from jobs import rebuild as rebuild_module
 from jobs.batches import BatchRecord, cancel_batch, get_batch, list_batches
 from jobs.file_store import FileStore
 from jobs.line_index import LineIndex
@@ -130,6 +131,44 @@ def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, redis_url: str, 
         redis_client.config_set("maxmemory", "0")
     assert list((tmp_path / "store").glob("batches/*")) == []
     assert (queue.open_batches(""), queue.listed_batches("", None, 9)) == ([], [])
+
+
+@pytest.mark.parametrize("point", ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "sadd", "transition", "enqueue"])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
+) -> None:
+    serve(redis_client, redis_url, "m")
+    file_id = put(store_of(redis_client, tmp_path), lines_of(20))
+    leader = Ticker(Queue(redis_client), str(tmp_path / "store"))
+    leader.tick()
+    owners = {"mkdir": Path, "link": os, "save_manifest": rebuild_module, "sadd": redis.Redis, "enqueue": rebuild_module}
+    owner: Any = owners.get(point, Queue)
+    real = getattr(owner, point)
+
+    def die(*arguments: Any, **options: Any) -> Any:
+        if after:
+            real(*arguments, **options)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, point, die)
+        with pytest.raises(Killed):
+            submit_file(redis_client, tmp_path, file_id)
+    monkeypatch.setattr(leader, "_next_sweep", 0.0)  # a minute later
+    leader.tick()
+    durable = list((tmp_path / "store").glob("batches/*/manifest.json"))
+    found = list_batches(Queue(redis_client), "", None, 10).items
+    assert [record.spec.root for record in found] == [str(path.parent) for path in durable]
+    assert len(found) == (points_in_order(point, after) > points_in_order("save_manifest", False))
+    for record in found:
+        check_every_line_once(redis_client, tmp_path, run_to_end(redis_client, record.id, failing(3)), 20)
+
+
+def points_in_order(point: str, after: bool) -> int:
+    """When a kill comes."""
+    order = ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "sadd", "transition", "enqueue"]
+    return 2 * order.index(point) + after
 
 
 def test_an_input_file_that_cannot_be_used_fails_the_batch(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
