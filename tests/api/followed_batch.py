@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -69,17 +68,6 @@ class Steps:
         """So many pieces for each line."""
         for gate in self._gates.values():
             gate.release(pieces)
-
-
-def texts(events: Iterable[Event]) -> dict[str, str]:
-    """What each request was told to have generated; fails where something is missing, or comes twice but for a new beginning."""
-    found: defaultdict[str, str] = defaultdict(str)
-    for _, value in events:
-        for choice in value["choices"] if value and "choices" in value else []:
-            before = found[value["custom_id"]]
-            assert choice["text_offset"] in (0, len(before)), value
-            found[value["custom_id"]] = before[: choice["text_offset"]] + choice["text"]
-    return dict(found)
 
 
 def ends(events: Iterable[Event]) -> list[tuple[str, str]]:

@@ -17,10 +17,10 @@ from jobs.ids import BATCH, new_id
 from jobs.queue import Queue
 from jobs.requests import Claim
 from jobs.results import ApiError
-from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends, texts
+from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import running_api
-from tests.support.event_reader import EventReader, parse_events
+from tests.support.event_reader import EventReader, batch_texts, parse_events
 from tests.support.requests import delta
 from tests.support.waiting import wait_until
 
@@ -63,7 +63,7 @@ def test_all_tokens_come_under_the_names_of_their_lines_and_then_the_batch(
         batch.start()
         batch.finish()
         *events, end, done = reader.wait_ended()
-    assert texts(events) == WHOLE
+    assert batch_texts(events) == WHOLE
     assert ends(events) == COMPLETED
     assert {value["line"]: value["custom_id"] for _, value in events} == {1: "c1", 2: "c2", 3: "c3"}
     assert all(set(choice) == {"index", "token_offset", "text", "text_offset"} for _, value in events for choice in value["choices"])
@@ -83,7 +83,7 @@ def test_who_comes_later_is_shown_what_there_is_so_far(batch: Batch, path: str, 
         steps.go_on(2)
         batch.finish()
         events = reader.wait_ended()
-    assert texts(events) == WHOLE
+    assert batch_texts(events) == WHOLE
     assert ends(events) == COMPLETED
 
 
@@ -107,7 +107,7 @@ def test_a_cut_reader_goes_on_at_any_event_on_any_api_process(batch: Batch, path
             if event.id is not None:
                 with EventReader(other + batch.path, event.id) as rest:
                     assert rest.wait_ended() == events[number + 1 :], number
-    assert texts(events) == WHOLE
+    assert batch_texts(events) == WHOLE
 
 
 @pytest.mark.parametrize("lost", ["trimmed", "expired", "of another time"])
@@ -127,11 +127,11 @@ def test_who_cannot_go_on_is_shown_what_there_is_so_far(
     if lost == "trimmed":
         redis_client.xtrim(keys.batch_tokens(batch.id), maxlen=1, approximate=False)
     with EventReader(path, last_id) as reader:
-        assert sum(len(text.split()) for text in texts(reader.wait(LINES)).values()) == 2 * LINES
+        assert sum(len(text.split()) for text in batch_texts(reader.wait(LINES)).values()) == 2 * LINES
         steps.go_on(2)
         batch.finish()
         events = reader.wait_ended()
-    assert texts(events) == WHOLE
+    assert batch_texts(events) == WHOLE
     assert ends(events) == COMPLETED
 
 
@@ -145,7 +145,7 @@ def test_a_line_that_fails_says_so(batch: Batch, path: str, scripted: Callable[.
         batch.finish()
         events = reader.wait_ended()
     assert ends(events) == [("c1", "completed"), ("c2", "failed"), ("c3", "completed")]
-    assert "c2" not in texts(events)
+    assert "c2" not in batch_texts(events)
 
 
 def test_a_batch_that_is_cancelled_ends_its_stream(batch: Batch, path: str, steps: Steps) -> None:
@@ -220,5 +220,5 @@ def test_a_reader_that_does_not_read_holds_up_nothing_and_is_shown_later_what_th
             [choice] = event.value["choices"]
             if choice["text_offset"] + len(choice["text"]) == count * len(text):
                 break
-    assert list(texts(events).values()) == [text * count]
+    assert list(batch_texts(events).values()) == [text * count]
     assert len(events) < count // 2, f"{len(events)} of {count} events were kept"

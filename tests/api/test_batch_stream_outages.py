@@ -10,10 +10,10 @@ from jobs.connection import connect
 from jobs.queue import Queue
 from jobs.rebuild import rebuild_all
 from jobs.settings import QueueSettings
-from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends, texts
+from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends
 from tests.api.scripted_worker import ScriptedWorker
 from tests.support.api_server import running_api
-from tests.support.event_reader import EventReader
+from tests.support.event_reader import EventReader, batch_texts
 from tests.support.redis_machine import RedisMachine, running_redis_machine
 from tests.support.waiting import wait_until
 
@@ -62,7 +62,7 @@ def test_a_server_that_was_killed_costs_no_token(
             with EventReader(url + batch.path, seen[-1].id) as again:
                 rest = again.wait_ended()
     for found in (events[:-1], [*seen, *rest[:-1]]):
-        assert texts(found) == WHOLE
+        assert batch_texts(found) == WHOLE
         assert ends(found) == COMPLETED
 
 
@@ -83,6 +83,6 @@ def test_an_empty_server_gets_the_batch_back_and_the_reader_a_new_beginning(
             steps.go_on(4 * len(PIECES))  # what was begun before takes some in vain
             batch.finish()
             events = reader.wait_ended()
-    assert texts(events[:-1]) == WHOLE
+    assert batch_texts(events[:-1]) == WHOLE
     assert ends(events[:-1]) == COMPLETED
     assert events[-2].value["status"] == "completed"

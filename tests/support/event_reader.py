@@ -4,7 +4,8 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -55,6 +56,11 @@ class EventReader:
         wait_until(lambda: self.ended, 60, "the end of the stream")
         return self.events
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the connection was lost before the server ended the stream."""
+        return not self.ended and not self._thread.is_alive()
+
     def _read(self) -> None:
         try:
             for event in parse_events(self._answer.iter_lines()):
@@ -73,3 +79,14 @@ def parse_events(lines: Iterator[str]) -> Iterator[Event]:
         elif line.startswith("data: "):
             yield Event(event_id, None if line == "data: [DONE]" else json.loads(line[6:]))
             event_id = None
+
+
+def batch_texts(events: Iterable[Event]) -> dict[str, str]:
+    """What each request was told to have generated; fails where something is missing, or comes twice but for a new beginning."""
+    found: defaultdict[str, str] = defaultdict(str)
+    for _, value in events:
+        for choice in value["choices"] if value and "choices" in value else []:
+            before = found[value["custom_id"]]
+            assert choice["text_offset"] in (0, len(before)), value
+            found[value["custom_id"]] = before[: choice["text_offset"]] + choice["text"]
+    return dict(found)

@@ -1,0 +1,279 @@
+"""The Batch API end to end: the official client, HTTP, `pipeline serve` and the demo model, whose right answers are known."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from jobs import keys
+from jobs.connection import connect
+from jobs.manifest import END_STATES
+from tests.pipeline.results import answers, check_answers, examples
+from tests.support.commands import RunningCommand, running_pipeline
+from tests.support.event_reader import Event, EventReader, batch_texts
+from tests.support.processes import command_line, cpu_seconds, descendants, send_all
+from tests.support.redis_server import running_server
+from tests.support.waiting import wait_until
+
+CHAT = "/v1/chat/completions"
+SHORT_WINDOW = "6s"
+
+
+class Served(NamedTuple):
+    """A running `pipeline serve` whose model is ready."""
+
+    command: RunningCommand
+    url: str
+    redis_url: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    store = tmp_path_factory.mktemp("store")
+    flags = ["--file-store", store, "--completion-window", "24h", "--completion-window", SHORT_WINDOW]
+    with running_server() as server, running_pipeline("serve", "--port", 0, *flags, redis_url=server.url) as command:
+        found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
+        assert found is not None
+        wait_until(lambda: httpx.get(f"{found[1]}/health").json()["models"], 60, "the model to be served")
+        yield Served(command, found[1], server.url)
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def submit(client: openai.OpenAI, source: Path, window: Any = "24h") -> Batch:
+    file = client.files.create(file=source, purpose="batch")
+    return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window=window)
+
+
+def wait(client: openai.OpenAI, batch: Batch, timeout: float = 60) -> Batch:
+    """The batch at its end; its states and counts only ever went forward."""
+    counts = [0, 0]
+
+    def ended() -> Batch | None:
+        found = client.batches.retrieve(batch.id)
+        assert found.request_counts is not None
+        now = [found.request_counts.completed, found.request_counts.failed]
+        assert all(after >= before for before, after in zip(counts, now, strict=True))
+        counts[:] = now
+        return found if found.status in END_STATES else None
+
+    return wait_until(ended, timeout, "the batch to end") or batch
+
+
+def rows(client: openai.OpenAI, file_id: str | None, **query: object) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(line) for line in client.files.content(file_id, extra_query=query).content.splitlines()]
+
+
+def line(custom_id: str, max_tokens: int, **more: Any) -> str:
+    """A question that is answered with exactly so many tokens."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": f"Count {custom_id}"}], "max_tokens": max_tokens, "ignore_eos": True}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body | more}) + "\n"
+
+
+def lines(path: Path, short: int, long: int, tokens: int = 1900) -> Path:
+    path.write_text("".join([line(f"short-{n}", 4) for n in range(short)] + [line(f"long-{n}", tokens) for n in range(long)]))
+    return path
+
+
+def test_questions_are_answered_and_their_tokens_followed_through_a_cut(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
+    source = examples(tmp_path / "in.jsonl", 300)
+    batch = submit(client, source)
+    path = f"{served.url}/v1/batches/{batch.id}/stream"
+    with EventReader(path) as reader:
+        wait_until(lambda: len(reader.events) > 300, 60, "some hundred events")
+    seen = [*reader.events]
+    while seen[-1].id is None:
+        seen.pop()
+    with EventReader(path, seen[-1].id) as rest:
+        batch = wait(client, batch)
+        *more, end, done = rest.wait_ended()
+    assert (batch.status, batch.model, batch.error_file_id) == ("completed", "demo", None)
+    assert batch.request_counts is not None
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (300, 300, 0)
+    (tmp_path / "out.jsonl").write_bytes(client.files.content(batch.output_file_id or "").content)
+    check_answers(source, tmp_path / "out.jsonl")
+    assert batch.usage is not None
+    assert batch.usage.total_tokens == sum(row["response"]["body"]["usage"]["total_tokens"] for row in rows(client, batch.output_file_id))
+    assert batch_texts([*seen, *more]) == answers()
+    assert (Batch.model_validate(end.value), done.value) == (batch, None)
+
+
+def test_results_can_be_read_while_the_batch_runs(client: openai.OpenAI, tmp_path: Path) -> None:
+    batch = submit(client, lines(tmp_path / "in.jsonl", short=5, long=12, tokens=500))
+    output = wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
+    first = client.files.with_raw_response.content(output, extra_query={"offset": 0})
+    position = int(first.headers["x-last-line"])
+    early = first.content.splitlines()
+    assert (first.headers["x-incomplete"], len(early)) == ("true", position)
+    assert 0 < position < 17
+    batch = wait(client, batch)
+    assert (batch.status, batch.output_file_id) == ("completed", output)
+    log = client.files.with_raw_response.content(output, extra_query={"offset": 0})
+    assert (log.headers["x-incomplete"], log.headers["x-last-line"]) == ("false", "17")
+    assert log.content.splitlines()[:position] == early
+    later = rows(client, output, offset=position)
+    whole = rows(client, output)
+    assert sorted([*map(json.loads, early), *later], key=lambda row: row["id"]) == sorted(whole, key=lambda row: row["id"])
+    assert [row["custom_id"] for row in whole] == [*(f"short-{n}" for n in range(5)), *(f"long-{n}" for n in range(12))]
+    assert {row["response"]["body"]["usage"]["completion_tokens"] for row in whole} == {4, 500}
+
+
+def test_a_cancel_takes_the_work_out_of_the_engine_within_a_second(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
+    batch = submit(client, lines(tmp_path / "in.jsonl", short=3, long=40))
+    wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
+    wait_until(lambda: engine_running(served) >= 40, 30, "the engine to say that it is busy")
+    core = engine_core(served)
+    began = time.monotonic()
+    assert client.batches.cancel(batch.id).status == "cancelling"
+    answered = time.monotonic() - began
+    with connect(served.redis_url) as client_of_redis:
+        assert client_of_redis.hlen(keys.LEASE) == 0
+    rested = seconds_until_rest(core, began)
+    print(f"cancel answered after {answered:.3f} s, engine at rest after {rested:.3f} s")
+    assert rested < 1
+    batch = wait(client, batch)
+    assert client.batches.cancel(batch.id).status == batch.status == "cancelled"
+    check_ends(client, batch, "batch_cancelled", short=3, total=43)
+    wait_until(lambda: engine_running(served) == 0, 30, "the engine to say that it is idle")
+
+
+def engine_running(served: Served) -> float:
+    """Sequences that the engine computes, as `/metrics` tells."""
+    found = re.findall(r"^pipeline_engine_running\{.*\} ([0-9.e+]+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def engine_core(served: Served) -> int:
+    [core] = [pid for pid in descendants(served.command.process.pid) if "core_process" in command_line(pid)]
+    return core
+
+
+def seconds_until_rest(pid: int, began: float) -> float:
+    """When a process that works at full speed had used no processor time for a fifth of a second, less that."""
+    used, since = cpu_seconds(pid), time.monotonic()
+    deadline = since + 30
+    while time.monotonic() - since < 0.2:
+        assert time.monotonic() < deadline, "the process goes on"
+        time.sleep(0.02)  # what is measured is this very time
+        if (now := cpu_seconds(pid)) > used + 0.01:
+            used, since = now, time.monotonic()
+    return since - began
+
+
+def check_ends(client: openai.OpenAI, batch: Batch, code: str, short: int, total: int) -> None:
+    """What was finished stays, every other line has its error; together they are all."""
+    assert batch.request_counts is not None
+    counts = batch.request_counts
+    assert (counts.total, counts.completed + counts.failed) == (total, total)
+    done, failed = (rows(client, file_id) if file_id else [] for file_id in (batch.output_file_id, batch.error_file_id))
+    assert (len(done), len(failed)) == (counts.completed, counts.failed)
+    assert len(failed) > 0
+    assert {row["custom_id"] for row in done} | {row["custom_id"] for row in failed} == {
+        *(f"short-{n}" for n in range(short)), *(f"long-{n}" for n in range(total - short))
+    }  # fmt: skip
+    assert {(row["response"], row["error"]["code"]) for row in failed} == {(None, code)}
+
+
+def test_a_batch_that_is_not_done_in_time_expires(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
+    batch = submit(client, lines(tmp_path / "in.jsonl", short=3, long=300), SHORT_WINDOW)
+    assert batch.expires_at is not None
+    with EventReader(f"{served.url}/v1/batches/{batch.id}/stream") as reader:
+        batch = wait(client, batch)
+        end = reader.wait_ended()[-2]
+    assert (batch.status, end.value["status"]) == ("expired", "expired")
+    assert batch.expires_at == batch.created_at + 6
+    check_ends(client, batch, "batch_expired", short=3, total=303)
+
+
+def test_a_file_with_bad_lines_fails_with_an_error_for_each(client: openai.OpenAI, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    bad = [
+        line("a", 4), "{\n", line("a", 4), line("b", 4, stream=True), line("c", 4, model="other"), line("d", 4).replace(CHAT, "/v1/x"),
+        line("e", 4).replace('"method": "POST", ', ""), line("f", 4, messages=None),
+    ]  # fmt: skip
+    source.write_text("".join(bad))
+    batch = wait(client, submit(client, source))
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+    assert batch.errors is not None
+    found = [(error.line, error.code, error.param) for error in batch.errors.data or []]
+    assert found == [
+        (2, "invalid_json_line", None), (3, "duplicate_custom_id", "custom_id"), (4, "streaming_unsupported", "body.stream"),
+        (5, "model_not_found", "body.model"), (6, "invalid_url", "url"), (7, "missing_required_parameter", "method"),
+        (8, "invalid_request", "body.messages"),
+    ]  # fmt: skip
+    assert batch.request_counts is not None
+    assert batch.request_counts.total == 0
+
+
+class Following(threading.Thread):
+    """Follows a batch as a client does that reconnects, until the stream has its end."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.events: list[Event] = []
+        self.cuts = 0
+        self._url = url
+
+    def run(self) -> None:
+        while not self.events or self.events[-1].value is not None:
+            last_id = next((event.id for event in reversed(self.events) if event.id is not None), None)
+            with contextlib.suppress(httpx.HTTPError, AssertionError), EventReader(self._url, last_id) as reader:
+                wait_until(lambda reader=reader: reader.ended or reader.is_cut, 120, "the stream to end")  # type: ignore[misc]
+                self.cuts += not reader.ended
+                self.events += reader.events
+
+
+@pytest.mark.proof
+def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_path: Path) -> None:
+    flags = ["--port", free_port(), "--file-store", tmp_path / "store", "--lease-seconds", 2, "--max-num-seqs", 8, "--stream-interval", 0.2]
+    source = examples(tmp_path / "in.jsonl", 300)
+    with running_pipeline("serve", *flags) as command:
+        found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
+        assert found is not None
+        url = found[1]
+        wait_until(lambda: httpx.get(f"{url}/health").json()["models"], 60, "the model to be served")
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=20, timeout=60) as client:
+            batch = submit(client, source)
+            following = Following(f"{url}/v1/batches/{batch.id}/stream")
+            following.start()
+            parts = ["pipeline api", "core_process", "--queue advance", "pipeline worker", "--queue bulk", "pipeline api", "jobs.ticker"]
+            for number, part in enumerate(parts, 1):
+                wait_until(lambda number=number: done_lines(client, batch) >= 35 * number, 120, "some more lines")  # type: ignore[misc]
+                send_all([pid for pid in descendants(command.process.pid) if part in command_line(pid)], signal.SIGKILL)
+            batch = wait(client, batch, 120)
+            following.join(60)
+            (tmp_path / "out.jsonl").write_bytes(client.files.content(batch.output_file_id or "").content)
+    check_answers(source, tmp_path / "out.jsonl")
+    assert batch.request_counts is not None
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 300, 0)
+    assert following.cuts == parts.count("pipeline api")
+    assert batch_texts(following.events) == answers()
+
+
+def done_lines(client: openai.OpenAI, batch: Batch) -> int:
+    counts = client.batches.retrieve(batch.id).request_counts
+    return 0 if counts is None else counts.completed + counts.failed
+
+
+def free_port() -> int:
+    """Of the API, which has to come back under the same address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
