@@ -135,6 +135,11 @@ class KeyRing:
         self._look()
         return bool(self._by_hash or self._problems)
 
+    def known(self) -> bool:
+        """Whether there ever was a key: the folder is there. Who revokes the last one does not mean to let everybody in."""
+        self._look()
+        return self._found
+
     def find(self, secret: str) -> KeyRecord | None:
         """The key with this secret."""
         self._look()

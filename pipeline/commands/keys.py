@@ -73,7 +73,7 @@ def list_(file_store: str, as_json: bool) -> None:
 @store_option
 def revoke(ids: tuple[str, ...], file_store: str) -> None:
     """Ends keys. Files and batches of their tenants stay."""
-    from jobs.api_keys import revoke_key
+    from jobs.api_keys import list_keys, revoke_key
 
     for key_id in ids:
         try:
@@ -81,6 +81,8 @@ def revoke(ids: tuple[str, ...], file_store: str) -> None:
         except KeyError:
             raise Refused(f"there is no key {key_id} in {file_store}") from None
         click.echo(f"{key_id} is revoked", err=True)
+    if not list_keys(file_store):
+        click.echo("that was the last one: servers without --insecure let nobody in now", err=True)
 
 
 def _shown(record: Any) -> dict[str, Any]:

@@ -81,15 +81,23 @@ def test_a_revoked_key_is_refused_and_the_rest_stay(serve: Serve, tmp_path: Path
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "example.org"])
-def test_beyond_this_machine_nobody_is_served_without_a_key(serve: Serve, tmp_path: Path, host: str) -> None:
+def test_beyond_this_machine_nobody_is_served_without_a_key(serve: Serve, host: str) -> None:
     """`host` is what the server believes to listen on; it is reached by another address here."""
+    assert status(serve(host=host)) == 401
+    assert status(serve(host=host, insecure=True)) == 200
+    assert status(serve()) == 200
+
+
+def test_nobody_is_let_in_once_the_last_key_is_revoked(serve: Serve, tmp_path: Path) -> None:
+    """A proxy may stand before a server that listens on this machine only."""
     record, secret = create_key(str(tmp_path), tenant="a")
-    url = serve(host=host)
+    url = serve()
     assert status(url, Authorization=f"Bearer {secret}") == 200
     revoke_key(str(tmp_path), record.id)
     wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 401, 5, "the last key to be refused")
     assert status(url) == 401
-    assert status(serve(host=host, insecure=True)) == 200
+    assert status(serve()) == 401
+    assert status(serve(insecure=True)) == 200
 
 
 def test_nobody_is_let_in_while_keys_cannot_be_read(serve: Serve, tmp_path: Path) -> None:
