@@ -6,6 +6,7 @@ from typing import Any
 
 from jobs import keys
 from jobs.base import QueueBase, flat, text
+from jobs.manifest import END_STATES
 from jobs.requests import Request, pack, unpack_result
 from jobs.results import Result
 from jobs.scripts import MAX_ITEMS
@@ -121,6 +122,13 @@ class BatchQueue(QueueBase):
     def open_batches(self, tenant: str) -> list[str]:
         """The tenant's open batches that came through the API; of one whose maker was killed there may be no record."""
         return sorted(text(batch) for batch in self._command("SMEMBERS", keys.open_batches(tenant)))
+
+    def open_tokens(self, tenant: str) -> dict[str, int]:
+        """About how many tokens stand in each of the tenant's open batches, as far as they have been checked."""
+        batches = self.open_batches(tenant)
+        rows = self.commands(("HMGET", keys.batch(batch), "state", "queued_tokens") for batch in batches)
+        found = zip(batches, rows, strict=True)
+        return {batch: int(tokens or 0) for batch, (state, tokens) in found if text(state) not in END_STATES}
 
     def dismiss(self, tenant: str, *batches: str) -> None:
         """Takes batches out of the open ones."""

@@ -168,10 +168,11 @@ def _token_problem(held: Slice, size: int) -> LineProblem | None:
     spec = held.manifest.spec
     held.manifest.queued_tokens = own = -(-size // _BYTES_PER_TOKEN)
     held.note({"queued_tokens": own})  # before the others are looked at, so that of two at once one sees the other
-    records = (held.queue.batch_fields(batch) for batch in held.queue.open_batches(spec.tenant) if batch != held.batch)
-    others = sum(int(fields.get("queued_tokens", 0)) for fields in records)
     most = spec.queued_tokens
-    if most is None or own + others <= most:
+    if most is None:
+        return None
+    others = sum(tokens for batch, tokens in held.queue.open_tokens(spec.tenant).items() if batch != held.batch)
+    if own + others <= most:
         return None
     message = f"About {own} tokens in this batch and {others} in others that have not ended are more than the {most} that may be queued."
     return LineProblem("token_limit_exceeded", message)
