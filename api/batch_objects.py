@@ -63,16 +63,20 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
 
 
 def _state(record: BatchRecord) -> Any:
-    """The state as far as it ever came: a batch that is made again in an empty Redis is checked again, which is nobody's business."""
+    """The state as far as it ever came: a batch that is made again in an empty Redis is checked again, which is nobody's business.
+
+    One whose window has ended is in progress until its files are written: OpenAI's go from there to `expired`.
+    """
     if record.state not in _FORWARD:
         return record.state
-    return next(state for state in reversed(_FORWARD) if state == record.state or state in record.timestamps)
+    states = _FORWARD[:-1] if record.outcome == "expired" else _FORWARD
+    return next(state for state in reversed(states) if state == record.state or state in record.timestamps)
 
 
 def _times(record: BatchRecord) -> dict[str, int]:
     """Whole unix seconds by state, none before the batch was made, whatever clocks say; of end states only the one that it is in."""
     made = record.timestamps["created"]
-    others = END_STATES - {record.state}
+    others = END_STATES - {record.state} | ({"finalizing"} if record.outcome == "expired" else set())
     return {name: int(max(made, moment)) for name, moment in record.timestamps.items() if name not in others}
 
 

@@ -18,7 +18,7 @@ from jobs import keys
 from jobs.batch_queue import FORGOTTEN
 from jobs.bitmap import Bitmap
 from jobs.control import enqueue
-from jobs.manifest import END_STATES, BatchSpec, LineProblem, Manifest, State, load_manifest, mark_cancelled, unmark_cancelled
+from jobs.manifest import END_STATES, BatchSpec, EndState, LineProblem, Manifest, State, load_manifest, mark_cancelled, unmark_cancelled
 from jobs.parts import drop_unlisted, merge_parts, write_records
 from jobs.plan import PLAN_NAME
 from jobs.queue import Queue
@@ -55,6 +55,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     state: State
+    outcome: EndState  # what it ends as, as far as is known
     spec: BatchSpec
     total: int
     completed: int
@@ -155,6 +156,7 @@ def _record(batch_id: str, fields: dict[str, str], held: int, waiting: int) -> B
     return BatchRecord(
         id=batch_id,
         state=fields["state"],  # type: ignore[arg-type]
+        outcome=fields.get("outcome", "completed"),  # type: ignore[arg-type]
         spec=spec,
         total=int(fields["total"]),
         completed=int(fields["completed"]),

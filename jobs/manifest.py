@@ -14,6 +14,7 @@ NAME = "manifest.json"
 _CANCEL_MARK = "cancelled"  # a file of its own, since a long job may hold the folder when somebody cancels
 
 State = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+EndState = Literal["completed", "expired", "cancelled"]
 END_STATES = frozenset({"failed", "completed", "expired", "cancelled"})
 
 
@@ -58,7 +59,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     created_at: float  # unix seconds by the clock of Redis, from which the completion window counts
     spec: BatchSpec
     state: State = "validating"
-    outcome: Literal["completed", "expired", "cancelled"] = "completed"  # what the batch ends as
+    outcome: EndState = "completed"  # what the batch ends as
     timestamps: dict[str, float] = msgspec.field(default_factory=dict)  # unix seconds by state
     input_bytes: int | None = None
     input_sha256: str | None = None

@@ -17,6 +17,7 @@ from jobs.api_keys import create_key
 from jobs.batches import cancel_batch, get_batch
 from jobs.queue import Queue
 from jobs.rebuild import rebuild_all
+from jobs.ticker import Ticker
 from tests.support.api_server import running_api
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import failing
@@ -84,6 +85,20 @@ def test_states_and_counts_go_forward_through_the_loss_of_redis(
         first = next(number for number, value in enumerate(values) if value is not None)
         assert set(values[first:]) == {values[-1]}, name
     assert (seen[-1].status, counts[-1]) == ("completed", (28, 2))
+
+
+def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
+    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    batch = submit(redis_client, redis_url, tmp_path, lines_of(5)).id
+    step(redis_client, batch)
+    redis_client.hset("{q}:batch:" + batch, "expires_at", 1)
+    Ticker(Queue(redis_client)).tick()
+    seen = [client.batches.retrieve(batch)]
+    assert get_batch(redis_client, batch).state == "finalizing"
+    run_to_end(redis_client, batch)
+    seen.append(client.batches.retrieve(batch))
+    assert [(one.status, one.finalizing_at) for one in seen] == [("in_progress", None), ("expired", None)]
 
 
 def test_limits_of_a_key_are_those_of_its_tenant(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path) -> None:

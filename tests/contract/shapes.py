@@ -24,10 +24,10 @@ ROUTES: list[tuple[str, str, type[BaseModel], bool]] = [  # method, path, what a
     ("POST", rf"/v1/batches/{BATCH}/cancel", Batch, False),
 ]
 ENDED = {"failed", "completed", "expired", "cancelled"}
-STEPS = {  # a batch that expires is finalizing while its files are written
+STEPS = {
     "validating": {"failed", "in_progress", "cancelling"},
     "in_progress": {"finalizing", "expired", "cancelling"},
-    "finalizing": {"completed", "expired", "cancelling"},
+    "finalizing": {"completed", "cancelling"},
     "cancelling": {"cancelled"},
 }
 
