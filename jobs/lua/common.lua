@@ -227,6 +227,7 @@ local function watched_of(names)
   return found
 end
 
+local anybody -- whether somebody watches something, once this call has asked
 local unread = {} -- batches that this call found without a stream of their own: nobody reads one
 
 -- Adds to the stream of a batch, if there is one: about a request of it, or, without a name, that its state moved.
@@ -253,7 +254,10 @@ local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
     redis.call('XADD', stream, 'MAXLEN', '~', 20000, '*', 'k', name, 'e', entry_id, 'p', chunks, more, value)
     redis.call('EXPIRE', stream, API_SECONDS)
   end
-  if not is_live(name) then
+  if anybody == nil then
+    anybody = redis.call('EXISTS', key.WATCHED) == 1
+  end
+  if anybody and not is_live(name) then
     tell_readers(split(name), name, entry_id, chunks, succeeded)
   end
 end
