@@ -14,7 +14,10 @@ from tests.contract.calls import lines, submit, upload, wait
 from tests.support.batch_stack import AWAY, BatchStack
 from tests.support.control_plane import ROOT
 
-CHECKS = "not_a_server_error,content_type_conformance,response_schema_conformance"
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method,"
+    "use_after_free,ensure_resource_availability"
+)
 HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
 
 
