@@ -215,10 +215,9 @@ def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
         return False
     held.beat()
     part = write_part(held.root, _next_name(held), results)
-    if manifest.spec.output_file_id is not None:
-        log_successes(queue, manifest, results, pace.logged)
+    fresh = results if manifest.spec.output_file_id is None else log_successes(queue, manifest, results, pace.logged)
     manifest.parts.append(part)
-    count_results(manifest, (result for _, result in results))
+    count_results(manifest, (result for _, result in fresh))
     compacted = compact(held)
     save_manifest(manifest)
     queue.drained(batch, part.name, [line for line, _ in results])

@@ -32,15 +32,16 @@ class LoggedLines:
         return line in self._lines
 
 
-def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines) -> None:
+def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines) -> list[tuple[int, Result]]:
     """Appends to the log those successes that it lacks; they count once the manifest is saved. Raises `StoreError`.
 
-    Results that came once more, since Redis lost what it had been told, are logged already.
+    Returns the results less those that are logged already: they came once more, since Redis lost what it had been told.
     """
     root = manifest.spec.root
     extent = sound_extent(root, manifest.logged)
     logged.read(root, extent)
-    successes = [(line, result) for line, result in results if result.succeeded and line not in logged]
+    fresh = [(line, result) for line, result in results if line not in logged]
+    successes = [(line, result) for line, result in fresh if result.succeeded]
     if successes:
         if not extent.lines:
             _store(queue, manifest).put_result(_partial(manifest))
@@ -49,6 +50,7 @@ def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Res
             entries = [Entry(line, _output_line(manifest, index, line, result)) for line, result in successes]
         extent = append_log(root, extent, entries)
     manifest.logged_lines, manifest.logged_bytes = extent
+    return fresh
 
 
 def begin_result_files(queue: Queue, manifest: Manifest) -> None:

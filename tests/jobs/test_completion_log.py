@@ -139,6 +139,8 @@ def test_results_that_come_again_are_not_logged_again(redis_client: redis.Redis,
     redis_client.delete(names[1])
     redis_client.hset(names[0], mapping=results)  # type: ignore[arg-type]
     redis_client.hset("{q}:batch:" + batch, "result_bytes", size)  # type: ignore[arg-type]
+    again = step(redis_client, batch)
+    assert (again.stored_completed, again.usage.prompt_tokens) == (10, 70)
     ended = run_to_end(redis_client, batch)
     assert (ended.state, ended.completed) == ("completed", 20)
     custom_ids = [json.loads(line)["custom_id"] for line in log_of(record).splitlines()]
