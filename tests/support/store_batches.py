@@ -1,5 +1,6 @@
 """Batches as the API makes them, out of files in a store, for tests that drive the control plane themselves."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from jobs.queue import Queue
 from jobs.registry import WorkerRecord
 from jobs.submission import NewBatch, submit_batch
 from jobs.validation import CHAT
-from tests.support.control_plane import chat_line
+from tests.support.batch_steps import answer_all, step
+from tests.support.control_plane import chat_line, failing
+from tests.support.integrity import faults
 
 
 def store_of(client: redis.Redis, folder: Path) -> FileStore:
@@ -70,3 +73,38 @@ def content_of(client: redis.Redis, folder: Path, file_id: str | None, tenant: s
         return b""
     store = store_of(client, folder)
     return store.content_path(store.get(tenant, file_id)).read_bytes()
+
+
+def custom_ids(content: bytes) -> list[str]:
+    """Of the lines of a result file."""
+    return [json.loads(line)["custom_id"] for line in content.splitlines()]
+
+
+def check_every_line_once(client: redis.Redis, folder: Path, record: BatchRecord, count: int) -> None:
+    """Each line in one of the two files, as the counts say; and the log holds the successes."""
+    tenant = record.spec.tenant
+    good = content_of(client, folder, record.output_file_id, tenant)
+    bad = content_of(client, folder, record.error_file_id, tenant)
+    assert (len(custom_ids(good)), len(custom_ids(bad))) == (record.completed, record.failed)
+    assert record.completed + record.failed == record.total == count
+    assert sorted(custom_ids(good) + custom_ids(bad)) == sorted(f"c{number}" for number in range(1, count + 1))
+    assert sorted(log_of(record).splitlines()) == sorted(good.splitlines())
+    assert faults(client) == []
+
+
+def under_way(client: redis.Redis, url: str, folder: Path, count: int = 20, done: int = 8, **asked: Any) -> BatchRecord:
+    """A batch of which some lines are done and on disk."""
+    record = submit(client, url, folder, lines_of(count), **asked)
+    step(client, record.id)
+    step(client, record.id)
+    answer_all(client, failing(3), most=done)
+    step(client, record.id)
+    return record
+
+
+def finished(client: redis.Redis, url: str, folder: Path, failures: tuple[int, ...] = (3,), **asked: Any) -> BatchRecord:
+    """A batch of 20 lines whose results are still to be written."""
+    record = submit(client, url, folder, lines_of(20), **asked)
+    while (record := step(client, record.id)).state != "finalizing":
+        answer_all(client, failing(*failures))
+    return record
