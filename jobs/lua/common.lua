@@ -6,8 +6,8 @@ local API_SECONDS = 300
 local COUNTED_SECONDS = 86400
 local SERVED_SECONDS = 600
 local SUSPECTS_TOGETHER = 16
-local BATCH_ENTRIES = 4000
-local MOST_BYTES_OF_AN_ENTRY = 4096
+local BATCH_ENTRIES = 20000
+local MOST_BYTES_OF_AN_ENTRY = 1024
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
 local function now_ms()

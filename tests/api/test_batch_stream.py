@@ -205,7 +205,7 @@ def test_a_batch_of_another_tenant_is_not_found(
 def test_a_reader_that_does_not_read_holds_up_nothing_and_is_shown_later_what_there_is(batch: Batch, api_url: str, queue: Queue) -> None:
     """Far more comes than sockets hold: what is not sent is not kept for it either."""
     batch.start()
-    count, text = 8_000, "x" * 1500
+    count, text = 24_000, "x" * 500
     host, port = api_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
