@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from jobs.requests import Claim
 from jobs.results import ApiError, Result
 from tests.support.api_server import running_api
 from tests.support.control_plane import Answering, control_plane, echo
+from tests.support.integrity import faults
 from tests.support.redis_server import running_server
 
 AWAY = "away"  # a model that is known and that no worker serves at the moment: its lines wait
@@ -36,6 +37,7 @@ def running_stack(folder: Path, completion_windows: tuple[str, ...] = ("24h",)) 
     store = folder / "store"
     with ExitStack() as stack:
         redis_url = stack.enter_context(running_server()).url
+        stack.callback(_check, redis_url)
         _announce(redis_url, AWAY)
         stack.enter_context(control_plane(redis_url, ("--file-store", str(store)), {"FILE_STORE": str(store)}))
         settings = ApiSettings(redis_url=redis_url, file_store=str(store), completion_windows=completion_windows)
@@ -60,9 +62,12 @@ def serving_the_away(stack: BatchStack) -> Iterator[None]:
 
 
 def _announce(redis_url: str, model: str) -> None:
-    client = connect(redis_url)
-    queue = Queue(client)
-    queue.register_worker(WorkerRecord("came-and-went", [model], "ready", 4096, time.time(), "test", 1))
-    queue.remove_worker("came-and-went")
-    queue.close()
-    client.close()
+    with closing(connect(redis_url)) as client, closing(Queue(client)) as queue:
+        queue.register_worker(WorkerRecord("came-and-went", [model], "ready", 4096, time.time(), "test", 1))
+        queue.remove_worker("came-and-went")
+
+
+def _check(redis_url: str) -> None:
+    """What is left in the queue when everybody has gone must fit together."""
+    with closing(connect(redis_url)) as client:
+        assert faults(client) == []
