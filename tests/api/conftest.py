@@ -1,6 +1,7 @@
 """Fixtures: an API process' app in a thread, on a real Redis, with the official client and a worker that follows a script."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -10,27 +11,27 @@ from api.settings import ApiSettings
 from jobs.queue import Queue
 from jobs.requests import Claim
 from tests.api.scripted_worker import Answer, ScriptedWorker
-from tests.support.api_server import running_api
+from tests.support.api_server import official_client, plain_client, running_api
 
 
 @pytest.fixture
-def api_url(redis_url: str) -> Iterator[str]:
+def api_url(redis_url: str, tmp_path: Path) -> Iterator[str]:
     """The address of a running API."""
-    with running_api(ApiSettings(REDIS_URL=redis_url, ping_seconds=0.2)) as url:
+    with running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path / "store"), ping_seconds=0.2)) as url:
         yield url
 
 
 @pytest.fixture
 def client(api_url: str) -> Iterator[openai.OpenAI]:
     """The official client, without retries."""
-    with openai.OpenAI(base_url=f"{api_url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with official_client(api_url) as client:
         yield client
 
 
 @pytest.fixture
 def http(api_url: str) -> Iterator[httpx.Client]:
     """A plain HTTP client."""
-    with httpx.Client(base_url=api_url, timeout=60) as client:
+    with plain_client(api_url) as client:
         yield client
 
 

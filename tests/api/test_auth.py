@@ -12,7 +12,7 @@ from api.settings import ApiSettings
 from jobs.api_keys import create_key, revoke_key
 from jobs.queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
-from tests.support.api_server import running_api
+from tests.support.api_server import official_client, running_api
 from tests.support.requests import start_batch
 from tests.support.waiting import wait_until
 
@@ -38,10 +38,6 @@ def serve(redis_url: str, tmp_path: Path) -> Iterator[Serve]:
         api.__exit__(None, None, None)
 
 
-def client_of(url: str, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
-
-
 def status(url: str, path: str = "/v1/models", **headers: str) -> int:
     return httpx.get(url + path, headers=headers).status_code
 
@@ -49,9 +45,9 @@ def status(url: str, path: str = "/v1/models", **headers: str) -> int:
 def test_a_key_lets_its_holder_in_and_nobody_else(serve: Serve, tmp_path: Path) -> None:
     _, secret = create_key(str(tmp_path), tenant="a")
     url = serve()
-    client_of(url, secret).models.list()
+    official_client(url, secret).models.list()
     with pytest.raises(openai.AuthenticationError) as caught:
-        client_of(url, "sk-" + "x" * 43).models.list()
+        official_client(url, "sk-" + "x" * 43).models.list()
     assert (caught.value.code, caught.value.type, caught.value.param) == ("invalid_api_key", "invalid_request_error", None)
     for headers in ({}, {"authorization": secret}, {"authorization": f"Basic {secret}"}, {"authorization": "Bearer"}, {"api-key": secret}):
         answer = httpx.get(f"{url}/v1/models", headers=headers)
@@ -122,7 +118,7 @@ def test_a_key_sends_no_more_requests_a_minute_than_it_may(serve: Serve, tmp_pat
     assert answers[0].headers["x-ratelimit-limit-requests"] == "4"
     assert answers[0].headers["x-ratelimit-reset-requests"] == "15s"
     with pytest.raises(openai.RateLimitError) as caught:
-        client_of(urls[0], secret).models.list()
+        official_client(urls[0], secret).models.list()
     assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
     assert 10 <= int(caught.value.response.headers["retry-after"]) <= 15
     assert "x-ratelimit-limit-requests" not in httpx.get(f"{urls[0]}/v1/models", headers={"authorization": f"Bearer {other}"}).headers
@@ -133,14 +129,14 @@ def test_the_official_client_waits_as_long_as_it_is_told(serve: Serve, tmp_path:
     url = serve()
     while queue.admit(record.id, 60).admitted:
         pass
-    client_of(url, secret).with_options(max_retries=2).models.list()
+    official_client(url, secret).with_options(max_retries=2).models.list()
 
 
 def test_a_live_stream_is_shown_to_its_tenant_alone(serve: Serve, tmp_path: Path, scripted: Callable[..., ScriptedWorker]) -> None:
     secrets = [create_key(str(tmp_path), tenant=tenant)[1] for tenant in ("a", "a", "b")]
     url = serve()
     scripted(lambda claim: ["one ", "two"])
-    answer = client_of(url, secrets[0]).completions.with_raw_response.create(model=MODEL, prompt="x", stream=True)
+    answer = official_client(url, secrets[0]).completions.with_raw_response.create(model=MODEL, prompt="x", stream=True)
     assert len(list(answer.parse())) > 1
     path = f"/v1/streams/{answer.headers['x-stream-id']}"
     assert [status(url, path, Authorization=f"Bearer {secret}") for secret in secrets] == [200, 200, 404]

@@ -18,7 +18,7 @@ from jobs.batches import cancel_batch, get_batch
 from jobs.queue import Queue
 from jobs.rebuild import rebuild_all
 from jobs.ticker import Ticker
-from tests.support.api_server import running_api
+from tests.support.api_server import official_client, running_api
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import failing
 from tests.support.store_batches import lines_of, serve, submit
@@ -31,10 +31,6 @@ def api_url(redis_url: str, tmp_path: Path) -> Iterator[str]:
     """An API on the store of `tests.support.store_batches`."""
     with running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path / "store"))) as url:
         yield url
-
-
-def client_of(url: str, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 def create(client: openai.OpenAI, data: bytes) -> Batch:
@@ -106,26 +102,26 @@ def test_limits_of_a_key_are_those_of_its_tenant(redis_client: redis.Redis, redi
     store = str(tmp_path / "store")
     first, second = (create_key(store, tenant="a", open_batches=2, queued_tokens=1500)[1] for _ in range(2))
     _, other = create_key(store, tenant="b")
-    made = [create(client_of(api_url, key), lines_of(50)) for key in (first, second)]
+    made = [create(official_client(api_url, key), lines_of(50)) for key in (first, second)]
     with pytest.raises(openai.RateLimitError, match="2 batches that have not ended") as caught:
-        create(client_of(api_url, first), lines_of(1))
+        create(official_client(api_url, first), lines_of(1))
     assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
-    create(client_of(api_url, other), lines_of(500))
+    create(official_client(api_url, other), lines_of(500))
     for batch in made:
         step(redis_client, batch.id)
-    found = [client_of(api_url, first).batches.retrieve(batch.id) for batch in made]
+    found = [official_client(api_url, first).batches.retrieve(batch.id) for batch in made]
     assert [one.status for one in found] == ["in_progress", "failed"]
     assert found[1].errors is not None
     assert [error.code for error in found[1].errors.data or []] == ["token_limit_exceeded"]
-    create(client_of(api_url, second), lines_of(1))  # in the place of the one that failed
+    create(official_client(api_url, second), lines_of(1))  # in the place of the one that failed
 
 
 def test_a_batch_of_another_tenant_is_unknown(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path) -> None:
     serve(redis_client, redis_url, "m")
     store = str(tmp_path / "store")
     (_, mine), (_, theirs) = create_key(store, tenant="a"), create_key(store, tenant="b")
-    batch = create(client_of(api_url, mine), lines_of(2))
-    stranger = client_of(api_url, theirs)
+    batch = create(official_client(api_url, mine), lines_of(2))
+    stranger = official_client(api_url, theirs)
     for emptied in (False, True):
         if emptied:
             redis_client.flushall()

@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from tests.contract.shapes import Recorder
+from tests.support.api_server import official_client, plain_client
 from tests.support.batch_stack import BatchStack, running_stack
 
 SHORT_WINDOW = "4s"
@@ -23,7 +24,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BatchStack]:
 def module_client(stack: BatchStack) -> Iterator[openai.OpenAI]:
     """The client of fixtures that outlive one test; a wrong answer fails the module at its end."""
     recorder = Recorder()
-    with official_client(stack.api_url, recorder) as client:
+    with official_client(stack.api_url, on_answer=recorder) as client:
         yield client
     assert recorder.faults == []
 
@@ -39,18 +40,12 @@ def recorder() -> Iterator[Recorder]:
 @pytest.fixture
 def client(stack: BatchStack, recorder: Recorder) -> Iterator[openai.OpenAI]:
     """The official client, without retries."""
-    with official_client(stack.api_url, recorder) as client:
+    with official_client(stack.api_url, on_answer=recorder) as client:
         yield client
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def http(stack: BatchStack) -> Iterator[httpx.Client]:
     """For what the official client would not send."""
-    with httpx.Client(base_url=stack.api_url, timeout=60) as http:
+    with plain_client(stack.api_url) as http:
         yield http
-
-
-def official_client(api_url: str, recorder: Recorder, api_key: str = "none") -> openai.OpenAI:
-    """As a user makes it, but for retries, which would hide errors, and the hook that looks at answers."""
-    transport = openai.DefaultHttpxClient(event_hooks={"response": [recorder]})
-    return openai.OpenAI(base_url=f"{api_url}/v1", api_key=api_key, max_retries=0, timeout=60, http_client=transport)

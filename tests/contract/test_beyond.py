@@ -12,10 +12,10 @@ from pyarrow import parquet
 
 from api.settings import ApiSettings
 from tests.contract.calls import lines, results, said, submit, wait
-from tests.contract.conftest import SHORT_WINDOW, official_client
+from tests.contract.conftest import SHORT_WINDOW
 from tests.contract.shapes import Recorder
 from tests.contract.test_validation import entries
-from tests.support.api_server import running_api
+from tests.support.api_server import official_client, running_api
 from tests.support.batch_stack import AWAY, BatchStack, serving_the_away
 from tests.support.control_plane import chat_line
 from tests.support.waiting import wait_until
@@ -75,7 +75,7 @@ def test_parquet_comes_back_as_parquet(client: openai.OpenAI) -> None:
 
 def test_an_operator_sets_the_limits(stack: BatchStack) -> None:
     small = stack.settings.model_copy(update={"max_batch_lines": 2, "max_file_bytes": 1000})
-    with running_api(small) as url, official_client(url, recorder := Recorder()) as client:
+    with running_api(small) as url, official_client(url, on_answer=(recorder := Recorder())) as client:
         batch = wait(client, submit(client, lines("one", "two", "three")).id)
         assert entries(batch) == [("too_many_tasks", None, None)]
         assert wait(client, submit(client, lines("one", "two")).id).status == "completed"
@@ -87,7 +87,7 @@ def test_an_operator_sets_the_limits(stack: BatchStack) -> None:
 
 def test_windows_are_the_operators_choice(stack: BatchStack) -> None:
     with running_api(ApiSettings(redis_url=stack.redis_url, file_store=str(stack.store))) as url:
-        with official_client(url, Recorder()) as client, pytest.raises(openai.BadRequestError) as caught:
+        with official_client(url) as client, pytest.raises(openai.BadRequestError) as caught:
             submit(client, lines("one"), completion_window=SHORT_WINDOW)
         assert (caught.value.param, caught.value.code) == ("completion_window", "invalid_value")
         assert "24h" in caught.value.message

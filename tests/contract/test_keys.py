@@ -3,16 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
 from api.settings import ApiSettings
 from jobs.api_keys import create_key
 from tests.contract.calls import lines, submit, upload
-from tests.contract.conftest import official_client
 from tests.contract.shapes import Recorder
-from tests.support.api_server import running_api
+from tests.support.api_server import official_client, plain_client, running_api
 from tests.support.redis_server import running_server
 
 ABSENT_FILE, ABSENT_BATCH = "file-0123456789abcdef01234567", "batch_0123456789abcdef01234567"
@@ -40,27 +38,27 @@ def api_url(store: Path, secrets: dict[str, str]) -> Iterator[str]:
 @pytest.fixture
 def blue(api_url: str, secrets: dict[str, str], recorder: Recorder) -> Iterator[openai.OpenAI]:
     """One tenant."""
-    with official_client(api_url, recorder, secrets["blue"]) as client:
+    with official_client(api_url, secrets["blue"], recorder) as client:
         yield client
 
 
 @pytest.fixture
 def green(api_url: str, secrets: dict[str, str], recorder: Recorder) -> Iterator[openai.OpenAI]:
     """Another one."""
-    with official_client(api_url, recorder, secrets["green"]) as client:
+    with official_client(api_url, secrets["green"], recorder) as client:
         yield client
 
 
 @pytest.mark.parametrize("key", ["none", "sk-" + "x" * 43])
 def test_a_wrong_key_is_a_401(api_url: str, key: str, recorder: Recorder) -> None:
-    with official_client(api_url, recorder, key) as client, pytest.raises(openai.AuthenticationError) as caught:
+    with official_client(api_url, key, recorder) as client, pytest.raises(openai.AuthenticationError) as caught:
         client.files.list()
     assert (caught.value.code, caught.value.type) == ("invalid_api_key", "invalid_request_error")
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Basic Zm9v", "bearer\tx"])
 def test_no_key_is_a_401_everywhere_below_v1(api_url: str, header: str | None) -> None:
-    with httpx.Client(base_url=api_url, headers={} if header is None else {"authorization": header}) as http:
+    with plain_client(api_url, headers={} if header is None else {"authorization": header}) as http:
         for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
             answer = http.request(method, path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path

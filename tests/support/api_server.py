@@ -1,9 +1,12 @@
-"""The API's app in a thread of this process, on a port of its own."""
+"""The API's app in a thread of this process, on a port of its own, and clients for it."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import httpx
+import openai
 import uvicorn
 
 from api.app import create_app
@@ -27,3 +30,14 @@ def running_api(settings: ApiSettings) -> Iterator[str]:
         server.should_exit = True
         thread.join(60)
         listener.close()
+
+
+def official_client(api_url: str, api_key: str = "none", on_answer: Callable[[Any], None] | None = None) -> openai.OpenAI:
+    """As a user makes it, but for retries, which would hide errors, and for certificates, which take 50 ms to read."""
+    transport = openai.DefaultHttpxClient(event_hooks={"response": [on_answer] if on_answer else []}, verify=False)
+    return openai.OpenAI(base_url=f"{api_url}/v1", api_key=api_key, max_retries=0, timeout=60, http_client=transport)
+
+
+def plain_client(api_url: str, **options: Any) -> httpx.Client:
+    """For what the official client would not send."""
+    return httpx.Client(base_url=api_url, timeout=60, verify=False, **options)
