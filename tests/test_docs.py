@@ -15,7 +15,7 @@ _TEST = re.compile(r"`(test_\w+)`")
 @cache
 def _files() -> list[str]:
     folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
-    return [str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*")]
+    return [str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*") if "node_modules" not in path.parts]
 
 
 @pytest.mark.parametrize("page", PAGES)
