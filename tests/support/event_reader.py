@@ -83,10 +83,14 @@ def parse_events(lines: Iterator[str]) -> Iterator[Event]:
 
 def batch_texts(events: Iterable[Event]) -> dict[str, str]:
     """What each request was told to have generated; fails where something is missing, or comes twice but for a new beginning."""
-    found: defaultdict[str, str] = defaultdict(str)
+    pieces: defaultdict[str, list[str]] = defaultdict(list)
+    lengths: defaultdict[str, int] = defaultdict(int)
     for _, value in events:
         for choice in value["choices"] if value and "choices" in value else []:
-            before = found[value["custom_id"]]
-            assert choice["text_offset"] in (0, len(before)), value
-            found[value["custom_id"]] = before[: choice["text_offset"]] + choice["text"]
-    return dict(found)
+            name = value["custom_id"]
+            if choice["text_offset"] == 0:
+                pieces[name], lengths[name] = [], 0
+            assert choice["text_offset"] == lengths[name], value
+            pieces[name].append(choice["text"])
+            lengths[name] += len(choice["text"])
+    return {name: "".join(found) for name, found in pieces.items()}
