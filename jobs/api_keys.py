@@ -59,6 +59,9 @@ def create_key(
     """A new key, on disk when this returns, and its secret, which nobody can find out later. Raises ValueError and `StoreError`."""
     if not TENANT.fullmatch(tenant):
         raise ValueError(f"a tenant is named by up to 64 letters, digits, dots, dashes, underscores and @, not {tenant!r}")
+    for limit in (requests_per_minute, queued_tokens, open_batches):
+        if limit is not None and not 1 <= limit <= MAX_LIMIT:
+            raise ValueError(f"a limit is a number from 1 to {MAX_LIMIT:,}, not {limit:,}")
     secret = f"sk-{secrets.token_urlsafe(32)}"
     record = KeyRecord(
         id=ids.new_id(ids.KEY, time.time()),
@@ -71,8 +74,9 @@ def create_key(
         open_batches=open_batches,
     )
     folder = folder_of(store)
-    make_folder(str(folder))
-    write_bytes(str(folder / (record.id + _SUFFIX)), msgspec.json.format(msgspec.json.encode(record), indent=1))
+    content = msgspec.json.format(msgspec.json.encode(record), indent=1)
+    make_folder(str(folder))  # from then on nobody is let in without a key
+    write_bytes(str(folder / (record.id + _SUFFIX)), content)
     return record, secret
 
 

@@ -20,6 +20,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NO_KEY = "none"  # the client insists on one; a server without keys looks at none
 _PASSING = (408, 425, 429)
+_CUTS = (("httpx", "RequestError"), ("httpx2", "RequestError"), ("h11", "LocalProtocolError"))  # h11: a file grew while it was sent
 _LONGEST_MESSAGE = 500
 
 
@@ -32,12 +33,14 @@ def _check_base_url(_ctx: click.Context, _param: click.Parameter, url: str) -> s
 
 
 class _Id(click.ParamType[str]):
-    """An id, which the server knows or not; the client refuses an empty one."""
+    """An id, which the server knows or not; the client cannot send one that is no part of a path."""
 
     name = "id"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value) or self.fail("it is empty", param, ctx)
+        if value in ("", ".", ".."):
+            self.fail(f"{value!r} is no id" if value else "it is empty", param, ctx)
+        return str(value)
 
 
 def object_id(name: str, shown: str, **attributes: Any) -> Callable[[Command], Command]:
@@ -74,6 +77,8 @@ def api_client(base_url: str) -> Iterator["openai.OpenAI"]:
         raise _as_exit(error, base_url) from None
     except openai.APIError as error:
         raise Unfinished(f"{base_url} answers what cannot be understood: {one_line(error)}") from None
+    except UnicodeEncodeError:
+        raise Refused("an argument, or OPENAI_API_KEY, holds characters that cannot be sent") from None
     except Exception as error:
         if not is_cut(error):
             raise
@@ -90,9 +95,8 @@ def is_passing(error: Exception) -> bool:
 
 
 def is_cut(error: Exception) -> bool:
-    """Whether a connection ended in the middle of an answer. The client's own library is httpx or httpx2, by its version."""
-    modules = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
-    return any(isinstance(error, module.RequestError) for module in modules)
+    """Whether a connection ended in the middle of a call. The client's own library is httpx or httpx2, by its version."""
+    return any(isinstance(error, getattr(sys.modules[module], name)) for module, name in _CUTS if module in sys.modules)
 
 
 def _check_answer(response: Any) -> None:

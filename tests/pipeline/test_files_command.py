@@ -1,6 +1,7 @@
 """`pipeline files` against a real API: what is sent, shown and fetched, and what a person reads when it fails."""
 
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -54,6 +55,13 @@ def test_a_file_goes_there_and_comes_back(files: Files, tmp_path: Path) -> None:
     assert gone.err == f"Error: No such File object: {file_id}\n"
 
 
+def test_a_file_that_is_longer_than_it_was_is_not_half_sent(files: Files) -> None:
+    code, _, stderr = files("upload", "/proc/version", "--purpose", "user_data")  # says that it has no bytes, and then has some
+    assert (code, stderr.count("\n")) == (1, 1)
+    assert "run the same command again" in stderr
+    assert json.loads(files("list", "--json").out) == []
+
+
 def test_a_listing_is_as_long_as_was_asked(files: Files, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 1)
     ids = [files("upload", source).out.strip() for _ in range(3)]
@@ -65,10 +73,12 @@ def test_a_listing_is_as_long_as_was_asked(files: Files, tmp_path: Path) -> None
 def test_what_a_server_refuses_is_said_in_its_words(files: Files, run_here: RunHere, tmp_path: Path, url: str) -> None:
     large = tmp_path / "large.jsonl"
     large.write_bytes(b"x" * (2**20 + 1))
+    os.mkfifo(tmp_path / "pipe.jsonl")
     for arguments, reason in (
         (["upload", large], "large"),
         (["upload", tmp_path / "absent.jsonl"], "there is no file"),
         (["upload", tmp_path], "is a folder"),
+        (["upload", tmp_path / "pipe.jsonl"], "is no regular file"),
         (["upload", write_input(tmp_path / "in.txt", 1)], "jsonl"),
         (["upload", write_input(tmp_path / "in.jsonl", 1), "--expires-after", "5"], "expires_after"),
         (["content", "file-x"], "No such File object"),

@@ -54,6 +54,8 @@ def test_programs_get_json(run_here: RunHere, tmp_path: Path) -> None:
     [
         (["create", "--tenant", "a b"], "a tenant is named by"),
         (["create", "--requests-per-minute", "0"], "below 1"),
+        (["create", "--open-batches", "1000000000001"], "from 1 to 1,000,000,000,000"),
+        (["create", "--name", "\udcff"], "surrogates"),
         (["create", "--file-store", "s3://bucket/x"], "is remote"),
         (["revoke"], "Missing argument"),
         (["revoke", "../x"], "there is no key ../x"),
@@ -63,3 +65,4 @@ def test_what_cannot_be_done_is_refused(run_here: RunHere, tmp_path: Path, argum
     code, _, stderr = run_here("keys", *arguments, FILE_STORE=str(tmp_path))
     assert code == 2
     assert reason in stderr
+    assert not (tmp_path / "keys").exists()  # which would close an open server
