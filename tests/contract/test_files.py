@@ -40,7 +40,7 @@ def test_waiting_for_its_processing_ends_at_once(client: openai.OpenAI) -> None:
     file_id = upload(client, CONTENT)
     began = time.monotonic()
     assert client.files.wait_for_processing(file_id, max_wait_seconds=10).status == "processed"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 5  # after which the client would have looked again
 
 
 @pytest.mark.parametrize("purpose", ["assistants", "fine-tune", "user_data"])

@@ -114,6 +114,7 @@ def test_questions_are_answered_and_their_tokens_followed_through_a_cut(served: 
     assert (Batch.model_validate(end.value), done.value) == (batch, None)
 
 
+@pytest.mark.proof
 def test_results_can_be_read_while_the_batch_runs(client: openai.OpenAI, tmp_path: Path) -> None:
     batch = submit(client, lines(tmp_path / "in.jsonl", short=5, long=12, tokens=500))
     output = wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
@@ -134,6 +135,7 @@ def test_results_can_be_read_while_the_batch_runs(client: openai.OpenAI, tmp_pat
     assert {row["response"]["body"]["usage"]["completion_tokens"] for row in whole} == {4, 500}
 
 
+@pytest.mark.proof
 def test_a_cancel_takes_the_work_out_of_the_engine_within_a_second(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
     batch = submit(client, lines(tmp_path / "in.jsonl", short=3, long=40))
     wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
@@ -190,6 +192,7 @@ def check_ends(client: openai.OpenAI, batch: Batch, code: str, short: int, total
     assert {(row["response"], row["error"]["code"]) for row in failed} == {(None, code)}
 
 
+@pytest.mark.proof
 def test_a_batch_that_is_not_done_in_time_expires(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
     batch = submit(client, lines(tmp_path / "in.jsonl", short=3, long=300), SHORT_WINDOW)
     assert batch.expires_at is not None
