@@ -123,6 +123,12 @@ class BatchQueue(QueueBase):
         """The tenant's open batches that came through the API; of one whose maker was killed there may be no record."""
         return sorted(text(batch) for batch in self._command("SMEMBERS", keys.open_batches(tenant)))
 
+    def open_states(self, tenant: str) -> dict[str, str]:
+        """The state of each of the tenant's open batches; "" for one without a record."""
+        batches = self.open_batches(tenant)
+        states = self.commands(("HGET", keys.batch(batch), "state") for batch in batches)
+        return {batch: text(state) for batch, state in zip(batches, states, strict=True)}
+
     def open_tokens(self, tenant: str) -> dict[str, int]:
         """About how many tokens stand in each of the tenant's open batches, as far as they have been checked."""
         batches = self.open_batches(tenant)

@@ -5,6 +5,7 @@ What a batch is stands in its root folder (`jobs.manifest`); the record in Redis
 """
 
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -39,7 +40,10 @@ _POLL_SECONDS = 0.03
 _SLOW_POLL_SECONDS = 0.25  # where nothing changes
 _PATIENCE_SECONDS = 5.0
 _COMPRESSED = (".gz", ".zst")
+_UNREADABLE = LineProblem("errors_unavailable", "The list of what is wrong with the input file cannot be read just now.")
 _CANCELLABLE = ("validating", "in_progress", "finalizing")
+
+log = logging.getLogger(__name__)
 
 
 class BatchRefused(Exception):
@@ -166,7 +170,7 @@ def _record(batch_id: str, fields: dict[str, str], held: int, waiting: int) -> B
         models=_models(fields),
         waiting=waiting,
         running=max(0, held - waiting),
-        errors=msgspec.json.decode(fields.get("errors", "[]"), type=list[LineProblem]),
+        errors=_problems(spec.root) if fields["state"] == "failed" else [],
         usage=Usage(*counts),
         timestamps={name.removesuffix("_at"): float(value) for name, value in fields.items() if name.endswith("_at")},
         output=fields.get("output") or None,
@@ -175,6 +179,16 @@ def _record(batch_id: str, fields: dict[str, str], held: int, waiting: int) -> B
         error_file_id=spec.error_file_id if fields.get("error_output") else None,
         problem=fields.get("problem") or None,
     )
+
+
+def _problems(root: str) -> list[LineProblem]:
+    """What is wrong with a failed batch's file. The record does not hold it: there may be a thousand entries, and many such batches."""
+    try:
+        manifest = load_manifest(root)
+    except StoreError as error:
+        log.error("%s", error)
+        manifest = None
+    return manifest.problems if manifest is not None else [_UNREADABLE]
 
 
 def _read(client: redis.Redis, batches: list[str]) -> list[tuple[dict[str, str], int, int]]:

@@ -90,6 +90,12 @@ def is_waiting(client: redis.Redis, job: JobName, batch: str, generation: int) -
     return found.get_status(refresh=False) == JobStatus.QUEUED and queue.get_job_position(found.id) is not None
 
 
+def waiting_jobs(client: redis.Redis) -> set[str]:
+    """The ids of all jobs that stand in a queue, for who would have to ask `is_waiting` often."""
+    queues = (JobQueue(name, connection=client, serializer=JSONSerializer) for name in set(QUEUES.values()))
+    return {job for queue in queues for job in queue.get_job_ids()}
+
+
 def wake(client: redis.Redis, batch: str) -> None:
     """Asks the ticker for another slice of the batch, as a claim that runs its ready list low does."""
     client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)

@@ -6,8 +6,11 @@ A file exists once its record.json does. Until then its folder is in `keys.FILE_
 
 import contextlib
 import logging
+import math
 import os
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -32,6 +35,7 @@ _FOLDER = "files"
 _RECORD = "record.json"
 _PART = "content.part"
 _SUFFIXES = {".jsonl": ".jsonl", ".jsonl.gz": ".jsonl.gz", ".jsonl.zst": ".jsonl.zst", ".parquet": ".parquet", ".pq": ".parquet"}
+_RETRY_SECONDS = 3600  # after which what could not be read or removed is looked at again
 _UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is nobody's
 _PLACE_SECONDS = 6 * 3600
 _BUFFER = 1 << 18
@@ -135,32 +139,45 @@ class FileStore:
             with contextlib.suppress(redis.RedisError):
                 self._queue.redis.zrem(keys.FILE_EXPIRY, file_id)
 
-    def sweep(self, now: float) -> int:
-        """Removes files that have expired, and what uploads that were killed a day ago have left. Returns how many."""
-        removed = 0
+    def sweep(self, now: float, seconds: float = math.inf) -> int:
+        """Removes files that have expired, and what uploads that were killed a day ago have left, some hundreds or for `seconds`.
+
+        Returns how many. What cannot be removed is tried again later, so that it stands in nobody's way.
+        """
+        removed, deadline = 0, time.monotonic() + seconds
         [due] = self._queue.commands([("ZRANGE", keys.FILE_EXPIRY, "-inf", now, "BYSCORE", "LIMIT", 0, _GROUP)])
         for file_id in (name.decode() for name in due):
             try:
                 removed += self._sweep_one(file_id, now)
             except StoreError as error:
                 log.error("a file cannot be removed: %s", error)
+                self._queue.commands([("ZADD", keys.FILE_EXPIRY, now + _RETRY_SECONDS, file_id)])
+            if time.monotonic() >= deadline:
+                break
         return removed
 
-    def reindex(self) -> int:
-        """Makes the index in Redis again. Returns how many files there are."""
+    def names(self) -> list[str]:
+        """The ids of all files and uploads, the newest first."""
         with named("cannot list", str(self._folder)):
-            names = os.listdir(self._folder) if self._folder.is_dir() else []
-        names = [name for name in names if is_id(FILE, name)]
-        later = self._queue.now() + _UPLOAD_SECONDS
-        count = 0
-        for start in range(0, len(names), _GROUP):
-            commands: list[tuple[Any, ...]] = []
-            for name in names[start : start + _GROUP]:
-                record = self._read(name)
-                count += record is not None
-                commands += [("ZADD", keys.FILE_EXPIRY, "NX", later, name)] if record is None else _index(record)
-            self._queue.commands(commands)
-        return count
+            found = os.listdir(self._folder) if self._folder.is_dir() else []
+        return sorted(filter(partial(is_id, FILE), found), reverse=True)
+
+    def reindex(self, names: "list[str]", seconds: float = math.inf) -> "list[str]":
+        """Makes the index in Redis of these files again. Returns those that are left when `seconds` were over."""
+        now, deadline = self._queue.now(), time.monotonic() + seconds
+        while names and time.monotonic() < deadline:
+            self._queue.commands(command for name in names[:_GROUP] for command in self._reindexed(name, now))
+            names = names[_GROUP:]
+        return names
+
+    def _reindexed(self, file_id: str, now: float) -> Sequence[tuple[Any, ...]]:
+        """The commands that index a file; of one that cannot be read, those that have the sweep look at it later."""
+        try:
+            record = self._read(file_id)
+        except StoreError as error:
+            log.error("a file cannot be listed: %s", error)
+            return [("ZADD", keys.FILE_EXPIRY, "NX", now + _RETRY_SECONDS, file_id)]
+        return [("ZADD", keys.FILE_EXPIRY, "NX", now + _UPLOAD_SECONDS, file_id)] if record is None else _index(record)
 
     def list(self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None) -> Page:
         """Complete files by creation, those behind `after`, which may be deleted by now. Raises KeyError if `after` is no file's id."""
@@ -183,11 +200,18 @@ class FileStore:
         return [member.decode() for member in members]
 
     def _present(self, name: str, members: Any) -> Any:
-        """The records behind members of a listing, less those that are gone; a record is there before it is listed, and goes first."""
+        """The records behind members of a listing, less those that are gone, or cannot be read just now.
+
+        A record is there before it is listed, and goes first.
+        """
         now = time.time()
         found: Any = []
         for member in members:
-            record = self._read(member.partition(":")[2])
+            try:
+                record = self._read(member.partition(":")[2])
+            except StoreError as error:
+                log.error("a file is left out of a listing: %s", error)
+                continue
             if record is None or member != _member(record):  # of a result that was finished twice, the first
                 self._queue.commands([("ZREM", name, member)])
             elif not _expired(record, now):
@@ -222,19 +246,19 @@ class FileStore:
             self._queue.commands(_index(record))
             return False
         if record is not None:
-            self._remove(record)
+            self._remove(record, durably=False)  # what comes back after a power failure has expired as well
             return True
         left = self.folder(file_id)
         found = left.exists()
         with named("cannot remove", str(left)):
-            _clear(left)
+            _clear(left, durably=False)
         self._queue.commands([("ZREM", keys.FILE_EXPIRY, file_id)])
         return found
 
-    def _remove(self, record: FileRecord) -> None:
+    def _remove(self, record: FileRecord, durably: bool = True) -> None:
         folder = self.folder(record.id)
         with named("cannot remove", str(folder)):
-            _clear(folder)
+            _clear(folder, durably)
         removals: Any = [("ZREM", keys.FILE_EXPIRY, record.id)]
         removals += [("ZREM", name, _member(record)) for name in _listings(record)]
         if record.batch_id is not None:  # its place is not the time in its id
@@ -304,11 +328,12 @@ class Upload:
         self.close()
 
 
-def _clear(folder: Path) -> None:
+def _clear(folder: Path, durably: bool = True) -> None:
     """Removes a file's folder, the record first. Others may do so at the same time."""
     with contextlib.suppress(FileNotFoundError):
         (folder / _RECORD).unlink(missing_ok=True)
-        sync_folder(folder)
+        if durably:
+            sync_folder(folder)
         for path in folder.iterdir():
             path.unlink(missing_ok=True)
         folder.rmdir()

@@ -1,7 +1,9 @@
 """Rebuild: makes the record of a batch in an empty Redis from its manifest. The job that comes next takes up parts and plan."""
 
 import logging
+import math
 import secrets
+import time
 from typing import Any
 
 import msgspec
@@ -19,21 +21,27 @@ from jobs.storage import Busy, StoreError, exclusive, join, list_names
 log = logging.getLogger(__name__)
 
 
-def rebuild_all(queue: Queue, file_store: str) -> tuple[int, int]:
-    """Rebuilds every batch that stands under `file_store` and has no record, passing over what cannot be read. Raises `StoreError`.
+def unknown_folders(queue: Queue, file_store: str) -> list[str]:
+    """Names of folders under `file_store` that may hold a batch without a record, the newest of the API first. Raises `StoreError`."""
+    known = set(queue.batches())  # of the API's, a folder bears the name
+    return [name for name in reversed(list_names(join(file_store, BATCHES_FOLDER))) if name not in known]
 
-    Returns how many it rebuilt, and how many were in other hands: to be tried again.
+
+def rebuild_all(queue: Queue, file_store: str, names: list[str] | None = None, seconds: float = math.inf) -> tuple[int, list[str]]:
+    """Rebuilds the batches without a record in these folders (default: `unknown_folders`), passing over what cannot be read.
+
+    Returns how many it rebuilt, and the folders to be tried again: in other hands, or left when `seconds` were over. Raises `StoreError`.
     """
-    count = busy = 0
-    folder = join(file_store, BATCHES_FOLDER)
-    known = set(queue.batches())
-    for name in list_names(folder):
-        if name in known:  # a batch of the API, whose folder is named after it
-            continue
+    deadline = time.monotonic() + seconds
+    names = unknown_folders(queue, file_store) if names is None else names
+    count, busy = 0, list[str]()
+    for place, name in enumerate(names):
+        if time.monotonic() >= deadline:
+            return count, [*names[place:], *busy]
         try:
-            count += rebuild(queue, join(folder, name))
+            count += rebuild(queue, join(file_store, BATCHES_FOLDER, name))
         except Busy:
-            busy += 1
+            busy.append(name)
         except StoreError as error:
             log.error("cannot rebuild a batch: %s", error)
     return count, busy
@@ -48,7 +56,8 @@ def rebuild(queue: Queue, root: str) -> bool:
         record = queue.batch_fields(manifest.batch_id)
         if record and record.get("state") != FORGOTTEN:
             return False
-        queue.forget(manifest.batch_id)  # what a start that was killed while it removed a record has left
+        if record or manifest.state not in END_STATES:
+            queue.forget(manifest.batch_id)  # what a start that was killed while it removed a record has left
         manifest.generation = max(manifest.generation, int(record.get("generation", 0)))
         register(queue, manifest)
     return True
@@ -60,10 +69,11 @@ def register(queue: Queue, manifest: Manifest) -> None:
     A running batch comes back as `validating`: that job finds the plan made, counts what the parts hold, and goes on.
     """
     state = _state_after(manifest)
-    manifest.enter(state)
-    manifest.generation += 1
-    manifest.owner = secrets.token_hex(8)
-    save_manifest(manifest)
+    if state not in END_STATES or state != manifest.state:  # on one that has ended nobody works any more
+        manifest.enter(state)
+        manifest.generation += 1
+        manifest.owner = secrets.token_hex(8)
+        save_manifest(manifest)
     fields = _record(manifest)
     if manifest.spec.input_file_id is not None:
         queue.list_batch(manifest.spec.tenant, manifest.batch_id)
@@ -105,8 +115,6 @@ def _record(manifest: Manifest) -> dict[str, Any]:
     fields |= {f"{state}_at": moment for state, moment in manifest.timestamps.items()}
     if spec.completion_window_seconds is not None:
         fields["expires_at"] = manifest.created_at + spec.completion_window_seconds
-    if manifest.state == "failed":
-        fields["errors"] = msgspec.json.encode(manifest.problems)
     if manifest.state in END_STATES:
         fields |= outcome_fields(manifest)
     return fields

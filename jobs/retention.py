@@ -1,7 +1,9 @@
 """What is kept of batches that ended: less of their folders at once, nothing after some days."""
 
 import logging
+import math
 import shutil
+import time
 from pathlib import Path
 
 from jobs.completion_log import remove_log
@@ -9,6 +11,7 @@ from jobs.files import SPOOL_NAME
 from jobs.ids import BATCH, is_id, time_of
 from jobs.line_index import INDEX_NAME
 from jobs.manifest import END_STATES, Manifest, load_manifest
+from jobs.manifest import NAME as MANIFEST_NAME
 from jobs.parts import drop_unlisted
 from jobs.plan import PLAN_NAME
 from jobs.queue import Queue
@@ -16,6 +19,7 @@ from jobs.storage import StoreError, delete, join, list_names
 
 BATCHES_FOLDER = "batches"
 _UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is nobody's
+_UNMADE_CHECKED_SECONDS = 3600  # for so long after that it is looked for, and then with what is old enough to have ended long ago
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +53,21 @@ def _remove_log(root: str, manifest: Manifest) -> None:
         delete(manifest.spec.input)
 
 
-def remove_ended(queue: Queue, file_store: str, now: float) -> int:
-    """Removes batches that ended `ended_batch_seconds` ago, and folders that never became one. Returns how many. Raises `StoreError`."""
+def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = math.inf) -> int:
+    """Removes batches that ended `ended_batch_seconds` ago, and folders that never became one, for about `seconds`, the oldest first.
+
+    Returns how many. Raises `StoreError`.
+    """
     folder = join(file_store, BATCHES_FOLDER)
-    removed = 0
+    removed, deadline = 0, time.monotonic() + seconds
     for name in list_names(folder):
         made = time_of(name) if is_id(BATCH, name) else None
-        if made is not None and made < now - min(queue.settings.ended_batch_seconds, _UNMADE_SECONDS):
-            removed += _remove_if_due(queue, name, join(folder, name), made, now)
+        if made is None or time.monotonic() >= deadline:
+            continue
+        age, root = now - made, join(folder, name)
+        unmade = _UNMADE_SECONDS < age < _UNMADE_SECONDS + _UNMADE_CHECKED_SECONDS and not Path(root, MANIFEST_NAME).exists()
+        if unmade or age > queue.settings.ended_batch_seconds:
+            removed += _remove_if_due(queue, name, root, made, now)
     return removed
 
 

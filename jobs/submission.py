@@ -84,16 +84,16 @@ def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> 
 def _open(queue: Queue, batch: str, new: NewBatch) -> bool:
     if queue.open_batch(new.tenant, batch, new.open_batches):
         return True
-    gone = [open_batch for open_batch in queue.open_batches(new.tenant) if _is_gone(queue, open_batch)]
-    if gone:
+    if gone := _gone(queue, new.tenant):
         queue.dismiss(new.tenant, *gone)
     return bool(gone) and queue.open_batch(new.tenant, batch, new.open_batches)
 
 
-def _is_gone(queue: Queue, batch: str) -> bool:
-    """Whether a batch that counts as open never came to be, or ended just now."""
-    state = queue.batch_fields(batch).get("state")
-    return state in END_STATES or (state is None and queue.now() - (time_of(batch) or 0.0) > _MAKING_SECONDS)
+def _gone(queue: Queue, tenant: str) -> list[str]:
+    """Batches that count as open and never came to be, or ended just now."""
+    made_before = queue.now() - _MAKING_SECONDS
+    states = queue.open_states(tenant).items()
+    return [batch for batch, state in states if state in END_STATES or (not state and (time_of(batch) or 0.0) < made_before)]
 
 
 def _spec(queue: Queue, files: FileStore, new: NewBatch, root: Path) -> BatchSpec:

@@ -18,12 +18,12 @@ import redis
 from jobs import keys
 from jobs.advance import flush, needs_slice
 from jobs.connection import check_server, connect
-from jobs.control import STALE_SECONDS, JobName, clean_up, enqueue, is_waiting
+from jobs.control import STALE_SECONDS, JobName, clean_up, enqueue, is_waiting, job_id, waiting_jobs
 from jobs.file_store import FileStore
 from jobs.manifest import END_STATES
 from jobs.process import add_redis_url, die_with_parent, set_up_log
 from jobs.queue import Queue
-from jobs.rebuild import rebuild_all
+from jobs.rebuild import rebuild_all, unknown_folders
 from jobs.retention import remove_ended
 from jobs.scripts import QueueUnavailable, is_full
 from jobs.storage import StoreError
@@ -32,6 +32,8 @@ from jobs.streams import FIRST_ID
 TICK_SECONDS = 1.0
 LEAD_SECONDS = 3.0
 SWEEP_SECONDS = 60.0
+MOMENT_SECONDS = 0.5
+"""What a tick gives each thing that takes the longer the more batches and files there are: leases and slices cannot wait for all of it."""
 
 _FIRST_RETRY_SECONDS = 0.02
 _LONGEST_RETRY_SECONDS = 0.25
@@ -99,7 +101,9 @@ class Ticker:
         self._last_id = FIRST_ID
         self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
         self._suspects: set[str] = set()  # the same of the tick before
-        self._server: Any = None  # run id of the server whose batches are known to be whole
+        self._server: Any = None  # run id of the server that was looked at since it was restarted or emptied
+        self._unknown: list[str] = []  # folders of batches that may lack a record, to be looked into
+        self._unlisted: list[str] = []  # files to be listed again
         self._pending: dict[str, _Retry] = {}  # batches whose slice runs just now and that want another
 
     def run(self) -> None:
@@ -133,16 +137,15 @@ class Ticker:
 
     def tick(self) -> None:
         """What is due once a second."""
-        was_empty = not self._client.exists(keys.TICK)
+        if not self._client.exists(keys.TICK):
+            self._server = None
         self._queue.reap()
-        server = self._client.hget(keys.TICK, "run_id")
-        if self._files is not None and (was_empty or server != self._server) and not self._rebuild(self._files):
-            server = None
-        self._server = server
-        now = self._queue.now()
+        if self._files is not None:
+            self._restore(self._files)
+        now, waiting = self._queue.now(), waiting_jobs(self._client)
         self._suspects, self._silent = self._silent, set()
         for batch, fields in self._records().items():
-            self._look_after(batch, fields, now)
+            self._look_after(batch, fields, now, waiting)
         if self._files is not None and time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_SECONDS
             self._sweep(self._files, now)
@@ -179,7 +182,7 @@ class Ticker:
         if not enqueue(self._client, "advance", batch, generation) and not is_waiting(self._client, "advance", batch, generation):
             self._pending[batch] = _Retry(time.monotonic() + pause, pause)
 
-    def _look_after(self, batch: str, fields: dict[str, str], now: float) -> None:
+    def _look_after(self, batch: str, fields: dict[str, str], now: float, waiting: set[str]) -> None:
         state = fields.get("state", "")
         if state in END_STATES:
             clean_up(self._queue, batch)
@@ -187,6 +190,8 @@ class Ticker:
         if job is None:
             return
         if now > float(fields.get("expires_at", "inf")) and self._expire(batch, fields):
+            return
+        if job_id(job, batch, int(fields["generation"])) in waiting:
             return
         if job == "advance":
             if not needs_slice(self._queue, batch, fields):
@@ -235,27 +240,28 @@ class Ticker:
 
     def _sweep(self, files: FileStore, now: float) -> None:
         try:
-            swept, ended = files.sweep(now), remove_ended(self._queue, str(files.root), now)
-            made, _ = rebuild_all(self._queue, str(files.root))
+            swept, ended = files.sweep(now, MOMENT_SECONDS), remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
+            self._unknown = unknown_folders(self._queue, str(files.root))  # also of makers that were killed before Redis knew of it
         except StoreError as error:
             log.error("%s", error)
             return
         if swept or ended:
             log.info("removed %d files and %d batches whose time was over", swept, ended)
-        if made:
-            log.info("took up %d batches whose maker was killed before Redis knew of them", made)
 
-    def _rebuild(self, files: FileStore) -> bool:
-        """False when some of it is to be done again at the next tick."""
+    def _restore(self, files: FileStore) -> None:
+        """Brings back what Redis has lost, a moment's work of it at each tick."""
+        server = self._client.hget(keys.TICK, "run_id")
         try:
-            files.reindex()
-            count, busy = rebuild_all(self._queue, str(files.root))
+            if server != self._server:
+                self._unknown, self._unlisted = unknown_folders(self._queue, str(files.root)), files.names()
+                self._server = server
+            count, self._unknown = rebuild_all(self._queue, str(files.root), self._unknown, MOMENT_SECONDS)
+            self._unlisted = files.reindex(self._unlisted, MOMENT_SECONDS)
         except StoreError as error:
             log.error("%s", error)
-            return False
+            return
         if count:
-            log.warning("rebuilt %d batches that Redis had lost", count)
-        return not busy
+            log.warning("rebuilt %d batches of which Redis did not know", count)
 
 
 class _Stopped(Exception):

@@ -77,7 +77,7 @@ def test_an_empty_server_gets_the_batch_back_and_the_reader_a_new_beginning(
             reader.wait(LINES)
             machine.lose_everything()
             machine.start()
-            assert rebuild_all(queue, settings.file_store) == (1, 0)
+            assert rebuild_all(queue, settings.file_store) == (1, [])
             batch.start()
             wait_until(lambda: queue.last_of_batch(batch.id), 60, "the reader to read on")
             steps.go_on(4 * len(PIECES))  # what was begun before takes some in vain

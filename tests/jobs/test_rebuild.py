@@ -55,8 +55,8 @@ def test_every_state_comes_back(redis_client: redis.Redis, redis_url: str, tmp_p
     before = {name: get_batch(redis_client, batch) for name, batch in ids.items()}
 
     redis_client.flushall()
-    assert rebuild_all(Queue(redis_client), str(tmp_path)) == (len(names), 0)
-    assert rebuild_all(Queue(redis_client), str(tmp_path)) == (0, 0)
+    assert rebuild_all(Queue(redis_client), str(tmp_path)) == (len(names), [])
+    assert rebuild_all(Queue(redis_client), str(tmp_path)) == (0, [])
     after = {name: get_batch(redis_client, batch) for name, batch in ids.items()}
     for name in ("refused", "ended", "cancelled"):
         assert after[name] == before[name]
@@ -104,7 +104,7 @@ def test_a_broken_manifest_does_not_hold_up_the_others(redis_client: redis.Redis
     (tmp_path / "batches" / "a" / "manifest.json").write_bytes(content)
     (tmp_path / "batches" / "empty").mkdir()
     redis_client.flushall()
-    assert rebuild_all(Queue(redis_client), str(tmp_path)) == (1, 0)
+    assert rebuild_all(Queue(redis_client), str(tmp_path)) == (1, [])
     assert [record.id for record in list_batches(redis_client)] == [batch]
 
 

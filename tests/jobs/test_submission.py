@@ -128,6 +128,7 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
             submit_file(redis_client, tmp_path, file_id)
     monkeypatch.setattr(leader, "_next_sweep", 0.0)  # a minute later
     leader.tick()
+    leader.tick()
     durable = list((tmp_path / "store").glob("batches/*/manifest.json"))
     found = list_batches(Queue(redis_client), "", None, 10).items
     assert [record.spec.root for record in found] == [str(path.parent) for path in durable]

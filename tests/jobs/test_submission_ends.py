@@ -96,7 +96,8 @@ def test_finalise_killed_anywhere_writes_the_same(
     if emptied:
         redis_client.flushall()
         serve(redis_client, redis_url, "m")
-        store_of(redis_client, tmp_path).reindex()
+        files = store_of(redis_client, tmp_path)
+        files.reindex(files.names())
         rebuild_all(Queue(redis_client), str(tmp_path / "store"))
     Ticker(Queue(redis_client)).tick()
     ended = get_batch(redis_client, record.id)
