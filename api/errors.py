@@ -10,11 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.results import ApiError, ErrorType, encode_json
 from jobs.scripts import QueueUnavailable
 from jobs.storage import StoreError
+
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 log = logging.getLogger("api")
 
@@ -75,10 +78,17 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return error_response(ApiError(404, f"Unknown request URL: {call}.", code="unknown_url"))
     if error.status_code == 405:
-        return error_response(ApiError(405, f"Not allowed to {call}.", code="method_not_allowed"), dict(error.headers or {}))
+        return error_response(ApiError(405, f"Not allowed to {call}.", code="method_not_allowed"), {"allow": _allowed(request)})
     kind: ErrorType = "server_error" if error.status_code >= 500 else "invalid_request_error"
     message = str(error.detail) or HTTPStatus(error.status_code).phrase
     return error_response(ApiError(error.status_code, message, kind), dict(error.headers or {}))
+
+
+def _allowed(request: Request) -> str:
+    """The methods of a path. The framework names those of the first route alone."""
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    found = [method for method, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)]
+    return ", ".join(found)
 
 
 async def _invalid(_request: Request, error: Exception) -> Response:

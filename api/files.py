@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from openai.types import FileDeleted, FileObject
+from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from api.auth import caller_of
@@ -56,7 +57,20 @@ _EXTENT = [
     query("limit", "lines of a batch's output", {"type": "integer", "minimum": 1, "maximum": INT32}),
 ]
 _ANY_BYTES = "application/octet-stream"
-_BYTES = {"description": "The file", "content": {_ANY_BYTES: {"schema": {"type": "string", "format": "binary"}}}}
+_CONTENT = {_ANY_BYTES: {"schema": {"type": "string", "format": "binary"}}}
+_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The file, or lines of it",
+        "content": _CONTENT,
+        "headers": {
+            "Content-Disposition": {"description": "its name", "schema": {"type": "string"}},
+            "X-Last-Line": {"description": "where lines were asked for, the offset to go on from", "schema": {"type": "integer"}},
+            "X-Incomplete": {"description": "with X-Last-Line: whether there is or will be more", "schema": {"enum": ["true", "false"]}},
+        },
+    },
+    206: {"description": "What `Range` asked for", "content": {**_CONTENT, "multipart/byteranges": {}}},
+    416: {"description": "A `Range` beyond the end"},
+}
 
 
 @router.post("/v1/files", responses={200: {"model": FileObject}}, openapi_extra={"requestBody": _FORM})
@@ -103,7 +117,7 @@ def delete_file(request: Request, file_id: str) -> Response:
     return _json(FileDeleted(id=file_id, object="file", deleted=True).model_dump())
 
 
-@router.get("/v1/files/{file_id}/content", responses={200: _BYTES}, response_class=Response, openapi_extra={"parameters": _EXTENT})
+@router.get("/v1/files/{file_id}/content", responses=_BYTES, response_class=Response, openapi_extra={"parameters": _EXTENT})
 def read_file(request: Request, file_id: str) -> Response:
     """The bytes of a file.
 
@@ -150,21 +164,26 @@ def _manifest(files: FileStore, record: FileRecord) -> Manifest | None:
 
 
 class _StoredFile(FileResponse):
-    """A file, or a range of it; what is wrong with the range is said in OpenAI's shape."""
+    """A file, or a range of it; one beyond its end is refused in OpenAI's shape, and what is no range is ignored (RFC 9110)."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = False
+        refusal: int | None = None
 
         async def send_shaped(message: Message) -> None:
-            nonlocal refused
+            nonlocal refusal
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                refused = True
-                error = ApiError(message["status"], "Invalid 'Range': it is not within the file.", param="Range", code="invalid_value")
-                await error_response(error)(scope, receive, send)
-            elif not refused:
+                refusal = message["status"]
+                if refusal == 416:
+                    error = ApiError(416, "Invalid 'Range': it is not within the file.", param="Range", code="invalid_value")
+                    headers = {"content-range": Headers(raw=message["headers"])["content-range"]}
+                    await error_response(error, headers)(scope, receive, send)
+            elif refusal is None:
                 await send(message)
 
         await super().__call__(scope, receive, send_shaped)
+        if refusal is not None and refusal != 416:
+            rest = [header for header in scope["headers"] if header[0] != b"range"]
+            await super().__call__({**scope, "headers": rest}, receive, send)
 
 
 def _as_openai(record: FileRecord) -> dict[str, Any]:

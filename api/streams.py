@@ -15,7 +15,7 @@ from api.event_stream import EventStream, event
 from api.openapi import EVENTS
 from api.state import ApiState, state_of
 from api.token_events import LAST_EVENT_ID, Watch, last_event_id, next_entries, patiently, shown, to_the_end
-from jobs import keys
+from jobs import fields, keys
 from jobs.requests import LIVE_PREFIX, RequestKey, StreamEntry
 from jobs.results import ApiError
 from jobs.streams import FIRST_ID, parse_entry
@@ -39,7 +39,8 @@ async def stream(request: Request, name: str) -> Response:
     key = _parse_key(name)
     after = last_event_id(request) or FIRST_ID
     if not await state.is_of(caller_of(request).tenant, key) or not await state.knows(key):
-        raise ApiError(404, f"No request {name} is running, and no stream of it is kept.", "not_found_error", code="stream_not_found")
+        message = f"No request {fields.shown(name)} is running, and no stream of it is kept."
+        raise ApiError(404, message, "not_found_error", code="stream_not_found")
     return EventStream(to_the_end(_events(state, key, after)), state.settings.ping_seconds)
 
 
@@ -70,4 +71,4 @@ def _parse_key(name: str) -> RequestKey:
     try:
         return RequestKey.parse(name)
     except ValueError:
-        raise ApiError(404, f"Not the name of a request: {name}", "not_found_error", code="stream_not_found") from None
+        raise ApiError(404, f"Not the name of a request: {fields.shown(name)}", "not_found_error", code="stream_not_found") from None

@@ -11,6 +11,7 @@ from fastapi import Request
 from api.errors import queue_unavailable
 from api.event_stream import event
 from api.state import ApiState
+from jobs import fields
 from jobs.connection import MAX_BLOCK_SECONDS
 from jobs.requests import RequestKey, TokenChunk
 from jobs.results import ApiError
@@ -35,7 +36,7 @@ def last_event_id(request: Request) -> str | None:
     """The id after which a reader wants to go on; None for one that begins. Raises `ApiError`."""
     given = request.headers.get("last-event-id")
     if given and not _EVENT_ID.fullmatch(given):
-        raise ApiError(400, f"Last-Event-ID is not the id of an event: {given}", param="Last-Event-ID", code="invalid_value")
+        raise ApiError(400, f"Last-Event-ID is not the id of an event: {fields.shown(given)}", param="Last-Event-ID", code="invalid_value")
     return given or None
 
 

@@ -44,8 +44,12 @@ def append_log(root: str, extent: Extent, entries: Sequence[Entry]) -> Extent:
 
 
 def read_log(root: str, extent: Extent, offset: int, limit: int | None = None) -> tuple[Iterator[bytes], int]:
-    """Output lines from `offset` on, `limit` of them (None: all), as JSONL in pieces; and the offset behind them. Raises `StoreError`."""
-    last = max(offset, extent.lines if limit is None else min(offset + limit, extent.lines))
+    """Output lines from `offset` on, `limit` of them (None: all), as JSONL in pieces; and the offset behind them. Raises `StoreError`.
+
+    Who asks for more than there is goes on at the end of what there is.
+    """
+    offset = min(offset, extent.lines)
+    last = extent.lines if limit is None else min(offset + limit, extent.lines)
     if last == offset:
         return iter(()), last
     with open_input(join(root, INDEX_NAME)) as index:

@@ -43,6 +43,14 @@ def test_errors_have_openais_shape(
         assert error["code"] == code
 
 
+def test_a_method_that_a_path_does_not_have_is_told_those_that_it_has(http: httpx.Client) -> None:
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {"/v1/files", "/v1/files/{file_id}", "/v1/batches", "/v1/batches/{batch_id}/cancel"} <= set(paths)
+    for path, operations in paths.items():
+        answer = http.put(path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, ", ".join(sorted(operations)).upper()), path
+
+
 def test_a_body_over_the_limit_is_refused(http: httpx.Client) -> None:
     answer = http.post(CHAT, content=b" " * (33 * 1024 * 1024))
     assert answer.status_code == 413
