@@ -8,6 +8,7 @@ from types import FrameType
 import uvicorn
 
 from api.app import create_app
+from api.http_protocol import HttpProtocol
 from api.settings import ApiSettings
 
 _STOP_SECONDS = 10
@@ -21,7 +22,10 @@ def main(settings: ApiSettings) -> None:
     host, port = listener.getsockname()[:2]
     log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     signal.signal(signal.SIGTERM, _exit)  # which uvicorn raises again when it has stopped
-    config = uvicorn.Config(create_app(settings), log_config=None, access_log=False, timeout_graceful_shutdown=_STOP_SECONDS, lifespan="on")
+    config = uvicorn.Config(
+        create_app(settings), http=HttpProtocol, ws="none", lifespan="on", log_config=None, access_log=False,
+        timeout_graceful_shutdown=_STOP_SECONDS,
+    )  # fmt: skip
     uvicorn.Server(config).run(sockets=[listener])
 
 

@@ -1,6 +1,9 @@
 """Every status leaves in OpenAI's shape, and says what was wrong."""
 
 import asyncio
+import json
+import socket
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,18 @@ def test_errors_have_openais_shape(
     assert answer.headers["x-request-id"].startswith("req_")
     if code is not None:
         assert error["code"] == code
+
+
+@pytest.mark.parametrize("head", [b"GET /v1/files/\xff HTTP/1.1", b"GET /v1/files HTTP/1.1\r\ncontent-length: -1", b"rubbish"])
+def test_what_is_no_request_is_answered_too(api_url: str, head: bytes) -> None:
+    address = httpx.URL(api_url)
+    with socket.create_connection((address.host, address.port or 80), 30) as connection:
+        connection.sendall(head + b"\r\nhost: x\r\n\r\n")
+        answer = HTTPResponse(connection)
+        answer.begin()
+        error = json.loads(answer.read())["error"]
+    assert (answer.status, set(error), error["code"]) == (400, {"message", "type", "param", "code"}, "invalid_http_request")
+    assert answer.headers["x-request-id"].startswith("req_")
 
 
 def test_a_method_that_a_path_does_not_have_is_told_those_that_it_has(http: httpx.Client) -> None:

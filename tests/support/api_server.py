@@ -10,6 +10,7 @@ import openai
 import uvicorn
 
 from api.app import create_app
+from api.http_protocol import HttpProtocol
 from api.main import listen
 from api.settings import ApiSettings
 from tests.support.waiting import wait_until
@@ -19,7 +20,9 @@ from tests.support.waiting import wait_until
 def running_api(settings: ApiSettings) -> Iterator[str]:
     """The address of a running API; `settings.port` is not looked at."""
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(settings), log_level="warning", lifespan="on", timeout_graceful_shutdown=2))
+    app = create_app(settings)
+    config = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="on", log_level="warning", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
