@@ -23,7 +23,7 @@ class ApiSettings(BaseSettings):
     completion_windows: Annotated[tuple[str, ...], NoDecode] = Field(default=("24h",), description="what a batch may ask for")
     ping_seconds: float = Field(default=15.0, gt=0, description="a silent event stream gets a comment this often")
     max_file_bytes: int = Field(default=200 * 1024 * 1024, gt=0, description="largest file of purpose batch; others may have 512 MB")
-    upload_silence_seconds: float = Field(default=60.0, gt=0, description="an upload that sends nothing for so long is given up")
+    upload_silence_seconds: float = Field(default=60.0, gt=0, description="a body of which nothing comes for so long is given up")
     watch_seconds: int = Field(default=60, gt=0, description="how long one watch of a batch request lasts before it is renewed")
 
     @field_validator("completion_windows", mode="before")

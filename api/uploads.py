@@ -5,7 +5,7 @@ An upload that ends early, for whatever reason, leaves nothing.
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 from starlette.requests import Request
 
 from api.multipart import MultipartReader, Part
+from api.request_body import chunks_of
 from api.settings import ApiSettings
 from jobs import fields
 from jobs.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES, FileRecord, FileStore, Upload, batch_suffix
@@ -39,7 +40,7 @@ async def receive_file(request: Request, files: FileStore, settings: ApiSettings
     form = _Form(files, settings, tenant, _announced(request))
     try:
         form.check_size()
-        async for chunk in _chunks(request, settings.upload_silence_seconds):
+        async for chunk in chunks_of(request):
             form.received += len(chunk)
             for piece in reader.feed(chunk):
                 await form.take(piece)
@@ -48,19 +49,6 @@ async def receive_file(request: Request, files: FileStore, settings: ApiSettings
         return await form.commit()
     finally:
         await _on_disk(form.close)
-
-
-async def _chunks(request: Request, silence: float) -> AsyncIterator[bytes]:
-    stream = request.stream()
-    while True:
-        try:
-            async with asyncio.timeout(silence):
-                chunk = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            raise ApiError(408, f"Nothing came of the upload for {silence:g} seconds.", code="upload_timeout") from None
-        yield chunk
 
 
 class _Form:

@@ -12,6 +12,7 @@ import pytest
 
 from api.app import create_app
 from api.settings import ApiSettings
+from tests.support.api_server import running_api
 
 CHAT = "/v1/chat/completions"
 CASES: list[tuple[str, str, dict[str, Any], int, str | None]] = [
@@ -56,6 +57,18 @@ def test_what_is_no_request_is_answered_too(api_url: str, head: bytes) -> None:
         error = json.loads(answer.read())["error"]
     assert (answer.status, set(error), error["code"]) == (400, {"message", "type", "param", "code"}, "invalid_http_request")
     assert answer.headers["x-request-id"].startswith("req_")
+
+
+def test_a_body_that_stops_coming_is_given_up(redis_url: str, tmp_path: Path) -> None:
+    settings = ApiSettings(redis_url=redis_url, file_store=str(tmp_path), upload_silence_seconds=0.1)
+    with running_api(settings) as url:
+        address = httpx.URL(url)
+        for path in ("/v1/batches", CHAT):
+            with socket.create_connection((address.host, address.port or 80), 30) as connection:
+                connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{".encode())
+                answer = HTTPResponse(connection)
+                answer.begin()
+                assert (answer.status, json.loads(answer.read())["error"]["code"]) == (408, "upload_timeout")
 
 
 def test_a_method_that_a_path_does_not_have_is_told_those_that_it_has(http: httpx.Client) -> None:

@@ -45,12 +45,14 @@ class Recorder:
         call = f"{response.request.method} {response.request.url.path}"
         if not response.headers.get("x-request-id", "").startswith("req_"):
             self.faults.append(f"{call}: no x-request-id")
-        if response.headers.get("content-type", "").split(";")[0] != "application/json" or response.request.url.path.endswith("/content"):
+        kind = response.headers.get("content-type", "").split(";")[0]
+        failed = response.status_code >= 400
+        if not failed and (kind != "application/json" or response.request.url.path.endswith("/content")):
             return
         raw = response.read()
         self.checked += 1
-        if response.status_code >= 400:
-            found = error_faults(raw)
+        if failed:
+            found = error_faults(raw) + ([] if kind == "application/json" else [f"an error of type {kind!r}"])
         else:
             found = self._of_answer(response.request.method, response.request.url.path, response.status_code, raw)
         self.faults += [f"{call}: {fault} in {raw.decode()[:2000]}" for fault in found]
