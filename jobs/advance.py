@@ -15,11 +15,11 @@ from jobs import keys
 from jobs.bitmap import Bitmap
 from jobs.control import Slice, enqueue, process_queue, run_slice, wake
 from jobs.lines import decode_json, encode_body, read_line
-from jobs.manifest import BatchSpec, save_manifest
+from jobs.manifest import BatchSpec, progress_fields, save_manifest
 from jobs.parts import Record, drop_unlisted, merge_parts, salvage, to_compact, verify, write_part, write_records
 from jobs.plan import PLAN_NAME, PlanEntry, read_plan
 from jobs.queue import Queue
-from jobs.recovery import count_results, progress_fields
+from jobs.recovery import count_results
 from jobs.requests import Request
 from jobs.result_files import LoggedLines, log_successes
 from jobs.scripts import MAX_ITEMS

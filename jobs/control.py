@@ -15,7 +15,7 @@ from rq.serializers import JSONSerializer
 from jobs import keys
 from jobs.connection import connect
 from jobs.files import InputError
-from jobs.manifest import END_STATES, Manifest, State, load_manifest, save_manifest
+from jobs.manifest import END_STATES, Manifest, State, end_fields, load_manifest, save_manifest
 from jobs.queue import Queue
 from jobs.retention import tidy
 from jobs.scripts import QueueUnavailable
@@ -161,15 +161,26 @@ class Slice:
 
     def move(self, state: State, fields: dict[str, Any]) -> None:
         """Moves the state, in the manifest and then in Redis. Raises `Superseded`."""
-        self.note({})
-        self.manifest.enter(state)
-        save_manifest(self.manifest)
-        self._transition(state, {f"{state}_at": self.manifest.timestamps[state], "problem": "", **fields})
+        self._enter(state)
+        self._tell_state(fields)
 
-    def end(self, state: State, fields: dict[str, Any]) -> None:
+    def end(self, state: State) -> None:
         """Moves to an end state, and leaves nothing of the batch in Redis but its record."""
-        self.move(state, fields)
-        clean_up(self.queue, self.batch)
+        self._enter(state)
+        self._tell_end()
+
+    def end_again(self) -> None:
+        """Brings Redis to the end that the manifest names: it lost that, or was never told.
+
+        Nothing is left to be done, nor the means for it. One that was cancelled since has ended so, with the results that it has.
+        """
+        if self.state == "cancelling" and self.manifest.state != "cancelled":
+            self.manifest.timestamps.setdefault("cancelling", float(self.fields["cancelling_at"]))
+            self.manifest.end_cancelled()
+            save_manifest(self.manifest)
+        self.queue.cancel_batch(self.batch)  # lines that Redis takes for unfinished again
+        self.note({"result_bytes": 0})  # of results that go with the end
+        self._tell_end()
 
     def keep_beating(self) -> None:
         """Gives a sign of life each second, however long one step of the job takes; the body of a thread."""
@@ -180,6 +191,19 @@ class Slice:
     def release(self) -> None:
         """Ends the signs of life."""
         self._ended.set()
+
+    def _enter(self, state: State) -> None:
+        self.note({})
+        self.manifest.enter(state)
+        save_manifest(self.manifest)
+
+    def _tell_end(self) -> None:
+        self._tell_state(end_fields(self.manifest))
+        clean_up(self.queue, self.batch)
+
+    def _tell_state(self, fields: dict[str, Any]) -> None:
+        state = self.manifest.state
+        self._transition(state, {f"{state}_at": self.manifest.timestamps[state], "problem": "", **fields})
 
     def _transition(self, state: str | None, fields: dict[str, Any]) -> None:
         with self._transitions:
@@ -284,7 +308,10 @@ def run_slice(
 def _run(queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None], patience: float) -> None:
     try:
         with hold(queue, batch, generation, states, patience) as held:
-            work(held)
+            if held.manifest.state in END_STATES:
+                held.end_again()
+            else:
+                work(held)
             if held.fields.get("problem"):
                 held.note({"problem": ""})
     except (Superseded, Stopping, Busy):

@@ -12,7 +12,7 @@ from jobs.files import is_parquet, read_lines
 from jobs.lines import read_line
 from jobs.manifest import Manifest, save_manifest
 from jobs.parts import drop_unlisted, merge_parts
-from jobs.recovery import progress_fields, repair, restore_progress
+from jobs.recovery import repair, restore_progress
 from jobs.result_files import begin_result_files, publish_result_files
 from jobs.results import Result, Usage, batch_request_id, output_line, unanswered_line
 from jobs.source import open_source
@@ -73,7 +73,7 @@ def finalize(held: Slice) -> None:
         run_again(held)
         return
     manifest.completed, manifest.failed, manifest.usage, manifest.output, manifest.error_output = outcome
-    held.end(manifest.outcome, outcome_fields(manifest))
+    held.end(manifest.outcome)
 
 
 def _write_results(held: Slice) -> Outcome:
@@ -97,15 +97,6 @@ def run_again(held: Slice) -> None:
     progress = {"completed": 0, "failed": 0, "restored": 1, **restore_progress(held)}
     held.move("in_progress", {**progress, "cursor": 0, "open_models": held.fields["line_models"], "passed_over": "[]"})
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
-
-
-def outcome_fields(manifest: Manifest) -> dict[str, Any]:
-    """What the record of a finished batch says."""
-    return {
-        "outcome": manifest.outcome, "total": manifest.completed + manifest.failed, "completed": manifest.completed,
-        "failed": manifest.failed, "output": manifest.output or "", "error_output": manifest.error_output or "",
-        **progress_fields(manifest),
-    }  # fmt: skip
 
 
 def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:

@@ -1,7 +1,7 @@
 """The manifest: what a batch is and what is done of it, on disk, so that an empty Redis can be rebuilt."""
 
 import time
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -94,6 +94,13 @@ class Manifest(msgspec.Struct, kw_only=True):
         self.state = state
         self.timestamps.setdefault(state, time.time())
 
+    def end_cancelled(self) -> None:
+        """Makes an end that nobody was told of yet the one of a batch that was cancelled first; its results stay as they are."""
+        self.timestamps.pop(self.state, None)
+        self.outcome = "cancelled"
+        self.enter("cancelling")
+        self.enter("cancelled")
+
 
 class ManifestDamaged(StoreError):
     """The file is not a manifest of this version."""
@@ -114,6 +121,24 @@ def save_manifest(manifest: Manifest) -> None:
     """Replaces the manifest durably; only for the holder of `storage.exclusive`. Raises `StoreError`."""
     encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     write_bytes(join(manifest.spec.root, NAME), encoded)
+
+
+def progress_fields(manifest: Manifest) -> dict[str, int]:
+    """What the record says of the lines on disk."""
+    usage = manifest.usage or Usage()
+    return {
+        "stored_completed": manifest.completed, "stored_failed": manifest.failed, "logged_lines": manifest.logged_lines,
+        "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens,
+    }  # fmt: skip
+
+
+def end_fields(manifest: Manifest) -> dict[str, Any]:
+    """What the record of an ended batch says."""
+    return {
+        "outcome": manifest.outcome, "total": manifest.completed + manifest.failed, "completed": manifest.completed,
+        "failed": manifest.failed, "output": manifest.output or "", "error_output": manifest.error_output or "",
+        **progress_fields(manifest),
+    }  # fmt: skip
 
 
 def mark_cancelled(root: str) -> None:

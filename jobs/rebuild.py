@@ -11,10 +11,8 @@ import msgspec
 from jobs import keys
 from jobs.batch_queue import FORGOTTEN
 from jobs.control import clean_up, enqueue
-from jobs.finalize import outcome_fields
-from jobs.manifest import END_STATES, Manifest, State, is_marked_cancelled, load_manifest, save_manifest
+from jobs.manifest import END_STATES, Manifest, State, end_fields, is_marked_cancelled, load_manifest, progress_fields, save_manifest
 from jobs.queue import Queue
-from jobs.recovery import progress_fields
 from jobs.retention import BATCHES_FOLDER
 from jobs.storage import Busy, StoreError, exclusive, join, list_names
 
@@ -59,6 +57,9 @@ def rebuild(queue: Queue, root: str) -> bool:
         if record or manifest.state not in END_STATES:
             queue.forget(manifest.batch_id)  # what a start that was killed while it removed a record has left
         manifest.generation = max(manifest.generation, int(record.get("generation", 0)))
+        if manifest.state in END_STATES and _was_cancelled(manifest):
+            manifest.end_cancelled()
+            save_manifest(manifest)
         register(queue, manifest)
     return True
 
@@ -92,6 +93,12 @@ def register(queue: Queue, manifest: Manifest) -> None:
         enqueue(queue.redis, "finalize", manifest.batch_id, manifest.generation)
 
 
+def _was_cancelled(manifest: Manifest) -> bool:
+    """Whether an ended batch of the API was cancelled before its end was told; the mark goes once that is done (`retention.tidy`)."""
+    spec = manifest.spec
+    return manifest.state != "cancelled" and spec.input_file_id is not None and is_marked_cancelled(spec.root)
+
+
 def _state_after(manifest: Manifest) -> State:
     """The state to go on from: what was cancelled stays so, all else is counted again (and expires again)."""
     if manifest.state in END_STATES:
@@ -116,5 +123,5 @@ def _record(manifest: Manifest) -> dict[str, Any]:
     if spec.completion_window_seconds is not None:
         fields["expires_at"] = manifest.created_at + spec.completion_window_seconds
     if manifest.state in END_STATES:
-        fields |= outcome_fields(manifest)
+        fields |= end_fields(manifest)
     return fields

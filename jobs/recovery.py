@@ -5,7 +5,7 @@ from typing import Any
 
 from jobs.bitmap import Bitmap
 from jobs.control import Slice
-from jobs.manifest import Manifest
+from jobs.manifest import Manifest, progress_fields
 from jobs.parts import merge_parts, salvage, verify, write_records
 from jobs.results import Result, Usage
 
@@ -48,12 +48,3 @@ def count_results(manifest: Manifest, results: Iterable[Result]) -> None:
         completion += result.usage.completion_tokens
         cached += result.usage.cached_tokens
     manifest.usage = Usage(prompt, completion, cached)
-
-
-def progress_fields(manifest: Manifest) -> dict[str, int]:
-    """What the record says of the lines on disk."""
-    usage = manifest.usage or Usage()
-    return {
-        "stored_completed": manifest.completed, "stored_failed": manifest.failed, "logged_lines": manifest.logged_lines,
-        "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens,
-    }  # fmt: skip

@@ -10,7 +10,7 @@ from jobs.completion_log import remove_log
 from jobs.files import SPOOL_NAME
 from jobs.ids import BATCH, is_id, time_of
 from jobs.line_index import INDEX_NAME
-from jobs.manifest import END_STATES, Manifest, load_manifest
+from jobs.manifest import END_STATES, Manifest, load_manifest, unmark_cancelled
 from jobs.manifest import NAME as MANIFEST_NAME
 from jobs.parts import drop_unlisted
 from jobs.plan import PLAN_NAME
@@ -32,6 +32,8 @@ def tidy(root: str) -> None:
             return
         delete(join(root, PLAN_NAME))
         drop_unlisted(root, [])
+        if manifest.state != "cancelled":  # a request for that, which came too late
+            unmark_cancelled(root)
         if not manifest.logged_lines:
             _remove_log(root, manifest)
     except StoreError as error:

@@ -53,7 +53,7 @@ def validate(held: Slice) -> None:
         checked = _check(held)
         if checked.problems:
             manifest.problems = checked.problems
-            held.end("failed", {"total": 0})
+            held.end("failed")
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
     progress = restore_progress(held)
