@@ -44,6 +44,10 @@ class BatchQueue(QueueBase):
         """The record as text; empty when there is none."""
         return {text(name): text(value) for name, value in self._command("HGETALL", keys.batch(batch)).items()}
 
+    def activate(self, batch: str) -> None:
+        """Has the ticker look after a batch, until `clean_up` or `forget`."""
+        self._command("SADD", keys.ACTIVE, batch)
+
     def batches(self) -> list[str]:
         """Ids of all batches that have a record; those whose record has expired are struck off."""
         known = sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES))
@@ -170,3 +174,4 @@ class BatchQueue(QueueBase):
         self._command("UNLINK", *(name(batch) for name in names))
         self._command("ZREM", keys.WATCHED, batch)
         self._command("SREM", keys.BATCHES, batch)
+        self._command("SREM", keys.ACTIVE, batch)

@@ -7,13 +7,14 @@ import time
 from typing import Any
 
 import msgspec
+import redis
 
-from jobs import keys
 from jobs.batch_queue import FORGOTTEN
 from jobs.control import clean_up, enqueue
 from jobs.manifest import END_STATES, Manifest, State, end_fields, is_marked_cancelled, load_manifest, progress_fields, save_manifest
 from jobs.queue import Queue
 from jobs.retention import BATCHES_FOLDER
+from jobs.scripts import passing_reason
 from jobs.storage import Busy, StoreError, exclusive, join, list_names
 
 log = logging.getLogger(__name__)
@@ -81,16 +82,19 @@ def register(queue: Queue, manifest: Manifest) -> None:
     if state not in END_STATES and manifest.spec.input_file_id is not None:
         queue.open_batch(manifest.spec.tenant, manifest.batch_id, None)
     if state not in END_STATES:  # before there is a record, so that no kill leaves one that nobody looks after
-        queue.redis.sadd(keys.ACTIVE, manifest.batch_id)
+        queue.activate(manifest.batch_id)
     total = manifest.total if manifest.plan_sha256 is not None else 0
     if not queue.create_batch(manifest.batch_id, total, tenant=manifest.spec.tenant, state=state, fields=fields):
         return
     if state in END_STATES:
         clean_up(queue, manifest.batch_id)
-    elif state == "validating":
-        enqueue(queue.redis, "validate", manifest.batch_id, manifest.generation)
-    else:
-        enqueue(queue.redis, "finalize", manifest.batch_id, manifest.generation)
+        return
+    try:
+        enqueue(queue.redis, "validate" if state == "validating" else "finalize", manifest.batch_id, manifest.generation)
+    except redis.RedisError as error:  # the batch is made: the ticker hands in its job when Redis takes one again
+        if passing_reason(error) is None:
+            raise
+        log.warning("%s waits for the ticker: %s", manifest.batch_id, error)
 
 
 def _was_cancelled(manifest: Manifest) -> bool:

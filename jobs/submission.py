@@ -59,6 +59,7 @@ def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
         _make(queue, files, new, Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(root))))
     except (StoreError, QueueFull):
         shutil.rmtree(root, ignore_errors=True)
+        queue.forget(batch)
         queue.unlist_batch(new.tenant, batch)
         queue.dismiss(new.tenant, batch)
         raise

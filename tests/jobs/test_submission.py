@@ -13,6 +13,7 @@ import pytest
 import redis
 from pyarrow import parquet
 
+from jobs import keys
 from jobs import rebuild as rebuild_module
 from jobs.batches import BatchRecord, list_batches
 from jobs.line_index import LineIndex
@@ -104,7 +105,37 @@ def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, redis_url: str, 
     assert (queue.open_batches(""), queue.listed_batches("", None, 9)) == ([], [])
 
 
-@pytest.mark.parametrize("point", ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "sadd", "transition", "enqueue"])
+@pytest.mark.parametrize("refused", ["ZADD", "SADD", "EVALSHA", "enqueue"])
+def test_a_redis_that_fills_up_while_a_batch_is_made(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """Before its record none is made and nothing is left behind; after it the ticker does the rest."""
+    serve(redis_client, redis_url, "m")
+    store = store_of(redis_client, tmp_path)
+    new = NewBatch(input_file_id=put(store, lines_of(3)), endpoint=CHAT, completion_window="24h", seconds=60.0)
+    queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0.0))
+    owner: Any = rebuild_module if refused == "enqueue" else redis.Redis
+    real = getattr(owner, name := "enqueue" if refused == "enqueue" else "execute_command")
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        if refused == "enqueue" or (refused in arguments and (refused != "EVALSHA" or "validating" in arguments)):
+            raise redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, refuse)
+    if refused == "enqueue":
+        record = submit_batch(queue, store, new)
+        check_every_line_once(redis_client, tmp_path, run_to_end(redis_client, record.id, failing(3)), 3)
+        return
+    with pytest.raises(QueueFull):
+        submit_batch(queue, store, new)
+    monkeypatch.undo()
+    assert list((tmp_path / "store").glob("batches/*")) == []
+    assert (queue.open_batches(""), queue.listed_batches("", None, 9), queue.batches()) == ([], [], [])
+    assert redis_client.smembers(keys.ACTIVE) == set()
+
+
+@pytest.mark.parametrize("point", ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "activate", "transition", "enqueue"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
@@ -113,7 +144,7 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
     file_id = put(store_of(redis_client, tmp_path), lines_of(20))
     leader = Ticker(Queue(redis_client), str(tmp_path / "store"))
     leader.tick()
-    owners = {"mkdir": Path, "link": os, "save_manifest": rebuild_module, "sadd": redis.Redis, "enqueue": rebuild_module}
+    owners = {"mkdir": Path, "link": os, "save_manifest": rebuild_module, "enqueue": rebuild_module}
     owner: Any = owners.get(point, Queue)
     real = getattr(owner, point)
 
@@ -139,7 +170,7 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
 
 def points_in_order(point: str, after: bool) -> int:
     """When a kill comes."""
-    order = ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "sadd", "transition", "enqueue"]
+    order = ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "activate", "transition", "enqueue"]
     return 2 * order.index(point) + after
 
 
