@@ -21,7 +21,7 @@ from jobs import fields
 from jobs.completion_log import read_log
 from jobs.fields import INT32
 from jobs.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES, FileRecord, FileStore
-from jobs.manifest import Manifest, load_manifest
+from jobs.manifest import END_STATES, Manifest, load_manifest
 from jobs.results import ApiError, encode_json
 from jobs.storage import StoreError, named
 
@@ -107,7 +107,8 @@ def retrieve_file(request: Request, file_id: str) -> Response:
 def delete_file(request: Request, file_id: str) -> Response:
     """Removes a file. Batches that read it go on: they have their own."""
     record = _found(request, file_id)
-    if not record.complete:
+    manifest = _manifest(_files(request), record)
+    if not record.complete or (manifest is not None and manifest.state not in END_STATES):  # it would write the file again
         message = f"The batch {record.batch_id} is still writing the file {file_id}; cancel that first."
         return error_response(ApiError(409, message, param="id"), {"x-should-retry": "false"})
     try:

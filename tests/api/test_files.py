@@ -372,6 +372,27 @@ def test_results_are_read_while_they_come(
     assert ids_of(http.get(f"/v1/files/{record.error_file_id}/content")) == ["c7"]
 
 
+def test_results_are_not_deleted_before_the_end_is_known(
+    batch: str, redis_client: redis.Redis, client: openai.OpenAI, store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that runs again would make the file anew."""
+
+    def die(held: control.Slice, state: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control.Slice, "end", die)
+        with pytest.raises(KeyboardInterrupt):
+            run_to_end(redis_client, batch)
+    file_id = get_batch(redis_client, batch).output_file_id
+    assert file_id is not None
+    assert store.get("", file_id).complete
+    with pytest.raises(openai.ConflictError):
+        client.files.delete(file_id)
+    assert run_to_end(redis_client, batch).completed == 300
+    assert client.files.delete(file_id).deleted
+
+
 class Socket:
     """A client that says exactly what it is told to."""
 
