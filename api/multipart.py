@@ -1,6 +1,7 @@
 """multipart/form-data as it comes: each part's name, then the pieces of its content. Nothing is kept, so a body may be of any length."""
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -10,6 +11,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from jobs.results import ApiError
 
 _MAX_PARTS = 64
+_EXTENDED_NAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of what a client did, which the client is told
 
@@ -87,6 +89,8 @@ class MultipartReader:
 
     def _on_headers_finished(self) -> None:
         kind, options = parse_options_header(self._disposition.decode("latin-1"))
+        if b"filename" not in options and _EXTENDED_NAME.search(self._disposition):
+            _malformed("a part has 'filename*', which RFC 7578 rules out, and no 'filename'")
         if kind != b"form-data" or b"name" not in options:
             _malformed("a part of it has no name")
         filename = options.get(b"filename")

@@ -1,5 +1,6 @@
 """`pipeline api`: one HTTP process."""
 
+import logging
 from typing import Any
 
 import click
@@ -28,6 +29,8 @@ api_options = all_of(
     flag("--max-batch-lines", type=Size(), default=50_000, help="Most requests in a batch."),
     flag("--max-file-bytes", type=Size(), default=200 * 2**20, help="Largest input file of a batch."),
 )  # fmt: skip
+
+log = logging.getLogger("api")
 
 _API_FLAGS = ("host", "port", "insecure", "completion_window", "max_batch_lines", "max_file_bytes")
 
@@ -65,11 +68,16 @@ def check_open(host: str, insecure: bool, file_store: str) -> None:
     from api.auth import is_loopback
     from jobs.api_keys import KeyRing
 
-    if not KeyRing(file_store).required() and not insecure and not is_loopback(host):
+    ring = KeyRing(file_store)
+    if ring.required() or insecure:
+        return
+    if not is_loopback(host):
         raise Refused(
             f"others reach {host}, and there is no API key in {file_store}: make one (`pipeline keys create`), listen on 127.0.0.1, "
             "or add --insecure to answer everybody"
         )
+    if ring.known():
+        log.warning("every API key is revoked, so nobody is let in: make one (`pipeline keys create`), or add --insecure")
 
 
 def api_arguments(values: dict[str, Any]) -> list[str]:

@@ -191,6 +191,9 @@ BAD: dict[str, tuple[list[bytes], int, str | None, str | None]] = {
     "no number": ([FILE_PART, PURPOSE_PART, part("expires_after[seconds]", b"1e5")], 400, "invalid_type", "expires_after[seconds]"),
     "a part without a name": ([FILE_PART, b"--xYzZY\r\nContent-Type: text/plain\r\n\r\nbatch\r\n"], 400, "invalid_multipart", None),
     "a header that is none": ([FILE_PART, b"--xYzZY\r\nnonsense\r\n\r\nbatch\r\n"], 400, "invalid_multipart", None),
+    "an extended name alone": (
+        [PURPOSE_PART, part("file", LINES, "in.jsonl").replace(b"filename=", b"filename*=utf-8''")], 400, "invalid_multipart", None,
+    ),
     "many parts": ([part(f"x{number}", b"") for number in range(100)], 400, "invalid_multipart", None),
     "a batch's file over the limit": ([PURPOSE_PART, part("file", b"x" * 3_000_001, "in.jsonl")], 413, "request_too_large", "file"),
     "the same, purpose behind": ([part("file", b"x" * 3_000_001, "in.jsonl"), PURPOSE_PART], 413, "request_too_large", "file"),
@@ -284,6 +287,16 @@ def test_the_envelope(client: openai.OpenAI, http: httpx.Client) -> None:
     assert page == {"object": "list", "first_id": made[0], "last_id": made[1], "has_more": True}
     assert [file.id for file in client.files.list(purpose="batch", order="asc")] == [made[0], made[2]]
     assert [file.id for file in client.files.list(purpose="fun")] == []
+
+
+def test_a_file_is_gone_when_its_time_is_over(client: openai.OpenAI, store: FileStore, http: httpx.Client) -> None:
+    """At once: what is on disk is not waited for."""
+    file_id = client.files.create(file=("in.jsonl", LINES), purpose="batch").id
+    record = store.root / "files" / file_id / "record.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"expires_at": int(time.time()) - 1}))
+    for answer in (http.get(f"/v1/files/{file_id}"), http.get(f"/v1/files/{file_id}/content"), http.delete(f"/v1/files/{file_id}")):
+        check_error(answer, 404, None, "id")
+    assert client.files.list().data == []
 
 
 def test_ranges_of_a_content(client: openai.OpenAI, http: httpx.Client) -> None:

@@ -103,6 +103,23 @@ def test_what_an_image_is_told_to_write_lies_in_a_folder_of_its_own() -> None:
             assert any(environment(name)[variable].startswith(folder) for folder in folders(name)), variable
 
 
+def test_volumes_are_where_processes_look_for_them() -> None:
+    worker = environment("worker-cpu")
+    wanted = {"caches": worker["XDG_CACHE_HOME"], "locks": worker["PIPELINE_DEVICE_LOCK_FOLDER"]}
+    assert dict(volume.split(":") for volume in SERVICES["worker"]["volumes"]) == wanted
+    for name in ("api", "jobs"):
+        assert SERVICES[name]["volumes"] == [f"files:{environment('control')['FILE_STORE']}"]
+    names = {name: volume for name, volume in yaml.safe_load(FILES[0].read_text())["volumes"].items() if volume}
+    assert names == {"locks": {"name": "inference-card-locks"}}, "workers of all projects on a host agree who has which card"
+
+
+def test_the_queue_is_kept_on_disk_and_forgets_nothing() -> None:
+    [command] = SERVICES["redis"]["command"]
+    for setting in ("--appendonly yes", "--appendfsync everysec", "--maxmemory-policy noeviction", "--dir /data"):
+        assert setting in command
+    assert SERVICES["redis"]["volumes"] == ["redis:/data"]
+
+
 def test_secrets_are_files_that_git_does_not_see() -> None:
     secrets = yaml.safe_load(FILES[0].read_text())["secrets"]
     assert {secret["file"] for secret in secrets.values()} == {f"secrets/{name}" for name in secrets}

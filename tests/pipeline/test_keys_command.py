@@ -8,6 +8,9 @@ import httpx
 import pytest
 
 from api.settings import ApiSettings
+from jobs.api_keys import create_key, revoke_key
+from pipeline.commands.api import check_open
+from pipeline.errors import Refused
 from tests.pipeline.conftest import RunHere
 from tests.support.api_server import running_api
 from tests.support.waiting import wait_until
@@ -36,6 +39,20 @@ def test_a_key_comes_is_listed_and_goes(run_here: RunHere, tmp_path: Path, redis
     last = json.loads(run_here("keys", "list", "--json", *store).out)[0]["id"]
     assert "that was the last one" in run_here("keys", "revoke", last, *store).err
     assert run_here("keys", "revoke", key_id[0], *store) == (2, "", f"Error: there is no key {key_id[0]} in {tmp_path}\n")
+
+
+def test_a_server_that_nobody_may_use_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = str(tmp_path)
+    check_open("127.0.0.1", False, store)
+    record, _ = create_key(store, tenant="a")
+    check_open("0.0.0.0", False, store)
+    assert caplog.messages == []
+    revoke_key(store, record.id)
+    check_open("127.0.0.1", False, store)
+    assert "every API key is revoked" in caplog.text
+    with pytest.raises(Refused, match="there is no API key"):
+        check_open("0.0.0.0", False, store)
+    check_open("0.0.0.0", True, store)
 
 
 def test_programs_get_json(run_here: RunHere, tmp_path: Path) -> None:
