@@ -165,9 +165,11 @@ class FileStore:
     def reindex(self, names: "list[str]", seconds: float = math.inf) -> "list[str]":
         """Makes the index in Redis of these files again. Returns those that are left when `seconds` were over."""
         now, deadline = self._queue.now(), time.monotonic() + seconds
-        while names and time.monotonic() < deadline:
+        while names:
             self._queue.commands(command for name in names[:_GROUP] for command in self._reindexed(name, now))
             names = names[_GROUP:]
+            if time.monotonic() >= deadline:
+                break
         return names
 
     def _reindexed(self, file_id: str, now: float) -> Sequence[tuple[Any, ...]]:

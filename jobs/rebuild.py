@@ -34,15 +34,15 @@ def rebuild_all(queue: Queue, file_store: str, names: list[str] | None = None, s
     deadline = time.monotonic() + seconds
     names = unknown_folders(queue, file_store) if names is None else names
     count, busy = 0, list[str]()
-    for place, name in enumerate(names):
-        if time.monotonic() >= deadline:
-            return count, [*names[place:], *busy]
+    for place, name in enumerate(names, 1):
         try:
             count += rebuild(queue, join(file_store, BATCHES_FOLDER, name))
         except Busy:
             busy.append(name)
         except StoreError as error:
             log.error("cannot rebuild a batch: %s", error)
+        if time.monotonic() >= deadline:
+            return count, [*names[place:], *busy]
     return count, busy
 
 

@@ -102,6 +102,7 @@ class Ticker:
         self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
         self._suspects: set[str] = set()  # the same of the tick before
         self._server: Any = None  # run id of the server that was looked at since it was restarted or emptied
+        self._seen = ""  # the last batch that the tick before had time for
         self._unknown: list[str] = []  # folders of batches that may lack a record, to be looked into
         self._unlisted: list[str] = []  # files to be listed again
         self._pending: dict[str, _Retry] = {}  # batches whose slice runs just now and that want another
@@ -142,10 +143,8 @@ class Ticker:
         self._queue.reap()
         if self._files is not None:
             self._restore(self._files)
-        now, waiting = self._queue.now(), waiting_jobs(self._client)
-        self._suspects, self._silent = self._silent, set()
-        for batch, fields in self._records().items():
-            self._look_after(batch, fields, now, waiting)
+        now = self._queue.now()
+        self._look_after_all(now)
         if self._files is not None and time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_SECONDS
             self._sweep(self._files, now)
@@ -181,6 +180,19 @@ class Ticker:
         generation = int(fields["generation"])
         if not enqueue(self._client, "advance", batch, generation) and not is_waiting(self._client, "advance", batch, generation):
             self._pending[batch] = _Retry(time.monotonic() + pause, pause)
+
+    def _look_after_all(self, now: float) -> None:
+        """Goes on at the next tick where a moment was not enough: thousands of windows may close at once."""
+        waiting, records = waiting_jobs(self._client), self._records()
+        deadline = time.monotonic() + MOMENT_SECONDS
+        batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
+        self._suspects, self._silent, self._seen = self._silent, set(), ""
+        for place, batch in enumerate(batches, 1):
+            self._look_after(batch, records[batch], now, waiting)
+            if place < len(batches) and time.monotonic() >= deadline:
+                self._silent |= self._suspects.intersection(batches[place:])
+                self._seen = batch
+                break
 
     def _look_after(self, batch: str, fields: dict[str, str], now: float, waiting: set[str]) -> None:
         state = fields.get("state", "")
@@ -239,6 +251,7 @@ class Ticker:
         }
 
     def _sweep(self, files: FileStore, now: float) -> None:
+        now = min(now, time.time())  # what is removed is gone for good, and so must be over by the clock of this machine too
         try:
             swept, ended = files.sweep(now, MOMENT_SECONDS), remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
             self._unknown = unknown_folders(self._queue, str(files.root))  # also of makers that were killed before Redis knew of it
