@@ -72,7 +72,7 @@ def test_a_revoked_key_is_refused_and_the_rest_stay(serve: Serve, tmp_path: Path
     url = serve()
     assert status(url, Authorization=f"Bearer {secret}") == 200
     revoke_key(str(tmp_path), record.id)
-    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 401, 5, "the key to be refused")
+    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 401, 30, "the key to be refused")
     assert status(url, Authorization=f"Bearer {other}") == 200
 
 
@@ -90,7 +90,7 @@ def test_nobody_is_let_in_once_the_last_key_is_revoked(serve: Serve, tmp_path: P
     url = serve()
     assert status(url, Authorization=f"Bearer {secret}") == 200
     revoke_key(str(tmp_path), record.id)
-    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 401, 5, "the last key to be refused")
+    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 401, 30, "the last key to be refused")
     assert status(url) == 401
     assert status(serve()) == 401
     assert status(serve(insecure=True)) == 200
@@ -101,10 +101,10 @@ def test_nobody_is_let_in_while_keys_cannot_be_read(serve: Serve, tmp_path: Path
     url = serve()
     assert status(url, Authorization=f"Bearer {secret}") == 200
     (tmp_path / "keys").rename(tmp_path / "away")
-    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 503, 5, "nobody to be let in")
+    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 503, 30, "nobody to be let in")
     assert httpx.get(f"{url}/v1/models").json()["error"]["code"] == "keys_unavailable"
     (tmp_path / "away").rename(tmp_path / "keys")
-    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 200, 5, "keys to be read again")
+    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 200, 30, "keys to be read again")
 
 
 def test_a_key_sends_no_more_requests_a_minute_than_it_may(serve: Serve, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_key_sends_no_more_requests_a_minute_than_it_may(serve: Serve, tmp_pat
     with pytest.raises(openai.RateLimitError) as caught:
         official_client(urls[0], secret).models.list()
     assert (caught.value.code, caught.value.type) == ("rate_limit_exceeded", "rate_limit_error")
-    assert 10 <= int(caught.value.response.headers["retry-after"]) <= 15
+    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 15
     assert "x-ratelimit-limit-requests" not in httpx.get(f"{urls[0]}/v1/models", headers={"authorization": f"Bearer {other}"}).headers
 
 
