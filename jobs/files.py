@@ -2,28 +2,44 @@
 
 import contextlib
 import gzip
-import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from jobs.lines import decode_json
-from jobs.storage import AtomicWriter, open_input
+from jobs.storage import AtomicWriter, StoreError, open_input
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 SPOOL_NAME = "lines.jsonl"
 
+PARQUET_REFUSED, PARQUET_UNREADABLE = 3, 4
+"""How `jobs.parquet_lines` ends where it wrote a sentence."""
+
 _COPY_CHUNK = 1 << 20
-_ROWS = 512
+_SHOWN_CHARACTERS = 2000
+_READER_ENVIRONMENT = {  # no module of the working folder is in its way, and its limit of memory is not spent on pools and threads
+    "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1", "ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _BOM = b"\xef\xbb\xbf"
-_LINE_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
-_BODY_COLUMNS = (
-    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", "logprobs", "top_logprobs",
-    "prompt_logprobs", "echo", "logit_bias", "bad_words", "skip_special_tokens", "priority", "truncate_prompt_tokens", "response_format",
-    "user",
-)  # fmt: skip
+log = logging.getLogger(__name__)
+
+
+class Bounds(NamedTuple):
+    """What it may cost to write out a file. The defaults are for one's own files."""
+
+    most_bytes: int | None = None  # of JSONL
+    most_rows: int | None = None  # of Parquet; those behind them are left out
+    memory_bytes: int = 16 << 30  # of the process that reads Parquet
+    cpu_seconds: int | None = None  # of that process
+
+
+OWN_FILE = Bounds()
 
 
 class InputError(Exception):
@@ -48,12 +64,12 @@ def needs_spool(location: str) -> bool:
     return location.lower().endswith((*_PARQUET_SUFFIXES, ".gz", ".zst"))
 
 
-def read_lines(file: BinaryIO, note: Callable[[bytes], object] = len) -> Iterator[InputLine]:
+def read_lines(file: BinaryIO, note: Callable[[bytes], object] = len, most_blank: int | None = None) -> Iterator[InputLine]:
     """Every line that is not blank, in order, holding one at a time; a byte order mark at the start is passed over.
 
-    `note` is handed every byte of the file, which a hash of it is made from.
+    `note` is handed every byte of the file, which a hash of it is made from. Raises `InputError` where more than `most_blank` lines are.
     """
-    number, offset = 0, 0
+    number, offset, blank = 0, 0, 0
     if file.read(len(_BOM)) == _BOM:
         offset = len(_BOM)
         note(_BOM)
@@ -69,17 +85,28 @@ def read_lines(file: BinaryIO, note: Callable[[bytes], object] = len) -> Iterato
                 length += len(raw)
         elif not raw.isspace():
             yield InputLine(number, offset, raw)
+        else:
+            blank += 1
+            if most_blank is not None and blank > most_blank:
+                raise InputError(f"The input file holds more than {most_blank} blank lines.")
         offset += length
 
 
-def write_spool(location: str, spool: str) -> str:
-    """Writes the lines of a Parquet or compressed file as JSONL, in bounded memory, and returns the hash of that.
+def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, beat: Callable[[], object] = int) -> str:
+    """Writes the lines of a Parquet or compressed file as JSONL, and returns the hash of that; calls `beat` often.
 
-    Raises `InputError` and `StoreError`.
+    Raises `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `beat` raises.
     """
-    with open_input(location) as file, AtomicWriter(spool) as writer:
-        for chunk in _as_jsonl(location, file):
-            writer.write(chunk)
+    with open_input(location) as file, AtomicWriter(spool) as writer, contextlib.closing(_as_jsonl(location, file, bounds)) as chunks:
+        try:
+            for chunk in chunks:
+                beat()
+                if bounds.most_bytes is not None and writer.bytes + len(chunk) > bounds.most_bytes:
+                    raise InputError(f"{location} holds more than {bounds.most_bytes} bytes when it is unpacked")
+                writer.write(chunk)
+        except InputError:
+            beat()  # a process that ends may have killed the reader
+            raise
         writer.commit()
         return writer.sha256
 
@@ -99,13 +126,14 @@ def first_line(location: str) -> bytes | None:
     return begun or None
 
 
-def _as_jsonl(location: str, file: BinaryIO) -> Iterator[bytes]:
-    """The file's lines in chunks of any size. Raises `InputError`."""
+def _as_jsonl(location: str, file: BinaryIO, bounds: Bounds = OWN_FILE) -> Generator[bytes]:
+    """The file's lines in chunks of any size. Raises `InputError` and `StoreError`."""
     if is_parquet(location):
-        return _parquet_lines(location, file)
-    if needs_spool(location):
-        return _decompressed(location, file)
-    return iter(lambda: file.read(_COPY_CHUNK), b"")
+        yield from _parquet_lines(location, bounds)
+    elif needs_spool(location):
+        yield from _decompressed(location, file)
+    else:
+        yield from iter(lambda: file.read(_COPY_CHUNK), b"")
 
 
 def _decompressed(location: str, file: BinaryIO) -> Iterator[bytes]:
@@ -122,74 +150,32 @@ def _decompressed(location: str, file: BinaryIO) -> Iterator[bytes]:
         raise InputError(f"{location} cannot be decompressed: {error}") from error
 
 
-def _parquet_lines(location: str, file: BinaryIO) -> Iterator[bytes]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        table = parquet.ParquetFile(pyarrow.PythonFile(file, mode="r"))
-        names = set(table.schema_arrow.names)
-        if "custom_id" not in names or not names & {"body", "prompt", "messages"}:
-            found = ", ".join(sorted(names))
-            raise InputError(f"{location} needs a column custom_id, and one of body, prompt and messages; it has: {found}")
-        columns = [name for name in (*_LINE_COLUMNS, *_BODY_COLUMNS) if name in names]
-        for rows in table.iter_batches(batch_size=_ROWS, columns=columns):
-            yield b"".join(_encoded(_line_of(row)) for row in rows.to_pylist())
-    except _BadColumn as error:
-        raise InputError(f"{location} has a column {error} that holds bytes which are not UTF-8 text") from error
-    except pyarrow.ArrowException as error:
-        raise InputError(f"{location} is not a readable Parquet file: {error}") from error
-
-
-def _line_of(row: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI's line for one row; what the row lacks stays absent, so that validation names it."""
-    row = {name: _plain(value, name) for name, value in row.items() if value is not None and value == value}  # NaN: pandas' null
-    body = _parsed(row["body"]) if "body" in row else _body_of(row)
-    line: dict[str, Any] = {"method": row.get("method", "POST"), "body": body}
-    if "custom_id" in row:
-        line["custom_id"] = str(row["custom_id"])
-    if "url" in row:
-        line["url"] = row["url"]
-    elif isinstance(body, dict):
-        line["url"] = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    return line
-
-
-def _body_of(row: dict[str, Any]) -> dict[str, Any]:
-    body = {name: row[name] for name in _BODY_COLUMNS if name in row}
-    if "messages" in row:
-        body["messages"] = _parsed(row["messages"])
-    elif "prompt" in row:
-        body["prompt"] = row["prompt"]
-    return body
-
-
-def _parsed(value: Any) -> Any:
-    """A cell that holds JSON text or a nested value."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return decode_json(value.encode())
-    return value
-
-
-class _BadColumn(Exception):
-    """A cell is no text; names its column."""
-
-
-def _plain(value: Any, column: str) -> Any:
-    """A cell as JSON knows it: bytes as text, and structs without the fields that a row lacks. Raises `_BadColumn`."""
-    if isinstance(value, bytes):
+def _parquet_lines(location: str, bounds: Bounds) -> Iterator[bytes]:
+    """Read by a process of its own, which bounds what a few bytes can ask for, and whose crash is nobody else's."""
+    with tempfile.TemporaryFile() as said:
+        reader = subprocess.Popen(
+            [sys.executable, "-m", "jobs.parquet_lines", location, *(str(bound or 0) for bound in bounds[1:])],
+            env={**os.environ, **_READER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=True,
+        )  # fmt: skip
+        assert reader.stdout is not None
         try:
-            return value.decode()
-        except UnicodeDecodeError as error:
-            raise _BadColumn(column) from error
-    if isinstance(value, dict):
-        return {name: _plain(item, column) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_plain(item, column) for item in value]
-    return value
-
-
-def _encoded(line: dict[str, Any]) -> bytes:
-    """With whatever values the body holds, for validation to judge."""
-    return json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n"
+            with reader.stdout:
+                while chunk := reader.stdout.read(_COPY_CHUNK):
+                    yield chunk
+            code = reader.wait()
+        finally:
+            reader.kill()
+            reader.wait()
+        said.seek(0)
+        why = said.read().decode(errors="surrogateescape")
+    if code == PARQUET_UNREADABLE:
+        raise StoreError(why)
+    if code == -signal.SIGXCPU:
+        why = f"{location} takes more than {bounds.cpu_seconds} s of computing to be read"
+    elif code not in (0, PARQUET_REFUSED):
+        log.error("the reader of %s ended with %s: %s", location, code, why[-_SHOWN_CHARACTERS:])
+        how = signal.Signals(-code).name if code < 0 else str(code)
+        why = f"{location} is not a readable Parquet file, or needs more memory than there is: its reader ended with {how}"
+    if code:
+        raise InputError(why)

@@ -6,6 +6,7 @@ must be read just as it was when the file was accepted.
 
 import itertools
 import json
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -14,6 +15,8 @@ _BOM = b"\xef\xbb\xbf"
 _MOST_DIGITS = 4300  # what Python reads
 MOST_NESTED = 500
 """Arrays and objects inside each other. Readers recurse, and how far they come depends on who calls them; this they all can."""
+
+_MOST_VALUES = 2_000_000  # in one text; an empty one of 3 bytes takes up to 100 as an object
 
 _STEPS = [{ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}.get(byte, 0) for byte in range(256)]
 _NO_BRACKETS = bytes(byte for byte, step in enumerate(_STEPS) if step == 0)
@@ -48,8 +51,9 @@ def decode_json(raw: bytes) -> Any:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise ValueError("it is not UTF-8") from error
-    if raw.count(b"[") + raw.count(b"{") > MOST_NESTED:
-        _check_nesting(raw)
+    opened = raw.count(b"[") + raw.count(b"{")
+    if opened > MOST_NESTED or opened + raw.count(b",") > _MOST_VALUES:
+        _check_shape(raw)
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
@@ -76,12 +80,32 @@ def read_line(raw: bytes) -> Line:
         return Line(values["custom_id"], values["url"], body.get("model"), encode_body(body))
 
 
-def _check_nesting(raw: bytes) -> None:
+def _check_shape(raw: bytes) -> None:
     """Raises ValueError. What is no JSON is left to the parser, which comes no deeper than this does."""
+    depth = values = 0
     unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
-    brackets = b"".join(unescaped.split(b'"')[::2]).translate(None, _NO_BRACKETS)  # outside of strings
-    if max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MOST_NESTED:
-        raise ValueError(f"it is nested too deeply, in more than {MOST_NESTED} arrays and objects")
+    for strings, piece in enumerate(_outside_of_strings(unescaped)):
+        if not piece and strings:
+            return  # two strings side by side are no JSON
+        if piece == b",":
+            values += 1
+        elif piece != b":":
+            brackets = piece.translate(None, _NO_BRACKETS)
+            if depth + max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MOST_NESTED:
+                raise ValueError(f"it is nested too deeply, in more than {MOST_NESTED} arrays and objects")
+            depth += sum(map(_STEPS.__getitem__, brackets))
+            values += piece.count(b",") + piece.count(b"[") + piece.count(b"{")
+        if values > _MOST_VALUES or strings > 2 * _MOST_VALUES:  # at most a name and a value
+            raise ValueError(f"it holds more than {_MOST_VALUES} values")
+
+
+def _outside_of_strings(unescaped: bytes) -> Iterator[bytes]:
+    start, end = 0, len(unescaped)
+    while start < end:
+        opening = unescaped.find(b'"', start)
+        yield unescaped[start : opening if opening >= 0 else end]
+        closing = unescaped.find(b'"', opening + 1) if opening >= 0 else -1
+        start = closing + 1 if closing >= 0 else end
 
 
 def _integer(digits: str) -> int | float:

@@ -13,18 +13,23 @@ import msgspec
 
 from jobs import fields
 from jobs.control import Slice, enqueue, process_queue, run_long
-from jobs.files import MAX_LINE_BYTES, SPOOL_NAME, InputError, InputLine, needs_spool, read_lines, write_spool
+from jobs.files import MAX_LINE_BYTES, OWN_FILE, SPOOL_NAME, Bounds, InputError, InputLine, needs_spool, read_lines, write_spool
 from jobs.line_index import LineIndexWriter
 from jobs.lines import decode_json, read_line
 from jobs.manifest import BatchSpec, LineProblem
 from jobs.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
 from jobs.recovery import restore_progress
 from jobs.source import note_source
-from jobs.storage import join, local_path, open_input, sha256_of, stamp_of
+from jobs.storage import join, local_path, open_input, sha256_of, size_of, stamp_of
 from jobs.validation import LineError, LineRequest, check_batch_line, check_line
 
 MAX_PROBLEMS = 1000
 
+_UNPACKED_BYTES = 2 << 30  # of a compressed or Parquet file of the API, or
+_UNPACKED_TIMES = 10  # its size so many times if that is more
+_PARQUET_MEMORY_BYTES = 1 << 30
+_PARQUET_CPU_SECONDS = 120
+_MOST_BLANK = 1_000_000  # lines; the index beside the plan has 12 bytes for each, and Redis one bit
 _BEAT_LINES = 1024
 _ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
 _BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
@@ -90,7 +95,7 @@ def _read_input(held: Slice) -> Checked:
         manifest.input_sha256 = sha256_of(location)
         held.beat()
         source = join(held.root, SPOOL_NAME)
-        source_sha256 = write_spool(location, source)
+        source_sha256 = write_spool(location, source, _bounds_of(manifest.spec), held.beat)
         checked = check_source(held, source)
     else:
         digest = hashlib.sha256()
@@ -101,6 +106,15 @@ def _read_input(held: Slice) -> Checked:
         raise InputError(f"{location} changed while it was read")
     manifest.input_bytes = before[0]
     return checked
+
+
+def _bounds_of(spec: BatchSpec) -> Bounds:
+    """What it may cost to unpack the input: that of the API is a stranger's."""
+    if spec.input_file_id is None:
+        return OWN_FILE
+    most_bytes = max(_UNPACKED_BYTES, _UNPACKED_TIMES * (size_of(spec.input) or 0))
+    most_rows = None if spec.max_lines is None else spec.max_lines + 1  # one more, so that there are too many
+    return Bounds(most_bytes, most_rows, _PARQUET_MEMORY_BYTES, _PARQUET_CPU_SECONDS)
 
 
 def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len) -> Checked:
@@ -119,7 +133,7 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
         plan, ids = stack.enter_context(closing(PlanBuilder(folder))), stack.enter_context(closing(_CustomIds(folder)))
         index = stack.enter_context(closing(LineIndexWriter(held.root))) if of_api else None
         file = stack.enter_context(open_input(source))
-        for count, line in enumerate(read_lines(file, note)):
+        for count, line in enumerate(read_lines(file, note, _MOST_BLANK if of_api else None)):
             if count % _BEAT_LINES == 0:
                 held.beat()
             if spec.max_lines is not None and count == spec.max_lines:

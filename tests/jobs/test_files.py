@@ -12,7 +12,7 @@ import pytest
 from pyarrow import parquet
 
 from jobs import files
-from jobs.files import InputError, needs_spool, read_lines, write_spool
+from jobs.files import Bounds, InputError, needs_spool, read_lines, write_spool
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -138,3 +138,60 @@ def test_not_a_parquet_file(tmp_path: Path) -> None:
     source.write_bytes(b"PAR1 no")
     with pytest.raises(InputError, match="is not a readable Parquet file"):
         spooled(source)
+
+
+def test_damaged_pages_are_named(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "in.parquet", [{"custom_id": str(n), "prompt": "x" * 999} for n in range(99)])
+    data = bytearray(source.read_bytes())
+    data[4 : len(data) // 2] = bytes(len(data) // 2 - 4)
+    source.write_bytes(data)
+    with pytest.raises(InputError, match=r"in\.parquet is not a readable Parquet file"):
+        spooled(source)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def repeated(path: Path, rows: int, size: int) -> Path:
+    """A Parquet file of some 2 KB, each row of which holds the same text of `size` bytes."""
+    prompts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array(["x" * size]))
+    table = pyarrow.table({"custom_id": [str(n) for n in range(rows)], "model": ["m"] * rows, "prompt": prompts})
+    parquet.write_table(table, path, compression="zstd")
+    return path
+
+
+def test_parquet_that_unfolds_is_read_in_bounded_memory_or_refused(tmp_path: Path) -> None:
+    source = repeated(tmp_path / "in.parquet", 64, 4 << 20)
+    assert source.stat().st_size < 10_000
+    with pytest.raises(InputError, match=r"in\.parquet needs more than 300 MiB of memory to be read"):
+        write_spool(str(source), str(tmp_path / "lines.jsonl"), Bounds(memory_bytes=300 << 20))
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_what_unpacks_to_too_much_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    compressed = tmp_path / "in.jsonl.gz"
+    compressed.write_bytes(gzip.compress(bytes(10 << 20)))
+    table = repeated(tmp_path / "in.parquet", 100, 100_000)
+    for source in (compressed, table):
+        with pytest.raises(InputError, match=f"{source.name} holds more than 5000000 bytes when it is unpacked"):
+            write_spool(str(source), str(tmp_path / "lines.jsonl"), Bounds(most_bytes=5_000_000))
+    assert set(tmp_path.iterdir()) == {compressed, table}
+
+
+def test_parquet_rows_behind_the_most_are_left_out(tmp_path: Path) -> None:
+    source, spool = repeated(tmp_path / "in.parquet", 100, 10), tmp_path / "lines.jsonl"
+    write_spool(str(source), str(spool), Bounds(most_rows=7))
+    assert len(spool.read_bytes().splitlines()) == 7
+
+
+def test_parquet_that_takes_too_long_is_refused(tmp_path: Path) -> None:
+    source, rows = tmp_path / "in.parquet", 20_000
+    body = pyarrow.StructArray.from_arrays([pyarrow.nulls(rows, pyarrow.int8())] * 500, [f"f{n}" for n in range(500)])
+    parquet.write_table(pyarrow.table({"custom_id": ["a"] * rows, "body": body}), source)
+    with pytest.raises(InputError, match=r"in\.parquet takes more than 1 s of computing to be read"):
+        write_spool(str(source), str(tmp_path / "lines.jsonl"), Bounds(cpu_seconds=1))
+
+
+def test_blank_lines_are_counted() -> None:
+    data = b"\n" * 10 + b"x\n" + b" \n" * 10
+    assert [line.number for line in read_lines(io.BytesIO(data), most_blank=20)] == [11]
+    with pytest.raises(InputError, match="holds more than 19 blank lines"):
+        list(read_lines(io.BytesIO(data), most_blank=19))

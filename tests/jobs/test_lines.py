@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs import lines
 from jobs.lines import MOST_NESTED, decode_json, encode_body, read_line
 from jobs.results import ApiError, encode_json
 from jobs.validation import CHAT, LineError, LineRequest, check_line, parse_call
@@ -49,6 +50,22 @@ def test_what_is_nested_more_deeply_is_refused_and_breaks_nothing(depth: int) ->
 def test_brackets_in_strings_count_for_nothing() -> None:
     text = '["' + "[{" * 1000 + '\\"' + "[" * 1000 + '\\\\"]'
     assert decode_json(text.encode()) == json.loads(text)
+
+
+@pytest.mark.parametrize("value", [b"[]", b'""', b'{"a":0}', b"0"])
+def test_values_that_take_more_memory_than_text_are_counted(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "_MOST_VALUES", 1000)
+    assert len(decode_json(b"[" + b",".join([value] * 400) + b"]")) == 400
+    with pytest.raises(ValueError, match="it holds more than 1000 values"):
+        decode_json(b"[" + b",".join([value] * 1002) + b"]")
+    assert decode_json(b'"' + b",[{:" * 2000 + b'"') == ",[{:" * 2000
+
+
+@pytest.mark.parametrize("raw", [b'""' * 2000, b'"":' * 4000 + b"1", b'["a" "b"' + b",1" * 2000])
+def test_counting_stops_at_what_is_no_json(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "_MOST_VALUES", 1000)
+    with pytest.raises(ValueError):  # noqa: PT011 - whichever reason
+        decode_json(raw)
 
 
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30))

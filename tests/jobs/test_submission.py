@@ -13,7 +13,7 @@ import pytest
 import redis
 from pyarrow import parquet
 
-from jobs import keys
+from jobs import keys, validate
 from jobs import rebuild as rebuild_module
 from jobs.batches import BatchRecord, list_batches
 from jobs.line_index import LineIndex
@@ -265,6 +265,29 @@ def test_a_file_that_is_bad_as_a_whole(
     record = step(redis_client, submit(redis_client, redis_url, tmp_path, data, filename, max_lines=5).id)
     assert (record.state, codes(record)) == ("failed", [expected])
     assert str(tmp_path) not in record.errors[0].message
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl", ".parquet"])
+def test_a_file_that_unfolds_fails_its_batch_in_one_sentence(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """A few bytes can hold gigabytes; blank lines, too, take room in the index and in Redis."""
+    monkeypatch.setattr(validate, "_UNPACKED_BYTES", 5_000_000)
+    monkeypatch.setattr(validate, "_MOST_BLANK", 10_000)
+    monkeypatch.setattr(validate, "_PARQUET_MEMORY_BYTES", 300 << 20)
+    if suffix == ".parquet":
+        path = tmp_path / "in.parquet"
+        prompts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), pyarrow.array(["x" * (4 << 20)]))
+        parquet.write_table(pyarrow.table({"custom_id": [str(n) for n in range(64)], "prompt": prompts}), path, compression="zstd")
+        data, why = path.read_bytes(), "The input file needs more than 300 MiB of memory to be read: write it with smaller pages"
+    elif suffix == ".jsonl.gz":
+        data, why = gzip.compress(b"\n" * 10_000_000), "The input file holds more than 5000000 bytes when it is unpacked"
+    else:
+        data, why = b"\n" * 10_001 + lines_of(1), "The input file holds more than 10000 blank lines."
+    record = step(redis_client, submit(redis_client, redis_url, tmp_path, data, f"in{suffix}", max_lines=50).id)
+    assert (record.state, codes(record)) == ("failed", [("invalid_request", None, "file_id")])
+    assert record.errors[0].message == why
+    assert not {name.name for name in Path(record.spec.root).iterdir()} & {"lines.jsonl", "lines.index"}
 
 
 def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
