@@ -6,7 +6,7 @@ local API_SECONDS = 300
 local COUNTED_SECONDS = 86400
 local SERVED_SECONDS = 600
 local SUSPECTS_TOGETHER = 16
-local BATCH_ENTRIES = 20000
+local BATCH_ENTRIES, FEWEST_BATCH_ENTRIES, FULL_BATCHES = 20000, 1000, 4 -- more watched batches than these share what they would hold
 local MOST_BYTES_OF_AN_ENTRY = 1024
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
@@ -227,13 +227,20 @@ local function watched_of(names)
   return found
 end
 
-local anybody -- whether somebody watches something, once this call has asked
+local watched -- how many requests and batches are, once this call has asked
 local unread = {} -- batches that this call found without a stream of their own: nobody reads one
+
+local function count_watched()
+  watched = watched or redis.call('ZCARD', key.WATCHED)
+  return watched
+end
 
 -- Adds to the stream of a batch, if there is one: about a request of it, or, without a name, that its state moved.
 local function tell_readers(batch, name, entry_id, chunks, succeeded)
   if not unread[batch] then
-    local added = redis.call('XADD', key.batch_tokens(batch), 'NOMKSTREAM', 'MAXLEN', '~', BATCH_ENTRIES, '*',
+    local share = math.floor(BATCH_ENTRIES * FULL_BATCHES / math.max(FULL_BATCHES, count_watched()))
+    local most = math.max(FEWEST_BATCH_ENTRIES, share)
+    local added = redis.call('XADD', key.batch_tokens(batch), 'NOMKSTREAM', 'MAXLEN', '~', most, '*',
       'k', name, 'e', entry_id, 'p', #chunks <= MOST_BYTES_OF_AN_ENTRY and chunks or '', 's', succeeded)
     unread[batch] = not added
   end
@@ -254,10 +261,7 @@ local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
     redis.call('XADD', stream, 'MAXLEN', '~', 20000, '*', 'k', name, 'e', entry_id, 'p', chunks, more, value)
     redis.call('EXPIRE', stream, API_SECONDS)
   end
-  if anybody == nil then
-    anybody = redis.call('EXISTS', key.WATCHED) == 1
-  end
-  if anybody and not is_live(name) then
+  if count_watched() > 0 and not is_live(name) then
     tell_readers(split(name), name, entry_id, chunks, succeeded)
   end
 end

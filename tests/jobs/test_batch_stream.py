@@ -117,3 +117,14 @@ def test_what_was_begun_and_lies_idle_counts_as_running(queue: Queue, end: Calla
     assert queue.running("batch_a") == [one.key, three.key]
     assert queue.running("batch_a", limit=1) == [one.key]
     assert queue.running("batch") == []
+
+
+@pytest.mark.parametrize(("watched", "most"), [(4, 20_000), (20, 4000), (200, 1000)])
+def test_many_that_are_read_share_the_room_of_a_few(queue: Queue, redis_client: redis.Redis, watched: int, most: int) -> None:
+    one = begin(queue)[0]
+    queue.watch("batch_a", 60)
+    for number in range(watched - 1):
+        queue.watch(f"batch_{number}", 60)
+    queue.commands(("XADD", keys.batch_tokens("batch_a"), "*", "k", "batch_a/1", "e", "1-0", "p", "", "s", "") for _ in range(most + 1000))
+    queue.publish("w1", [delta(one, 0, [1], "a")])
+    assert most <= redis_client.xlen(keys.batch_tokens("batch_a")) <= most + 100
