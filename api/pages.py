@@ -1,7 +1,6 @@
 """Listings as OpenAI's clients page through them: `limit` and `after` in, `first_id`, `last_id` and `has_more` out."""
 
 import re
-from collections.abc import Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 from fastapi import Request
@@ -35,12 +34,11 @@ def query_integer(request: Request, name: str, low: int, high: int) -> int | Non
     return fields.integer(int(text), name, low, high)
 
 
-def query_choice(request: Request, name: str, choices: Sequence[str]) -> str | None:
+def query_choice(request: Request, name: str, choices: tuple[str, ...]) -> str | None:
     """One of the words that the query may give, None if it is absent. Raises `ApiError`."""
     text = request.query_params.get(name)
     if text is not None and text not in choices:
-        listed = " or ".join(f"'{choice}'" for choice in choices)
-        fields.fail(f"Invalid value for '{name}': expected {listed}, but got '{fields.shown(text)}' instead.", name, "invalid_value")
+        fields.unknown_choice(text, name, choices)
     return text
 
 

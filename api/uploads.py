@@ -143,13 +143,12 @@ class _Form:
         if "purpose" in self._fields:
             purpose = self._text("purpose")
             if purpose not in PURPOSES:
-                listed = ", ".join(f"'{name}'" for name in PURPOSES)
-                fields.fail(f"Invalid value: '{fields.shown(purpose)}'. Supported values are: {listed}.", "purpose", "invalid_value")
+                fields.unknown_choice(purpose, "purpose", PURPOSES)
             if purpose == "batch" and self._filename and batch_suffix(self._filename) is None:
                 message = "Invalid file format for Batch API. Must be .jsonl, which may be compressed (.jsonl.gz, .jsonl.zst), or .parquet."
                 raise ApiError(400, message)
         if ANCHOR in self._fields and (anchor := self._text(ANCHOR)) != "created_at":
-            fields.fail(f"Invalid value: '{fields.shown(anchor)}'. Supported values are: 'created_at'.", ANCHOR, "invalid_value")
+            fields.unknown_choice(anchor, ANCHOR, ("created_at",))
         if SECONDS in self._fields:
             seconds = self._text(SECONDS)
             if not re.fullmatch(r"[+-]?[0-9]{1,30}", seconds):

@@ -11,6 +11,7 @@ import click
 
 from jobs.files import InputError, first_line
 from jobs.lines import decode_json
+from jobs.manifest import END_STATES
 from jobs.storage import StoreError
 from pipeline import remote_files
 from pipeline.api_client import is_passing
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from openai.types import Batch
 
 DEFAULT_ENDPOINT = "/v1/chat/completions"
-END_STATES = ("completed", "failed", "expired", "cancelled")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
 _PATIENCE_SECONDS = 60.0  # with a server that does not answer

@@ -30,10 +30,10 @@ def show_object(value: dict[str, Any], as_json: bool) -> None:
         click.echo(f"{name:<{width}}  {shown}")
 
 
-def counts_of(batch: "Batch", note: str = "") -> Counts:
+def counts_of(batch: "Batch") -> Counts:
     """The batch as progress shows it. How many of its requests run just now, the API does not say."""
     counts = batch.request_counts
-    note = note or (batch.status if batch.status != "in_progress" else "")
+    note = batch.status if batch.status != "in_progress" else ""
     if counts is None:
         return Counts(note=note)
     tokens = batch.usage.output_tokens if batch.usage is not None else 0

@@ -85,6 +85,22 @@ def test_a_body_over_the_limit_is_refused(http: httpx.Client) -> None:
     assert answer.json()["error"]["code"] == "request_too_large"
 
 
+def test_what_the_framework_refuses_has_the_shape_too(tmp_path: Path) -> None:
+    async def counted(number: int) -> int:
+        return number
+
+    async def call() -> httpx.Response:
+        app = create_app(ApiSettings(file_store=str(tmp_path)))
+        app.add_api_route("/counted", counted)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as client:
+            return await client.get("/counted?number=x")
+
+    answer = asyncio.run(call())
+    error = answer.json()["error"]
+    assert (answer.status_code, set(error)) == (400, {"message", "type", "param", "code"})
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "number", "invalid_value")
+
+
 def test_an_error_of_our_own_has_the_shape_too_and_tells_nothing_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def broken() -> None:
         raise ZeroDivisionError("a detail")
