@@ -60,7 +60,12 @@ def test_a_full_disk_is_a_507_and_leaves_nothing(redis_client: redis.Redis, redi
             client.files.create(file=("in.jsonl", b"x" * 10 * _PAGE), purpose="batch")
         assert [file.id for file in client.files.list()] == os.listdir(inside) == [kept.id]
         client.files.delete(kept.id)
-        assert client.files.create(file=("in.jsonl", b"x" * 70 * _PAGE), purpose="batch").bytes == 70 * _PAGE
+        filling = client.files.create(file=("in.jsonl", b"x" * 74 * _PAGE), purpose="batch")
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.batches.create(input_file_id=filling.id, endpoint="/v1/chat/completions", completion_window="24h")
+        assert (caught.value.status_code, caught.value.code) == (507, "insufficient_storage")
+        assert client.batches.list().data == []
+        assert os.listdir(inside.parent / "batches") == []
 
 
 @pytest.mark.proof
