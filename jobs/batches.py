@@ -18,7 +18,7 @@ import redis
 from jobs import keys
 from jobs.batch_queue import FORGOTTEN
 from jobs.bitmap import Bitmap
-from jobs.control import enqueue
+from jobs.control import CANCELLABLE, begin_cancel
 from jobs.manifest import END_STATES, BatchSpec, EndState, LineProblem, Manifest, State, load_manifest, mark_cancelled, unmark_cancelled
 from jobs.parts import drop_unlisted, merge_parts, write_records
 from jobs.plan import PLAN_NAME
@@ -41,7 +41,6 @@ _SLOW_POLL_SECONDS = 0.25  # where nothing changes
 _PATIENCE_SECONDS = 5.0
 _COMPRESSED = (".gz", ".zst")
 _UNREADABLE = LineProblem("errors_unavailable", "The list of what is wrong with the input file cannot be read just now.")
-_CANCELLABLE = ("validating", "in_progress", "finalizing")
 
 log = logging.getLogger(__name__)
 
@@ -214,20 +213,15 @@ def _models(fields: dict[str, str]) -> list[str]:
 def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     """Asks a batch to end; finished lines stay, the rest get error lines. Changes nothing in a batch that is cancelled already, or ended.
 
-    The generation rises, so that a job which writes the results of a finished batch just now gives way to one of the cancelled one.
     Raises KeyError if there is no such batch, and `StoreError`.
     """
     queue = Queue(client)
     record = get_batch(client, batch_id)
-    if record.state not in _CANCELLABLE:
+    if record.state not in CANCELLABLE:
         return record
     mark_cancelled(record.spec.root)
-    while (fields := queue.batch_fields(batch_id)).get("state") in _CANCELLABLE:
-        generation = int(fields["generation"])
-        changes = {"cancelling_at": time.time(), "generation": generation + 1}
-        if queue.transition(batch_id, _CANCELLABLE, "cancelling", changes, generation):
-            queue.cancel_batch(batch_id)
-            enqueue(client, "finalize", batch_id, generation + 1)
+    while (fields := queue.batch_fields(batch_id)).get("state") in CANCELLABLE:
+        if begin_cancel(queue, batch_id, int(fields["generation"])):
             return get_batch(client, batch_id)
     record = get_batch(client, batch_id)
     if record.state not in ("cancelling", "cancelled"):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from rq.serializers import JSONSerializer
 from jobs import keys
 from jobs.connection import connect
 from jobs.files import InputError
-from jobs.manifest import END_STATES, Manifest, State, end_fields, load_manifest, save_manifest
+from jobs.manifest import END_STATES, Manifest, State, end_fields, is_marked_cancelled, load_manifest, save_manifest
 from jobs.queue import Queue
 from jobs.retention import tidy
 from jobs.scripts import QueueUnavailable
@@ -26,6 +27,8 @@ QUEUES: dict[JobName, str] = {"validate": "bulk", "advance": "advance", "finaliz
 
 BEAT_SECONDS = 1.0
 """Between two signs of life of a job."""
+
+CANCELLABLE: tuple[State, ...] = ("validating", "in_progress", "finalizing")
 
 STALE_SECONDS = 5.0
 """Without a heartbeat for this long, the job of a batch is taken for dead."""
@@ -174,8 +177,9 @@ class Slice:
 
         Nothing is left to be done, nor the means for it. One that was cancelled since has ended so, with the results that it has.
         """
-        if self.state == "cancelling" and self.manifest.state != "cancelled":
-            self.manifest.timestamps.setdefault("cancelling", float(self.fields["cancelling_at"]))
+        if self.manifest.state != "cancelled" and (self.state == "cancelling" or is_marked_cancelled(self.root)):
+            if "cancelling_at" in self.fields:
+                self.manifest.timestamps["cancelling"] = float(self.fields["cancelling_at"])
             self.manifest.end_cancelled()
             save_manifest(self.manifest)
         self.queue.cancel_batch(self.batch)  # lines that Redis takes for unfinished again
@@ -212,6 +216,19 @@ class Slice:
                 self._lost = True
                 raise Superseded(self.batch)
             self.fields |= {name: str(value) for name, value in fields.items()} | {"state": state or known}
+
+
+def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
+    """Moves a batch to `cancelling`; False if it moved on meanwhile.
+
+    The generation rises, so that a job which writes the results of a finished batch just now gives way to one of the cancelled one.
+    """
+    changes = {"cancelling_at": time.time(), "generation": generation + 1}
+    if not queue.transition(batch, CANCELLABLE, "cancelling", changes, generation):
+        return False
+    queue.cancel_batch(batch)
+    enqueue(queue.redis, "finalize", batch, generation + 1)
+    return True
 
 
 def clean_up(queue: Queue, batch: str) -> None:
@@ -310,6 +327,9 @@ def _run(queue: Queue, batch: str, generation: int, states: tuple[State, ...], w
         with hold(queue, batch, generation, states, patience) as held:
             if held.manifest.state in END_STATES:
                 held.end_again()
+            elif held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost it, or was never told
+                begin_cancel(queue, batch, generation)
+                return
             else:
                 work(held)
             if held.fields.get("problem"):

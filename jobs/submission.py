@@ -77,7 +77,11 @@ def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> 
         manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
     try:
         with exclusive(str(root), _PATIENCE_SECONDS):  # the ticker looks into every folder after a start of Redis
-            register(queue, manifest)
+            try:
+                register(queue, manifest)
+            except (StoreError, QueueFull):
+                shutil.rmtree(root, ignore_errors=True)  # while nobody can take it up
+                raise
     except Busy as error:
         raise StoreError(str(error)) from error
 

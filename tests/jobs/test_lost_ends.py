@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import redis
 
-from jobs import control, keys
+from jobs import control, finalize, keys
 from jobs.batches import BatchRecord, cancel_batch, get_batch
 from jobs.manifest import mark_cancelled
 from jobs.queue import Queue
@@ -15,7 +15,7 @@ from jobs.ticker import Ticker
 from tests.support.batch_steps import answer_all, begin, step
 from tests.support.control_plane import failing
 from tests.support.integrity import faults
-from tests.support.store_batches import check_every_line_once, finished, lines_of, manifest_of, store_of, submit
+from tests.support.store_batches import check_every_line_once, finished, lines_of, manifest_of, store_of, submit, under_way
 
 
 class Killed(BaseException):
@@ -148,9 +148,35 @@ def test_cancelled_before_redis_knew_of_the_end(
         check_every_line_once(redis_client, tmp_path, ended, 20)
 
 
-def test_a_cancel_that_came_to_nothing_is_forgotten_at_the_end(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", ["validating", "in_progress", "finalizing"])
+def test_a_redis_that_lost_the_cancel(redis_client: redis.Redis, redis_url: str, tmp_path: Path, state: str) -> None:
+    if state == "validating":
+        record = submit(redis_client, redis_url, tmp_path, lines_of(20))
+    else:
+        record = (under_way if state == "in_progress" else finished)(redis_client, redis_url, tmp_path)
+    saved = saved_state(redis_client)
+    cancel_batch(redis_client, record.id)
+    for generations in (5, 10):  # while it is cancelling, and when it has ended
+        roll_back(redis_client, saved)
+        redis_client.hincrby(keys.batch(record.id), "generation", generations)  # as the ticker does until it is beyond the manifest's
+        while not (ended := step(redis_client, record.id)).ended:
+            assert ended.state == "cancelling"
+        assert ended.state == "cancelled"
+    if ended.total:
+        check_every_line_once(redis_client, tmp_path, ended, 20)
+
+
+def test_a_cancel_that_came_too_late_is_forgotten(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = finished(redis_client, redis_url, tmp_path)
-    mark_cancelled(record.spec.root)  # of a caller that was killed before it moved the state
+    real = finalize.publish_result_files
+
+    def mark_first(*arguments: Any) -> None:
+        mark_cancelled(record.spec.root)  # by a caller that is killed before it moves the state
+        real(*arguments)
+
+    monkeypatch.setattr(finalize, "publish_result_files", mark_first)
     assert step(redis_client, record.id).state == "completed"
     redis_client.flushall()
     rebuild_all(Queue(redis_client), str(tmp_path / "store"))
