@@ -108,7 +108,10 @@ def _append(location: str, size: int, data: bytes) -> None:
 
 def _place(index: BinaryIO, entry: int) -> int:
     index.seek(entry * _ENTRY.size)
-    found: int = _ENTRY.unpack(index.read(_ENTRY.size))[0]
+    data = index.read(_ENTRY.size)
+    if len(data) < _ENTRY.size:
+        raise StoreError(f"{INDEX_NAME} is shorter than was noted")
+    found: int = _ENTRY.unpack(data)[0]
     return found
 
 

@@ -22,7 +22,7 @@ from jobs import keys
 from jobs.ids import FILE, is_id, micros_of, new_id
 from jobs.queue import Queue
 from jobs.retention import BATCHES_FOLDER, forget_output
-from jobs.storage import StoreError, local_path, named, sync_folder, write_bytes
+from jobs.storage import StoreError, local_path, make_folder, named, sync_folder, write_bytes
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 """What a client may upload a file for."""
@@ -284,7 +284,8 @@ class Upload:
         self._folder = store.folder(file_id)
         self._committed = False
         with named("cannot write", str(self._folder)):
-            self._folder.mkdir(parents=True)
+            make_folder(str(self._folder.parent))
+            self._folder.mkdir()
             self._file = open(self._folder / _PART, "xb", buffering=_BUFFER)  # noqa: SIM115 - closed by `close`
 
     def write(self, data: bytes) -> None:

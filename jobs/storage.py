@@ -97,14 +97,21 @@ def sha256_of(location: str) -> str:
 
 
 def make_folder(location: str) -> None:
-    """Makes a folder and those above it. Raises `StoreError`."""
+    """Makes a folder and those above it, durably. Raises `StoreError`."""
     with named("cannot make the folder", location):
         path = local_path(location)
         if path is not None:
-            path.mkdir(parents=True, exist_ok=True)
+            _make_folder(path)
         else:
             filesystem, inside = _remote(location)
             filesystem.create_dir(inside, recursive=True)
+
+
+def _make_folder(path: Path) -> None:
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
 
 
 def list_names(location: str) -> list[str]:

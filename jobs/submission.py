@@ -17,7 +17,7 @@ from jobs.queue import Queue, QueueFull
 from jobs.rebuild import register
 from jobs.result_files import result_locations
 from jobs.retention import BATCHES_FOLDER
-from jobs.storage import AtomicWriter, Busy, StoreError, exclusive, named, open_input, sync_folder
+from jobs.storage import AtomicWriter, Busy, StoreError, exclusive, make_folder, named, open_input, sync_folder
 
 _COPY_BYTES = 1 << 20
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -69,7 +69,8 @@ def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
 def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> None:
     root = Path(manifest.spec.root)
     with named("cannot make the folder", str(root)):
-        root.mkdir(parents=True)
+        make_folder(str(root.parent))
+        root.mkdir()
         sync_folder(root.parent)
     manifest.spec = _spec(queue, files, new, root)
     if not manifest.spec.input:

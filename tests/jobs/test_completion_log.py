@@ -69,6 +69,9 @@ def test_a_log_that_was_damaged_goes_on_with_what_is_left(tmp_path: Path, cut: s
         remove_log(str(tmp_path))
     with pytest.raises(StoreError):
         append_log(str(tmp_path), extent, [Entry(4, b"four")])
+    if cut != "log":
+        with pytest.raises(StoreError):
+            joined(tmp_path, extent, 2)
     sound = sound_extent(str(tmp_path), extent)
     assert sound.lines == left
     assert joined(tmp_path, append_log(str(tmp_path), sound, [Entry(4, b"four")]), left)[0] == b"four\n"

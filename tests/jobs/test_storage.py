@@ -23,6 +23,7 @@ from jobs.storage import (
     exclusive,
     join,
     list_names,
+    make_folder,
     open_input,
     read_bytes,
     size_of,
@@ -87,6 +88,14 @@ def test_the_old_file_stays_until_the_new_one_is_whole(root: str) -> None:
     writer.commit()
     assert size_of(name) == 3_000_000
     assert list_names(root) == ["a"]
+
+
+def test_each_new_folder_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(storage, "sync_folder", synced.append)
+    for _ in range(2):
+        make_folder(str(tmp_path / "a" / "b"))
+        assert synced == [tmp_path, tmp_path / "a"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may do anything")

@@ -144,6 +144,7 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
     file_id = put(store_of(redis_client, tmp_path), lines_of(20))
     leader = Ticker(Queue(redis_client), str(tmp_path / "store"))
     leader.tick()
+    (tmp_path / "store" / "batches").mkdir()
     owners = {"mkdir": Path, "link": os, "save_manifest": rebuild_module, "enqueue": rebuild_module}
     owner: Any = owners.get(point, Queue)
     real = getattr(owner, point)
