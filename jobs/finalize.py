@@ -20,6 +20,7 @@ from jobs.storage import AtomicWriter, join, sweep_beside
 
 _FLUSH_BYTES = 1 << 18
 _ROWS = 2048
+_ROWS_BYTES = 1 << 26
 _BEAT_LINES = 2048
 _WHY_UNANSWERED = {
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
@@ -214,6 +215,7 @@ class _ParquetWriter:
     def __init__(self, batch_id: str, location: str, scratch: str, unused: bool) -> None:
         self._batch_id = batch_id
         self._rows: list[dict[str, Any]] = []
+        self._size = 0
         self._file = None
         self._decoder = msgspec.json.Decoder(_Body)
         if not unused:
@@ -228,7 +230,8 @@ class _ParquetWriter:
 
     def add(self, answer: _Answer) -> None:
         self._rows.append(self._row(answer))
-        if len(self._rows) >= _ROWS:
+        self._size += len(answer.custom_id) + (0 if answer.result is None else len(answer.result.body))
+        if len(self._rows) >= _ROWS or self._size >= _ROWS_BYTES:
             self._flush()
 
     def commit(self) -> None:
@@ -257,7 +260,7 @@ class _ParquetWriter:
     def _flush(self) -> None:
         if self._file is not None and self._rows:
             self._parquet.write_table(self._pyarrow.Table.from_pylist(self._rows, schema=self._schema))
-        self._rows = []
+        self._rows, self._size = [], 0
 
     def __enter__(self) -> "_ParquetWriter":
         return self
