@@ -5,12 +5,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import redis
 from rq import Queue as JobQueue
 from rq.exceptions import DuplicateJobError, InvalidJobOperation, NoSuchJobError
 from rq.job import Job, JobStatus
+from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs import keys
@@ -97,6 +98,31 @@ def waiting_jobs(client: redis.Redis) -> set[str]:
     """The ids of all jobs that stand in a queue, for who would have to ask `is_waiting` often."""
     queues = (JobQueue(name, connection=client, serializer=JSONSerializer) for name in set(QUEUES.values()))
     return {job for queue in queues for job in queue.get_job_ids()}
+
+
+class Execution(NamedTuple):
+    """A job that RQ takes for running, and which of its runs that is."""
+
+    queue: str
+    job: str
+    run: str
+
+
+def executions(client: redis.Redis) -> set[Execution]:
+    """What RQ takes for running: also what ran in processes that were killed, which it would keep for over an hour."""
+    queues = set(QUEUES.values())
+    return {Execution(queue, *ids) for queue in queues for ids in _started(client, queue).get_job_and_execution_ids(cleanup=False)}
+
+
+def forget_execution(client: redis.Redis, execution: Execution) -> None:
+    """Leaves nothing in RQ of a job that its batch went on without; a process that still runs it gets on (`rq_worker`)."""
+    with contextlib.suppress(NoSuchJobError):
+        Job.fetch(execution.job, connection=client, serializer=JSONSerializer).delete()
+    client.zrem(_started(client, execution.queue).key, f"{execution.job}:{execution.run}")  # also where RQ's job is gone already
+
+
+def _started(client: redis.Redis, queue: str) -> StartedJobRegistry:
+    return StartedJobRegistry(queue, connection=client, serializer=JSONSerializer)
 
 
 def wake(client: redis.Redis, batch: str) -> None:

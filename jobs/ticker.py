@@ -18,7 +18,18 @@ import redis
 from jobs import keys
 from jobs.advance import flush, needs_slice
 from jobs.connection import check_server, connect
-from jobs.control import STALE_SECONDS, JobName, clean_up, enqueue, is_waiting, job_id, waiting_jobs
+from jobs.control import (
+    STALE_SECONDS,
+    Execution,
+    JobName,
+    clean_up,
+    enqueue,
+    executions,
+    forget_execution,
+    is_waiting,
+    job_id,
+    waiting_jobs,
+)
 from jobs.file_store import FileStore
 from jobs.manifest import END_STATES
 from jobs.process import add_redis_url, die_with_parent, set_up_log
@@ -101,6 +112,7 @@ class Ticker:
         self._last_id = FIRST_ID
         self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
         self._suspects: set[str] = set()  # the same of the tick before
+        self._orphans: dict[Execution, float] = {}  # what RQ takes for running and no batch waits for, since when (monotonic seconds)
         self._server: Any = None  # run id of the server that was looked at since it was restarted or emptied
         self._seen = ""  # the last batch that the tick before had time for
         self._unknown: list[str] = []  # folders of batches that may lack a record, to be looked into
@@ -184,6 +196,7 @@ class Ticker:
     def _look_after_all(self, now: float) -> None:
         """Goes on at the next tick where a moment was not enough: thousands of windows may close at once."""
         waiting, records = waiting_jobs(self._client), self._records()
+        self._forget_orphans(records)
         deadline = time.monotonic() + MOMENT_SECONDS
         batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
         self._suspects, self._silent, self._seen = self._silent, set(), ""
@@ -193,6 +206,17 @@ class Ticker:
                 self._silent |= self._suspects.intersection(batches[place:])
                 self._seen = batch
                 break
+
+    def _forget_orphans(self, records: dict[str, dict[str, str]]) -> None:
+        """Removes what RQ keeps of jobs whose process was killed, some seconds after their batch moved on without them."""
+        now, running, wanted = time.monotonic(), executions(self._client), set[str]()
+        for batch, fields in records.items() if running else ():
+            job = _JOBS.get(fields.get("state", ""))
+            wanted |= {job_id(job, batch, int(fields["generation"]))} if job is not None else set()
+        self._orphans = {one: self._orphans.get(one, now) for one in running if one.job not in wanted}
+        for one, since in self._orphans.items():
+            if now - since > STALE_SECONDS:
+                forget_execution(self._client, one)
 
     def _look_after(self, batch: str, fields: dict[str, str], now: float, waiting: set[str]) -> None:
         state = fields.get("state", "")

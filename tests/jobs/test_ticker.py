@@ -193,6 +193,8 @@ def test_a_killed_process_costs_seconds_and_nothing_else(redis_client: redis.Red
         plane.start(name)
         with Answering(redis_url, limit=200):
             record = wait_for(redis_client, batch, timeout=120)
+        traces = (f"rq:wip:{name}", f"rq:job:{job}-{batch}-1")
+        wait_until(lambda: not redis_client.exists(*traces), 60, "RQ to know nothing of the killed job")
         plane.stop()
     finally:
         for left in list(plane.processes):
