@@ -4,11 +4,11 @@ BIN := $(VENV)/bin
 JAVASCRIPT := tests/contract/javascript
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# They need one core each and no clock, so they run beside others; tests of processes at work keep away from each other.
-ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools
-API_TESTS := tests/contract
+# They need one core and no clock, so they run beside the others; tests of processes at work keep away from each other.
+ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
+API_TESTS := tests/contract tests/test_install.py
 
-.PHONY: demo test test-engine test-processes proof proof-engine proof-api chaos lint bench bench-gpu clean
+.PHONY: demo test test-engine test-processes proof proof-engine-and-api proof-processes chaos lint bench bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -22,15 +22,14 @@ test-engine: lint
 test-processes:
 	$(BIN)/pytest -q $(ENGINE_TESTS:%=--ignore=%)
 
-proof: $(VENV)/.installed-test  ## kill rounds, then fuzzing and wide grids side by side (under 30 minutes on two cores)
+proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in two lanes (under 30 minutes on two cores)
+	$(MAKE) --no-print-directory -j2 --output-sync=target proof-engine-and-api proof-processes
+
+proof-engine-and-api:
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m proof $(ENGINE_TESTS) $(API_TESTS)
+
+proof-processes:
 	$(BIN)/pytest -q -m proof $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%)
-	$(MAKE) --no-print-directory -j2 --output-sync=target proof-engine proof-api
-
-proof-engine:
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m proof $(ENGINE_TESTS)
-
-proof-api:
-	$(BIN)/pytest -q -m proof $(API_TESTS)
 
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))

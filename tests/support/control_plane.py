@@ -48,11 +48,17 @@ def echo(claim: Claim) -> Result:
     body = json.loads(claim.request.body)
     usage = Usage(7, 3, 2)
     if "messages" in body:
-        said = body["messages"][-1]["content"]
-        answer = chat_body(f"chatcmpl-{claim.key.line}", body["model"], [Choice(0, said, "stop")], usage, 1)
+        choice = Choice(0, _as_text(body["messages"][-1]["content"]), "stop")
+        answer = chat_body(f"chatcmpl-{claim.key.line}", body["model"], [choice], usage, 1)
     else:
-        answer = completion_body(f"cmpl-{claim.key.line}", body["model"], [Choice(0, body["prompt"], "length")], usage, 1)
+        choice = Choice(0, _as_text(body["prompt"]), "length")
+        answer = completion_body(f"cmpl-{claim.key.line}", body["model"], [choice], usage, 1)
     return Result(200, encode_json(answer), usage, f"req_{claim.key.line}")
+
+
+def _as_text(said: Any) -> str:
+    """Of token ids and of parts, their JSON."""
+    return said if isinstance(said, str) else json.dumps(said)
 
 
 def failing(*lines: int, status: int = 400) -> Answer:
