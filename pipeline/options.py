@@ -299,17 +299,22 @@ def _shown(name: str, value: Any) -> str:
 
 def model_arguments(values: dict[str, Any]) -> list[str]:
     """The command line that gives another process the same model flags."""
+    caching = as_flag("enable_prefix_caching") if values["enable_prefix_caching"] else "--no-enable-prefix-caching"
+    left_out = {"enable_prefix_caching"}
+    if values["kv_cache_memory_bytes"] is not None:
+        left_out.add("gpu_memory_utilization")
+    return [caching, *flag_arguments(values, (name for name in MODEL_FLAGS if name not in left_out))]
+
+
+def flag_arguments(values: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """The command line that gives another process the same values of these flags."""
     arguments: list[str] = []
-    for name in MODEL_FLAGS:
+    for name in names:
         value = values[name]
-        if name == "gpu_memory_utilization" and values["kv_cache_memory_bytes"] is not None:
-            continue
-        if name == "enable_prefix_caching":
-            arguments.append(as_flag(name) if value else "--no-enable-prefix-caching")
-        elif isinstance(value, bool):
+        if isinstance(value, bool):
             arguments += [as_flag(name)] if value else []
         elif isinstance(value, list | tuple):
-            arguments += [part for one in value for part in (as_flag(name), one)]
+            arguments += [part for one in value for part in (as_flag(name), str(one))]
         elif value is not None:
             arguments += [as_flag(name), str(value)]
     return arguments

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import Size, all_of, as_flag, common_options, flag, log_settings, redis_option, store_option
+from pipeline.options import Size, all_of, common_options, flag, flag_arguments, log_settings, redis_option, store_option
 
 
 def _check_windows(_ctx: click.Context, _param: click.Parameter, windows: tuple[str, ...]) -> tuple[str, ...]:
@@ -82,13 +82,4 @@ def check_open(host: str, insecure: bool, file_store: str) -> None:
 
 def api_arguments(values: dict[str, Any]) -> list[str]:
     """The command line that gives another process the same flags of `api_options`."""
-    arguments: list[str] = []
-    for name in _API_FLAGS:
-        value = values[name]
-        if isinstance(value, bool):
-            arguments += [as_flag(name)] if value else []
-        elif isinstance(value, list | tuple):
-            arguments += [part for one in value for part in (as_flag(name), str(one))]
-        else:
-            arguments += [as_flag(name), str(value)]
-    return arguments
+    return flag_arguments(values, _API_FLAGS)
