@@ -13,13 +13,14 @@ from api.errors import error_response
 from api.openapi import json_body, query
 from api.pages import PageOf, envelope, not_after, query_integer
 from api.request_body import read_body
+from api.responses import json_response
 from api.settings import ApiSettings
 from api.state import ApiState, state_of
 from jobs import fields
 from jobs.batches import BatchRecord, cancel_batch, list_batches
 from jobs.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
 from jobs.ids import BATCH, is_id
-from jobs.results import ApiError, encode_json
+from jobs.results import ApiError
 from jobs.submission import NewBatch, TooManyBatches, submit_batch
 from jobs.validation import ENDPOINTS, decode_body
 from jobs.windows import window_seconds
@@ -65,7 +66,7 @@ router = APIRouter()
 async def create_batch(request: Request) -> Response:
     """Makes a batch of an uploaded file; what is wrong with that file, the batch says once it was validated."""
     raw = await read_body(request, _MAX_BODY)
-    return _json(await asyncio.to_thread(_create, state_of(request), caller_of(request), raw))
+    return json_response(await asyncio.to_thread(_create, state_of(request), caller_of(request), raw))
 
 
 @router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})
@@ -76,13 +77,13 @@ def list_page(request: Request) -> Response:
         raise not_after(after)
     limit = query_integer(request, "limit", 1, _MAX_LIMIT) or _USUAL_LIMIT
     page = list_batches(state_of(request).queue, caller_of(request).tenant, after, limit)
-    return _json(envelope([batch_object(record) for record in page.items], page.has_more))
+    return json_response(envelope([batch_object(record) for record in page.items], page.has_more))
 
 
 @router.get("/v1/batches/{batch_id}", responses={200: {"model": Batch}})
 def retrieve_batch(request: Request, batch_id: str) -> Response:
     """What has become of a batch."""
-    return _json(batch_object(_find(request, batch_id)))
+    return json_response(batch_object(_find(request, batch_id)))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", responses={200: {"model": Batch}})
@@ -95,7 +96,7 @@ def cancel(request: Request, batch_id: str) -> Response:
         record = _find(request, batch_id)
     if record.state not in ("cancelling", "cancelled"):
         return error_response(_too_late(record), {"x-should-retry": "false"})
-    return _json(batch_object(record))
+    return json_response(batch_object(record))
 
 
 def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> NewBatch:
@@ -159,7 +160,3 @@ def _expiry_seconds(value: Any, param: str) -> int:
 
 def _too_late(record: BatchRecord) -> ApiError:
     return ApiError(409, f"Cannot cancel a batch with status '{record.state}'.")
-
-
-def _json(value: Any) -> Response:
-    return Response(encode_json(value), media_type="application/json")

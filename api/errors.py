@@ -13,7 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jobs.results import ApiError, ErrorType, encode_json
+from api.responses import json_response
+from jobs.results import ApiError, ErrorType
 from jobs.scripts import QueueUnavailable
 from jobs.storage import StoreError
 
@@ -59,7 +60,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """The response that carries an error."""
-    return Response(encode_json(error.body()), error.status, headers, "application/json")
+    return json_response(error.body(), error.status, headers)
 
 
 def queue_unavailable() -> ApiError:

@@ -15,6 +15,7 @@ from api.auth import caller_of
 from api.errors import error_response
 from api.openapi import query
 from api.pages import PageOf, envelope, not_after, query_choice, query_integer
+from api.responses import json_response
 from api.state import state_of
 from api.uploads import ANCHOR, SECONDS, receive_file
 from jobs import fields
@@ -22,7 +23,7 @@ from jobs.completion_log import read_log
 from jobs.fields import INT32
 from jobs.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES, FileRecord, FileStore
 from jobs.manifest import END_STATES, Manifest, load_manifest
-from jobs.results import ApiError, encode_json
+from jobs.results import ApiError
 from jobs.storage import StoreError, named
 
 _MAX_LIMIT = 10_000
@@ -77,7 +78,7 @@ _BYTES: dict[int | str, dict[str, Any]] = {
 async def upload_file(request: Request) -> Response:
     """Stores a file; its parts may come in any order."""
     state = state_of(request)
-    return _json(_as_openai(await receive_file(request, state.files, state.settings, _tenant(request))))
+    return json_response(_as_openai(await receive_file(request, state.files, state.settings, _tenant(request))))
 
 
 @router.get("/v1/files", responses={200: {"model": PageOf[FileObject]}}, openapi_extra={"parameters": _LIST})
@@ -91,7 +92,7 @@ def list_files(request: Request) -> Response:
         page = _files(request).list(_tenant(request), after=after, limit=limit, order=order, purpose=purpose)
     except KeyError:
         raise not_after(after or "") from None
-    return _json(envelope([_as_openai(record) for record in page.items], page.has_more))
+    return json_response(envelope([_as_openai(record) for record in page.items], page.has_more))
 
 
 @router.get("/v1/files/{file_id}", responses={200: {"model": FileObject}})
@@ -100,7 +101,7 @@ def retrieve_file(request: Request, file_id: str) -> Response:
     record = _found(request, file_id)
     if not record.complete and (manifest := _manifest(_files(request), record)) is not None:
         record = msgspec.structs.replace(record, bytes=manifest.logged_bytes)
-    return _json(_as_openai(record))
+    return json_response(_as_openai(record))
 
 
 @router.delete("/v1/files/{file_id}", responses={200: {"model": FileDeleted}})
@@ -115,7 +116,7 @@ def delete_file(request: Request, file_id: str) -> Response:
         _files(request).delete(record.tenant, file_id)
     except KeyError:
         raise _unknown(file_id) from None
-    return _json(FileDeleted(id=file_id, object="file", deleted=True).model_dump())
+    return json_response(FileDeleted(id=file_id, object="file", deleted=True).model_dump())
 
 
 @router.get("/v1/files/{file_id}/content", responses=_BYTES, response_class=Response, openapi_extra={"parameters": _EXTENT})
@@ -213,7 +214,3 @@ def _files(request: Request) -> FileStore:
 
 def _tenant(request: Request) -> str:
     return caller_of(request).tenant
-
-
-def _json(value: Any) -> Response:
-    return Response(encode_json(value), media_type="application/json")
