@@ -117,12 +117,8 @@ class FileStore:
         """Raises KeyError as `get` does."""
         self._remove(self.get(tenant, file_id))
 
-    def put_result(self, record: FileRecord) -> None:
-        """Makes or replaces the record of a batch's result file; once that is complete, its content stands at `content_path`."""
-        self.add(record)
-
-    def add(self, record: FileRecord) -> None:
-        """Makes a file known, whose content is on disk."""
+    def put(self, record: FileRecord) -> None:
+        """Makes a file known, or replaces what is known of it; the content of a complete one is on disk."""
         folder = self.folder(record.id)
         with named("cannot write", str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
@@ -301,7 +297,7 @@ class Upload:
             self._file.flush()
             os.fsync(self._file.fileno())
             (self._folder / _PART).rename(self._store.content_path(record))
-        self._store.add(record)
+        self._store.put(record)
         self._committed = True
         return record
 

@@ -44,7 +44,7 @@ def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Res
     successes = [(line, result) for line, result in fresh if result.succeeded]
     if successes:
         if not extent.lines:
-            _store(queue, manifest).put_result(_partial(manifest))
+            _store(queue, manifest).put(_partial(manifest))
         assert manifest.source is not None, "validate names it"
         with LineIndex(root, manifest.source) as index:
             entries = [Entry(line, _output_line(manifest, index, line, result)) for line, result in successes]
@@ -67,7 +67,7 @@ def publish_result_files(queue: Queue, manifest: Manifest, output: str | None, e
         if location is None:
             store.drop(file_id)
         else:
-            store.put_result(_complete(manifest, file_id, kind, location, int(ended_at)))
+            store.put(_complete(manifest, file_id, kind, location, int(ended_at)))
 
 
 def result_locations(store: FileStore, output_file_id: str, error_file_id: str, source: str) -> tuple[str, str]:

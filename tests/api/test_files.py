@@ -316,7 +316,7 @@ def test_a_result_that_is_being_written_is_not_deleted(client: openai.OpenAI, st
         id=new_id(FILE, time.time()), bytes=0, created_at=int(time.time()), filename="batch_x_output.jsonl", purpose="batch_output",
         expires_at=None, tenant="", suffix=".jsonl", batch_id="batch_" + "0" * 24, complete=False,
     )  # fmt: skip
-    store.put_result(record)
+    store.put(record)
     with pytest.raises(openai.ConflictError):
         client.files.delete(record.id)
     assert client.files.retrieve(record.id).purpose == "batch_output"

@@ -77,7 +77,7 @@ def test_a_log_that_was_damaged_goes_on_with_what_is_left(tmp_path: Path, cut: s
     assert joined(tmp_path, append_log(str(tmp_path), sound, [Entry(4, b"four")]), left)[0] == b"four\n"
 
 
-@pytest.mark.parametrize("point", ["write_part", "put_result", "append_log", "_append", "save_manifest", "drained", "progress_fields"])
+@pytest.mark.parametrize("point", ["write_part", "put", "append_log", "_append", "save_manifest", "drained", "progress_fields"])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_a_drain_killed_anywhere_logs_each_success_once(
@@ -92,7 +92,7 @@ def test_a_drain_killed_anywhere_logs_each_success_once(
         answer_all(redis_client, answer, most=10)
         drain(redis_client, batch)
     seen = log_of(record)
-    owners = {"drained": Queue, "put_result": FileStore, "append_log": result_files, "_append": completion_log}
+    owners = {"drained": Queue, "put": FileStore, "append_log": result_files, "_append": completion_log}
     owner: Any = owners.get(point, advance)
     real = getattr(owner, point)
 
@@ -104,7 +104,7 @@ def test_a_drain_killed_anywhere_logs_each_success_once(
     answer_all(redis_client, answer, most=10)
     with monkeypatch.context() as patch:
         patch.setattr(owner, point, die)
-        if point == "put_result" and nth == 2:
+        if point == "put" and nth == 2:
             drain(redis_client, batch)  # the file is known since the first success
         else:
             with pytest.raises(Killed):

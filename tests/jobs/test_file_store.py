@@ -172,11 +172,11 @@ def test_a_result_is_listed_by_its_own_time_once_it_is_complete(store: FileStore
         id=result_id, bytes=3, created_at=before.created_at + 1, filename="batch_x_output.jsonl", purpose="batch_output", expires_at=None,
         tenant="", suffix=".jsonl", batch_id=new_id(BATCH, 0), complete=False,
     )  # fmt: skip
-    store.put_result(record)
+    store.put(record)
     assert store.get("", result_id) == record
     assert listed(store) == [before.id]
     complete = FileRecord(**{name: getattr(record, name) for name in record.__struct_fields__} | {"complete": True})
-    store.put_result(complete)
+    store.put(complete)
     assert listed(store) == [before.id, result_id]
     store.delete("", result_id)
     assert listed(store, after=result_id, order="desc") == [before.id]

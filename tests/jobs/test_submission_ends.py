@@ -66,7 +66,7 @@ def test_results_expire(redis_client: redis.Redis, redis_url: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "point", ["begin_result_files", "write_outputs", "commit", "put_result", "drop", "save_manifest", "transition", "tidy"]
+    "point", ["begin_result_files", "write_outputs", "commit", "put", "drop", "save_manifest", "transition", "tidy"]
 )
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("emptied", [False, pytest.param(True, marks=pytest.mark.proof)])
@@ -76,7 +76,7 @@ def test_finalise_killed_anywhere_writes_the_same(
     failures = () if point == "drop" else (3,)  # which is for a file without lines
     record = finished(redis_client, redis_url, tmp_path, failures)
     owners = {
-        "begin_result_files": finalize, "write_outputs": finalize, "commit": finalize._JsonlWriter, "put_result": FileStore,
+        "begin_result_files": finalize, "write_outputs": finalize, "commit": finalize._JsonlWriter, "put": FileStore,
         "drop": FileStore, "transition": Queue,
     }  # fmt: skip
     owner: Any = owners.get(point, control)
