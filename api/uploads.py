@@ -47,6 +47,9 @@ async def receive_file(request: Request, files: FileStore, settings: ApiSettings
             form.check_size()
         reader.finish()
         return await form.commit()
+    except asyncio.CancelledError:
+        form.close()  # here: of a server that stops, a thread that was asked now may never run
+        raise
     finally:
         await _on_disk(form.close)
 
