@@ -15,6 +15,7 @@ from pathlib import Path
 from jobs.process import die_with_parent
 from jobs.queue import Queue
 from jobs.registry import WorkerRecord
+from tests.support.processes import command_line
 from tests.support.waiting import wait_until
 
 START_SECONDS = 120.0
@@ -31,24 +32,33 @@ class WorkerProcess:
 
     @property
     def record(self) -> WorkerRecord | None:
-        """Its place in the registry, if it has one."""
-        return next((record for record in self._queue.workers() if record.pid == self.pid), None)
+        """The newest in the registry: none until the first is written, and for a moment while another engine core follows a dead one."""
+        return max((record for record in self._queue.workers() if record.pid == self.pid), key=lambda record: record.started, default=None)
 
-    def wait_ready(self) -> WorkerRecord:
-        wait_until(lambda: self.process.poll() is not None or self.state == "ready", START_SECONDS, "the worker to be ready")
-        record = self.record
-        assert record is not None, self.log()
+    def wait_ready(self, instead_of: WorkerRecord | None = None) -> WorkerRecord:
+        """Its record once that says ready. After the death of a core, only what is not `instead_of` tells of the next one."""
+
+        def ready() -> WorkerRecord | None:
+            record = self.record
+            return record if record is not None and record.state == "ready" and (instead_of is None or record.id != instead_of.id) else None
+
+        record = wait_until(lambda: self.process.poll() is not None or ready(), START_SECONDS, "the worker to be ready")
+        assert isinstance(record, WorkerRecord), self.log()
         return record
 
     @property
     def state(self) -> str | None:
-        return None if self.record is None else self.record.state
+        record = self.record
+        return None if record is None else record.state
 
     @property
     def core_pid(self) -> int:
-        """The engine core, its only child that is a Python process."""
+        """The engine core, its only child that is a Python process; waits for one that is about to be started."""
+        return wait_until(self._find_core, START_SECONDS, "an engine core")
+
+    def _find_core(self) -> int | None:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return next(int(child) for child in children if b"core_process" in Path(f"/proc/{child}/cmdline").read_bytes())
+        return next((int(child) for child in children if "core_process" in command_line(int(child))), None)
 
     def log(self) -> str:
         return Path(self._log).read_text(errors="replace")

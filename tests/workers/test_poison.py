@@ -139,6 +139,7 @@ def test_deaths_in_trials_come_more_slowly_the_longer_nobody_is_cleared(queue: Q
     with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(SEGFAULT)) as worker:
         batch = submit_batch(queue, [poisoned(SEGFAULT) for _ in range(2)])
         wait_done(queue, batch, 2)
+        wait_until(lambda: " in 2 s\n" in worker.log(), 60, "the last death to be told, which comes after the results")
         worker.wait_ready()
         assert_found(queue, batch, [], {0: SEGFAULT, 1: SEGFAULT})
         log = worker.log()
@@ -178,21 +179,17 @@ def test_nobody_is_condemned_for_cores_that_were_killed(queue: Queue, redis_url:
     with running_worker(queue, redis_url, *FLAGS) as worker:
         (undisturbed,) = run_batch(queue, [endless(1500)])
         batch = submit_batch(queue, [endless(1500)])
+        record = None
         for _ in range(4):
-            record = worker.wait_ready()
+            record = worker.wait_ready(instead_of=record)
             wait_until(partial(is_held, queue, record.id), 60, "the request to be claimed")
             os.kill(worker.core_pid, signal.SIGKILL)
-            wait_until(partial(is_struck_off, queue, record.id), 60, "the registry to hear of it")
         wait_done(queue, batch, 1)
         assert_found(queue, batch, [text_of(undisturbed)], {})
 
 
 def is_held(queue: Queue, worker: str) -> bool:
     return bool(queue.redis.exists(keys.held(worker)))
-
-
-def is_struck_off(queue: Queue, worker: str) -> bool:
-    return worker not in {record.id for record in queue.workers()}
 
 
 def wait_for_trial(worker: WorkerProcess) -> None:

@@ -8,19 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from jobs.connection import connect
 from jobs.queue import Queue
-from jobs.registry import WorkerRecord
 from jobs.requests import RequestKey
 from jobs.server import PrivateServer
 from jobs.settings import QueueSettings
 from jobs.streams import FIRST_ID
 from tests.support.poison import Poison, poisoned_environment
+from tests.support.processes import send_all
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import endless, follow, question, run_batch, submit_batch, submit_live, text_of
@@ -39,10 +38,6 @@ def queue(redis_client: object, redis_url: str) -> Queue:
 
 def published(queue: Queue, key: RequestKey) -> int:
     return sum(len(entry.token_ids()) for entry in queue.read_tokens({key: FIRST_ID}))
-
-
-def is_struck_off(queue: Queue, record: WorkerRecord) -> bool:
-    return record.id not in {known.id for known in queue.workers()}
 
 
 def wait_published(queue: Queue, key: RequestKey, tokens: int) -> None:
@@ -98,7 +93,7 @@ def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, red
         wait_until(lambda: len(queue.results(batch)) == 1, 60, "the result")
         assert worker.core_pid != before
         assert text_of(queue.results(batch)[0][1]) == text_of(undisturbed)
-        assert worker.state == "ready"
+        worker.wait_ready()
         assert worker.stop() == 0
 
 
@@ -107,11 +102,12 @@ def test_a_core_that_cannot_be_replaced_at_once_is_replaced_later(queue: Queue, 
     model = tmp_path / "model"
     model.symlink_to(DEMO_MODEL)
     with running_worker(queue, redis_url, *FLAGS, "--model", str(model)) as worker:
+        record = worker.wait_ready()
         model.unlink()
         os.kill(worker.core_pid, signal.SIGKILL)
         wait_until(lambda: "another engine core is started in 1 s" in worker.log(), 60, "a core that cannot start")
         model.symlink_to(DEMO_MODEL)
-        worker.wait_ready()
+        worker.wait_ready(instead_of=record)
         assert worker.stop() == 0
 
 
@@ -128,10 +124,10 @@ def test_a_core_that_refuses_the_workers_own_request_is_replaced(queue: Queue, r
 def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
         batch = submit_batch(queue, [endless(1900)])
-        for death in range(MAX_ENGINE_RESTARTS + 1):
-            record = worker.wait_ready()
+        record = None
+        for _ in range(MAX_ENGINE_RESTARTS + 1):
+            record = worker.wait_ready(instead_of=record)
             os.kill(worker.core_pid, signal.SIGKILL)
-            wait_until(partial(is_struck_off, queue, record), 60, f"the registry to hear of death {death}")
         assert worker.process.wait(60) == 1
         log = worker.log()
         assert "6 engine cores in a row have died, and no more are started" in log
@@ -158,11 +154,12 @@ def test_deaths_in_trials_that_cleared_nobody_make_pauses_but_end_no_worker() ->
 @pytest.mark.proof
 def test_an_answer_between_two_deaths_makes_them_no_row(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS) as worker:
+        record = None
         for _ in range(MAX_ENGINE_RESTARTS + 2):
-            record = worker.wait_ready()
+            record = worker.wait_ready(instead_of=record)
             run_batch(queue, [question("What is 2 + 3?")])
             os.kill(worker.core_pid, signal.SIGKILL)
-            wait_until(partial(is_struck_off, queue, record), 60, "the registry to hear of the death")
+        worker.wait_ready(instead_of=record)
         assert " in 1 s" not in worker.log()
 
 
@@ -232,10 +229,11 @@ def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS), endless(TOKENS)])
         wait_published(queue, RequestKey(batch, 0), 10)
-        os.kill(worker.core_pid, signal.SIGSTOP)  # no pace at all, so that nothing can finish
+        core = worker.core_pid
+        os.kill(core, signal.SIGSTOP)  # no pace at all, so that nothing can finish
         worker.process.terminate()
         wait_until(lambda: queue.ready_length(batch) == 2, 60, "both to be handed back")
-        os.kill(worker.core_pid, signal.SIGCONT)
+        send_all([core], signal.SIGCONT)
         assert worker.process.wait(60) == 0
 
 

@@ -91,5 +91,5 @@ def tick(queue: Queue, done: threading.Event) -> None:
 
 
 def kill_core(worker: WorkerProcess) -> None:
-    with contextlib.suppress(StopIteration, FileNotFoundError, ProcessLookupError):  # it is being replaced already
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends by itself just now
         os.kill(worker.core_pid, signal.SIGKILL)
