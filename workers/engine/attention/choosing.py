@@ -12,9 +12,10 @@ import torch
 
 from workers.engine.attention import CacheShape, DeviceMetadata
 from workers.engine.attention.triton import TritonAttention
+from workers.engine.cache_folder import cache_folder
 from workers.engine.graphs import CudaRecorder
 from workers.engine.kernels import attention as kernels
-from workers.engine.kernels.tuning import Choice, ChoiceCache, cache_folder, candidates, tuned
+from workers.engine.kernels.tuning import Choice, ChoiceCache, candidates, tuned
 
 _POOL_BYTES = 256 << 20  # of keys and values: several times what a card's cache holds
 _DECODED = (128, 512, 4096)  # rows, and their shortest and longest context

@@ -7,20 +7,20 @@ together wait for the first of them to measure.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import triton
 from triton.errors import TritonError
+
+from workers.engine.cache_folder import locked
 
 logger = logging.getLogger(__name__)
 
@@ -78,19 +78,6 @@ class ChoiceCache:
         temporary.write_text(content)
         temporary.replace(self.path)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time; all of them where the folder cannot be written."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = self.path.with_suffix(".lock").open("w")
-        except OSError:
-            yield
-            return
-        with handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-
     def _read(self) -> dict[str, object]:
         try:
             content = json.loads(self.path.read_text())
@@ -112,7 +99,7 @@ def tuned(cache: ChoiceCache, name: str, among: Sequence[Choice], measure: Calla
     A choice that does not compile for the card, or that it has no registers or shared memory for, is passed over; the first is taken when
     all are.
     """
-    with cache.locked():
+    with locked(cache.path):
         known = cache.get(name, among)
         if known is not None:
             return known
@@ -132,8 +119,3 @@ def tuned(cache: ChoiceCache, name: str, among: Sequence[Choice], measure: Calla
         except OSError as error:
             logger.info("the choice is not kept: %s", error)
         return best
-
-
-def cache_folder() -> Path:
-    """Where choices are kept: below XDG_CACHE_HOME (XDG Base Directory Specification), ~/.cache by default."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "batch-inference-pipeline"

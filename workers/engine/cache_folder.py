@@ -1,0 +1,28 @@
+"""Where the engine keeps on disk what it can make again. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """Below XDG_CACHE_HOME (XDG Base Directory Specification), ~/.cache by default."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "batch-inference-pipeline"
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time makes what stands at `path`; all of them where its folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.with_suffix(".lock").open("w")
+    except OSError:
+        yield
+        return
+    with handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield

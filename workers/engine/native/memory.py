@@ -1,0 +1,60 @@
+"""Memory for what a step reads from end to end, weights and the KV cache: zeroed, given by the system page by page as it is touched, and in
+huge pages where the system allows, since with small ones a processor spends a third of its time on looking up where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_HUGE_PAGE = 2 << 20
+_SHARED_SIZE = 64 << 20  # of a mapping that small tensors share, lest each leave most of a huge page unused
+_ALIGNMENT = 64  # bytes: a line of the processor's cache
+
+
+class _Mapping:
+    """Memory that is handed out from its beginning to its end; it is given back with the last tensor in it."""
+
+    def __init__(self, size: int) -> None:
+        self._memory = mmap.mmap(-1, size + _HUGE_PAGE)
+        with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+        start = -whole.data_ptr() % _HUGE_PAGE
+        self._left = whole[start : start + size]
+
+    def take(self, size: int) -> Tensor | None:
+        """uint8 [size], or None where not as much is left."""
+        if size > len(self._left):
+            return None
+        taken, self._left = self._left[:size], self._left[-(-size // _ALIGNMENT) * _ALIGNMENT :]
+        return taken
+
+
+_shared: list[_Mapping] = []
+
+
+def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor of zeros on the host. Raises OSError where the address space does not hold it."""
+    size = math.prod(shape) * dtype.itemsize
+    taken = _own(size) if size > _SHARED_SIZE // 2 else _share(size)
+    return taken.view(dtype).view(tuple(shape))
+
+
+def _own(size: int) -> Tensor:
+    taken = _Mapping(size).take(size)
+    assert taken is not None
+    return taken
+
+
+def _share(size: int) -> Tensor:
+    taken = _shared[0].take(size) if _shared else None
+    if taken is None:
+        _shared[:] = [_Mapping(_SHARED_SIZE)]
+        taken = _shared[0].take(size)
+    assert taken is not None
+    return taken
