@@ -20,7 +20,10 @@ class _Mapping:
     """Memory that is handed out from its beginning to its end; it is given back with the last tensor in it."""
 
     def __init__(self, size: int) -> None:
-        self._memory = mmap.mmap(-1, size + _HUGE_PAGE)
+        try:
+            self._memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get small pages
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"no address space for {size} bytes: {error}") from error
         with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -39,7 +42,7 @@ _shared: list[_Mapping] = []
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros on the host. Raises OSError where the address space does not hold it."""
+    """A tensor of zeros on the host. Raises MemoryError where the address space does not hold it."""
     size = math.prod(shape) * dtype.itemsize
     taken = _own(size) if size > _SHARED_SIZE // 2 else _share(size)
     return taken.view(dtype).view(tuple(shape))
