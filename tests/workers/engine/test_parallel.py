@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.support.processes import command_line
 from tests.workers.engine.driving import BLOCK_SIZE, Run, run
@@ -19,9 +20,11 @@ from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
 from workers.engine.errors import ModelLoadError
 from workers.engine.executor import Executor
+from workers.engine.layers.ops import Projection
 from workers.engine.loader import load_weights, open_checkpoint, shard_checkpoint
 from workers.engine.messages import EngineRequest, SamplingParams, TokenLogprobs
 from workers.engine.models import llama
+from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig
 from workers.engine.models.decoder import RotaryDecoder
 from workers.engine.parallel import Parallel, shard_model
@@ -204,11 +207,17 @@ def test_ranks_that_share_a_key_value_head_both_have_it(tmp_path: Path) -> None:
     shared = shard_checkpoint(whole, 4)
     ranks = [load_weights(shared, torch.float32, device, parallel=Parallel(rank, 4)) for rank in range(4)]
     assert isinstance(full, RotaryDecoder)
-    queries, keys, values = full.layers[1].qkv.weight.split([64, 32, 32])
+    queries, keys, values = weight_of(full, full.layers[1].qkv).split([64, 32, 32])
     for rank, model in enumerate(ranks):
         assert isinstance(model, RotaryDecoder)
-        q, k, v = model.layers[1].qkv.weight.split([16, 16, 16])
+        q, k, v = weight_of(model, model.layers[1].qkv).split([16, 16, 16])
         assert q.equal(queries[16 * rank : 16 * rank + 16])
         assert k.equal(keys[rank // 2 * 16 : rank // 2 * 16 + 16])
         assert v.equal(values[rank // 2 * 16 : rank // 2 * 16 + 16])
-    assert torch.cat([model.lm_head for model in ranks])[: VOCAB + 1].equal(full.lm_head)
+    heads = torch.cat([weight_of(model, model.lm_head.logits) for model in ranks])
+    assert heads[: VOCAB + 1].equal(weight_of(full, full.lm_head.logits))
+
+
+def weight_of(model: DecoderModel, projection: Projection) -> Tensor:
+    """[out, hidden] of one without a bias."""
+    return projection(torch.eye(model.config.hidden_size)).T

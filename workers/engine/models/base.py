@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.attention import RotaryHeads
+from workers.engine.layers.ops import Table
 from workers.engine.models.config import ModelConfig
 from workers.engine.weights import Weights
 
@@ -38,7 +39,7 @@ class DecoderModel(ABC):
         self.config = config
         self.dtype = weights.dtype
         self.device = weights.device
-        self.lm_head: Tensor  # [vocab, hidden], or this rank's rows of it
+        self.lm_head: Table  # [vocab, hidden], or this rank's rows of it
         self._parallel = weights.parallel
 
     @abstractmethod
@@ -50,17 +51,20 @@ class DecoderModel(ABC):
 
     def head(self, hidden: Tensor) -> Tensor:
         """`logits` in whichever float dtype they come, which saves a pass over them."""
-        return F.linear(hidden, self.lm_head) if self._parallel.size == 1 else self.logits(hidden)
+        return self.lm_head.logits(hidden) if self._parallel.size == 1 else self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] -> float32 [R, vocab]."""
-        return self._parallel.gather_logits(F.linear(hidden, self.lm_head), self.config.vocab_size)
+        return self._parallel.gather_logits(self.lm_head.logits(hidden), self.config.vocab_size)
 
 
-def load_head(weights: Weights, config: ModelConfig, embedding: Tensor) -> Tensor:
-    """This rank's rows of the output projection [vocab, hidden], padded to as many as each has: rows of the embedding itself where the
-    two are tied."""
-    own = weights.parallel.part(config.vocab_size)
-    head = embedding[own.where] if config.tie_word_embeddings else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
-    missing = weights.parallel.part_size(config.vocab_size) - own.length
-    return F.pad(head, (0, 0, 0, missing)) if missing else head
+def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[Table, Table]:
+    """The embedding of that name [vocab, hidden], and this rank's rows of the output projection, padded to as many as each has: where the
+    two are tied rows of the embedding, and all of it where there is but one rank."""
+    table = weights.take(embedding, (config.vocab_size, config.hidden_size))
+    own, most = weights.parallel.part(config.vocab_size), weights.parallel.part_size(config.vocab_size)
+    if config.tie_word_embeddings and own.length == config.vocab_size:
+        shared = weights.ops.table(table)
+        return shared, shared
+    head = table[own.where] if config.tie_word_embeddings else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
+    return weights.ops.table(table), weights.ops.table(F.pad(head, (0, 0, 0, most - own.length)))

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from workers.engine.attention import RotaryHeads
 from workers.engine.errors import ModelLoadError
-from workers.engine.layers.activation import activation
-from workers.engine.layers.linear import load_fused, load_row_parallel
+from workers.engine.layers.linear import load_fused, load_gated, load_row_parallel
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import Rotary
-from workers.engine.models.base import AttentionContext, DecoderModel, load_head
+from workers.engine.models.base import AttentionContext, DecoderModel, load_tables
 from workers.engine.models.config import Json, ModelConfig, require, rope_config
 from workers.engine.weights import Weights
 
@@ -33,14 +32,13 @@ class RotaryDecoder(DecoderModel):
     def __init__(self, config: ModelConfig, variant: Variant, weights: Weights, max_model_len: int) -> None:
         super().__init__(config, weights)
         assert config.rope is not None
-        self.embedding = weights.take("*.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self.embedding, self.lm_head = load_tables(weights, config, "*.embed_tokens.weight")
         self.rotary = Rotary(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
         self.layers = [DecoderLayer(config, variant, weights, layer) for layer in range(config.num_layers)]
         self.norm = RMSNorm(weights, "*.norm", config.hidden_size, config.norm_eps)
-        self.lm_head = load_head(weights, config, self.embedding)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        hidden = self.embedding[input_ids]
+        hidden = self.embedding.rows(input_ids)
         cos, sin = self.rotary.cos_sin(positions, lengths)
         residual: Tensor | None = None
         for layer in self.layers:
@@ -85,15 +83,13 @@ class DecoderLayer:
 class GatedMLP:
     def __init__(self, config: ModelConfig, variant: Variant, weights: Weights, name: str) -> None:
         width = weights.parallel.part(config.intermediate_size)
-        projections = [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up = load_fused(weights, projections, config.hidden_size, [width, width], variant.mlp_bias)
+        self.gate_up = load_gated(
+            weights, f"{name}.gate_proj", f"{name}.up_proj", config.hidden_size, width, variant.mlp_bias, config.activation
+        )
         self.down = load_row_parallel(weights, f"{name}.down_proj", width, config.hidden_size, variant.mlp_bias)
-        activation(config.activation)  # an unknown one is refused here, not by the first step
-        self.activation = config.activation
-        self._ops = weights.ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self._ops.gated_activation(self.activation, self.gate_up(x)))
+        return self.down(self.gate_up(x))
 
 
 def decoder_config(

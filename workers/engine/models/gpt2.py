@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from workers.engine.errors import ModelLoadError
-from workers.engine.layers.activation import activation
 from workers.engine.layers.linear import load_fused, load_row_parallel
 from workers.engine.layers.norm import LayerNorm
-from workers.engine.models.base import AttentionContext, DecoderModel, load_head
+from workers.engine.models.base import AttentionContext, DecoderModel, load_tables
 from workers.engine.models.config import Json, ModelConfig, require
 from workers.engine.weights import Weights
 
@@ -46,14 +45,13 @@ class GPT2(DecoderModel):
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         super().__init__(config, weights)
-        self.embedding = weights.take("*.wte.weight", (config.vocab_size, config.hidden_size))
+        self.embedding, self.lm_head = load_tables(weights, config, "*.wte.weight")
         self.position_embedding = weights.take("*.wpe.weight", (config.max_position_embeddings, config.hidden_size))
         self.layers = [GPT2Layer(config, weights, layer) for layer in range(config.num_layers)]
         self.norm = LayerNorm(weights, "*.ln_f", config.hidden_size, config.norm_eps)
-        self.lm_head = load_head(weights, config, self.embedding)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        hidden = self.embedding[input_ids] + self.position_embedding[positions]
+        hidden = self.embedding.rows(input_ids) + self.position_embedding[positions]
         residual: Tensor | None = None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, attend)
@@ -71,13 +69,12 @@ class GPT2Layer:
         self.qkv = load_fused(weights, [f"{name}.attn.c_attn"] * 3, hidden, qkv, bias=True, transposed=True)
         self.output = load_row_parallel(weights, f"{name}.attn.c_proj", heads, hidden, bias=True, transposed=True)
         self.mlp_norm = LayerNorm(weights, f"{name}.ln_2", hidden, config.norm_eps)
-        self.up = load_fused(weights, [f"{name}.mlp.c_fc"], hidden, [width], bias=True, transposed=True)
+        self.up = load_fused(weights, [f"{name}.mlp.c_fc"], hidden, [width], True, transposed=True, activation=config.activation)
         self.down = load_row_parallel(weights, f"{name}.mlp.c_proj", width, hidden, bias=True, transposed=True)
-        self.activation = activation(config.activation)
 
     def __call__(self, hidden: Tensor, residual: Tensor | None, attend: AttentionContext) -> tuple[Tensor, Tensor]:
         """The layer's own output, and the residual stream before it; the stream into the layer is `hidden` plus `residual`, if any."""
         x, residual = (self.attention_norm(hidden), hidden) if residual is None else self.attention_norm.add(hidden, residual)
         q, k, v = self.qkv(x).view(-1, 3 * self.heads, self.head_dim).chunk(3, 1)
         x, residual = self.mlp_norm.add(self.output(attend(self.index, q, k, v).flatten(1)), residual)
-        return self.down(self.activation(self.up(x))), residual
+        return self.down(self.up(x)), residual

@@ -1,7 +1,8 @@
-"""Compiles `source/` into one shared library for this very processor, once: it is kept on disk by what it was made from. Imports no torch."""
+"""Compiles `source/` into one shared library for this very processor, once: it is kept on disk by what it was made from. No torch here."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -57,7 +58,8 @@ def _compile(command: Sequence[str], sources: Sequence[Path], library: Path) -> 
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"it cannot be built in {library.parent}: {error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
     logger.info("compiled the CPU kernels in %.1f s", time.monotonic() - started)
 
 

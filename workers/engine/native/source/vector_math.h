@@ -2,9 +2,12 @@
 #ifndef VECTOR_MATH_H
 #define VECTOR_MATH_H
 
+#include <math.h>
+
 #include "bf16.h"
 
-/* e**x with a relative error of about 2e-7: 2**n times a polynomial on [-ln2/2, ln2/2] (Cody and Waite, 1980). 0 below -87. */
+/* e**x with a relative error of about 2e-7: 2**n times a polynomial on [-ln2/2, ln2/2] (Cody and Waite, 1980).
+   0 below -87, infinite above 88. */
 static inline float fast_exp(float x) {
     float limited = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
     float shifted = limited * 1.44269504f + 12582912.0f; /* 1.5 * 2**23: the sum's last bits are the rounded product */
@@ -18,7 +21,7 @@ static inline float fast_exp(float x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     float power = float_of_bits((bits_of_float(shifted) << 23) + 0x3f800000u);
-    return x != x ? x : (x < -87.0f ? 0.0f : p * power);
+    return x != x ? x : (x < -87.0f ? 0.0f : (x > 88.0f ? INFINITY : p * power));
 }
 
 static inline float fast_sigmoid(float x) {

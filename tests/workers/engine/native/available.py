@@ -1,0 +1,17 @@
+"""Whether this machine has the native library; where it has none, its tests are skipped and say why."""
+
+import pytest
+
+from workers.engine.native.build import NativeUnavailable
+from workers.engine.native.library import load
+
+
+def _missing() -> str:
+    try:
+        load()
+    except NativeUnavailable as reason:
+        return str(reason)
+    return ""
+
+
+needs_native = pytest.mark.skipif(bool(_missing()), reason=f"no native library: {_missing()}")

@@ -1,0 +1,89 @@
+"""Products with packed matrices against plain ones in float, over shapes that fill no panel and no tile."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.workers.engine.native.available import needs_native
+from workers.engine.layers.activation import activation
+from workers.engine.native.library import load
+from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
+
+pytestmark = needs_native
+
+SHAPES = [(1, 32, 2), (2, 33, 6), (12, 100, 64), (13, 31, 770), (64, 96, 130), (100, 2304, 768)]  # rows, outputs, inputs
+
+
+@pytest.fixture(autouse=True)
+def instructions_and_threads() -> Iterator[None]:
+    if not load().matmul_supported():
+        pytest.skip("this processor has no AVX512-BF16")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def operands(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(rows + outputs + inputs)
+    return torch.randn(rows, inputs).bfloat16(), (torch.randn(outputs, inputs) * inputs**-0.5).bfloat16(), torch.randn(outputs).bfloat16()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
+def test_equals_torch(rows: int, outputs: int, inputs: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    x, weight, bias = operands(rows, outputs, inputs)
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(PackedMatrix(weight, bias, to_float=True)(x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(PackedMatrix(weight, bias)(x), expected.bfloat16(), rtol=1 / 128, atol=1e-5)
+    torch.testing.assert_close(PackedMatrix(weight)(x), F.linear(x.float(), weight.float()).bfloat16(), rtol=1 / 128, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations(name: str) -> None:
+    x, weight, bias = operands(13, 66, 64)
+    before = F.linear(x.float() * 4, weight.float(), bias.float())
+    matrix = PackedMatrix(weight, bias, name, to_float=True)
+    torch.testing.assert_close(matrix(x * 4), activation(name)(before), rtol=2e-5, atol=2e-5)
+    gated = PackedMatrix(weight, bias, name, gated=True, to_float=True)
+    gate, up = before.chunk(2, -1)
+    torch.testing.assert_close(gated(x * 4), activation(name)(gate) * up, rtol=2e-5, atol=2e-5)
+
+
+def test_extreme_sums_are_activated_as_torch_does() -> None:
+    x = torch.tensor([[1e30, 0], [-1e30, 0], [100, 0], [-100, 0], [torch.nan, 0], [torch.inf, 0]]).bfloat16()
+    weight = torch.zeros(32, 2, dtype=torch.bfloat16)
+    weight[:, 0] = 1
+    for name in ("silu", "gelu", "relu"):
+        expected = activation(name)(x.float()[:, :1]).expand(-1, 32)
+        torch.testing.assert_close(PackedMatrix(weight, None, name, to_float=True)(x), expected, equal_nan=True, rtol=1e-6, atol=1e-30)
+
+
+def test_a_row_is_the_same_whatever_is_computed_beside_it() -> None:
+    x, weight, bias = operands(64, 100, 512)
+    matrix = PackedMatrix(weight, bias)
+    together = matrix(x)
+    for rows in (1, 2, 7, 12, 13, 50):
+        assert matrix(x[:rows]).equal(together[:rows])
+
+
+def test_rows_are_the_weight_s() -> None:
+    _, weight, _ = operands(1, 100, 64)
+    indices = torch.randint(0, 100, (130,))
+    assert PackedMatrix(weight).rows(indices).equal(weight[indices])
+
+
+def test_inputs_with_more_dimensions_and_gaps() -> None:
+    x, weight, _ = operands(12, 40, 64)
+    matrix = PackedMatrix(weight)
+    assert matrix(x.view(3, 4, 64)).equal(matrix(x).view(3, 4, 40))
+    assert matrix(x.repeat(1, 2)[:, :64]).equal(matrix(x))
+    assert matrix(x[:0]).shape == (0, 40)
+
+
+def test_what_cannot_be_packed() -> None:
+    assert not can_pack(torch.float32, 64)
+    assert not can_pack(torch.bfloat16, 63)

@@ -1,0 +1,72 @@
+"""The layers' arithmetic in C; `workers.engine.layers.ops` has the interface."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from workers.engine.layers.ops import Projection, Table, TorchOps
+from workers.engine.native.library import load
+from workers.engine.native.packed import PackedMatrix, can_pack
+
+
+class NativeOps(TorchOps):
+    """Products with bf16 weights run from packed ones where the processor has the instructions, else they stay torch's."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Projection:
+        if not can_pack(weight.dtype, weight.shape[1]):
+            return super().linear(weight, bias, activation)
+        return PackedMatrix(weight, bias, activation)
+
+    def gated_linear(self, weight: Tensor, bias: Tensor | None, activation: str) -> Projection:
+        if not can_pack(weight.dtype, weight.shape[1]):
+            return super().gated_linear(weight, bias, activation)
+        return PackedMatrix(weight, bias, activation, gated=True)
+
+    def table(self, weight: Tensor) -> Table:
+        return PackedTable(weight) if can_pack(weight.dtype, weight.shape[1]) else super().table(weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _normed(x.contiguous(), None, weight, None, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return _normed(x, residual, weight, None, eps), x
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return _normed(x.contiguous(), None, weight, bias, eps)
+
+    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return _normed(x, residual, weight, bias, eps), x
+
+
+class PackedTable:
+    """Rows and logits from one packed copy."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._matrix = PackedMatrix(weight, to_float=True)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return self._matrix.rows(indices)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._matrix(hidden)
+
+
+def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """The norm of x [..., size], after `residual` has been added to it in place; with a bias it is one that takes off the mean too."""
+    y = torch.empty_like(x)
+    added, biases = (None if given is None else given.data_ptr() for given in (residual, bias))
+    rows, size, floats = x.numel() // x.shape[-1], x.shape[-1], x.dtype == torch.float32
+    _norm_rows()(x.data_ptr(), added, weight.data_ptr(), biases, y.data_ptr(), rows, size, eps, bias is not None, floats)
+    return y
+
+
+@functools.cache
+def _norm_rows() -> ctypes._FuncPointer:
+    function, pointer, size = load().norm_rows, ctypes.c_void_p, ctypes.c_ssize_t
+    function.argtypes = (pointer, pointer, pointer, pointer, pointer, size, size, ctypes.c_float, ctypes.c_int, ctypes.c_int)
+    function.restype = None
+    return function

@@ -1,0 +1,71 @@
+/* Norms over the rows of x [m, n], with the addition that stands before them in a decoder: x becomes x + residual, rounded to its dtype,
+   and y its norm. Sums are taken in float. */
+
+#include <math.h>
+#include <stddef.h>
+
+#include "bf16.h"
+
+enum { MANY = 1 << 15 }; /* elements that are worth waking threads for */
+
+/* x is changed only where there is a residual; residual, bias: NULL for none. All bf16, or all float. */
+void norm_rows(
+    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps, int centered, int floats
+);
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+ALWAYS_INLINE float get(const void *from, ptrdiff_t i, int floats) {
+    return floats ? ((const float *)from)[i] : float_of_bf16(((const bf16 *)from)[i]);
+}
+
+ALWAYS_INLINE void put(void *to, ptrdiff_t i, float value, int floats) {
+    if (floats)
+        ((float *)to)[i] = value;
+    else
+        ((bf16 *)to)[i] = bf16_of_float(value);
+}
+
+ALWAYS_INLINE void norm_row(
+    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t n, float eps, int centered, int floats, float *row
+) {
+    float sum = 0.0f, squares = 0.0f;
+    if (residual) {
+#pragma omp simd
+        for (ptrdiff_t i = 0; i < n; i++)
+            put(x, i, get(x, i, floats) + get(residual, i, floats), floats);
+    }
+#pragma omp simd reduction(+ : sum)
+    for (ptrdiff_t i = 0; i < n; i++)
+        sum += row[i] = get(x, i, floats);
+    float mean = centered ? sum / (float)n : 0.0f;
+#pragma omp simd reduction(+ : squares)
+    for (ptrdiff_t i = 0; i < n; i++)
+        squares += (row[i] - mean) * (row[i] - mean);
+    float scale = 1.0f / sqrtf(squares / (float)n + eps);
+    if (bias) {
+#pragma omp simd
+        for (ptrdiff_t i = 0; i < n; i++)
+            put(y, i, (row[i] - mean) * scale * get(weight, i, floats) + get(bias, i, floats), floats);
+    } else {
+#pragma omp simd
+        for (ptrdiff_t i = 0; i < n; i++)
+            put(y, i, (row[i] - mean) * scale * get(weight, i, floats), floats);
+    }
+}
+
+void norm_rows(
+    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps, int centered, int floats
+) {
+    size_t stride = (size_t)n * (floats ? sizeof(float) : sizeof(bf16));
+#pragma omp parallel for if (m * n > MANY)
+    for (ptrdiff_t i = 0; i < m; i++) {
+        float row[n];
+        void *own = (char *)x + (size_t)i * stride, *out = (char *)y + (size_t)i * stride;
+        const void *added = residual ? (const char *)residual + (size_t)i * stride : NULL;
+        if (floats)
+            norm_row(own, added, weight, bias, out, n, eps, centered, 1, row);
+        else
+            norm_row(own, added, weight, bias, out, n, eps, centered, 0, row);
+    }
+}
