@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import redis
+import rq.executions
 from rq import Queue as JobQueue
 from rq.exceptions import DuplicateJobError, InvalidJobOperation, NoSuchJobError
 from rq.job import Job, JobStatus
@@ -73,7 +74,7 @@ def _removed_if_failed(client: redis.Redis, name: str) -> bool:
         found = Job.fetch(name, connection=client, serializer=JSONSerializer)
         if found.get_status(refresh=False) not in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED):
             return False
-        found.delete()
+        _delete(found)
     except (NoSuchJobError, InvalidJobOperation):  # it ended meanwhile, or was forgotten
         client.unlink(Job.key_for(name))
     return True
@@ -117,8 +118,15 @@ def executions(client: redis.Redis) -> set[Execution]:
 def forget_execution(client: redis.Redis, execution: Execution) -> None:
     """Leaves nothing in RQ of a job that its batch went on without; a process that still runs it gets on (`rq_worker`)."""
     with contextlib.suppress(NoSuchJobError):
-        Job.fetch(execution.job, connection=client, serializer=JSONSerializer).delete()
+        _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
+    client.unlink(rq.executions.Execution(execution.run, execution.job, connection=client).key)
     client.zrem(_started(client, execution.queue).key, f"{execution.job}:{execution.run}")  # also where RQ's job is gone already
+
+
+def _delete(job: Job) -> None:
+    """RQ reads all runs of a job first, and fails at one that is named still and gone already: so what names them goes before."""
+    job.connection.unlink(job.execution_registry.key)
+    job.delete()
 
 
 def _started(client: redis.Redis, queue: str) -> StartedJobRegistry:
