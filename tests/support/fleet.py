@@ -5,7 +5,6 @@ Every worker reaches Redis through a proxy and has a clock of its own, so that i
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+import httpx
 import redis
 
 from jobs.connection import connect
@@ -24,7 +24,8 @@ from jobs.settings import QueueSettings
 from tests.support.clock import Clock
 from tests.support.commands import command, command_environment
 from tests.support.lossy_proxy import LossyProxy
-from tests.support.processes import command_line, descendants
+from tests.support.ports import reserved_port
+from tests.support.processes import catches, command_line, descendants
 from tests.support.redis_machine import RedisMachine
 from tests.support.waiting import wait_until
 
@@ -43,7 +44,6 @@ class Member:
         self.exits: list[int] = []  # how each but the last ended
         self._command = command(*arguments)
         self._environment = dict(environment)
-        self._ended_at = 0.0
         self._start()
 
     @property
@@ -53,6 +53,11 @@ class Member:
     @property
     def is_running(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is past its start, and nobody has told it to stop: another order would then be its first."""
+        return self.is_running and not self._is_leaving and catches(self.pid, signal.SIGTERM)
 
     @property
     def log(self) -> str:
@@ -65,6 +70,7 @@ class Member:
 
     def send(self, number: signal.Signals) -> None:
         """Does nothing to one that has ended."""
+        self._is_leaving = True if number == signal.SIGTERM else self._is_leaving
         self._process.send_signal(number)
 
     def look_after(self) -> None:
@@ -87,7 +93,7 @@ class Member:
             self._process.wait()
 
     def _start(self) -> None:
-        self._ended_at = 0.0
+        self._ended_at, self._is_leaving = 0.0, False
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -119,7 +125,7 @@ class Fleet:
         self._add("jobs", self.redis.url, "jobs", "--file-store", self.store, *queue_flags)
         self.api_url = None
         if api:
-            port = _free_port()
+            port = stack.enter_context(reserved_port())
             self._add("api", self.redis.url, "api", "--port", port, "--file-store", self.store)
             self.api_url = f"http://127.0.0.1:{port}"
         flags = ("--dtype", "float32", "--max-num-seqs", max_num_seqs, "--shutdown-timeout", 2, *queue_flags)
@@ -141,23 +147,27 @@ class Fleet:
             member.look_after()
 
     def wait(self, condition: Callable[[], object], timeout: float, what: str) -> None:
-        """Waits as `wait_until`, looking after the fleet; a condition that needs Redis is not yet met while Redis is away."""
+        """Waits as `wait_until`, looking after the fleet; a condition that needs Redis or the API is not yet met while they are away."""
 
         def met() -> bool:
             self.look_after()
             try:
                 return bool(condition())
-            except (redis.RedisError, QueueUnavailable):
+            except (redis.RedisError, QueueUnavailable, httpx.TransportError):
                 return False
 
         wait_until(met, timeout, what)
 
     def wait_ready(self) -> None:
-        """Until every worker takes requests."""
-        self.wait(lambda: self.ready_workers() == len(self.workers), START_SECONDS, "the workers to be ready")
+        """Until no process is about to start or to end, every worker takes requests and the API answers."""
+        self.wait(lambda: all(member.is_settled for member in self.members.values()), START_SECONDS, "the processes to be there")
+        self.wait(lambda: self.ready_workers() >= {worker.pid for worker in self.workers}, START_SECONDS, "the workers to be ready")
+        if self.api_url is not None:
+            self.wait(lambda: httpx.get(f"{self.api_url}/health").status_code == 200, START_SECONDS, "the API to answer")
 
-    def ready_workers(self) -> int:
-        return sum(worker.state == "ready" for worker in self.queue.workers())
+    def ready_workers(self) -> set[int]:
+        """Process ids of those that take requests."""
+        return {worker.pid for worker in self.queue.workers() if worker.state == "ready"}
 
     def stop(self, *kinds: str) -> dict[str, int]:
         """SIGTERM to the processes of these kinds (api, worker, jobs), one kind after the other; the exit codes."""
@@ -195,10 +205,3 @@ def running_fleet(
         )  # fmt: skip
         fleet.wait_ready()
         yield fleet
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -36,6 +36,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, as it has not while it starts."""
+    try:
+        caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def send_all(pids: Iterable[int], number: signal.Signals) -> None:
     """A signal to each of these processes that is still there."""
     for pid in pids:
