@@ -88,7 +88,7 @@ def test_a_child_that_does_not_end_is_killed_at_the_deadline_or_when_insisted(ma
 def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     program = (
         "from pipeline.child import Child; import sys, time\n"
-        f"child = Child('test', lambda: [sys.executable, '-c', {FOREVER!r}], {{}}, print)\n"
+        f"child = Child('test', lambda: [sys.executable, '-c', {FOREVER!r}], {{}}, lambda line: None)\n"
         "child.start(); print(child.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -3,7 +3,6 @@
 import os
 import signal
 
-from jobs import keys
 from jobs.connection import connect
 from jobs.health import control_plane_fault
 from jobs.queue import Queue
@@ -16,13 +15,13 @@ def test_a_worker_is_healthy_once_it_is_ready_and_until_it_ends(redis_url: str) 
     before = run_pipeline("health", "worker", redis_url=redis_url)
     assert before.returncode == 1
     assert "none is registered" in before.stderr
-    with running_pipeline("worker", redis_url=redis_url, LEASE_SECONDS="1") as worker:
+    with running_pipeline("worker", redis_url=redis_url, LEASE_SECONDS="2") as worker:
         worker.wait_for("worker INFO ready")
         ready = run_pipeline("health", "worker", redis_url=redis_url)
         assert (ready.returncode, ready.stdout, ready.stderr) == (0, "", "")
         (record,) = Queue(connect(redis_url)).workers()
         os.kill(record.pid, signal.SIGKILL)
-        wait_until(lambda: run_pipeline("health", "worker", redis_url=redis_url).returncode == 1, 30, "the record to run out")
+        wait_until(lambda: run_pipeline("health", "worker", redis_url=redis_url).returncode == 1, 60, "the record to run out")
 
 
 def test_a_control_plane_is_healthy_while_all_of_its_processes_are(redis_url: str) -> None:
@@ -30,10 +29,9 @@ def test_a_control_plane_is_healthy_while_all_of_its_processes_are(redis_url: st
     plane = ControlPlane(redis_url)
     try:
         plane.start("advance", "bulk")
-        wait_until(lambda: "no ticker leads" in run_pipeline("health", "jobs", redis_url=redis_url).stderr, 30, "both RQ workers")
+        wait_until(lambda: "no ticker leads" in run_pipeline("health", "jobs", redis_url=redis_url).stderr, 60, "both RQ workers")
         plane.start("ticker")
-        wait_until(lambda: connect(redis_url).exists(keys.LEADER), 30, "a leader")
-        assert run_pipeline("health", "jobs", redis_url=redis_url).returncode == 0
+        wait_until(lambda: run_pipeline("health", "jobs", redis_url=redis_url).returncode == 0, 60, "a leader")
         assert control_plane_fault(connect(redis_url), "elsewhere") == "no process on elsewhere takes jobs of advance and bulk"
     finally:
         for name in list(plane.processes):

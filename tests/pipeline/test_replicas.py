@@ -12,7 +12,8 @@ from jobs.connection import connect
 from jobs.queue import Queue
 from tests.pipeline.results import check_answers, examples
 from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
-from tests.support.processes import command_line, descendants, is_running
+from tests.support.poison import Poison, poisoned_environment
+from tests.support.processes import command_line, descendants, is_running, send_all
 from tests.support.waiting import wait_until
 from tests.workers.test_worker import endless, submit_batch, text_of
 
@@ -31,22 +32,42 @@ def at_work(queue: Queue) -> list[int]:
     return [worker.pid for worker in queue.workers() if queue.redis.exists(keys.held(worker.id))]
 
 
+def both_at_work(queue: Queue) -> list[int]:
+    """Those of two workers once both hold requests."""
+    found: list[int] = []
+
+    def look() -> bool:
+        found[:] = at_work(queue)
+        return len(found) == 2
+
+    wait_until(look, START_SECONDS, "both replicas at work")
+    return found
+
+
+def ready(queue: Queue) -> set[int]:
+    """Process ids of the workers that take requests."""
+    return {worker.pid for worker in queue.workers() if worker.state == "ready"}
+
+
 def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: str, queue: Queue) -> None:
     """The number comes from the environment, which the replicas inherit too; of the threads there each has its share."""
     flags = ("--max-num-seqs", 4, "--dtype", "float32", "--stream-interval", 0.1)
     with running_pipeline("worker", *flags, redis_url=redis_url, PIPELINE_DATA_PARALLEL_SIZE="2", OMP_NUM_THREADS="2") as run:
-        wait_until(lambda: [worker.state for worker in queue.workers()] == ["ready"] * 2, START_SECONDS, "both replicas to be ready")
+        wait_until(lambda: len(ready(queue)) == 2, START_SECONDS, "both replicas to be ready")
+        cores = [pid for pid in descendants(run.process.pid) if "core_process" in command_line(pid)]
+        send_all(cores, signal.SIGSTOP)  # so that nothing ends before both have something
         batch = submit_batch(queue, [endless(150)] * 16)
-        wait_until(lambda: len(at_work(queue)) == 2, 20, "both replicas at work")
-        os.kill(at_work(queue)[0], signal.SIGKILL)
+        killed, _ = both_at_work(queue)
+        send_all(cores, signal.SIGCONT)
+        os.kill(killed, signal.SIGKILL)
         wait_until(lambda: len(queue.results(batch)) == 16, START_SECONDS, "the results")
         assert len({text_of(result) for _, result in queue.results(batch)}) == 1
-        wait_until(lambda: [worker.state for worker in queue.workers()] == ["ready"] * 2, START_SECONDS, "both replicas again")
+        wait_until(lambda: len(ready(queue) - {killed}) == 2, START_SECONDS, "both replicas again")
         children = descendants(run.process.pid)
         assert all("OMP_NUM_THREADS=1" in Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in children)
         run.process.terminate()
-        assert run.wait(30) == 0, run.output
-        assert not any(map(is_running, children))
+        assert run.wait(120) == 0, run.output
+        wait_until(lambda: not any(map(is_running, children)), 60, "all children to end")
         assert re.search(r"the worker-[01] process was killed by SIGKILL; it is started again", run.output)
         assert len(re.findall(r"^worker-[01]: .* stopped; 0 requests were handed back", run.output, re.MULTILINE)) == 2
 
@@ -57,8 +78,7 @@ def test_a_whole_run_survives_the_death_of_a_replica(tmp_path: Path) -> None:
     flags = ("--data-parallel-size", 2, "--max-num-seqs", 4, "--dtype", "float32")
     with running_pipeline("run-batch", source, "-o", output, *flags) as run:
         queue = queue_of(run)
-        wait_until(lambda: len(at_work(queue)) == 2, START_SECONDS, "both replicas at work")
-        os.kill(at_work(queue)[0], signal.SIGKILL)
+        os.kill(both_at_work(queue)[0], signal.SIGKILL)
         queue.redis.close()
         assert run.wait(250) == 0, run.output
     check_answers(source, output)
@@ -66,9 +86,10 @@ def test_a_whole_run_survives_the_death_of_a_replica(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_the_requests_of_a_rank_that_died_are_answered_by_the_next_core(tmp_path: Path) -> None:
-    source, output = examples(tmp_path / "requests.jsonl", 12), tmp_path / "out.jsonl"
+    """The engine is slow, so that it is still at work when its rank dies."""
+    source, output = examples(tmp_path / "requests.jsonl", 40), tmp_path / "out.jsonl"
     flags = ("--tensor-parallel-size", 3, "--max-num-seqs", 4, "--dtype", "float32")
-    with running_pipeline("run-batch", source, "-o", output, *flags) as run:
+    with running_pipeline("run-batch", source, "-o", output, *flags, **poisoned_environment(Poison("", "slow"))) as run:
         queue = queue_of(run)
         wait_until(lambda: at_work(queue), START_SECONDS, "the replica at work")
         os.kill(next(pid for pid in descendants(run.process.pid) if "rank_process" in command_line(pid)), signal.SIGKILL)
