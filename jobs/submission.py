@@ -56,17 +56,17 @@ def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
         raise TooManyBatches(new.tenant)
     root = files.root / BATCHES_FOLDER / batch
     try:
-        _make(queue, files, new, Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(root))))
+        return _make(queue, files, new, Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(root))))
     except (StoreError, QueueFull):
         shutil.rmtree(root, ignore_errors=True)
         queue.forget(batch)
         queue.unlist_batch(new.tenant, batch)
         queue.dismiss(new.tenant, batch)
         raise
-    return get_batch(queue.redis, batch)
 
 
-def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> None:
+def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> BatchRecord:
+    """The record as it was made: the job that comes next may have moved it on as soon as it can take the folder."""
     root = Path(manifest.spec.root)
     with named("cannot make the folder", str(root)):
         make_folder(str(root.parent))
@@ -83,6 +83,7 @@ def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> 
             except (StoreError, QueueFull):
                 shutil.rmtree(root, ignore_errors=True)  # while nobody can take it up
                 raise
+            return get_batch(queue.redis, manifest.batch_id)
     except Busy as error:
         raise StoreError(str(error)) from error
 

@@ -12,7 +12,7 @@ import redis
 from openai.types import Batch
 
 from api.settings import ApiSettings
-from jobs import advance, finalize
+from jobs import advance, control, finalize, submission
 from jobs.api_keys import create_key
 from jobs.batches import cancel_batch, get_batch
 from jobs.queue import Queue
@@ -81,6 +81,24 @@ def test_states_and_counts_go_forward_through_the_loss_of_redis(
         first = next(number for number, value in enumerate(values) if value is not None)
         assert set(values[first:]) == {values[-1]}, name
     assert (seen[-1].status, counts[-1]) == ("completed", (28, 2))
+
+
+def test_a_new_batch_is_told_as_it_was_made(
+    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the control plane is faster than the answer."""
+    serve(redis_client, redis_url, "m")
+    monkeypatch.setattr(control, "_PATIENCE_SECONDS", 0.0)
+    read = submission.get_batch
+
+    def late(connection: redis.Redis, batch: str) -> Any:
+        step(connection, batch)
+        return read(connection, batch)
+
+    monkeypatch.setattr(submission, "get_batch", late)
+    batch = create(client, lines_of(1))
+    assert (batch.status, batch.in_progress_at) == ("validating", None)
+    assert step(redis_client, batch.id).state == "in_progress"
 
 
 def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
