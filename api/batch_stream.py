@@ -48,6 +48,7 @@ async def stream(request: Request, batch_id: str) -> Response:
     after = last_event_id(request)
     record = await asyncio.to_thread(find_batch, state, caller_of(request).tenant, batch_id)
     follower = Follower(state, record)
+    await follower.begin()
     return EventStream(to_the_end(follower.events(after)), state.settings.ping_seconds, follower.close)
 
 
@@ -59,11 +60,18 @@ class Follower:
         self._record = record
         self._batch = record.id
         self._watch = Watch(state, record.id)
+        self._first_id: str | None = None  # the batch's last entry when this began
         self._custom_ids: dict[RequestKey, str] = {}  # of requests that run
         self._lines: LineIndex | None = None
 
+    async def begin(self) -> None:
+        """Before the head of the answer is sent: who has seen that misses nothing. Raises `QueueUnavailable`."""
+        if not self._record.ended:
+            self._first_id = await self._watch.begin()
+
     async def events(self, after: str | None) -> AsyncIterator[bytes]:
         """Until the batch has ended, and all that was said of it is shown. Raises `QueueUnavailable`."""
+        first_id = self._first_id
         while True:
             if not self._record.ended:
                 await self._watch.renew()
@@ -77,12 +85,13 @@ class Follower:
             elif self._record.ended:
                 break
             elif entries is None or after is None:
-                beginning = Beginning(self._state.queue, self._batch, await self._watch.begin())
+                beginning = Beginning(self._state.queue, self._batch, first_id or await self._watch.begin())
                 async for one in self._from(beginning):
                     yield one
                 after = beginning.last_id
             elif not await next_entries(self._state, keys.batch_tokens(self._batch), after, 1, _SILENCE_SECONDS):
                 await self._look()
+            first_id = None  # too old for another beginning
         yield event(batch_object(self._record))
 
     async def close(self) -> None:

@@ -1,5 +1,6 @@
 """Following a batch: all tokens of all of its requests, each once, whatever is cut."""
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import redis
 
 from api.settings import ApiSettings
+from api.token_events import Watch
 from jobs import keys
 from jobs.api_keys import create_key
 from jobs.batches import cancel_batch
@@ -69,6 +71,25 @@ def test_all_tokens_come_under_the_names_of_their_lines_and_then_the_batch(
     assert all(set(choice) == {"index", "token_offset", "text", "text_offset"} for _, value in events for choice in value["choices"])
     assert (end.value["object"], end.value["id"], end.value["status"]) == ("batch", batch.id, "completed")
     assert done.value is None
+
+
+def test_who_has_seen_the_head_of_the_answer_misses_nothing(
+    batch: Batch, path: str, scripted: Callable[..., ScriptedWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Watch.begin
+
+    async def slowly(watch: Watch) -> str:
+        await asyncio.sleep(1)
+        return await begin(watch)
+
+    monkeypatch.setattr(Watch, "begin", slowly)
+    with EventReader(path) as reader:
+        scripted(lambda claim: PIECES)
+        batch.start()
+        batch.finish()
+        events = reader.wait_ended()
+    assert batch_texts(events) == WHOLE
+    assert ends(events) == COMPLETED
 
 
 def test_who_comes_later_is_shown_what_there_is_so_far(batch: Batch, path: str, steps: Steps) -> None:
