@@ -1,6 +1,7 @@
 """Everything that a batch needs, started once for many tests: a Redis of its own, a control plane, an API, a worker that echoes."""
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -13,6 +14,7 @@ from jobs.queue import Queue
 from jobs.registry import WorkerRecord
 from jobs.requests import Claim
 from jobs.results import ApiError, Result
+from jobs.validation import CHAT
 from tests.support.api_server import running_api
 from tests.support.control_plane import Answering, control_plane, echo
 from tests.support.integrity import faults
@@ -47,10 +49,11 @@ def running_stack(folder: Path, completion_windows: tuple[str, ...] = ("24h",)) 
 
 
 def echo_or_fail(claim: Claim) -> Result:
-    """The echo, or the error of the status that the line names."""
-    said = (json.loads(claim.request.body).get("messages") or [{"content": ""}])[-1]["content"]
-    if said.startswith("fail "):
-        return ApiError(int(said.split()[1]), "no such luck", code="bad_luck").result(f"req_{claim.key.line}")
+    """The echo, or the error of the status that a chat names."""
+    said = json.loads(claim.request.body)["messages"][-1].get("content") if claim.request.endpoint == CHAT else None
+    failure = re.fullmatch(r"fail ([45]\d\d)", said) if isinstance(said, str) else None
+    if failure is not None:
+        return ApiError(int(failure[1]), "no such luck", code="bad_luck").result(f"req_{claim.key.line}")
     return echo(claim)
 
 

@@ -23,6 +23,7 @@ from jobs.requests import Claim, Finished
 from jobs.results import ApiError, Choice, Result, Usage, encode_json
 from jobs.scripts import QueueUnavailable
 from jobs.settings import QueueSettings
+from jobs.validation import CHAT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,8 +48,8 @@ def echo(claim: Claim) -> Result:
     """Answers with what was said, so that a mix-up of lines shows."""
     body = json.loads(claim.request.body)
     usage = Usage(7, 3, 2)
-    if "messages" in body:
-        choice = Choice(0, _as_text(body["messages"][-1]["content"]), "stop")
+    if claim.request.endpoint == CHAT:
+        choice = Choice(0, _as_text(body["messages"][-1].get("content")), "stop")
         answer = chat_body(f"chatcmpl-{claim.key.line}", body["model"], [choice], usage, 1)
     else:
         choice = Choice(0, _as_text(body["prompt"]), "length")
@@ -57,7 +58,7 @@ def echo(claim: Claim) -> Result:
 
 
 def _as_text(said: Any) -> str:
-    """Of token ids and of parts, their JSON."""
+    """Of token ids, of parts and of nothing, their JSON."""
     return said if isinstance(said, str) else json.dumps(said)
 
 
