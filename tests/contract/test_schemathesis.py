@@ -22,24 +22,25 @@ SEED = 20261121
 HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
 
 
-def test_a_few_seconds_of_made_up_calls(stack: BatchStack, module_client: openai.OpenAI, tmp_path: Path) -> None:
-    run(stack, module_client, tmp_path, seconds=10, seed=SEED)
+def test_a_few_made_up_calls(stack: BatchStack, module_client: openai.OpenAI, tmp_path: Path) -> None:
+    """So many, however long a busy machine takes for them."""
+    assert run(stack, module_client, tmp_path, SEED, "--max-examples", "5") > 200
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_five_minutes_of_made_up_calls(stack: BatchStack, module_client: openai.OpenAI, tmp_path: Path) -> None:
     """The same calls each time; API_SEED=n makes others."""
-    run(stack, module_client, tmp_path, seconds=300, seed=int(os.environ.get("API_SEED", SEED)))
+    assert run(stack, module_client, tmp_path, int(os.environ.get("API_SEED", SEED)), "--max-time", "300") > 200
 
 
-def run(stack: BatchStack, client: openai.OpenAI, folder: Path, seconds: int, seed: int) -> None:
-    """All of schemathesis' phases; what it finds is printed with a curl command and the seed."""
+def run(stack: BatchStack, client: openai.OpenAI, folder: Path, seed: int, *limit: str) -> int:
+    """All of schemathesis' phases; what it finds is printed with a curl command and the seed. How many calls it made up."""
     program = Path(sys.executable).with_name("st")
     done = subprocess.run(
         [
-            str(program), "run", f"{stack.api_url}/openapi.json", "--max-time", str(seconds), "--seed", str(seed), "--checks", CHECKS,
-            "--continue-on-failure", "--request-timeout", "30", "--no-color", "--warnings", "off",
+            str(program), "run", f"{stack.api_url}/openapi.json", *limit, "--seed", str(seed), "--checks", CHECKS, "--continue-on-failure",
+            "--request-timeout", "30", "--no-color", "--warnings", "off",
         ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "SCHEMATHESIS_HOOKS": str(HOOKS), "KNOWN_IDS": json.dumps(known(client))},
@@ -48,10 +49,9 @@ def run(stack: BatchStack, client: openai.OpenAI, folder: Path, seconds: int, se
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, f"--seed {seed}\n{done.stdout}{done.stderr}"
-    made = re.search(r"(\d+) generated", done.stdout)
-    assert made is not None
-    assert int(made[1]) > seconds, "hardly a call was made"
     assert client.models.list().data, "the server is as well as before"
+    made = re.search(r"(\d+) generated", done.stdout)
+    return int(made[1]) if made is not None else 0
 
 
 def known(client: openai.OpenAI) -> dict[str, list[str]]:
