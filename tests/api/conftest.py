@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from api import lingering
 from api.settings import ApiSettings
 from jobs.queue import Queue
 from jobs.requests import Claim
@@ -33,6 +34,12 @@ def http(api_url: str) -> Iterator[httpx.Client]:
     """A plain HTTP client."""
     with plain_client(api_url) as client:
         yield client
+
+
+@pytest.fixture
+def long_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a client that sends more than a busy machine takes in within the usual time."""
+    monkeypatch.setattr(lingering, "LINGER_SECONDS", 60.0)
 
 
 @pytest.fixture

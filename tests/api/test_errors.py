@@ -79,7 +79,7 @@ def test_a_method_that_a_path_does_not_have_is_told_those_that_it_has(http: http
         assert (answer.status_code, answer.headers["allow"]) == (405, ", ".join(sorted(operations)).upper()), path
 
 
-def test_a_body_over_the_limit_is_refused(http: httpx.Client) -> None:
+def test_a_body_over_the_limit_is_refused(http: httpx.Client, long_linger: None) -> None:
     answer = http.post(CHAT, content=b" " * (33 * 1024 * 1024))
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
