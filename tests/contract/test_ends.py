@@ -86,7 +86,9 @@ def test_a_window_that_ends_leaves_a_line_for_the_rest(client: openai.OpenAI) ->
     assert batch.status == "expired"
     assert batch.expired_at is not None
     assert batch.expired_at >= batch.created_at + 4
-    check_rest(client, batch, "batch_expired", set())  # how far a busy machine comes in that time is not said
+    assert batch.request_counts is not None
+    if batch.request_counts.total:  # how far a busy machine comes in that time is not said, nor whether it reads the file
+        check_rest(client, batch, "batch_expired", set())
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(batch.id)
 
