@@ -21,7 +21,7 @@ for absent in ("torch", "transformers", "triton"):
 def test_api_and_jobs_install_and_start_without_torch(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    ours = shutil.ignore_patterns(".*", "build", "node_modules", "*.egg-info", "*.parts")
+    ours = shutil.ignore_patterns(".*", "__pycache__", "build", "node_modules", "*.egg-info", "*.parts")  # what others write meanwhile
     source = shutil.copytree(REPOSITORY, tmp_path / "source", ignore=ours)
     _run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", source)
     _run(python, "-c", PROGRAM)
