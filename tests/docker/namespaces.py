@@ -61,7 +61,7 @@ class Container:
 
     def __init__(self, process: "subprocess.Popen[bytes]", address: str, log: Path, command: str) -> None:
         self.address = address
-        self.pid = wait_until(lambda: _children(process.pid), 10, "the container's namespaces")[0]
+        self.pid = wait_until(lambda: _children(process.pid), 60, "the container's namespaces")[0]
         self._process = process
         self._log = log
         self._command = command
@@ -80,7 +80,7 @@ class Container:
     def run(self, *command: str) -> Done:
         """Runs a command in it, as its user."""
         enter = ["nsenter", f"--target={self.pid}", *_ENTER_A_CONTAINER, "sh", "-c", f"exec {self._command} {shlex.join(command)}"]
-        return subprocess.run(enter, capture_output=True, text=True, timeout=60)
+        return subprocess.run(enter, capture_output=True, text=True, timeout=120)
 
     def wait(self, seconds: float) -> int:
         """Waits for its end; returns the exit code."""
@@ -107,8 +107,8 @@ class Engine:
 
     def __enter__(self) -> "Engine":
         self._holder = _start(["unshare", "--mount", "--net", "--fork", "--kill-child", "sleep", "infinity"])
-        self._pid = wait_until(lambda: _children(self._holder.pid), 10, "the engine's namespaces")[0]
-        wait_until(lambda: Path(f"/proc/{self._pid}/comm").read_text() == "sleep\n", 10, "the engine's namespaces")
+        self._pid = wait_until(lambda: _children(self._holder.pid), 60, "the engine's namespaces")[0]
+        wait_until(lambda: Path(f"/proc/{self._pid}/comm").read_text() == "sleep\n", 60, "the engine's namespaces")
         self._inside(f"mount -t tmpfs tmpfs {self._folder}")
         self._inside(
             f"ip link set lo up; ip link add name bridge0 type bridge; ip address add {NETWORK}.1/24 dev bridge0; ip link set bridge0 up",
@@ -177,7 +177,7 @@ class Engine:
     def client(self, *command: object, **variables: str) -> Done:
         """Runs a command of this machine that reaches the containers' network."""
         whole = [*self._enter("--net"), *(str(part) for part in command)]
-        return subprocess.run(whole, capture_output=True, text=True, timeout=120, cwd=REPOSITORY, env={**os.environ, **variables})
+        return subprocess.run(whole, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env={**os.environ, **variables})
 
     def _mounts(self, root: Path, service: Service, image: Image, addresses: dict[str, str]) -> list[str]:
         """Commands that put a container's file system together."""

@@ -16,11 +16,14 @@ from tests.docker.namespaces import USER, Container, Engine, Image, why_not
 from tests.docker.recipe import folders
 from tests.pipeline.results import check_answers, examples
 from tests.support.commands import REPOSITORY
+from tests.support.processes import command_line
 from tests.support.waiting import wait_until
+from tests.support.worker_process import START_SECONDS
 from tests.test_install import PROGRAM
 
 pytestmark = [pytest.mark.proof, pytest.mark.timeout(600)]
 SERVICES = services()
+IN_MEMORY = ("/tmp", "/dev/shm", "/dev/mqueue")
 BATCH = """
 import sys, time
 from openai import OpenAI
@@ -77,23 +80,23 @@ def test_the_deployment_from_the_first_key_to_an_orderly_end(
 ) -> None:
     redis = engine.start("redis", SERVICES["redis"], server, {})
     names = {"redis": redis}
-    wait_until(lambda: "Ready to accept connections" in redis.log, 30, "the server")
+    wait_until(lambda: "Ready to accept connections" in redis.log, 60, "the server")
 
     api = engine.start("api", SERVICES["api"], control, names)
-    assert api.wait(30) == 2, api.log
+    assert api.wait(START_SECONDS) == 2, api.log
     assert "there is no API key in /files" in api.log
     key = engine.start("keys", {**SERVICES["api"], "command": ["keys", "create", "--name", "first", "--json"]}, control, names)
-    assert key.wait(30) == 0, key.log
+    assert key.wait(START_SECONDS) == 0, key.log
     secret = json.loads(key.log)["secret"]
 
     started = {"api": engine.start("api", SERVICES["api"], control, names), "jobs": engine.start("jobs", SERVICES["jobs"], control, names)}
     for number in (1, 2):
         started[f"worker-{number}"] = engine.start(f"worker-{number}", SERVICES["worker"], worker, names, OMP_NUM_THREADS="1")
     for name, text in {"api": "listening on", "worker-1": "INFO ready", "worker-2": "INFO ready"}.items():
-        wait_until(lambda name=name, text=text: text in started[name].log, 60, f"{name} to be ready")
+        wait_until(lambda name=name, text=text: text in started[name].log, START_SECONDS, f"{name} to be ready")
     for name, container in started.items():
-        check = SERVICES[name.partition("-")[0]]["healthcheck"]["test"]
-        wait_until(lambda container=container, check=check: container.run(*check[1:]).returncode == 0, 60, f"{name} to be healthy")
+        check = SERVICES[name.partition("-")[0]]["healthcheck"]["test"][1:]
+        wait_until(lambda container=container, check=check: container.run(*check).returncode == 0, START_SECONDS, f"{name} to be healthy")
 
     imported = started["jobs"].run("python", "-c", PROGRAM)
     assert imported.returncode == 0, imported.stderr
@@ -123,11 +126,10 @@ def assert_confined(container: Container, own: set[str], service: dict[str, list
     writable = container.run("find", "/", "-path", "/proc", "-prune", "-o", "-type", "d", "-writable", "-print").stdout.split()
     volumes = {volume.partition(":")[2] for volume in service["volumes"]}
     assert volumes <= own
-    assert [path for path in writable if not path.startswith(("/tmp", "/dev/shm", *volumes))] == []
+    assert [path for path in writable if not path.startswith((*IN_MEMORY, *volumes))] == []
     assert volumes <= set(writable)
 
 
 def command_lines() -> str:
     """What every user of this machine can read of its processes."""
-    done = subprocess.run(["ps", "-e", "-ww", "-o", "args"], capture_output=True, text=True, check=True)
-    return done.stdout
+    return "\n".join(command_line(int(process.name)) for process in Path("/proc").iterdir() if process.name.isdecimal())
