@@ -10,6 +10,7 @@
 #include "bf16.h"
 
 enum { PANEL = 32, HALF = PANEL / 2, MOST_ROWS = 12 };
+enum { FEW_ROWS = 16, RUN_BYTES = 1 << 18 }; /* with few rows, weights are read as fast as they come: in long runs, which are read ahead */
 
 typedef struct {
     const bf16 *panels; /* [ceil(n / 32)][k / 2][32][2] */
@@ -76,10 +77,6 @@ ALWAYS_INLINE void multiply(int rows, const bf16 *x, ptrdiff_t k, const bf16 *pa
         sum[i][0] = sum[i][1] = _mm512_setzero_ps();
     for (ptrdiff_t j = 0; j < k; j += 2, panel += 2 * PANEL) {
         __m512bh low = (__m512bh)_mm512_loadu_si512(panel), high = (__m512bh)_mm512_loadu_si512(panel + PANEL);
-        if (rows <= 4) {
-            _mm_prefetch((const char *)(panel + 32 * PANEL), _MM_HINT_T0);
-            _mm_prefetch((const char *)(panel + 33 * PANEL), _MM_HINT_T0);
-        }
 #pragma GCC unroll 12
         for (int i = 0; i < rows; i++) {
             int pair;
@@ -161,7 +158,8 @@ static void multiply_panel(const packed_matrix *matrix, ptrdiff_t panel, const b
 
 void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
     ptrdiff_t panels = (matrix->n + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(dynamic)
+    ptrdiff_t bytes = PANEL * matrix->k * (ptrdiff_t)sizeof(bf16), chunk = m <= FEW_ROWS && bytes < RUN_BYTES ? RUN_BYTES / bytes : 1;
+#pragma omp parallel for schedule(dynamic, chunk)
     for (ptrdiff_t panel = 0; panel < panels; panel++)
         multiply_panel(matrix, panel, x, m, y);
 }
