@@ -44,12 +44,12 @@ def main() -> None:
     set_up_log(f"jobs-{options.queue}")
     logging.getLogger("rq").setLevel(logging.ERROR)  # its registries complain of killed jobs that have long run again
     logging.getLogger("rq.worker").addFilter(_is_news)
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
     control.use_server(options.redis_url)
     if options.queue == "bulk":
         control.use_threads(_LONG_JOBS)
     try:
+        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGINT, _stop)
         while not control.stopping.is_set():
             _serve(options.queue, options.redis_url)
     except (_Stopped, StopRequested):

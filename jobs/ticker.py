@@ -75,11 +75,11 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent()
     set_up_log("ticker")
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
     client = connect(options.redis_url)
     ticker = Ticker(Queue(client), options.file_store)
     try:
+        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGINT, _stop)
         while True:
             try:
                 check_server(client)
