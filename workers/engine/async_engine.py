@@ -43,6 +43,7 @@ _OWN_IDS = 1 << 62  # ids from here on belong to `generate`
 _STDERR_LINES = 5
 _LAST_WORDS = 600  # characters
 _DEATH_GRACE = 0.3  # seconds from the ended process to the end of what it said
+_LAST_WORDS_SECONDS = 2.0  # in which what an ended process had printed is read; a child of its own may hold its output open
 _EXIT_GRACE = 5.0  # seconds from the closed socket to the ended process, which may have a device to leave
 _GONE_LOOK = 10.0  # seconds between two complaints about a killed process that does not end
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
@@ -367,7 +368,7 @@ class _CoreProcess:
 
     def last_words(self) -> str:
         """The end of its stderr, as the end of a sentence."""
-        deadline = time.monotonic() + _DEATH_GRACE
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
         while self.ended.is_set() and self._reading.is_alive() and time.monotonic() < deadline:
             self._reading.join(0.01)
         words = " | ".join(line.strip() for line in self._lines if line.strip())

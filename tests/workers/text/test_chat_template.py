@@ -69,7 +69,8 @@ def test_renders_as_transformers_does(tmp_path: Path, template: str) -> None:
 
 def test_the_date_is_todays() -> None:
     template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {})
-    assert template.render([]) in {datetime.now().strftime("%Y-%m-%d")}
+    before, rendered, after = datetime.now(), template.render([]), datetime.now()
+    assert rendered in {moment.strftime("%Y-%m-%d") for moment in (before, after)}
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,11 @@ def test_a_token_costs_little() -> None:
     token_ids = random.Random(seed).choices(range(tokenizer.get_vocab_size()), k=20_000)
     detokenizer = DetokenizerFactory(tokenizer).start([])
     detokenizer.feed(token_ids)
-    started = time.process_time()
-    for token_id in token_ids:
-        detokenizer.feed((token_id,))
-    assert (time.process_time() - started) / len(token_ids) < 20e-6
+
+    def cost() -> float:
+        started = time.process_time()
+        for token_id in token_ids:
+            detokenizer.feed((token_id,))
+        return (time.process_time() - started) / len(token_ids)
+
+    assert min(cost() for _ in range(5)) < 20e-6
