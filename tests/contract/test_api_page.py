@@ -21,8 +21,8 @@ from jobs import keys
 from jobs.batches import get_batch
 from jobs.connection import connect
 from tests.contract.calls import results, submit, wait
-from tests.support.batch_stack import AWAY, BatchStack, echo_or_fail, serving_the_away
-from tests.support.control_plane import ROOT, Answering, chat_line
+from tests.support.batch_stack import AWAY, BatchStack, serving, serving_the_away
+from tests.support.control_plane import ROOT, chat_line
 from tests.support.waiting import wait_until
 
 PAGE = (ROOT / "docs" / "api.md").read_text()
@@ -51,7 +51,7 @@ def examples() -> list[Example]:
 @pytest.fixture(scope="module")
 def demo(stack: BatchStack) -> Iterator[None]:
     """A worker for the model that the page names."""
-    with Answering(stack.redis_url, echo_or_fail, models=("demo",)):
+    with serving(stack.redis_url, "demo"):
         yield
 
 

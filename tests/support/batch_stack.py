@@ -44,7 +44,7 @@ def running_stack(folder: Path, completion_windows: tuple[str, ...] = ("24h",)) 
         stack.enter_context(control_plane(redis_url, ("--file-store", str(store)), {"FILE_STORE": str(store)}))
         settings = ApiSettings(redis_url=redis_url, file_store=str(store), completion_windows=completion_windows)
         api_url = stack.enter_context(running_api(settings))
-        stack.enter_context(Answering(redis_url, echo_or_fail))
+        stack.enter_context(serving(redis_url, "m"))
         yield BatchStack(redis_url, store, api_url, settings)
 
 
@@ -58,16 +58,31 @@ def echo_or_fail(claim: Claim) -> Result:
 
 
 @contextmanager
+def serving(redis_url: str, model: str) -> Iterator[None]:
+    """A worker for a model. When it has gone nobody waits for it, as for one whose record lasts some leases longer."""
+    with Answering(redis_url, echo_or_fail, models=(model,)) as worker:
+        yield
+    with _queue(redis_url) as queue:
+        queue.remove_worker(worker.name)
+
+
+@contextmanager
 def serving_the_away(stack: BatchStack) -> Iterator[None]:
     """Lets the lines that wait be answered."""
-    with Answering(stack.redis_url, echo_or_fail, models=(AWAY,)):
+    with serving(stack.redis_url, AWAY):
         yield
 
 
 def _announce(redis_url: str, model: str) -> None:
-    with closing(connect(redis_url)) as client, closing(Queue(client)) as queue:
+    with _queue(redis_url) as queue:
         queue.register_worker(WorkerRecord("came-and-went", [model], "ready", 4096, time.time(), "test", 1))
         queue.remove_worker("came-and-went")
+
+
+@contextmanager
+def _queue(redis_url: str) -> Iterator[Queue]:
+    with closing(connect(redis_url)) as client, closing(Queue(client)) as queue:
+        yield queue
 
 
 def _check(redis_url: str) -> None:
