@@ -8,7 +8,6 @@ import re
 from collections import defaultdict
 from typing import Any
 
-import httpx2
 from openai.types import Batch, FileDeleted, FileObject
 from pydantic import BaseModel, ValidationError
 
@@ -41,7 +40,7 @@ class Recorder:
         self.states: dict[str, list[str]] = defaultdict(list)  # of each batch that was seen, in order
         self._counts: dict[str, tuple[int, int]] = {}
 
-    def __call__(self, response: httpx2.Response) -> None:
+    def __call__(self, response: Any) -> None:
         call = f"{response.request.method} {response.request.url.path}"
         if not response.headers.get("x-request-id", "").startswith("req_"):
             self.faults.append(f"{call}: no x-request-id")
