@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.processes import command_line, is_running
+from tests.support.processes import command_line, is_running, send_all
 from tests.support.waiting import wait_until
 from tests.workers.engine.tiny_models import folder
 from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineStartError
@@ -41,18 +41,38 @@ def ranks_of(core: int) -> list[int]:
     return [child.pid for child in psutil.Process(core).children() if "rank_process" in command_line(child.pid)]
 
 
-async def death_at_work(engine: AsyncEngine, harm: Callable[[], None]) -> EngineDeadError:
-    """What ends requests that are under way when `harm` comes."""
+async def death_at_work(engine: AsyncEngine, rank: int, harm: Callable[[], None]) -> EngineDeadError:
+    """What ends requests that are under way when `harm` comes. The rank stands still before, so that the last of them has not ended."""
     answers = [engine.generate([number], ENDLESS) for number in range(8)]
     for answer in answers:
         await anext(answer)
+    os.kill(rank, signal.SIGSTOP)
+    waiting = [asyncio.create_task(exhaust(answer)) for answer in [*answers, engine.generate([8], ENDLESS)]]
+    await asyncio.sleep(0)
     began = time.monotonic()
     harm()
-    ends = await asyncio.gather(*(exhaust(answer) for answer in answers), return_exceptions=True)
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
     assert time.monotonic() - began < PROMPT_SECONDS
-    (death,) = {id(end): end for end in ends}.values()
+    (death,) = {id(end): end for end in ends if end is not None}.values()
     assert isinstance(death, EngineDeadError)
     return death
+
+
+def signalled(pid: int, number: signal.Signals) -> None:
+    """One that stands still takes most signals only when it goes on."""
+    send_all([pid], number)
+    send_all([pid], signal.SIGCONT)
+
+
+def starve(pid: int) -> None:
+    """Nothing that a process asks for is given any more."""
+    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    send_all([pid], signal.SIGCONT)
+
+
+def end_core(core: int, rank: int, number: signal.Signals) -> None:
+    os.kill(core, number)
+    send_all([rank], signal.SIGCONT)
 
 
 async def exhaust(items: AsyncIterator[object]) -> None:
@@ -82,7 +102,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def test_a_rank_that_is_ended_by_a_signal_ends_the_core_by_the_same(number: signal.Signals, by_itself: bool) -> None:
     async def scenario() -> None:
         async with started() as (engine, rank):
-            death = await death_at_work(engine, lambda: os.kill(rank, number))
+            death = await death_at_work(engine, rank, lambda: signalled(rank, number))
             assert (death.returncode, death.by_itself) == (-number, by_itself)
             assert death.reason == f"the engine core was ended by {number.name}"
             assert f"rank 1 (process {rank}) was ended by {number.name}" in str(death)
@@ -95,7 +115,7 @@ def test_a_rank_that_is_ended_by_a_signal_ends_the_core_by_the_same(number: sign
 def test_a_rank_that_runs_out_of_memory_ends_the_core_and_says_why() -> None:
     async def scenario() -> None:
         async with started() as (engine, rank):
-            death = await death_at_work(engine, lambda: resource.prlimit(rank, resource.RLIMIT_AS, (1 << 20, 1 << 20)))
+            death = await death_at_work(engine, rank, lambda: starve(rank))
             assert death.by_itself
             assert "rank 1: " in death.reason
             await gone(rank)
@@ -108,7 +128,7 @@ def test_a_rank_that_runs_out_of_memory_ends_the_core_and_says_why() -> None:
 def test_no_rank_outlives_its_core(number: signal.Signals) -> None:
     async def scenario() -> None:
         async with started() as (engine, rank):
-            await death_at_work(engine, lambda: os.kill(engine.pid, number))
+            await death_at_work(engine, rank, lambda: end_core(engine.pid, rank, number))
             await gone(rank)
 
     run(scenario)
@@ -117,8 +137,8 @@ def test_no_rank_outlives_its_core(number: signal.Signals) -> None:
 @pytest.mark.proof
 def test_a_rank_that_hangs_is_a_core_that_hangs() -> None:
     async def scenario() -> None:
-        async with started(step_timeout=2.0) as (engine, rank):
-            death = await death_at_work(engine, lambda: os.kill(rank, signal.SIGSTOP))
+        async with started(step_timeout=5.0) as (engine, rank):
+            death = await death_at_work(engine, rank, lambda: None)  # it stands still, and goes on to do so
             assert death.by_itself
             assert "its step hung" in death.reason
             await gone(rank)
@@ -131,7 +151,7 @@ def test_a_stop_leaves_no_rank() -> None:
     async def scenario() -> None:
         async with started() as (engine, rank):
             await engine.stop()
-            assert not is_running(rank)
+            await gone(rank)
 
     run(scenario)
 

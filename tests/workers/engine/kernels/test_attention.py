@@ -54,7 +54,7 @@ class Step:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     window: int | None = None
-    seed: int = field(default_factory=lambda: int.from_bytes(os.urandom(4)))
+    seed: int = field(default_factory=lambda: int(os.environ.get("ATTENTION_SEED", 1)))
 
     def __post_init__(self) -> None:
         print(f"seed {self.seed}")
@@ -212,7 +212,7 @@ def test_without_a_card_the_interpreter_must_be_asked_for(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("window", [None, 1024])
 @pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 2, 128), (8, 4, 128), (2, 7, 64), (12, 1, 64), (4, 8, 96), (1, 16, 80)])
 def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dtype: torch.dtype) -> None:
-    random = np.random.default_rng()
+    random = np.random.default_rng(1)
     decode = [(1, int(length)) for length in random.integers(1, 6000, 40)] + [(1, 0)] * 3
     chunks = [
         (int(count), int(count + before)) for count, before in zip(random.integers(2, 900, 5), random.integers(0, 3000, 5), strict=True)
