@@ -22,7 +22,7 @@ from tests.support.processes import descendants
 
 LEASE_SECONDS = 2.0
 STREAM_INTERVAL = 0.25  # between checkpoints
-END_SECONDS = 180.0  # in which a fleet that is left alone must get through what it has
+END_SECONDS = 300.0  # in which a fleet that is left alone must get through what it has
 
 
 def main() -> int:
@@ -60,6 +60,7 @@ def run(folder: Path, *, seconds: float, seed: int, every: float, requests: int,
             killers.finish()
             load.stop()
             fleet.wait(load.has_ended, END_SECONDS, f"the rest to end: {load.unfinished}")
+        fleet.wait_ready()  # what is still on its way would end otherwise than in good order
         return judge(fleet, load, killers, time.monotonic() - began, seed, requests, others)
 
 

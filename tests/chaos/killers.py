@@ -177,7 +177,12 @@ def empty_redis(killers: Killers) -> str | None:
         return None
     killers.load.note_empty()
     killers.fleet.redis.lose_everything()
-    return killers.break_redis(killers.rng.uniform(0.0, 2.0), killers.fleet.redis.start)
+
+    def come_back() -> None:
+        killers.fleet.redis.start()
+        killers.load.note_loss()
+
+    return killers.break_redis(killers.rng.uniform(0.0, 2.0), come_back)
 
 
 def cut_power(killers: Killers) -> str | None:
@@ -186,9 +191,10 @@ def cut_power(killers: Killers) -> str | None:
     on_disk = killers.fleet.redis.on_disk()
 
     def lose_the_last_second() -> None:
-        killers.load.note_rollback()
+        killers.load.note_loss()
         killers.fleet.redis.lose_power(on_disk)
         killers.fleet.redis.start()
+        killers.load.note_loss()
 
     return killers.break_redis(1.0, lose_the_last_second)
 

@@ -43,7 +43,7 @@ class Batch:
     cancel_at: int | None  # lines after which it is cancelled
     id: str | None = None
     record: BatchRecord | None = None
-    life: int = 0  # how often Redis had lost something when the record was read
+    life: int = 0  # `Load.lives` when the record was read
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Load:
         self.batches: list[Batch] = []
         self.live = LiveAnswers()
         self.faults: list[str] = []  # what was seen on the way and must not be
-        self.lives = 0  # how often Redis lost something
+        self.lives = 0  # how often Redis began or ended to lose something; even while it loses nothing
         self._lost_totals = (0, 0)
 
     def __enter__(self) -> "Load":
@@ -121,16 +121,16 @@ class Load:
         generated, delivered = self._fleet.queue.token_totals()
         return self._lost_totals[0] + generated, self._lost_totals[1] + delivered
 
-    def note_rollback(self) -> None:
-        """Redis is about to go back a little, and what it says of batches with it."""
+    def note_loss(self) -> None:
+        """Redis is about to go back, and what it says of batches with it, or has just done so: what was read before says nothing now."""
         self.lives += 1
 
     def note_empty(self) -> None:
-        """Redis is about to lose everything; workers that live on will tell the next one of all their tokens again."""
+        """The same, where it loses everything; workers that live on will tell the next one of all their tokens again."""
         generated, delivered = self.token_totals()
         told_again = sum(int(self._fleet.client.get(keys.counted(worker.id)) or 0) for worker in self._fleet.queue.workers())
         self._lost_totals = generated - told_again, delivered
-        self.lives += 1
+        self.note_loss()
 
     def _feed(self) -> None:
         while not self._ending.wait(_LOOK_SECONDS):
@@ -169,7 +169,7 @@ class Load:
                 return
         record = get_batch(self._fleet.client, batch.id, retry_seconds=0)
         before, batch.record = batch.record, record
-        if before is not None and batch.life == life == self.lives:
+        if before is not None and batch.life == life == self.lives and life % 2 == 0:
             self._compare(batch, before, record)
         batch.life = life
         if batch.cancel_at is not None and record.state == "in_progress" and record.completed >= batch.cancel_at:

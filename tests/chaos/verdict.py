@@ -1,6 +1,7 @@
 """What a run must have kept: `judge` looks at every line, call, process and key, and says what is wrong."""
 
 import os
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,13 +65,20 @@ def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int,
     codes |= fleet.stop("jobs")
     found += [f"{name} ended with exit code {code} when it was told to stop" for name, code in codes.items() if code]
     found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
-    left = set(descendants(os.getpid())) - others - {fleet.redis.pid}
-    found += [f"left running: {command_line(pid)}" for pid in left]
+    found += [f"left running: {command_line(pid)}" for pid in _left_running({*others, fleet.redis.pid})]
     found += faults(fleet.client)
     found += [f"only {load.finished} of {requests} lines were answered in time"] if load.finished < requests else []
     found += [] if load.live.right else ["no live call was answered"]
     generated, delivered = load.token_totals()
     return Verdict(seed, seconds, load.handed_in, load, killers, exits, (generated, delivered), found)
+
+
+def _left_running(others: set[int], patience: float = 30.0) -> set[int]:
+    """Descendants of this process that do not end, but for the others."""
+    deadline = time.monotonic() + patience
+    while (left := set(descendants(os.getpid())) - others) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def _batch_faults(batch: Batch) -> list[str]:

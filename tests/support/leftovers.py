@@ -25,7 +25,7 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
 }
 
 
-def leftovers(client: Any, patience: float = 15.0) -> list[str]:
+def leftovers(client: Any, patience: float = 60.0) -> list[str]:
     """Sentences about keys that nobody accounts for; those of workers that just stopped get some seconds to go away."""
     deadline = time.monotonic() + patience
     while (found := list(filter(None, (_fault(client, key) for key in client.keys("*"))))) and time.monotonic() < deadline:
@@ -36,7 +36,8 @@ def leftovers(client: Any, patience: float = 15.0) -> list[str]:
 def _fault(client: Any, raw: bytes) -> str | None:
     key, left = raw.decode(errors="replace"), client.ttl(raw)
     if key == keys.WATCHED:  # its members go when nobody watches any more
-        left = int(client.zrange(raw, -1, -1, withscores=True)[0][1] / 1000 - client.time()[0])
+        last = client.zrange(raw, -1, -1, withscores=True)
+        left = int(last[0][1] / 1000 - client.time()[0]) if last else -2
     if key in _STAY or _STAY_WITH_FILES.fullmatch(key) or left == -2:
         return None
     for pattern, seconds in _GO_AWAY.items():
