@@ -1,13 +1,12 @@
 """The Batch API end to end: the official client, HTTP, `pipeline serve` and the demo model, whose right answers are known."""
 
-import contextlib
 import json
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ from jobs.manifest import END_STATES
 from tests.pipeline.results import answers, check_answers, examples
 from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.event_reader import Event, EventReader, batch_texts
-from tests.support.processes import command_line, cpu_seconds, descendants, send_all
+from tests.support.ports import reserved_port
+from tests.support.processes import command_line, cpu_seconds, descendants, send_all, wait_for_rest
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
@@ -45,7 +45,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with running_server() as server, running_pipeline("serve", "--port", 0, *flags, redis_url=server.url) as command:
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
-        wait_until(lambda: httpx.get(f"{found[1]}/health").json()["models"], 60, "the model to be served")
+        wait_until(lambda: httpx.get(f"{found[1]}/health").json()["models"], 120, "the model to be served")
         yield Served(command, found[1], server.url)
 
 
@@ -60,7 +60,7 @@ def submit(client: openai.OpenAI, source: Path, window: Any = "24h") -> Batch:
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window=window)
 
 
-def wait(client: openai.OpenAI, batch: Batch, timeout: float = 60) -> Batch:
+def wait(client: openai.OpenAI, batch: Batch, timeout: float = 150) -> Batch:
     """The batch at its end; its states and counts only ever went forward."""
     counts = [0, 0]
 
@@ -93,10 +93,13 @@ def lines(path: Path, short: int, long: int, tokens: int = 1900) -> Path:
 
 def test_questions_are_answered_and_their_tokens_followed_through_a_cut(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
     source = examples(tmp_path / "in.jsonl", 300)
-    batch = submit(client, source)
-    path = f"{served.url}/v1/batches/{batch.id}/stream"
-    with EventReader(path) as reader:
-        wait_until(lambda: len(reader.events) > 300, 60, "some hundred events")
+    with ExitStack() as reading:
+        with standing_still(served.command):
+            batch = submit(client, source)
+            path = f"{served.url}/v1/batches/{batch.id}/stream"
+            reader = reading.enter_context(EventReader(path))
+            wait_until(lambda: is_watched(served.redis_url, batch), 60, "its tokens to be watched")
+        wait_until(lambda: len(reader.events) > 300, 150, "some hundred events")
     seen = [*reader.events]
     while seen[-1].id is None:
         seen.pop()
@@ -114,9 +117,25 @@ def test_questions_are_answered_and_their_tokens_followed_through_a_cut(served: 
     assert (Batch.model_validate(end.value), done.value) == (batch, None)
 
 
+@contextmanager
+def standing_still(command: RunningCommand) -> Iterator[None]:
+    """Nothing is computed meanwhile: who reads a batch from then on is told of all its tokens."""
+    cores = [pid for pid in descendants(command.process.pid) if "core_process" in command_line(pid)]
+    send_all(cores, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send_all(cores, signal.SIGCONT)
+
+
+def is_watched(redis_url: str, batch: Batch) -> bool:
+    with connect(redis_url) as client:
+        return client.zscore(keys.WATCHED, batch.id) is not None
+
+
 @pytest.mark.proof
 def test_results_can_be_read_while_the_batch_runs(client: openai.OpenAI, tmp_path: Path) -> None:
-    batch = submit(client, lines(tmp_path / "in.jsonl", short=5, long=12, tokens=500))
+    batch = submit(client, lines(tmp_path / "in.jsonl", short=5, long=12, tokens=1000))
     output = wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
     first = client.files.with_raw_response.content(output, extra_query={"offset": 0})
     position = int(first.headers["x-last-line"])
@@ -132,7 +151,7 @@ def test_results_can_be_read_while_the_batch_runs(client: openai.OpenAI, tmp_pat
     whole = rows(client, output)
     assert sorted([*map(json.loads, early), *later], key=lambda row: row["id"]) == sorted(whole, key=lambda row: row["id"])
     assert [row["custom_id"] for row in whole] == [*(f"short-{n}" for n in range(5)), *(f"long-{n}" for n in range(12))]
-    assert {row["response"]["body"]["usage"]["completion_tokens"] for row in whole} == {4, 500}
+    assert {row["response"]["body"]["usage"]["completion_tokens"] for row in whole} == {4, 1000}
 
 
 @pytest.mark.proof
@@ -141,14 +160,12 @@ def test_a_cancel_takes_the_work_out_of_the_engine_within_a_second(served: Serve
     wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
     wait_until(lambda: engine_running(served) >= 40, 30, "the engine to say that it is busy")
     core = engine_core(served)
-    began = time.monotonic()
     assert client.batches.cancel(batch.id).status == "cancelling"
-    answered = time.monotonic() - began
+    before = cpu_seconds(core)
     with connect(served.redis_url) as client_of_redis:
         assert client_of_redis.hlen(keys.LEASE) == 0
-    rested = seconds_until_rest(core, began)
-    print(f"cancel answered after {answered:.3f} s, engine at rest after {rested:.3f} s")
-    assert rested < 1
+    wait_for_rest([core], 0.05, 0.5)
+    assert cpu_seconds(core) - before < 1  # its own time, for others may hold up whoever would look at a clock
     batch = wait(client, batch)
     assert client.batches.cancel(batch.id).status == batch.status == "cancelled"
     check_ends(client, batch, "batch_cancelled", short=3, total=43)
@@ -164,18 +181,6 @@ def engine_running(served: Served) -> float:
 def engine_core(served: Served) -> int:
     [core] = [pid for pid in descendants(served.command.process.pid) if "core_process" in command_line(pid)]
     return core
-
-
-def seconds_until_rest(pid: int, began: float) -> float:
-    """When a process that works at full speed had used no processor time for a fifth of a second, less that."""
-    used, since = cpu_seconds(pid), time.monotonic()
-    deadline = since + 30
-    while time.monotonic() - since < 0.2:
-        assert time.monotonic() < deadline, "the process goes on"
-        time.sleep(0.02)  # what is measured is this very time
-        if (now := cpu_seconds(pid)) > used + 0.01:
-            used, since = now, time.monotonic()
-    return since - began
 
 
 def check_ends(client: openai.OpenAI, batch: Batch, code: str, short: int, total: int) -> None:
@@ -232,35 +237,52 @@ class Following(threading.Thread):
         self.events: list[Event] = []
         self.cuts = 0
         self._url = url
+        self._reader: EventReader | None = None
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it reads just now, and has heard something."""
+        reader = self._reader
+        return reader is not None and bool(reader.events) and not reader.is_cut
 
     def run(self) -> None:
         while not self.events or self.events[-1].value is not None:
             last_id = next((event.id for event in reversed(self.events) if event.id is not None), None)
-            with contextlib.suppress(httpx.HTTPError, AssertionError), EventReader(self._url, last_id) as reader:
-                wait_until(lambda reader=reader: reader.ended or reader.is_cut, 120, "the stream to end")  # type: ignore[misc]
+            with suppress(httpx.HTTPError, AssertionError), EventReader(self._url, last_id) as reader:
+                self._reader = reader
+                wait_until(lambda reader=reader: reader.ended or reader.is_cut, 200, "the stream to end")  # type: ignore[misc]
                 self.cuts += not reader.ended
                 self.events += reader.events
+            time.sleep(0.05)  # where nobody listens it would try again at once
 
 
 @pytest.mark.proof
 def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_path: Path) -> None:
-    flags = ["--port", free_port(), "--file-store", tmp_path / "store", "--lease-seconds", 2, "--max-num-seqs", 8, "--stream-interval", 0.2]
+    """The API comes back under the same address; it is killed where most of the lines are still to come."""
+    flags = ["--file-store", tmp_path / "store", "--lease-seconds", 2, "--max-num-seqs", 8, "--stream-interval", 0.2]
     source = examples(tmp_path / "in.jsonl", 300)
-    with running_pipeline("serve", *flags) as command:
+    with (
+        reserved_port() as port,
+        running_server() as server,
+        running_pipeline("serve", "--port", port, *flags, redis_url=server.url) as command,
+    ):
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
         url = found[1]
-        wait_until(lambda: httpx.get(f"{url}/health").json()["models"], 60, "the model to be served")
+        wait_until(lambda: httpx.get(f"{url}/health").json()["models"], 120, "the model to be served")
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=20, timeout=60) as client:
-            batch = submit(client, source)
-            following = Following(f"{url}/v1/batches/{batch.id}/stream")
-            following.start()
-            parts = ["pipeline api", "core_process", "--queue advance", "pipeline worker", "--queue bulk", "pipeline api", "jobs.ticker"]
-            for number, part in enumerate(parts, 1):
+            with standing_still(command):
+                batch = submit(client, source)
+                following = Following(f"{url}/v1/batches/{batch.id}/stream")
+                following.start()
+                wait_until(lambda: is_watched(server.url, batch), 60, "its tokens to be watched")
+            parts = ["pipeline api", "core_process", "pipeline api", "--queue advance", "pipeline worker", "--queue bulk", "jobs.ticker"]
+            for number, part in enumerate(parts):
                 wait_until(lambda number=number: done_lines(client, batch) >= 35 * number, 120, "some more lines")  # type: ignore[misc]
+                wait_until(lambda: following.is_connected, 60, "the stream to be read")
                 send_all([pid for pid in descendants(command.process.pid) if part in command_line(pid)], signal.SIGKILL)
-            batch = wait(client, batch, 120)
-            following.join(60)
+            batch = wait(client, batch)
+            following.join(120)
             (tmp_path / "out.jsonl").write_bytes(client.files.content(batch.output_file_id or "").content)
     check_answers(source, tmp_path / "out.jsonl")
     assert batch.request_counts is not None
@@ -272,11 +294,3 @@ def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_pa
 def done_lines(client: openai.OpenAI, batch: Batch) -> int:
     counts = client.batches.retrieve(batch.id).request_counts
     return 0 if counts is None else counts.completed + counts.failed
-
-
-def free_port() -> int:
-    """Of the API, which has to come back under the same address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -14,7 +14,7 @@ EXAMPLES = REPOSITORY / "examples" / "requests.jsonl"
 
 
 def run_pipeline(
-    *arguments: object, redis_url: str | None = None, timeout: float = 120, **environment: str
+    *arguments: object, redis_url: str | None = None, timeout: float = 250, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     return subprocess.run(
@@ -57,13 +57,13 @@ class RunningCommand:
             self._seen += chunk
         return self._seen.decode(errors="replace")
 
-    def wait_for(self, text: str, timeout: float = 60) -> str:
+    def wait_for(self, text: str, timeout: float = 150) -> str:
         """Waits until `text` was printed; returns everything so far."""
         wait_until(lambda: text in self.output or self.process.poll() is not None, timeout, f"{text!r} in the output")
         assert text in self.output, self.output
         return self.output
 
-    def wait(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 150) -> int:
         """Waits for its end; returns the exit code. Goes on reading, so that a full pipe holds nobody up."""
         wait_until(lambda: [self.output, self.process.poll() is not None][1], timeout, "the command to end")
         assert self.process.returncode is not None
