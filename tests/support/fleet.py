@@ -159,11 +159,11 @@ class Fleet:
         wait_until(met, timeout, what)
 
     def wait_ready(self) -> None:
-        """Until no process is about to start or to end, every worker takes requests and the API answers."""
+        """Until no process is about to start or to end, every worker takes requests and the API serves them."""
         self.wait(lambda: all(member.is_settled for member in self.members.values()), START_SECONDS, "the processes to be there")
         self.wait(lambda: self.ready_workers() >= {worker.pid for worker in self.workers}, START_SECONDS, "the workers to be ready")
         if self.api_url is not None:
-            self.wait(lambda: httpx.get(f"{self.api_url}/health").status_code == 200, START_SECONDS, "the API to answer")
+            self.wait(lambda: httpx.get(f"{self.api_url}/health").json().get("models"), START_SECONDS, "the API to serve the model")
 
     def ready_workers(self) -> set[int]:
         """Process ids of those that take requests."""
