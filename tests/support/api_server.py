@@ -21,7 +21,10 @@ def running_api(settings: ApiSettings) -> Iterator[str]:
     """The address of a running API; `settings.port` is not looked at."""
     listener = listen("127.0.0.1", 0)
     app = create_app(settings)
-    config = uvicorn.Config(app, http=HttpProtocol, ws="none", lifespan="on", log_level="warning", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(
+        app, http=HttpProtocol, ws="none", lifespan="on", log_level="warning", timeout_graceful_shutdown=2,
+        timeout_keep_alive=600,  # a client that does not ask again loses a call for which it takes a connection that just closes
+    )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
