@@ -18,6 +18,7 @@ from jobs.server import PrivateServer
 from jobs.settings import QueueSettings
 from tests.support.integrity import faults
 from tests.support.lossy_proxy import LossyProxy
+from tests.support.redis_server import keep_all_that_is_said
 from tests.support.requests import MODEL, delta, finished, held, start_batch
 from tests.support.waiting import wait_until
 
@@ -124,19 +125,12 @@ class Race:
             self.won.update(claim.key for claim in claims if claim.key not in lost)
 
 
-def keep_all_that_is_said(server: PrivateServer) -> None:
-    """While a disk is slow, `appendfsync everysec` answers before it writes; a commit that was accepted might then be lost, and accepted
-    again. Here each must be accepted once."""
-    with connect(server.url) as client:
-        client.config_set("appendfsync", "always")
-
-
 def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     batches = ["batch_a", "batch_b"]
     with PrivateServer(folder / "r") as server, LossyProxy(server.url) as proxy:
-        keep_all_that_is_said(server)
+        keep_all_that_is_said(server)  # a commit that was accepted and is lost would be accepted again
         client = connect(server.url)
         queue = Queue(client, SETTINGS)
         for batch in batches:

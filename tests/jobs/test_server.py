@@ -13,6 +13,8 @@ from jobs.connection import ServerError, connect
 from jobs.queue import Queue
 from jobs.server import PrivateServer, find_server
 from tests.support.integrity import faults
+from tests.support.processes import is_running
+from tests.support.redis_server import keep_all_that_is_said
 from tests.support.requests import MODEL, delta, finished, held, lines, start_batch
 from tests.support.waiting import wait_until
 
@@ -43,6 +45,7 @@ def test_a_long_path_gets_a_short_socket(tmp_path: Path) -> None:
 def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
     """Waiting, running and finished requests, checkpoints, counts and fences stand as they stood."""
     with PrivateServer(tmp_path / "redis") as server:
+        keep_all_that_is_said(server)
         queue = Queue(connect(server.url))
         start_batch(queue, "batch_a", 40)
         claims = queue.claim("w1", 1, 20, models=[MODEL])
@@ -79,14 +82,7 @@ def test_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
-    wait_until(lambda: not _is_alive(pid), 60, "the server is gone")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not is_running(pid), 60, "the server is gone")
 
 
 def test_two_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jobs.connection import connect
 from jobs.server import PrivateServer
 
 
@@ -13,3 +14,10 @@ def running_server(directory: Path | None = None) -> Iterator[PrivateServer]:
     """A private server in `directory` (or a fresh temporary one); gone, with its files, at the end."""
     with tempfile.TemporaryDirectory(prefix="redis-") as fallback, PrivateServer(directory or Path(fallback)) as server:
         yield server
+
+
+def keep_all_that_is_said(server: PrivateServer) -> None:
+    """While a disk is slow, `appendfsync everysec` answers before it writes, and a kill takes along what was answered. Until this server is
+    started anew it writes first."""
+    with connect(server.url) as client:
+        client.config_set("appendfsync", "always")
