@@ -17,17 +17,22 @@ TOKENS = 40
 
 
 class Workers(threading.Thread):
-    """Gives every request `TOKENS` tokens, many at once and in a random order, some after having been handed back, and ends it."""
+    """Gives every request `TOKENS` tokens, many at once and in a random order, some after having been handed back, and ends it.
+
+    At each fifth of its way it waits until one more reader has begun.
+    """
 
     def __init__(self, url: str, seed: int) -> None:
         super().__init__(daemon=True)
         self._url = url
         self._random = random.Random(seed)
+        self.begun = threading.Semaphore(0)
 
     def run(self) -> None:
         with connect(self._url) as client:
             queue, seq = Queue(client), 0
             held: list[Claim] = []
+            ended = 0
             published: defaultdict[RequestKey, int] = defaultdict(int)
             while True:
                 seq += 1
@@ -41,6 +46,9 @@ class Workers(threading.Thread):
                 if last.total == TOKENS:
                     held.remove(claim)
                     assert queue.commit("w1", [finished(claim, last=last)]) == []
+                    ended += 1
+                    if ended % (LINES // 5) == 0 and ended < LINES:
+                        self.begun.acquire()
                 else:
                     assert queue.publish("w1", [last]) == []
                     if self._random.random() < 0.05:
@@ -81,6 +89,7 @@ def test_a_reader_may_begin_at_any_moment(queue: Queue, redis_client: redis.Redi
         for entries in beginning:
             reading.take(entries)
         assert beginning.last_id is not None
+        workers.begun.release()
         readers.append((reading, beginning.last_id))
     workers.join()
     for reading, last_id in readers:
