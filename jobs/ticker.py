@@ -6,9 +6,11 @@ and removes the files and batches whose time is over.
 """
 
 import argparse
+import contextlib
 import logging
 import secrets
 import signal
+import threading
 import time
 from types import FrameType
 from typing import Any, NamedTuple
@@ -64,6 +66,7 @@ _RECORD = (
     "open_models",
     "passed_over",
 )
+_stopping = threading.Event()
 log = logging.getLogger(__name__)
 
 
@@ -77,10 +80,10 @@ def main() -> None:
     set_up_log("ticker")
     client = connect(options.redis_url)
     ticker = Ticker(Queue(client), options.file_store)
-    try:
+    with contextlib.suppress(_Stopped):
         signal.signal(signal.SIGTERM, _stop)
         signal.signal(signal.SIGINT, _stop)
-        while True:
+        while not _stopping.is_set():
             try:
                 check_server(client)
                 ticker.run()
@@ -89,8 +92,7 @@ def main() -> None:
                 if is_full(error):
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
-    except _Stopped:
-        ticker.resign()
+    ticker.resign()
 
 
 class _Retry(NamedTuple):
@@ -120,8 +122,8 @@ class Ticker:
         self._pending: dict[str, _Retry] = {}  # batches whose slice runs just now and that want another
 
     def run(self) -> None:
-        """Leads whenever it can, for ever."""
-        while True:
+        """Leads whenever it can, until the process is told to end."""
+        while not _stopping.is_set():
             if not self.lead():
                 time.sleep(TICK_SECONDS)
                 continue
@@ -306,6 +308,7 @@ class _Stopped(Exception):
 
 
 def _stop(signum: int, frame: FrameType | None) -> Any:
+    _stopping.set()  # also heard where the exception ends unseen, as in a destructor of redis-py
     raise _Stopped
 
 

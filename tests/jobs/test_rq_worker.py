@@ -23,7 +23,8 @@ from jobs.rq_worker import ControlWorker
 from tests.support.batch_steps import answer_all
 from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
 from tests.support.processes import is_running, wait_for_rest
-from tests.support.redis_server import running_server
+from tests.support.redis_server import keep_all_that_is_said, running_server
+from tests.support.slow_file import slow_reading
 from tests.support.waiting import wait_until
 
 
@@ -33,24 +34,26 @@ def spec_of(source: Path) -> BatchSpec:
 
 
 def test_a_small_batch_runs_through_without_waiting(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    """Whoever waits for a tick, or for RQ to look, waits each time."""
-    seconds = []
+    """Whoever waits for a tick, or for RQ to look, waits each time, and so one of many that did not is enough."""
+    seconds: list[float] = []
     with control_plane(redis_url) as plane, Answering(redis_url):
-        for turn in range(5):
+        for turn in range(30):
             source = write_input(tmp_path / str(turn) / "in.jsonl", 300)
             started = time.monotonic()
             record = wait_for(redis_client, create_batch(redis_client, spec_of(source)).id, timeout=60)
             seconds.append(time.monotonic() - started)
             assert (record.state, record.completed) == ("completed", 300)
             check_echoes(source.with_name("out.jsonl"), 300)
+            if min(seconds) < 0.9:
+                break
         plane.stop()
     print("300 lines in", seconds)  # about 0.15 s when the machine is free
-    assert min(seconds) < 1
+    assert min(seconds) < 0.9
 
 
 def test_idle_processes_rest(redis_client: redis.Redis, redis_url: str) -> None:
     with control_plane(redis_url) as plane:
-        wait_until(lambda: redis_client.exists("{q}:leader") and len(redis_client.smembers("rq:workers")) == 2, 30, "processes are up")
+        wait_until(lambda: redis_client.exists("{q}:leader") and len(redis_client.smembers("rq:workers")) == 2, 60, "processes are up")
         wait_for_rest([process.pid for process in plane.processes.values()], 0.015)
 
 
@@ -85,7 +88,7 @@ def test_sigterm_keeps_what_finished(redis_client: redis.Redis, redis_url: str, 
     source = write_input(tmp_path / "in.jsonl", 100)
     with control_plane(redis_url) as plane:
         batch = create_batch(redis_client, spec_of(source)).id
-        wait_until(lambda: get_batch(redis_client, batch).waiting == 100, 30, "lines are ready")
+        wait_until(lambda: get_batch(redis_client, batch).waiting == 100, 60, "lines are ready")
         plane.kill("ticker")
         answer_all(redis_client, most=60)
         plane.stop()
@@ -96,14 +99,21 @@ def test_sigterm_keeps_what_finished(redis_client: redis.Redis, redis_url: str, 
 
 
 def test_sigterm_ends_a_long_job_at_its_next_beat(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    source = write_input(tmp_path / "in.jsonl", 200_000)
-    plane = ControlPlane(redis_url)
+    source = write_input(tmp_path / "in.jsonl", 100_000)
+    plane = ControlPlane(redis_url, environment=slow_reading(source, 0.001))
     plane.start("bulk")
     batch = create_batch(redis_client, spec_of(source)).id
-    wait_until(lambda: not is_waiting(redis_client, "validate", batch, 1), 30, "validation has begun")
+    wait_until(lambda: not is_waiting(redis_client, "validate", batch, 1), 60, "validation has begun")
     plane.stop()
     assert get_batch(redis_client, batch).state == "validating"
     assert not [path for path in (tmp_path / "out.parts").iterdir() if path.suffix == ".bin"]
+
+
+@pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])
+def test_sigterm_is_heard_from_the_start(redis_url: str, name: str) -> None:
+    plane = ControlPlane(redis_url)
+    plane.start(name)
+    plane.stop()
 
 
 @pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])
@@ -115,7 +125,7 @@ def test_children_die_with_their_parent(redis_client: redis.Redis, redis_url: st
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     ready = (lambda: redis_client.exists("{q}:leader")) if name == "ticker" else (lambda: redis_client.smembers("rq:workers"))
-    wait_until(ready, 30, "the child is up")
+    wait_until(ready, 60, "the child is up")
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     wait_until(lambda: not is_running(child), 60, "the child is gone")
@@ -125,6 +135,7 @@ def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 2000)
     with running_server() as server, control_plane(server.url) as plane, Answering(server.url, limit=16, pause=0.005):
         url, client = server.url, connect(server.url)
+        keep_all_that_is_said(server)  # a batch of which Redis lost the record would not come back
         batch = create_batch(client, spec_of(source)).id
         for fraction in (0.1, 0.5):
             wait_until(lambda least=2000 * fraction: get_batch(client, batch).completed > least, 60, "some lines are done")  # type: ignore[misc]
@@ -132,7 +143,8 @@ def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
             server.stop()
             server.start()
             assert server.url == url
-        record = wait_for(client, batch, timeout=60)
+            keep_all_that_is_said(server)
+        record = wait_for(client, batch, timeout=150)
         assert {name: process.poll() for name, process in plane.processes.items()} == dict.fromkeys(plane.processes)
         client.close()
     assert (record.state, record.completed) == ("completed", 2000)
@@ -140,11 +152,11 @@ def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_a_small_batch_does_not_wait_while_a_large_one_is_read(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    large = write_input(tmp_path / "large" / "in.jsonl", 300_000)
+    large = write_input(tmp_path / "large" / "in.jsonl", 200_000)
     small = write_input(tmp_path / "small" / "in.jsonl", 5)
-    with control_plane(redis_url) as plane, Answering(redis_url):
+    with control_plane(redis_url, environment=slow_reading(large, 0.0005)) as plane, Answering(redis_url):
         first = create_batch(redis_client, spec_of(large)).id
-        wait_until(lambda: "heartbeat" in Queue(redis_client).batch_fields(first), 30, "it has begun")
-        assert wait_for(redis_client, create_batch(redis_client, spec_of(small)).id, timeout=30).completed == 5
+        wait_until(lambda: not is_waiting(redis_client, "validate", first, 1), 60, "it has begun")
+        assert wait_for(redis_client, create_batch(redis_client, spec_of(small)).id, timeout=60).completed == 5
         assert get_batch(redis_client, first).state == "validating"
         plane.stop()

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from jobs.results import ApiError, Choice, Result, Usage, encode_json
 from jobs.scripts import QueueUnavailable
 from jobs.settings import QueueSettings
 from jobs.validation import CHAT
+from tests.support.processes import catches
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,12 +146,18 @@ class ControlPlane:
         process.wait()
 
     def stop(self) -> None:
-        """SIGTERM to all; fails if one does not end in time."""
+        """SIGTERM to all, once they can hear it; fails if one does not end in time."""
+        for name, process in self.processes.items():
+            wait_until(partial(_hears_or_ended, process), 60, f"{name} to be up")
         for process in self.processes.values():
             process.terminate()
-        codes = {name: process.wait(timeout=20) for name, process in self.processes.items()}
+        codes = {name: process.wait(timeout=60) for name, process in self.processes.items()}
         self.processes.clear()
         assert set(codes.values()) <= {0}, codes
+
+
+def _hears_or_ended(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None or catches(process.pid, signal.SIGTERM)
 
 
 @contextmanager
@@ -164,7 +173,7 @@ def control_plane(
         for process in plane.processes.values():
             process.terminate()
         for process in plane.processes.values():
-            process.wait(timeout=20)
+            process.wait(timeout=60)
 
 
 def read_jsonl(location: str | Path) -> list[dict[str, Any]]:
