@@ -160,7 +160,7 @@ def test_everything_killed_and_started_again(tmp_path: Path) -> None:
             plane.start()
             client = connect(server.url)
             batch = create_batch(client, spec).id
-            enough = wait_until(lambda: has_come(client, batch, share), 60, f"{share:.0%} are on disk")  # noqa: B023
+            enough = wait_until(lambda: has_come(client, batch, share), 120, f"{share:.0%} are on disk")  # noqa: B023
             for name in list(plane.processes):
                 plane.kill(name)
             os.kill(server.pid, signal.SIGKILL)
