@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
 API_TESTS := tests/contract tests/test_install.py
 
-.PHONY: demo test test-engine test-processes proof proof-engine-and-api proof-processes chaos lint bench bench-gpu clean
+.PHONY: demo test test-engine test-processes proof proof-engine-and-api proof-processes chaos lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -39,8 +39,11 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(VENV)/.installed  ## the engine alone, and run-batch as a whole process, on random weights of a real shape
-	$(BIN)/python -m benchmarks.all
+bench: $(VENV)/.installed  ## this engine and run-batch on a CPU, on random weights of a real shape, in some minutes
+	$(BIN)/python -m benchmarks
+
+bench-full: $(VENV)/.installed  ## the same and more by turns with vLLM's CPU build, from the folder PEERS, in under an hour: the README's table
+	$(BIN)/python -m benchmarks --full
 
 bench-gpu: $(VENV)/.installed  ## one card, in under 8 minutes: the table of docs/gpu.md with what was measured
 	$(BIN)/python -m benchmarks.gpu

@@ -1,96 +1,105 @@
-"""The engine alone: start-up seconds, then output tokens/s over a workload, every request handed in at once.
+"""The engine alone: output tokens/s over a workload, every request handed in at once, and the share of the machine's matrix peak.
 
     python -m benchmarks.engine --model gpt2-124m --kind random --requests 64
+    PEERS=~/peers python -m benchmarks.engine --kind shared --requests 256 --against vllm
+
+Each turn is a fresh engine, so that nothing of the workload is in its prefix cache. With `--against vllm` vLLM's offline engine takes turns
+with it on the same token ids, in a process that stays; its prefix cache is emptied before each of its turns.
 """
 
-import argparse
 import asyncio
-import json
-import tempfile
+import statistics
+import sys
 import time
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
+from benchmarks.driving import run_pass, running_engine, workload
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.report import write_report
-from benchmarks.workload import write_workload
-from workers.engine.async_engine import AsyncEngine
-from workers.engine.config import EngineConfig
-from workers.engine.messages import EngineRequest, SamplingParams
+from benchmarks.peak import matrix_peak
+from benchmarks.peers import NoPeer, Vllm, running_vllm, vllm_version
+from benchmarks.report import arguments, write_report
+from benchmarks.work import shape_of, share_of
+from workers.engine.messages import EngineRequest
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
-    parser.add_argument("--kind", choices=("random", "shared"), default="random")
+    parser.add_argument("--kind", choices=("random", "shared"), default="random", help="prompts with nothing or a system prompt in common")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--input", type=Path, help="a batch file to use in place of the generated one")
-    parser.add_argument("--model-folder", type=Path, help="a model folder to use in place of the generated one")
-    parser.add_argument("--passes", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--against", choices=("vllm",), help="the engine to take turns with")
     args = parser.parse_args()
-    folder = args.model_folder or model_folder(args.model)
-    with tempfile.TemporaryDirectory() as scratch:
-        path = args.input or write_workload(Path(scratch) / "input.jsonl", args.kind, args.requests, args.model)
-        requests = tokenised_requests(folder, path)
-    figures = asyncio.run(measure(folder, requests, args.passes))
-    print(json.dumps(figures))
-    if args.input is None:
-        write_report(f"engine-{args.model}-{args.kind}-{args.requests}", figures)
+    name = f"engine-{args.model}-{args.kind}-{args.requests}"
+    try:
+        versions = {"vllm": vllm_version()} if args.against else {}
+    except NoPeer as error:
+        print(error, file=sys.stderr)
+        return 2
+    model_folder(args.model)
+    requests = workload(args.model, args.kind, args.requests, args.seed)
+    with ExitStack() as stack:
+        peer = stack.enter_context(running_vllm(args.model)) if args.against else None
+        figures = measure(args.model, requests, args.turns, peer)
+    write_report(f"{name}-vllm" if peer else name, figures, args.out, args.seed, **versions)
+    return 0
 
 
-def tokenised_requests(folder: Path, path: Path) -> list[EngineRequest]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    requests = []
-    for index, line in enumerate(path.open()):
-        body = json.loads(line)["body"]
-        if "prompt" in body:
-            token_ids = tokenizer(body["prompt"])["input_ids"]
-        else:
-            text = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=False)
-            token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        sampling = SamplingParams(max_tokens=body["max_tokens"], temperature=0, ignore_eos=True)
-        requests.append(EngineRequest(index, token_ids, [], sampling))
-    return requests
-
-
-async def measure(folder: Path, requests: list[EngineRequest], passes: int) -> dict[str, Any]:
-    began = time.perf_counter()
-    engine = AsyncEngine(EngineConfig(model=str(folder), max_model_len=1024))
-    await engine.start()
-    start_up = time.perf_counter() - began
-    rounds = []
-    for number in range(passes):
-        rounds.append(await _one_pass(engine, requests, offset=(number + 1) * len(requests)))
-    await engine.stop()
-    return {
-        "start_up_seconds": round(start_up, 2),
+def measure(model: str, requests: list[EngineRequest], turns: int, peer: Vllm | None = None) -> dict[str, Any]:
+    """Turns of the engine, each followed by one of the peer and by a look at the peak, which moves with what else the host does."""
+    if peer is not None:
+        peer.run_pass(requests)  # warms it up
+    ours: list[dict[str, Any]] = []
+    theirs: list[dict[str, Any]] = []
+    shares, peaks = [], []
+    for _ in range(turns):
+        peak = matrix_peak(0.3)
+        ours.append(_one_turn(model, requests, peer))
+        peaks.append(max(peak, matrix_peak(0.3)))
+        shares.append(share_of(ours[-1], peaks[-1], model))
+        if peer is not None:
+            theirs.append(peer.run_pass(requests))
+            assert theirs[-1]["output_tokens"] == ours[-1]["output_tokens"]
+    figures = {
         "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
-        "passes": rounds,
+        "output_tokens": ours[0]["output_tokens"],
+        "engine": summary(ours) | {"start_up_seconds": ours[0]["start_up_seconds"], "turns": ours},
+        "matrix_peak_gflops": round(statistics.median(peaks) / 1e9, 1),
+        "peak_share": round(statistics.median(shares), 3),
+        "bound_tokens_per_second": round(_bound(model, ours[0], statistics.median(peaks)), 1),
     }
+    if peer is not None:
+        ratios = [one["seconds"] / our["seconds"] for one, our in zip(theirs, ours, strict=True)]
+        figures["vllm"] = summary(theirs) | {"start_up_seconds": peer.start_up_seconds}
+        figures |= {"ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
+    return figures
 
 
-async def _one_pass(engine: AsyncEngine, requests: list[EngineRequest], offset: int) -> dict[str, Any]:
-    began = time.perf_counter()
-    engine.add([
-        EngineRequest(request.request_id + offset, request.prompt_token_ids, [], request.sampling) for request in requests
-    ])
-    unfinished, tokens, cached = len(requests), 0, 0
-    async for output in engine.steps():
-        tokens += len(output.token_ids)
-        unfinished -= sum(map(bool, output.finish))
-        cached += sum(output.cached_tokens)
-        if not unfinished:
-            break
-    seconds = time.perf_counter() - began
-    return {
-        "seconds": round(seconds, 2),
-        "output_tokens": tokens,
-        "cached_tokens": cached,
-        "output_tokens_per_second": round(tokens / seconds, 1),
-    }
+def summary(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    seconds = [turn["seconds"] for turn in turns]
+    rate = turns[0]["output_tokens"] / statistics.median(seconds)
+    return {"seconds": [round(value, 2) for value in seconds], "output_tokens_per_second": round(rate, 1)}
+
+
+def _one_turn(model: str, requests: list[EngineRequest], peer: Vllm | None) -> dict[str, Any]:
+    async def turn() -> dict[str, Any]:
+        began = time.perf_counter()
+        async with running_engine(model) as engine:
+            start_up = time.perf_counter() - began
+            used = peer.cpu_seconds() if peer is not None else 0.0
+            figures = (await run_pass(engine, requests)).figures() | {"start_up_seconds": round(start_up, 2)}
+        if peer is not None:
+            figures["peer_rests_at"] = round((peer.cpu_seconds() - used) / figures["seconds"], 3)  # cores that it took meanwhile
+        return figures
+
+    return asyncio.run(turn())
+
+
+def _bound(model: str, figures: dict[str, Any], peak: float) -> float:
+    """Output tokens/s if nothing but the matrix products took time, at the peak."""
+    return figures["output_tokens"] * peak / shape_of(model).operations(figures["computed_tokens"], figures["output_tokens"])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,6 +19,10 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
 SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {  # of no use but to see that a benchmark runs
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+    },
     "gpt2-124m": {
         "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
     },

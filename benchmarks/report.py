@@ -1,5 +1,6 @@
-"""What a benchmark writes: one JSON file per run with the machine, the versions and the figures."""
+"""What a benchmark writes: one JSON file per row with the machine, the versions, the seed and the figures."""
 
+import argparse
 import json
 import os
 import platform
@@ -12,22 +13,35 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def write_report(name: str, figures: dict[str, Any]) -> Path:
-    RESULTS.mkdir(exist_ok=True)
+def arguments(about: str | None) -> argparse.ArgumentParser:
+    """A command line with what every benchmark takes: where its file of results goes, and the seed of its workload."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the file of results [default: benchmarks/results]")
+    parser.add_argument("--seed", type=int, default=1, help="of the workload [default: 1]")
+    return parser
+
+
+def write_report(name: str, figures: dict[str, Any], out: Path = RESULTS, seed: int | None = None, **more_versions: str) -> Path:
+    """Prints the figures and writes them to `out/name.json`. `more_versions` are those of programs that are not installed here."""
     report = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
-        "versions": versions("torch", "transformers", "redis", "rq"),
+        "versions": versions("torch", "transformers", "redis", "rq") | more_versions,
+        "seed": seed,
         "figures": figures,
     }
-    path = RESULTS / f"{name}.json"
+    print(f"{name}: {json.dumps(figures)}", flush=True)
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     return path
 
 
 def machine() -> dict[str, Any]:
-    return {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}
+    """`busy` is the load of the minute before, so that figures from a machine with other work on it show as such."""
+    busy = round(os.getloadavg()[0], 2)
+    return {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version(), "busy": busy}
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -1,65 +1,100 @@
 """`pipeline run-batch` as a whole process, from the command to the results file: wall seconds and output tokens/s.
 
-    python -m benchmarks.run_batch --model gpt2-124m --kind shared --requests 128
+    python -m benchmarks.run_batch --requests 128
+    PEERS=~/peers python -m benchmarks.run_batch --requests 1024 --against vllm
+
+With `--against vllm`, `vllm run-batch` takes turns with it on the same file.
 """
 
-import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.driving import CONTEXT
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.report import write_report
+from benchmarks.peers import NoPeer, vllm_environment, vllm_run_batch, vllm_version
+from benchmarks.report import arguments, write_report
 from benchmarks.workload import write_workload
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
-    parser.add_argument("--kind", choices=("random", "shared"), default="shared")
+    parser.add_argument("--kind", choices=("random", "shared"), default="shared", help="prompts with nothing or a system prompt in common")
     parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--against", choices=("vllm",), help="the program to take turns with")
     args = parser.parse_args()
-    figures = measure(args.model, args.kind, args.requests, args.runs)
-    print(json.dumps(figures))
-    write_report(f"run-batch-{args.model}-{args.kind}-{args.requests}", figures)
+    name = f"run-batch-{args.model}-{args.kind}-{args.requests}"
+    try:
+        versions = {"vllm": vllm_version()} if args.against else {}
+    except NoPeer as error:
+        print(error, file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as scratch:
+        source = write_workload(Path(scratch) / "input.jsonl", args.kind, args.requests, args.model, args.seed)
+        figures = measure(source, args.model, args.turns, with_vllm=bool(args.against))
+    write_report(f"{name}-vllm" if args.against else name, figures, args.out, args.seed, **versions)
+    return 0
 
 
-def measure(model: str, kind: str, requests: int, runs: int) -> dict[str, Any]:
-    seconds, output_tokens = [], 0
-    for _ in range(runs):
+def measure(source: Path, model: str, turns: int, with_vllm: bool) -> dict[str, Any]:
+    model_folder(model)
+    ours: list[tuple[float, int]] = []
+    theirs: list[tuple[float, int]] = []
+    for _ in range(turns):
         with tempfile.TemporaryDirectory() as scratch:
-            source = write_workload(Path(scratch) / "input.jsonl", kind, requests, model)
             results = Path(scratch) / "results.jsonl"
-            seconds.append(_timed_run(source, results, model))
-            output_tokens = sum(
-                json.loads(line)["response"]["body"]["usage"]["completion_tokens"] for line in results.open()
-            )
+            ours.append((timed(pipeline_run_batch(source, results, model)), output_tokens(results)))
+            if with_vllm:
+                results = Path(scratch) / "vllm.jsonl"
+                theirs.append((timed(vllm_run_batch(source, results, model), vllm_environment()), output_tokens(results)))
+    figures = {"output_tokens": ours[0][1], "pipeline": _summary(ours)}
+    if theirs:
+        assert {tokens for _, tokens in ours} == {tokens for _, tokens in theirs}
+        ratios = [one[0] / our[0] for one, our in zip(theirs, ours, strict=True)]
+        figures |= {"vllm": _summary(theirs), "ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
+    return figures
+
+
+def pipeline_run_batch(source: Path, results: Path, model: str, *options: str) -> list[str]:
+    """The command that answers a batch file."""
+    return [
+        sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(results), "--model", str(model_folder(model)),
+        "--served-model-name", model, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT), *options,
+    ]  # fmt: skip
+
+
+def timed(command: list[str], environment: Mapping[str, str] = os.environ) -> float:
+    """Wall seconds of a command. Raises RuntimeError with its last words where it fails."""
+    began = time.perf_counter()
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    seconds = time.perf_counter() - began
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
+    return seconds
+
+
+def output_tokens(results: Path) -> int:
+    return sum(json.loads(line)["response"]["body"]["usage"]["completion_tokens"] for line in results.open())
+
+
+def _summary(runs: list[tuple[float, int]]) -> dict[str, Any]:
+    seconds = [one for one, _ in runs]
     median = statistics.median(seconds)
     return {
-        "wall_seconds": [round(value, 2) for value in seconds],
-        "median_wall_seconds": round(median, 2),
-        "output_tokens": output_tokens,
-        "output_tokens_per_second": round(output_tokens / median, 1),
+        "seconds": [round(value, 2) for value in seconds],
+        "median_seconds": round(median, 2),
+        "output_tokens_per_second": round(runs[0][1] / median, 1),
     }
 
 
-def _timed_run(source: Path, results: Path, model: str) -> float:
-    command = [
-        sys.executable, "-m", "pipeline.main", "run-batch", str(source), "-o", str(results),
-        "--model", str(model_folder(model)), "--served-model-name", model, "--max-model-len", "1024",
-    ]
-    began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"run-batch exited {done.returncode}:\n{done.stderr[-4000:]}")
-    return time.perf_counter() - began
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

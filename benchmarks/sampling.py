@@ -7,8 +7,6 @@ the wall clock and in processor time, which other processes hardly touch. Random
 the draw and for top-p.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,17 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.models import SHAPES, model_folder
-from benchmarks.report import write_report
-from workers.engine.config import EngineConfig
-from workers.engine.loader import load_model
+from benchmarks.models import SHAPES
+from benchmarks.report import arguments, write_report
+from benchmarks.stepping import decode_step, make_executor
 from workers.engine.messages import SamplingParams
 from workers.engine.model_runner import ModelRunner
 from workers.engine.sampling.rows import SampledRows
-from workers.engine.step import AddedRequest, NewBlocks, StepPlan
+from workers.engine.step import StepPlan
 
 ROWS = 64
-PROMPT, CONTEXT, BLOCK = 128, 256, 16  # tokens
+PROMPT, CONTEXT = 128, 256  # tokens
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 DRAWN: dict[str, Any] = {"temperature": 1.0}
 # Each stage, and what it is compared to: the limits need a temperature, all else works on greedy rows too.
@@ -47,37 +44,17 @@ STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m-50257")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES))
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    runner = _runner(args.model, args.device)
-    step = _decode_step(runner)
-    figures = {name: _compare(runner, step, *STAGES[name], args.pairs) for name in args.stages}
-    print(json.dumps(figures, indent=2))
-    write_report(f"sampling-{args.model}-{ROWS}", {"rows": ROWS, "context": CONTEXT, "threads": torch.get_num_threads(), **figures})
-
-
-def _runner(name: str, device: str) -> ModelRunner:
-    blocks = ROWS * (CONTEXT // BLOCK + 1) + 1
-    config = EngineConfig(model=str(model_folder(name)), max_model_len=1024, max_num_seqs=ROWS, block_size=BLOCK, device=device).resolve()
-    return ModelRunner(config, load_model(config.model, config.dtype, torch.device(device)), blocks)
-
-
-def _decode_step(runner: ModelRunner) -> StepPlan:
-    """One more token for every request, after a step that took the requests in; it may be launched over and over."""
-    draw = np.random.default_rng(1)
-    rows = np.arange(ROWS, dtype=np.int32)
-    ones = np.ones(ROWS, np.int32)
-    step = StepPlan(1, [], [], rows, ones * (CONTEXT - 1), ones, ones.astype(np.bool_))
-    tokens = draw.integers(0, runner.model.config.vocab_size, (ROWS, CONTEXT)).tolist()
-    added = [AddedRequest(row, tokens[row], PROMPT, SamplingParams(1)) for row in range(ROWS)]
-    per_row = CONTEXT // BLOCK + 1
-    blocks = [NewBlocks(row, 0, list(range(1 + row * per_row, 1 + (row + 1) * per_row))) for row in range(ROWS)]
-    runner.retire(runner.launch(StepPlan(0, added, blocks, rows, step.starts, step.counts, step.samples)))
-    return step
+    executor = make_executor(args.model, ROWS, CONTEXT, args.device)
+    step = decode_step(executor, ROWS, CONTEXT, PROMPT)
+    figures = {name: _compare(executor.runner, step, *STAGES[name], args.pairs) for name in args.stages}
+    setting = {"rows": ROWS, "context": CONTEXT, "threads": torch.get_num_threads()}
+    write_report(f"sampling-{args.model}-{ROWS}", setting | figures, args.out)
 
 
 def _compare(runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage: dict[str, Any], pairs: int) -> dict[str, Any]:

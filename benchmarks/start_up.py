@@ -1,45 +1,77 @@
-"""From the command to the first token with a 124M-parameter model on a warm disk: one line through `run-batch`.
+"""From the command to the first token, with a warm disk: `run-batch` on one line of one token, until its result is in Redis.
 
     python -m benchmarks.start_up
+
+The whole command, which then writes the file of results and ends every process again, is told beside it, and so is the engine alone.
 """
 
-import json
+import asyncio
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.models import model_folder
-from benchmarks.report import write_report
+from benchmarks.driving import CONTEXT
+from benchmarks.models import SHAPES, model_folder
+from benchmarks.report import arguments, write_report
+from benchmarks.run_batch import pipeline_run_batch
 from benchmarks.workload import write_workload
-
-RUNS = 3
+from workers.engine.async_engine import AsyncEngine
+from workers.engine.config import EngineConfig
+from workers.engine.messages import SamplingParams
 
 
 def main() -> None:
-    model_folder("gpt2-124m")
-    seconds = [_seconds_to_first_token() for _ in range(RUNS)]
-    figures = {"seconds": [round(value, 2) for value in seconds], "median_seconds": round(statistics.median(seconds), 2)}
-    print(json.dumps(figures))
-    write_report("start-up-gpt2-124m", figures)
+    parser = arguments(__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
+    parser.add_argument("--turns", type=int, default=5, help="after one that warms the disk up; the median counts")
+    args = parser.parse_args()
+    model_folder(args.model)
+    write_report(f"start-up-{args.model}", measure(args.model, args.turns), args.out)
 
 
-def _seconds_to_first_token() -> float:
-    """The whole run of one line of one token: an upper bound, since it also ends every process again."""
+def measure(model: str, turns: int) -> dict[str, Any]:
+    runs = [command_seconds(model) for _ in range(turns + 1)][1:]
+    engine = [asyncio.run(engine_seconds(model)) for _ in range(turns)]
+    first = [one for one, _ in runs]
+    return {
+        "first_token_seconds": [round(value, 2) for value in first],
+        "median_seconds": round(statistics.median(first), 2),
+        "whole_command_seconds": round(statistics.median(whole for _, whole in runs), 2),
+        "engine_alone_seconds": round(statistics.median(engine), 2),
+    }
+
+
+def command_seconds(model: str) -> tuple[float, float]:
+    """To the first result in Redis, and to the end. Raises RuntimeError with the command's last words where it fails."""
     with tempfile.TemporaryDirectory() as scratch:
-        source = write_workload(Path(scratch) / "input.jsonl", "random", 1, "gpt2-124m", tokens=(1, 1))
-        command = [
-            sys.executable, "-m", "pipeline.main", "run-batch", str(source), "-o", str(Path(scratch) / "results.jsonl"),
-            "--model", str(model_folder("gpt2-124m")), "--served-model-name", "gpt2-124m", "--max-model-len", "1024",
-        ]
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True)
-        seconds = time.perf_counter() - began
-    if done.returncode:
-        sys.exit(f"run-batch exited {done.returncode}:\n{done.stderr[-4000:]}")
-    return seconds
+        source = write_workload(Path(scratch) / "input.jsonl", "random", 1, model, tokens=(1, 1))
+        command = pipeline_run_batch(source, Path(scratch) / "results.jsonl", model, "--log-level", "debug")
+        began, first, lines = time.perf_counter(), 0.0, []
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line)
+            if not first and "worker DEBUG committed" in line:
+                first = time.perf_counter() - began
+        if process.wait() or not first:
+            raise RuntimeError(f"{' '.join(command)} ended with status {process.returncode}:\n{''.join(lines)[-4000:]}")
+        return first, time.perf_counter() - began
+
+
+async def engine_seconds(model: str) -> float:
+    """From nothing to the first token of the engine in a process that has imported its front half."""
+    began = time.perf_counter()
+    engine = AsyncEngine(EngineConfig(model=str(model_folder(model)), max_model_len=CONTEXT, dtype="bfloat16"))
+    await engine.start()
+    try:
+        async for _ in engine.generate([1] * 16, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)):
+            return time.perf_counter() - began
+    finally:
+        await engine.stop()
+    raise RuntimeError("the engine gave no token")
 
 
 if __name__ == "__main__":

@@ -157,6 +157,8 @@ class Intake:
             return None
         self._failing = False
         self._seq += 1
+        if claims:
+            logger.debug("claimed %d requests", len(claims))
         return claims
 
     async def _sleep(self, seconds: float) -> None:

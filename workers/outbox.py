@@ -120,6 +120,7 @@ class Outbox:
                     deltas, lost = [], set()
                 if finished:
                     self._queue.commit(self._worker, finished, generated)
+                    logger.debug("committed %d results", len(finished))
             except QueueUnavailable as error:
                 self._warn(error)
                 self._closed.wait(_PAUSE_AFTER_ERROR)

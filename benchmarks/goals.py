@@ -1,0 +1,123 @@
+"""The goals of throughput on a CPU, and what the files of results say of each: `python -m benchmarks.goals` prints the README's table."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS, arguments
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure in a file of results, and what it is to reach. `less` where a smaller one is better."""
+
+    title: str
+    file: str
+    unit: str  # "x", "%" or "s"
+    at_least: float
+    hoped: float
+    value: Callable[[Figures], float]
+    beside: Callable[[Figures], str]
+    less: bool = False
+
+    def met(self, value: float) -> bool:
+        return value <= self.at_least if self.less else value >= self.at_least
+
+    def text(self, value: float) -> str:
+        """A figure in the goal's unit."""
+        return {"x": f"{value:.2f}x", "%": f"{100 * value:.1f} %", "s": f"{value:.1f} s"}[self.unit]
+
+
+def _ratio(figures: Figures) -> float:
+    ratio: float = figures["ratio"]
+    return ratio
+
+
+def _rates(figures: Figures) -> str:
+    return f"{figures['engine']['output_tokens_per_second']:.0f} against {figures['vllm']['output_tokens_per_second']:.0f} tok/s"
+
+
+def _seconds(figures: Figures) -> str:
+    return f"{figures['pipeline']['median_seconds']:.1f} against {figures['vllm']['median_seconds']:.1f} s"
+
+
+def _engine(title: str, model: str, kind: str, requests: int, at_least: float, hoped: float) -> Goal:
+    return Goal(title, f"engine-{model}-{kind}-{requests}-vllm", "x", at_least, hoped, _ratio, _rates)
+
+
+def _run_batch(lines: int, at_least: float, hoped: float) -> Goal:
+    title = f"`run-batch`, {lines:,} chat lines, whole process, against `vllm run-batch`"
+    return Goal(title, f"run-batch-gpt2-124m-shared-{lines}-vllm", "x", at_least, hoped, _ratio, _seconds)
+
+
+AGAINST_VLLM = (
+    _engine("engine, 64 random prompts, against vLLM", "gpt2-124m", "random", 64, 1.3, 1.5),
+    _engine("engine, 256 requests with one system prompt, against vLLM", "gpt2-124m", "shared", 256, 1.4, 1.7),
+    _engine("the same, `llama-135m`, 64 random prompts", "llama-135m", "random", 64, 1.0, 1.3),
+    _engine("the same, `qwen3-0.6b`, 64 random prompts", "qwen3-0.6b", "random", 64, 1.0, 1.3),
+    _run_batch(128, 4.5, 5.5),
+    _run_batch(1024, 1.7, 2.0),
+)
+GOALS = (
+    *AGAINST_VLLM,
+    Goal(
+        "one request alone, decode, against llama.cpp's 159 tok/s in bf16", "alone-gpt2-124m", "x", 0.9, 1.0, _ratio,
+        lambda figures: f"{figures['tokens_per_second']:.0f} tok/s, {figures['ms_per_token']:.1f} ms per token",
+    ),
+    Goal(
+        "share of the bf16 matrix peak, engine, random prompts", "engine-gpt2-124m-random-64-vllm", "%", 0.64, 0.75,
+        lambda figures: float(figures["peak_share"]),
+        lambda figures: f"of {figures['matrix_peak_gflops']:.0f} GFLOP/s",
+    ),
+    Goal(
+        "`run-batch` against the engine alone, 1,024 lines, first claim to last commit",
+        "queue-cost-gpt2-124m-shared-1024", "x", 0.95, 0.98, _ratio,
+        lambda figures: f"{min(figures['run_batch_seconds']):.1f} against {min(figures['engine_seconds']):.1f} s",
+    ),
+    Goal(
+        "time in Python per step at 64 rows", "step-profile-gpt2-124m", "%", 0.05, 0.02,
+        lambda figures: float(figures["decode"]["parts"]["python"]["share"]),
+        lambda figures: f"of {figures['decode']['step_ms']:.1f} ms",
+        less=True,
+    ),
+    Goal(
+        "start-up to first token, 124M parameters, warm disk", "start-up-gpt2-124m", "s", 5.0, 3.0,
+        lambda figures: float(figures["median_seconds"]),
+        lambda figures: f"engine alone {figures['engine_alone_seconds']:.1f} s",
+        less=True,
+    ),
+)  # fmt: skip
+
+
+def main() -> None:
+    print(table(arguments(__doc__).parse_args().out), end="")
+
+
+def table(folder: Path = RESULTS) -> str:
+    """One line per goal; where there is no file of results yet, no figure."""
+    lines = ["| | at least | hoped for | measured | |", "| --- | --- | --- | --- | --- |"]
+    lines += [_line(goal, figures_of(goal.file, folder)) for goal in GOALS]
+    return "\n".join(lines) + "\n"
+
+
+def figures_of(name: str, folder: Path = RESULTS) -> Figures | None:
+    """Those of a file of results, if it is there."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text())["figures"] if path.exists() else None
+
+
+def _line(goal: Goal, figures: Figures | None) -> str:
+    sign = "≤ " if goal.less else ""
+    start = f"| {goal.title} | {sign}{goal.text(goal.at_least)} | {sign}{goal.text(goal.hoped)}"
+    if figures is None:
+        return f"{start} | – | |"
+    value = goal.value(figures)
+    return f"{start} | {goal.text(value)}{'' if goal.met(value) else ' (short)'} | {goal.beside(figures)} |"
+
+
+if __name__ == "__main__":
+    main()

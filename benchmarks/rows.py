@@ -1,0 +1,31 @@
+"""What `make bench` and `make bench-full` run: one command each, in this order."""
+
+QUICK: tuple[tuple[str, ...], ...] = (
+    ("start_up", "--turns", "3"),
+    ("alone",),
+    ("engine", "--kind", "random", "--requests", "64", "--turns", "2"),
+    ("engine", "--kind", "shared", "--requests", "256", "--turns", "1"),
+    ("run_batch", "--requests", "128", "--turns", "1"),
+    ("queue_cost", "--requests", "1024", "--turns", "1"),
+    ("batch_sizes",),
+    ("step_profile",),
+)
+"""Needs no other program; some minutes on two cores."""
+
+_VLLM = ("--against", "vllm")
+
+FULL: tuple[tuple[str, ...], ...] = (
+    ("start_up",),
+    ("alone",),
+    ("engine", "--kind", "random", "--requests", "64", "--turns", "5", *_VLLM),
+    ("engine", "--kind", "shared", "--requests", "256", "--turns", "3", *_VLLM),
+    ("engine", "--model", "llama-135m", "--kind", "random", "--requests", "64", "--turns", "3", *_VLLM),
+    ("engine", "--model", "qwen3-0.6b", "--kind", "random", "--requests", "64", "--turns", "3", *_VLLM),
+    ("run_batch", "--requests", "128", "--turns", "3", *_VLLM),
+    ("run_batch", "--requests", "1024", "--turns", "3", *_VLLM),
+    ("queue_cost", "--requests", "1024", "--turns", "3"),
+    ("batch_sizes",),
+    ("step_profile",),
+    ("sampling",),
+)
+"""Everything, with vLLM's CPU build by turns; under an hour on two cores."""

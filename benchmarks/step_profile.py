@@ -1,0 +1,212 @@
+"""Where one step's time goes, by part: a decode step of 64 rows at 256 tokens of context, and a step of prompts alone.
+
+    python -m benchmarks.step_profile
+
+The whole engine core runs in this process, with its scheduler and with messages as it sends them. Steps are timed as they are, then others
+under torch's profiler, in which each torch operation and each call of a C kernel counts for the part that it belongs to. What of a step is
+none of these is Python: the scheduler, the inputs, the way from layer to layer, and the profiler's own cost, so that it is rather too much.
+The queue is measured on a `run-batch`: what all other processes use of the processors for as many output tokens as a step makes.
+"""
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.driving import CONTEXT, greedy
+from benchmarks.models import SHAPES, model_folder
+from benchmarks.native_calls import PREFIX, name_native_calls
+from benchmarks.peak import matrix_peak, memory_peak
+from benchmarks.profile_table import PARTS, profile_table
+from benchmarks.queue_cost import observed
+from benchmarks.report import arguments, write_report
+from benchmarks.run_batch import output_tokens, pipeline_run_batch
+from benchmarks.work import Shape, shape_of
+from benchmarks.workload import write_workload
+from workers.engine.config import EngineConfig
+from workers.engine.core import EngineCore
+from workers.engine.executor import Executor
+from workers.engine.profiling import mark_spans
+from workers.engine.transport import frame
+
+ROWS, AT = 64, 256  # of the decode step, and its tokens of context
+STEPS = 16  # of each kind, timed and then profiled; `AT` is reached in their middle
+_STEP = "one step"
+_ATTENTION = "part: attention"
+_MATRIX = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "matmul")
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
+    parser.add_argument("--lines", type=int, default=128, help="of the run-batch that the queue's part is measured on; 0 for none")
+    args = parser.parse_args()
+    folder = str(model_folder(args.model))
+    peak, bandwidth = matrix_peak(), memory_peak()
+    name_native_calls()
+    core = EngineCore(Executor(EngineConfig(model=folder, max_model_len=CONTEXT, max_num_seqs=ROWS, dtype="bfloat16")))
+    draw = np.random.default_rng(args.seed)
+    plain = Round(core, draw, profiled=False)
+    mark_spans()
+    _mark_attention(core)
+    parts = Round(core, draw, profiled=True)
+    bounds = Bounds(shape_of(args.model), peak, bandwidth)
+    figures: dict[str, Any] = {
+        "rows": ROWS, "context": AT, "matrix_peak_gflops": round(peak / 1e9, 1), "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+    }  # fmt: skip
+    for kind in ("decode", "prefill"):
+        figures[kind] = describe(plain.of(kind), parts.of(kind), bounds, kind)
+    if args.lines:
+        figures["queue"] = queue_part(args.model, args.lines, args.seed)
+    write_report(f"step-profile-{args.model}", figures, args.out, args.seed)
+    print(profile_table(figures))
+
+
+class Step:
+    """One step as it was run: its seconds, its tokens, and under the profiler the seconds of its parts."""
+
+    def __init__(self, seconds: float, tokens: int, sampled: int) -> None:
+        self.seconds, self.tokens, self.sampled = seconds, tokens, sampled
+        self.parts: dict[str, float] = {}
+
+
+class Round:
+    """`ROWS` requests from their prompts to `STEPS` decode steps, every step timed."""
+
+    def __init__(self, core: EngineCore, draw: np.random.Generator, profiled: bool) -> None:
+        prompt, first = AT - STEPS // 2, int(draw.integers(1 << 30))
+        budget = core.ready.max_num_batched_tokens
+        vocabulary = core.ready.vocab_size
+        core.add(greedy(draw.integers(0, vocabulary, prompt).tolist(), STEPS + 16, first + row) for row in range(ROWS))
+        if profiled:
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                steps = _run(core)
+            for step, event in zip(steps, _step_events(profiler)[1:], strict=True):
+                step.parts = parts_of(event)
+        else:
+            steps = _run(core)
+        assert not core.busy
+        self._kinds = {
+            "prefill": [step for step in steps if step.tokens == budget],
+            "decode": [step for step in steps if step.tokens == step.sampled == ROWS][:STEPS],
+        }
+
+    def of(self, kind: str) -> list[Step]:
+        return self._kinds[kind]
+
+
+def _run(core: EngineCore) -> list[Step]:
+    steps: list[Step] = []
+    computed: int | None = None
+    while core.busy:
+        began = time.perf_counter()
+        with record_function(_STEP):
+            output = core.step()
+            assert output is not None
+            frame(output)  # as it is sent to the front
+        seconds = time.perf_counter() - began
+        before, computed = computed, output.stats.computed_tokens
+        if before is not None:  # the first step gives each request its place too
+            steps.append(Step(seconds, computed - before, len(output.token_ids)))
+    return steps
+
+
+def _mark_attention(core: EngineCore) -> None:
+    """Whatever runs inside a call of the backend counts as attention."""
+    attention = core._executor.runner.attention
+    for name in ("forward", "forward_rotary"):
+        if hasattr(attention, name):
+            setattr(attention, name, _marked(getattr(attention, name)))
+
+
+def _marked(function: Any) -> Any:
+    def marked(*arguments: Any, **keywords: Any) -> Any:
+        with record_function(_ATTENTION):
+            return function(*arguments, **keywords)
+
+    return marked
+
+
+def _step_events(profiler: Any) -> list[Any]:
+    return sorted((event for event in profiler.events() if event.name == _STEP), key=lambda event: event.time_range.start)
+
+
+def parts_of(step: Any) -> dict[str, float]:
+    """Seconds by part of a profiled step; `step` is an event with its children below it."""
+    parts: dict[str, float] = defaultdict(float)
+    _collect(step.cpu_children, "", parts)
+    parts["python"] = step.time_range.elapsed_us() / 1e6 - sum(parts.values())
+    return dict(parts)
+
+
+def _collect(events: Iterable[Any], inside: str, parts: dict[str, float]) -> None:
+    """Adds the outermost operations; `inside` is the innermost span around them."""
+    for event in events:
+        if event.name.startswith(("aten::", PREFIX)):
+            parts[_part(event.name, inside)] += event.time_range.elapsed_us() / 1e6
+        else:
+            _collect(event.cpu_children, event.name, parts)
+
+
+def _part(operation: str, inside: str) -> str:
+    if inside == _ATTENTION or "attention" in operation or "attend" in operation:
+        return "attention"
+    if any(word in operation for word in _MATRIX):
+        return "matrix"
+    return {"sample": "sampling", "inputs": "inputs", "retire": "inputs"}.get(inside, "norms and elementwise")
+
+
+class Bounds:
+    """The least that a part can take, by the measured peaks; None where nothing is compared."""
+
+    def __init__(self, shape: Shape, peak: float, bandwidth: float) -> None:
+        self._shape, self._peak, self._bandwidth = shape, peak, bandwidth
+
+    def of(self, part: str, kind: str, tokens: int, sampled: int) -> float | None:
+        """Seconds. Attention: every key and value of the context is read once."""
+        if part == "matrix":
+            return max(self._shape.operations(tokens, sampled) / self._peak, self._shape.weight_bytes / self._bandwidth)
+        if part == "attention" and kind == "decode":
+            return ROWS * AT * self._shape.kv_bytes_per_token / self._bandwidth
+        return None
+
+
+def describe(plain: list[Step], profiled: list[Step], bounds: Bounds, kind: str) -> dict[str, Any]:
+    """In milliseconds: the median step as it is, and what the parts take in the middle half of the profiled ones, so that they add up."""
+    middle = sorted(profiled, key=lambda step: step.seconds)[len(profiled) // 4 : -(-3 * len(profiled) // 4)]
+    whole = statistics.fmean(sum(step.parts.values()) for step in middle)
+    tokens, sampled = profiled[0].tokens, profiled[0].sampled
+    parts = {}
+    for part in PARTS:
+        seconds = statistics.fmean(step.parts.get(part, 0.0) for step in middle)
+        bound = bounds.of(part, kind, tokens, sampled)
+        parts[part] = {"ms": round(1e3 * seconds, 2), "share": round(seconds / whole, 4)}
+        if bound is not None:
+            parts[part]["bound_ms"] = round(1e3 * bound, 2)
+    return {
+        "step_ms": round(1e3 * statistics.median(step.seconds for step in plain), 2),
+        "profiled_step_ms": round(1e3 * whole, 2),
+        "tokens": tokens,
+        "parts": parts,
+    }
+
+
+def queue_part(model: str, lines: int, seed: int) -> dict[str, Any]:
+    """What the worker's front, Redis and the control plane use of the processors for each `ROWS` output tokens, from the first claim on."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source = write_workload(Path(scratch) / "input.jsonl", "shared", lines, model, seed)
+        results = Path(scratch) / "results.jsonl"
+        used = observed(pipeline_run_batch(source, results, model, "--log-level", "debug"))["processor_seconds"]
+        steps = output_tokens(results) / ROWS
+    by_part = {part: round(1e3 * seconds / steps, 2) for part, seconds in used.items() if part != "engine core"}
+    return {"processor_ms_per_step": round(sum(by_part.values()), 2), "by_process": by_part, "lines": lines}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The arithmetic that a workload asks of a model, whatever runs it: operations of the matrix products, and bytes that a step reads.
+
+The head counts for sampled rows only, and tokens that the prefix cache gave count nothing. Attention's own products are left out: they are
+few at these contexts, and counting them would flatter the share of the peak.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.models import SHAPES, VOCABULARY_SIZE
+
+_ITEM = 2  # bytes of a bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Elements of a model's matrices, and its attention."""
+
+    layer_weights: int  # of all layers together
+    head_weights: int
+    layers: int
+    kv_width: int  # of keys, or of values, of one layer
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_width * _ITEM
+
+    @property
+    def weight_bytes(self) -> int:
+        return (self.layer_weights + self.head_weights) * _ITEM
+
+    def operations(self, computed_tokens: int, sampled_rows: int) -> int:
+        """Multiplications and additions of the matrix products."""
+        return 2 * (computed_tokens * self.layer_weights + sampled_rows * self.head_weights)
+
+
+def shape_of(model: str) -> Shape:
+    """Of one of `SHAPES`."""
+    settings = SHAPES[model]
+    vocabulary = settings.get("vocab_size", VOCABULARY_SIZE)
+    if settings["model_type"] == "gpt2":
+        hidden, layers = settings["n_embd"], settings["n_layer"]
+        return Shape(12 * hidden * hidden * layers, hidden * vocabulary, layers, hidden)
+    hidden, layers, heads = settings["hidden_size"], settings["num_hidden_layers"], settings["num_attention_heads"]
+    dim = settings.get("head_dim", hidden // heads)
+    kv = settings["num_key_value_heads"] * dim
+    layer = hidden * (2 * heads * dim + 2 * kv) + 3 * hidden * settings["intermediate_size"]
+    return Shape(layer * layers, hidden * vocabulary, layers, kv)
+
+
+def share_of(figures: dict[str, Any], peak: float, model: str) -> float:
+    """Of the matrix peak (operations a second), by a pass's figures."""
+    operations = shape_of(model).operations(figures["computed_tokens"], figures["output_tokens"])
+    return operations / figures["seconds"] / peak

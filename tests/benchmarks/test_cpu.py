@@ -1,0 +1,142 @@
+"""That the benchmarks of `make bench` run, that their arithmetic is right, and that pages quote what the results say."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import goals, pages, plot, rows, step_profile
+from benchmarks.profile_table import PARTS, profile_table
+from benchmarks.work import shape_of, share_of
+
+MODULES = sorted({row[0] for row in rows.QUICK + rows.FULL} | {"peak", "goals", "pages", "__main__"})
+
+
+def test_pages_quote_the_committed_results() -> None:
+    for path, text in pages.pages().items():
+        assert (pages.ROOT / path).read_text() == text, f"{path} is not what the results give: run python -m benchmarks.pages"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_benchmark_says_what_it_does(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{module}").main()
+    assert ended.value.code == 0
+    assert "--out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["benchmarks", "--full"], ["benchmarks.engine", "--against", "vllm", "--model", "tiny"]])
+def test_without_the_peer_one_sentence_says_so(arguments: list[str], tmp_path: Path) -> None:
+    environment = {**os.environ, "PEERS": str(tmp_path / "peers"), "BENCHMARK_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments, "--out", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"there is no vLLM in {tmp_path}/peers/vllm: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_work_of_a_pass_by_hand() -> None:
+    """llama's `tiny`: two layers of 64 x 64 for queries and output, 64 x 32 for keys and for values, three of 64 x 128."""
+    shape = shape_of("tiny")
+    assert shape.layer_weights == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
+    assert (shape.head_weights, shape.kv_bytes_per_token) == (64 * 32_000, 2 * 2 * 32 * 2)
+    assert shape.operations(10, 3) == 2 * (10 * shape.layer_weights + 3 * shape.head_weights)
+    figures = {"computed_tokens": 10, "output_tokens": 3, "seconds": 2.0}
+    assert share_of(figures, shape.operations(10, 3), "tiny") == 0.5
+
+
+def test_real_shapes_have_their_weights() -> None:
+    gpt2 = shape_of("gpt2-124m")
+    assert round((gpt2.layer_weights + gpt2.head_weights) / 1e6) == 110
+    assert round(shape_of("llama-135m").layer_weights / 1e6) == 106
+    assert round(shape_of("qwen3-0.6b").layer_weights / 1e6) == 440
+
+
+@dataclass
+class Event:
+    """As torch's profiler gives them; times in microseconds."""
+
+    name: str
+    microseconds: float
+    cpu_children: list["Event"] = field(default_factory=list)
+
+    @property
+    def time_range(self) -> SimpleNamespace:
+        return SimpleNamespace(elapsed_us=lambda: self.microseconds)
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    forward = Event("forward", 60, [
+        Event("native::packed_matmul", 30),
+        Event("part: attention", 12, [Event("aten::matmul", 7, [Event("aten::mm", 6)]), Event("aten::add", 1)]),
+        Event("aten::add", 5),
+    ])  # fmt: skip
+    sample = Event("sample", 20, [Event("aten::linear", 9), Event("aten::argmax", 4)])
+    step = Event("one step", 100, [Event("schedule", 5), Event("inputs", 6, [Event("aten::copy_", 2)]), forward, sample])
+    parts = {name: round(1e6 * seconds) for name, seconds in step_profile.parts_of(step).items()}
+    expected = {"matrix": 39, "attention": 8, "norms and elementwise": 5, "sampling": 4, "inputs": 2, "python": 42}
+    assert parts == expected
+    assert tuple(expected) == PARTS
+
+
+def test_the_profile_as_a_table() -> None:
+    parts = {part: {"ms": 10.0, "share": 0.1} for part in PARTS} | {"matrix": {"ms": 50.0, "share": 0.5, "bound_ms": 40.0}}
+    kind = {"step_ms": 100.0, "tokens": 2048, "parts": parts}
+    figures = {"rows": 64, "context": 256, "decode": kind, "prefill": kind, "queue": {"processor_ms_per_step": 3.0}}
+    lines = profile_table(figures).splitlines()
+    assert lines[0] == "| part | decode, 64 rows at 256 tokens | bound | prompts, 2,048 tokens | bound |"
+    assert lines[2] == "| matrix | 50.0 ms (50.0 %) | 40.0 ms | 50.0 ms (50.0 %) | 40.0 ms |"
+    assert lines[-1] == "| queue, beside the step | 3.0 ms of processor time | | | |"
+
+
+def results_in(folder: Path, ratio: float) -> Path:
+    figures = {
+        "ratio": ratio, "peak_share": 0.7, "matrix_peak_gflops": 400.0,
+        "engine": {"output_tokens_per_second": 1000 * ratio}, "vllm": {"output_tokens_per_second": 1000.0},
+    }  # fmt: skip
+    (folder / f"{goals.AGAINST_VLLM[0].file}.json").write_text(json.dumps({"figures": figures}))
+    return folder
+
+
+def test_the_table_says_what_falls_short(tmp_path: Path) -> None:
+    first = "| engine, 64 random prompts, against vLLM | 1.30x | 1.50x |"
+    assert goals.table(tmp_path).splitlines()[2] == f"{first} – | |"
+    assert goals.table(results_in(tmp_path, 1.25)).splitlines()[2] == f"{first} 1.25x (short) | 1250 against 1000 tok/s |"
+    assert goals.table(results_in(tmp_path, 1.31)).splitlines()[2] == f"{first} 1.31x | 1310 against 1000 tok/s |"
+
+
+def test_the_plot_has_a_bar_for_each_comparison(tmp_path: Path) -> None:
+    assert plot.plot(tmp_path).count("<rect") == 0
+    drawn = plot.plot(results_in(tmp_path, 1.25))
+    assert drawn.count("<rect") == 1
+    assert 'class="short"' in drawn
+    assert "1.25x  (1250 against 1000 tok/s)" in drawn
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["alone", "--requests", "1"],
+        ["engine", "--requests", "3", "--turns", "1"],
+        ["step_profile", "--lines", "4"],
+        ["run_batch", "--requests", "4", "--turns", "1"],
+        ["queue_cost", "--requests", "4", "--turns", "1"],
+        ["start_up", "--turns", "1"],
+    ],
+    ids=lambda row: row[0],
+)
+def test_every_row_runs_on_a_tiny_model(row: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{row[0]}", *row[1:], "--model", "tiny", "--out", str(tmp_path)]
+    environment = {**os.environ, "BENCHMARK_CACHE": str(tmp_path / "cache")}
+    subprocess.run(command, env=environment, check=True, timeout=280)
+    (report,) = tmp_path.glob("*.json")
+    assert set(json.loads(report.read_text())) == {"benchmark", "date", "machine", "versions", "seed", "figures"}
