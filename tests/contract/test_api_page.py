@@ -125,7 +125,7 @@ def waiting_batch(stack: BatchStack, client: openai.OpenAI) -> str:
     """The id of a batch in progress whose one line waits for a worker."""
     batch = submit(client, chat_line("late", "at last", AWAY))
     with contextlib.closing(connect(stack.redis_url)) as redis:
-        wait_until(lambda: get_batch(redis, batch.id).waiting, 30, "the line to wait")
+        wait_until(lambda: get_batch(redis, batch.id).waiting, 60, "the line to wait")
     return batch.id
 
 
@@ -146,9 +146,9 @@ def finishing(stack: BatchStack, route: str, batch_id: str) -> Iterator[None]:
 def finish_once_watched(stack: BatchStack, batch_id: str) -> None:
     """Has the batch's line answered when somebody reads its tokens, or those of the whole batch."""
     with contextlib.closing(connect(stack.redis_url)) as redis:
-        wait_until(lambda: any(redis.zmscore(keys.WATCHED, [batch_id, f"{batch_id}/1"])), 30, "somebody to watch")
+        wait_until(lambda: any(redis.zmscore(keys.WATCHED, [batch_id, f"{batch_id}/1"])), 60, "somebody to watch")
         with serving_the_away(stack):
-            wait_until(lambda: get_batch(redis, batch_id).ended, 30, "the batch to end")
+            wait_until(lambda: get_batch(redis, batch_id).ended, 60, "the batch to end")
 
 
 def run_shell(text: str, known: dict[str, str], folder: Path) -> str:

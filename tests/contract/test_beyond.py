@@ -24,8 +24,8 @@ from tests.support.waiting import wait_until
 def test_results_are_read_while_the_batch_runs(client: openai.OpenAI, stack: BatchStack) -> None:
     waiting = [chat_line(f"later {number}", str(number), AWAY) for number in range(5)]
     batch = submit(client, waiting[0] + lines("one", "two", "three") + b"".join(waiting[1:]))
-    output = wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 30, "the first result")
-    wait_until(lambda: read(client, output, 0)[1] == 3, 30, "three results")
+    output = wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first result")
+    wait_until(lambda: read(client, output, 0)[1] == 3, 60, "three results")
     first, last, incomplete = read(client, output, 0, limit=2)
     assert (len(first), last, incomplete) == (2, 2, True)
     rest, last, incomplete = read(client, output, last)

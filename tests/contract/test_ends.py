@@ -28,7 +28,7 @@ def half_done(client: openai.OpenAI) -> Callable[..., Batch]:
             assert found.request_counts is not None
             return found if (found.request_counts.completed, found.request_counts.failed) == (1, 1) else None
 
-        return wait_until(answered, 30, "two lines to end")
+        return wait_until(answered, 60, "two lines to end")
 
     return make
 
