@@ -14,6 +14,8 @@ import torch
 from workers.engine.config import EngineConfig
 from workers.engine.device_lock import TakenCards, take_cards
 from workers.engine.errors import ModelLoadError
+from workers.engine.native.build import NativeUnavailable
+from workers.engine.native.library import load
 from workers.engine.out_of_memory import one_line
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 _BFLOAT16_SINCE = (8, 0)  # compute capability
 _KERNELS_SINCE = (8, 0)  # what Triton supports; on what came before, `attend` also takes more shared memory than there is
 _TRITON_SINCE = (3, 6)
+_HALF = ("float16", "fp16", "half")
+_NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 _CARDS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -33,11 +37,15 @@ def default_device() -> str:
     return "cpu"
 
 
-def default_backend(device: str) -> str:
-    """The fused path on a card that its kernels run on, else plain torch. Takes the device's name, which may name no card that is there."""
+def default_backend(device: str, dtype: str = "auto") -> str:
+    """The kernels for a card or a CPU where they run, else plain torch, with a line in the log that says why. Takes the name of a device,
+    which may be none that is there, and the dtype's as it was asked for."""
     _, _, index = device.partition(":")
     if not device.startswith("cuda"):
-        return "torch"
+        why = _no_native(torch.float16 if dtype in _HALF else torch.float32)
+        if why is not None:
+            logger.warning("there are no CPU kernels (%s); plain torch is used, which is slower", why)
+        return "cpu" if why is None else "torch"
     if torch.cuda.is_available() and int(index or 0) < torch.cuda.device_count():
         why = _too_old_for_kernels(*_card(torch.device(device)))
         if why is not None:
@@ -158,6 +166,26 @@ def triton_trouble(error: Exception, installed: str, needed: str | None) -> str:
     if "PTX" in what or "kernel image" in what:
         return f"{what}; the NVIDIA driver is older than the CUDA that this Triton compiles for: update the driver"
     return f"{what}; install torch and Triton together, as pip chooses them"
+
+
+def require_native(device: torch.device, dtype: torch.dtype) -> None:
+    """Raises ModelLoadError where the CPU's own kernels cannot do what is asked for."""
+    if device.type != "cpu":
+        raise ModelLoadError(f"the cpu backend is for the device cpu, and the device is {device}; choose the attention backend auto")
+    why = _no_native(dtype)
+    if why is not None:
+        raise ModelLoadError(f"the cpu backend cannot be had: {why}; choose the attention backend auto or torch")
+
+
+def _no_native(dtype: torch.dtype) -> str | None:
+    """Why there are no CPU kernels for a model of `dtype`; None where there are."""
+    if dtype not in _NATIVE_DTYPES:
+        return f"its kernels compute in bfloat16 and float32, and the dtype is {str(dtype).removeprefix('torch.')}"
+    try:
+        load()
+    except NativeUnavailable as error:
+        return str(error)
+    return None
 
 
 def _triton_of_torch() -> str | None:

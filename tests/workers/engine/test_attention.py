@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.workers.engine.native.available import needs_native
 from workers.engine.attention import AttentionMetadata, CacheShape, make_attention
 from workers.engine.attention import reference as torch_backend
 from workers.engine.errors import ModelLoadError
@@ -50,16 +51,20 @@ def plain(q: Tensor, keys: Tensor, values: Tensor, position: int, window: int | 
     return torch.einsum("hl,lhd->hd", weights, values[first : position + 1].float().repeat_interleave(per_kv, 1))
 
 
+backends = pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=needs_native)])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("per_kv", [1, 3])
-def test_mixed_rows(window: int | None, per_kv: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@backends
+def test_mixed_rows(window: int | None, per_kv: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_backend._GROUP_BYTES, "cpu", 2048)  # several groups of decode rows
     generator = np.random.default_rng(7)
     for _ in range(6):
         contexts = generator.integers(1, 60, 9).tolist()
         rows = Contexts(contexts, 2, dtype, generator)
-        attention = make_attention("torch", CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu"))
+        attention = make_attention(backend, CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu"))
         cache = attention.new_cache(1)[0]
         computed = [int(generator.integers(0, length)) if i % 3 else length - 1 for i, length in enumerate(contexts)]
         # What is computed already, written by steps of their own; then the rest of every row in one call.
@@ -75,11 +80,12 @@ def test_mixed_rows(window: int | None, per_kv: int, dtype: torch.dtype, monkeyp
 
 @pytest.mark.parametrize("dirt", [1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("window", [None, 6])
-def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | None) -> None:
+@backends
+def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | None, backend: str) -> None:
     """In a block past a row's end, or in one that nobody holds: one request's numbers gone wrong stay its own."""
     generator = np.random.default_rng(1)
     rows = Contexts([10, 29, 16], 1, torch.float32, generator)
-    attention = make_attention("torch", CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))
+    attention = make_attention(backend, CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))
     outs = []
     for content in (0.0, dirt):
         cache = attention.new_cache(1)[0]
@@ -98,5 +104,5 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
 
 
 def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="unknown attention backend 'flash'; choose auto, torch or triton"):
+    with pytest.raises(ModelLoadError, match="unknown attention backend 'flash'; choose auto, torch, cpu or triton"):
         make_attention("flash", CacheShape(2, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))

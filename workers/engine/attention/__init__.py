@@ -11,15 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.device import require_triton
+from workers.engine.device import require_native, require_triton
 from workers.engine.errors import ModelLoadError
 
 if TYPE_CHECKING:
+    from workers.engine.attention.cpu import Prepared
     from workers.engine.attention.reference import Groups
     from workers.engine.attention.triton import Pieces
     from workers.engine.layers.norm import RMSNorm
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "cpu", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class AttentionMetadata:
     context_lens: NDArray[np.int32]  # [N], tokens in the cache once this step has written its own
     block_tables: NDArray[np.int32]  # [N, max_blocks]
     groups: dict[int | None, Groups] = field(default_factory=dict)  # by window, worked out once for all layers of the step
+    prepared: dict[int | None, Prepared] = field(default_factory=dict)  # the same for the CPU kernels
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ class RotaryHeads:
 
 
 class Attention(Protocol):
-    """A backend takes one kind of metadata: "torch" AttentionMetadata, "triton" DeviceMetadata."""
+    """A backend takes one kind of metadata: "torch" and "cpu" AttentionMetadata, "triton" DeviceMetadata."""
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
         """Zeroed caches, one per layer, in the backend's own layout."""
@@ -104,10 +106,15 @@ def make_attention(name: str, shape: CacheShape, num_heads: int, dtype: torch.dt
         from workers.engine.attention.reference import TorchAttention
 
         return TorchAttention(shape, num_heads, dtype, device)
+    if name == "cpu":
+        require_native(device, dtype)
+        from workers.engine.attention.cpu import CpuAttention
+
+        return CpuAttention(shape, num_heads, dtype)
     if name == "triton":
         require_triton(device)
         from workers.engine.attention.choosing import choices
         from workers.engine.attention.triton import TritonAttention
 
         return TritonAttention(shape, num_heads, dtype, device, choices(shape, num_heads, dtype, device))
-    raise ModelLoadError(f"unknown attention backend {name!r}; choose auto, {' or '.join(BACKENDS)}")
+    raise ModelLoadError(f"unknown attention backend {name!r}; choose auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")

@@ -1,0 +1,198 @@
+"""Paged attention by the CPU kernels against the plain formula in double precision, in a cache that is NaN but for the rows' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.engine.native.available import needs_native
+from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads, make_attention
+from workers.engine.layers.norm import RMSNorm
+from workers.engine.layers.rotary import Rotary
+from workers.engine.models.config import RopeConfig
+from workers.engine.weights import Weights
+
+pytestmark = needs_native
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+Rows = list[tuple[int, int]]  # tokens of this step, context
+
+DECODE: Rows = [(1, 1), (1, 16), (1, 17), (1, 255), (1, 256), (1, 257), (1, 700)]
+MIXED: Rows = [(1, 31), (7, 7), (40, 40), (3, 190), (1, 600), (33, 100), (5, 513)]
+LONG: Rows = [(1, 2100), (130, 2100), (2, 1025)]
+
+
+@pytest.fixture(autouse=True)
+def _same_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@dataclass
+class Step:
+    """Rows with random tensors, whose earlier tokens are in the cache, in blocks handed out in random order."""
+
+    rows: Rows
+    kv_heads: int = 2
+    group: int = 1
+    dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    window: int | None = None
+    seed: int = 3
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(self.seed)
+        torch.manual_seed(self.seed)
+        blocks = [-(-context // self.block_size) for _, context in self.rows]
+        self.shape = CacheShape(sum(blocks) + 2, self.block_size, self.kv_heads, self.dim)
+        free = iter(random.permutation(np.arange(1, self.shape.num_blocks - 1)))
+        self.tables = np.full((len(self.rows), max(blocks) + 1), self.shape.num_blocks - 1, np.int32)  # the last block is nobody's
+        for row, number in enumerate(blocks):
+            self.tables[row, :number] = [next(free) for _ in range(number)]
+        self.q = [self._random(count, self.kv_heads * self.group) for count, _ in self.rows]
+        self.keys = [self._random(context, self.kv_heads) for _, context in self.rows]
+        self.values = [self._random(context, self.kv_heads) for _, context in self.rows]
+
+    def _random(self, tokens: int, heads: int) -> Tensor:
+        return torch.randn(tokens, heads, self.dim).to(self.dtype)
+
+    def metadata(self, spans: list[tuple[int, int, int]]) -> AttentionMetadata:
+        """For spans (row, first, last) of tokens computed together."""
+        size = self.block_size
+        slots = [int(self.tables[row, position // size]) * size + position % size for row, a, b in spans for position in range(a, b)]
+        starts = np.cumsum([0] + [b - a for _, a, b in spans]).astype(np.int32)
+        contexts = np.array([b for _, _, b in spans], np.int32)
+        return AttentionMetadata(torch.tensor(slots, dtype=torch.int64), starts, contexts, self.tables[[row for row, _, _ in spans]])
+
+    def attended(self, threads: int = 1, only: int | None = None) -> list[Tensor]:
+        """What comes of each row, or of one alone."""
+        torch.set_num_threads(threads)
+        attention = make_attention("cpu", self.shape, self.kv_heads * self.group, self.dtype, CPU)
+        cache = attention.new_cache(1)[0].fill_(float("nan"))
+        chosen = [(row, *self.rows[row]) for row in range(len(self.rows)) if only in (None, row)]
+        earlier = [(row, 0, context - count) for row, count, context in chosen if context > count]
+        now = [(row, context - count, context) for row, count, context in chosen]
+        for spans in filter(None, (earlier, now)):
+            q = (
+                torch.cat([self.q[row] for row, _, _ in spans])
+                if spans is now
+                else self._random(sum(b for _, _, b in spans), len(self.q[0][0]))
+            )
+            k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (self.keys, self.values))
+            out = attention.forward(q, k, v, cache, self.metadata(spans), self.dim**-0.5, self.window)
+        return list(out.split([b - a for _, a, b in now]))
+
+    def expected(self, row: int) -> Tensor:
+        count, context = self.rows[row]
+        keys, values = (of[row].double().repeat_interleave(self.group, 1) for of in (self.keys, self.values))
+        position, key = torch.arange(context - count, context)[:, None], torch.arange(context)
+        seen = (key <= position) & (key > position - (self.window or context))
+        scores = torch.einsum("qhd,khd->hqk", self.q[row].double(), keys) * self.dim**-0.5
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values)
+
+    def check(self) -> None:
+        for row, got in enumerate(self.attended()):
+            assert (got.double() - self.expected(row)).abs().max() < TOLERANCE[self.dtype], (self.rows[row], self)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 5, 100])
+@pytest.mark.parametrize(("dim", "group", "block_size"), [(64, 1, 16), (64, 3, 32), (80, 4, 16), (128, 8, 8), (12, 2, 7), (17, 1, 16)])
+def test_mixed_rows(dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype) -> None:
+    Step(DECODE + MIXED, 2, group, dim, block_size, dtype, window).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_more_queries_to_a_head_than_a_tile_has(dtype: torch.dtype) -> None:
+    Step(MIXED, 1, 40, 64, dtype=dtype).check()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("block_size", [8, 16, 32])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
+def test_every_shape(dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+    for seed, window in enumerate([None, 1, 7, 16, 33, 300]):
+        Step(DECODE + MIXED + LONG, 2, group, dim, block_size, dtype, window, seed).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_row_is_the_same_in_any_company_on_any_number_of_threads(window: int | None, dtype: torch.dtype) -> None:
+    step = Step(DECODE + MIXED, 2, 3, window=window, dtype=dtype)
+    together = step.attended(threads=1)
+    for threads in (2, 3):
+        assert all(map(torch.equal, step.attended(threads), together))
+    for row, expected in enumerate(together):
+        assert torch.equal(step.attended(only=row)[0], expected)
+
+
+def test_the_parts_of_a_prompt_are_what_the_whole_is() -> None:
+    whole = Step([(300, 300)], 2, 3, window=50)
+    expected = whole.attended()[0]
+    part = Step([(170, 300)], 2, 3, window=50)
+    part.keys, part.values, part.q = whole.keys, whole.values, [whole.q[0][130:]]
+    assert torch.equal(part.attended()[0], expected[130:])
+
+
+def test_a_row_without_context_gets_zeros() -> None:
+    step = Step([(1, 20), (1, 9)])
+    attention = make_attention("cpu", step.shape, 2, torch.bfloat16, CPU)
+    cache = attention.new_cache(1)[0]
+    metadata = AttentionMetadata(
+        torch.tensor([16, 0]), np.array([0, 1, 2], np.int32), np.array([1, 0], np.int32), np.array([[1], [0]], np.int32)
+    )
+    out = attention.forward(*torch.full((3, 2, 2, 64), 2.0, dtype=torch.bfloat16), cache, metadata, 1.0, None)
+    assert torch.equal(out[0], torch.full((2, 64), 2.0, dtype=torch.bfloat16))
+    assert not out[1].any()
+
+
+def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
+    step = Step([(40, 40), (1, 1)], 2, 2)
+    q, k, v = torch.cat(step.q), torch.cat(step.keys), torch.cat(step.values)
+    by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    fused = list(torch.cat((q, k, v), 1).split((4, 2, 2), 1))
+    outs = []
+    for tensors in ([q, k, v], by_head, fused):
+        attention = make_attention("cpu", step.shape, 4, step.dtype, CPU)
+        metadata = step.metadata([(0, 0, 40), (1, 0, 1)])
+        outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, 0.1, None))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (128, 32), (20, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norm_and_rotation(dtype: torch.dtype, dim: int, block_size: int, norms: bool) -> None:
+    """As the reference does them, which rounds bfloat16 at every operation."""
+    step = Step([(37, 37), (1, 1), (20, 20)], 2, 3, dim, block_size, dtype)
+    torch.manual_seed(5)
+    positions = torch.cat([torch.arange(count) for count, _ in step.rows])
+    cos, sin = Rotary(RopeConfig(10000.0, "default", {}, 4096), dim, 100, dtype, CPU).cos_sin(positions, positions + 1)
+    weights = Weights({f"{name}.weight": lambda: torch.rand(dim) + 0.5 for name in "qk"}, dtype, CPU)
+    rotary = RotaryHeads(cos, sin, *(RMSNorm(weights, name, dim, 1e-6) for name in "qk")) if norms else RotaryHeads(cos, sin)
+    qkv = torch.randn(len(positions), 10, dim).to(dtype)
+    spans = [(row, 0, count) for row, (count, _) in enumerate(step.rows)]
+    outs = []
+    for backend in ("cpu", "torch"):
+        attention = make_attention(backend, step.shape, 6, dtype, CPU)
+        out = attention.forward_rotary(qkv, rotary, attention.new_cache(1)[0], step.metadata(spans), dim**-0.5, None)
+        outs.append(out.float())
+    assert (outs[0] - outs[1]).abs().max() < (1e-5 if dtype == torch.float32 else 6e-2)
+
+
+def test_the_cache_is_as_large_as_planned() -> None:
+    shape = CacheShape(5, 16, 2, 64)
+    cache = make_attention("cpu", shape, 2, torch.bfloat16, CPU).new_cache(3)
+    assert [layer.nbytes for layer in cache] == [5 * shape.block_bytes(torch.bfloat16)] * 3
+    assert not any(layer.any() for layer in cache)

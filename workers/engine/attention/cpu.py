@@ -1,0 +1,139 @@
+"""Attention by the CPU kernels of `native/source/attention.c`: one call for each layer, of all rows, with norms, rotation and the cache's
+writing. What depends on the step alone is worked out once for all its layers.
+
+A layer's cache is [num_blocks, kv_heads, 2 * block_size * d], in the kernels' own order within a head's block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.engine.attention import AttentionMetadata, CacheShape, Metadata, RotaryHeads
+from workers.engine.native.library import load
+from workers.engine.native.memory import huge_zeros
+
+_Strides = ctypes.c_ssize_t * 2
+
+
+class _Step(ctypes.Structure):
+    """`attention_step` of attention.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("pair", "heads", "kv_heads", "head_dim", "block_size", "window")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_rows", "max_blocks", "shares")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("slots", "query_start", "contexts", "tables", "starts", "partials_at", "partials", "scratch")
+        ),
+        ("scratch_size", ctypes.c_ssize_t),
+        *((name, _Strides) for name in ("query_stride", "key_stride", "value_stride")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
+        ("rotation_stride", ctypes.c_ssize_t),
+    ]
+
+
+class Prepared:
+    """A step as the kernels know it, for layers of one window."""
+
+    __slots__ = ("_held", "pointer", "rotation", "step", "strides")
+
+    def __init__(self, step: _Step, held: tuple[object, ...]) -> None:
+        self.step, self.pointer = step, ctypes.addressof(step)
+        self._held = held  # what the step points to
+        self.strides: tuple[tuple[int, ...], ...] = ()
+        self.rotation: tuple[Tensor, Tensor] | None = None
+
+    def set_strides(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        strides = (q.stride(), k.stride(), v.stride())
+        if strides != self.strides:
+            assert all(of[2] == 1 for of in strides)
+            self.step.query_stride[:], self.step.key_stride[:], self.step.value_stride[:] = (of[:2] for of in strides)
+            self.strides = strides
+
+    def set_rotation(self, cos: Tensor, sin: Tensor) -> None:
+        if self.rotation is None or self.rotation[0] is not cos or self.rotation[1] is not sin:
+            assert cos.stride(-1) == sin.stride(-1) == 1
+            assert cos.stride(0) == sin.stride(0)
+            self.step.cos, self.step.sin, self.step.rotation_stride = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
+            self.rotation = cos, sin
+
+
+class CpuAttention:
+    def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype) -> None:
+        """Raises NativeUnavailable."""
+        self._shape, self._heads, self._dtype = shape, num_heads, dtype
+        self._pair = 4 // dtype.itemsize
+        functions = _functions()
+        self._attend, self._plan = functions.attend_layer, functions.attention_plan
+        self._scratch_size: int = functions.attention_scratch(self._pair, shape.head_dim, shape.block_size)
+        self._scratch = torch.empty(0)
+        self._partials = torch.empty(0)
+
+    def new_cache(self, num_layers: int) -> list[Tensor]:
+        s = self._shape
+        return [huge_zeros((s.num_blocks, s.kv_heads, 2 * s.block_size * s.head_dim), self._dtype) for _ in range(num_layers)]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
+        assert isinstance(metadata, AttentionMetadata)
+        prepared = metadata.prepared.get(window) or self._prepare(metadata, window)
+        prepared.set_strides(q, k, v)
+        out = torch.empty(q.shape, dtype=self._dtype)
+        self._attend(
+            prepared.pointer, layer_cache.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), None, None, 0.0, scale
+        )
+        return out
+
+    def forward_rotary(
+        self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> Tensor:
+        assert isinstance(metadata, AttentionMetadata)
+        prepared = metadata.prepared.get(window) or self._prepare(metadata, window)
+        q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
+        prepared.set_strides(q, k, v)
+        prepared.set_rotation(rotary.cos, rotary.sin)
+        norms: tuple[int | None, int | None] = None, None
+        eps = 0.0
+        if rotary.query_norm is not None and rotary.key_norm is not None:
+            norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr()
+            eps = rotary.query_norm.eps
+        out = torch.empty(q.shape, dtype=self._dtype)
+        self._attend(prepared.pointer, layer_cache.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *norms, eps, scale)
+        return out
+
+    def _prepare(self, metadata: AttentionMetadata, window: int | None) -> Prepared:
+        s, threads = self._shape, torch.get_num_threads()
+        slots = metadata.slot_mapping.contiguous()
+        arrays = [np.ascontiguousarray(x, np.int32) for x in (metadata.query_start, metadata.context_lens, metadata.block_tables)]
+        rows = len(arrays[1])
+        starts, partials_at = np.empty((threads + 1, 3), np.int32), np.empty(rows, np.int64)
+        if self._scratch.numel() < threads * self._scratch_size:
+            self._scratch = torch.empty(threads * self._scratch_size)
+        step = _Step(
+            *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size, window or 0),
+            *(len(slots), rows, arrays[2].shape[1], threads),
+            *(slots.data_ptr(), *(x.ctypes.data for x in arrays), starts.ctypes.data, partials_at.ctypes.data),
+            *(None, self._scratch.data_ptr(), self._scratch_size),
+        )
+        size: int = self._plan(ctypes.addressof(step))
+        if size > self._partials.numel():
+            self._partials = torch.empty(size)
+        step.partials = self._partials.data_ptr() if size else None
+        prepared = Prepared(step, (slots, *arrays, starts, partials_at, self._scratch, self._partials))
+        metadata.prepared[window] = prepared
+        return prepared
+
+
+@functools.cache
+def _functions() -> ctypes.CDLL:
+    library, pointer, number = load(), ctypes.c_void_p, ctypes.c_int32
+    library.attention_scratch.argtypes = (number, number, number)
+    library.attention_plan.argtypes = (pointer,)
+    library.attention_scratch.restype = library.attention_plan.restype = ctypes.c_ssize_t
+    library.attend_layer.argtypes = (*(pointer,) * 8, ctypes.c_float, ctypes.c_float)
+    library.attend_layer.restype = None
+    return library

@@ -1,0 +1,187 @@
+/* Vectors as wide as the processor's registers, in the compilers' own notation. What is stored as numbers of 2 or 4 bytes is read as words:
+   a word is one float, or a pair of bf16, and one multiplication of words does the one product or the two. */
+#ifndef LANES_H
+#define LANES_H
+
+#include <math.h>
+#include <stddef.h>
+
+#include "bf16.h"
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef int32_t integers __attribute__((vector_size(4 * LANES)));
+
+ALWAYS_INLINE lanes load(const float *from) {
+    lanes x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+ALWAYS_INLINE words load_words(const void *from) {
+    words x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+ALWAYS_INLINE void store_words(uint32_t *to, words x) {
+    memcpy(to, &x, sizeof x);
+}
+
+ALWAYS_INLINE void store(float *to, lanes x) {
+    memcpy(to, &x, sizeof x);
+}
+
+ALWAYS_INLINE lanes all(float x) {
+    return (lanes){0} + x;
+}
+
+ALWAYS_INLINE lanes choose(integers mask, lanes yes, lanes no) {
+    return (lanes)(((integers)yes & mask) | ((integers)no & ~mask));
+}
+
+/* The first halves of two vectors, number by number in turn, and their second halves. */
+#if LANES == 16
+#define FIRST_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define SECOND_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif LANES == 8
+#define FIRST_HALVES 0, 8, 1, 9, 2, 10, 3, 11
+#define SECOND_HALVES 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define FIRST_HALVES 0, 4, 1, 5
+#define SECOND_HALVES 2, 6, 3, 7
+#endif
+
+/* Rows of a square become its columns. */
+ALWAYS_INLINE void transpose(words square[LANES]) {
+    words mixed[LANES];
+    for (int size = LANES; size > 1; size /= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            mixed[2 * i] = __builtin_shufflevector(square[i], square[i + LANES / 2], FIRST_HALVES);
+            mixed[2 * i + 1] = __builtin_shufflevector(square[i], square[i + LANES / 2], SECOND_HALVES);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            square[i] = mixed[i];
+    }
+}
+
+/* Where either is no number, y. */
+ALWAYS_INLINE lanes larger(lanes x, lanes y) {
+#if defined(__AVX512F__)
+    return (lanes)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+    return choose(x > y, x, y);
+#endif
+}
+
+ALWAYS_INLINE float largest(lanes x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < LANES; i++)
+        most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
+ALWAYS_INLINE float added_up(lanes x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float sum[LANES];
+    memcpy(sum, &x, sizeof sum);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            sum[i] += sum[i + half];
+    return sum[0];
+#endif
+}
+
+/* 2**x with a relative error of about 2e-7, and exactly 1 for 0: 2**n times a polynomial on [-1/2, 1/2]. No less than 2**-127. */
+ALWAYS_INLINE lanes exp2_lanes(lanes x) {
+    lanes limited = larger(all(-127.0f), x);
+#if defined(__AVX512F__)
+    lanes n = (lanes)_mm512_roundscale_ps((__m512)limited, 0);
+#else
+    const lanes rounding = all(12582912.0f); /* 1.5 * 2**23: the sum's last bits are the rounded number */
+    lanes shifted = limited + rounding, n = shifted - rounding;
+#endif
+    lanes f = limited - n;
+    lanes p = f * 1.326438879e-3f + 9.671515677e-3f;
+    p = p * f + 5.550734876e-2f;
+    p = p * f + 2.402224202e-1f;
+    p = p * f + 6.931469768e-1f;
+    p = p * f + 1.0f;
+#if defined(__AVX512F__)
+    return (lanes)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+    return p * (lanes)(((words)shifted << 23) + 0x3f800000u);
+#endif
+}
+
+ALWAYS_INLINE float exp2_of(float x) {
+    return exp2_lanes(all(x))[0];
+}
+
+ALWAYS_INLINE words repeated(const uint32_t *from) {
+#if defined(__AVX512F__)
+    return (words)_mm512_set1_ps(*(const float *)(const void *)from);
+#else
+    return (words){0} + *from;
+#endif
+}
+
+/* sum + a * b in each lane: of two floats, or the two products of pairs of bf16. */
+ALWAYS_INLINE lanes multiply_add(lanes sum, words a, words b, int pair) {
+    if (pair == 1)
+        return sum + (lanes)a * (lanes)b;
+#if defined(__AVX512BF16__)
+    return (lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)a);
+#else
+    return sum + (lanes)(a << 16) * (lanes)(b << 16) + (lanes)(a & 0xffff0000u) * (lanes)(b & 0xffff0000u);
+#endif
+}
+
+/* Numbers of a row, in float or in bf16 (`pair` 2), as floats, and back. */
+ALWAYS_INLINE void widen(float *to, const void *from, ptrdiff_t count, int pair) {
+    if (pair == 1)
+        memcpy(to, from, (size_t)count * sizeof(float));
+    else
+        for (ptrdiff_t i = 0; i < count; i++)
+            to[i] = float_of_bf16(((const bf16 *)from)[i]);
+}
+
+ALWAYS_INLINE void narrow(void *to, const float *from, ptrdiff_t count, int pair) {
+    if (pair == 1) {
+        memcpy(to, from, (size_t)count * sizeof(float));
+        return;
+    }
+    ptrdiff_t i = 0;
+#if defined(__AVX512BF16__)
+    for (; i + LANES <= count; i += LANES) {
+        __m256bh rounded = _mm512_cvtneps_pbh((__m512)load(from + i));
+        memcpy((bf16 *)to + i, &rounded, sizeof rounded);
+    }
+#endif
+    for (; i < count; i++)
+        ((bf16 *)to)[i] = bf16_of_float(from[i]);
+}
+
+#endif
