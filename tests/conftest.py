@@ -12,9 +12,11 @@ from jobs.queue import Queue
 from jobs.server import PrivateServer
 from tests.support.redis_server import running_server
 
-# How long an example takes says more of the machine than of what is tested.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tests")
+# How long an example takes says more of the machine than of what is tested; and the examples are the same each time unless others are
+# asked for (`HYPOTHESIS_PROFILE=others pytest`).
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("others", settings.get_profile("tests"), derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
