@@ -1,5 +1,6 @@
 """All that Redis holds: as it is, and in a form in which two runs of the same calls are equal."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,22 +13,29 @@ _TIMES = {keys.LEASES, keys.ALIVE, keys.WATCHED}  # zsets whose scores are times
 _OF_ONE_CALL = (b"token", b"heartbeat")
 
 
+_READ_ALL = """
+local read = {
+  string = {'GET'}, hash = {'HGETALL'}, zset = {'ZRANGE', 0, -1, 'WITHSCORES'}, stream = {'XRANGE', '-', '+'}, set = {'SMEMBERS'},
+  list = {'LRANGE', 0, -1}
+}
+local found = {}
+for i, name in ipairs(redis.call('KEYS', '*')) do
+  local kind = redis.call('TYPE', name).ok
+  local command = read[kind]
+  found[i] = {name, kind, redis.call('TTL', name), redis.call(command[1], name, unpack(command, 2))}
+end
+return found
+"""
+
+
 class Dump:
-    """Every key at one moment, read in a few round trips."""
+    """Every key at one moment, whoever else is at work."""
 
     def __init__(self, client: redis.Redis) -> None:
-        names = sorted(set(client.scan_iter(count=1000)))  # a scan may name a key twice
-        pipeline = client.pipeline(transaction=False)
-        for name in names:
-            pipeline.type(name)
-            pipeline.ttl(name)
-        about = pipeline.execute()
-        self.kinds = {name.decode(): kind.decode() for name, kind in zip(names, about[::2], strict=True)}
-        self.passing = {name for name, ttl in zip(self.kinds, about[1::2], strict=True) if ttl > 0}
-        for name, kind in self.kinds.items():
-            _READ[kind](pipeline, name)
-        # A key whose time came between two round trips is none.
-        self.values: dict[str, Any] = {name: value for name, value in zip(self.kinds, pipeline.execute(), strict=True) if value}
+        found: Any = sorted(client.eval_ro(_READ_ALL, 0))
+        self.kinds = {name.decode(): kind.decode() for name, kind, _, _ in found}
+        self.passing = {name.decode() for name, _, ttl, _ in found if ttl > 0}
+        self.values: dict[str, Any] = {name.decode(): _PARSE[kind](value) for name, kind, _, value in found}
 
     def starting(self, prefix: str) -> dict[str, Any]:
         """Values of the keys that begin so, by the rest of their names."""
@@ -56,12 +64,15 @@ class Dump:
         return value
 
 
-_READ = {
-    "none": lambda pipeline, name: pipeline.get(name),
-    "string": lambda pipeline, name: pipeline.get(name),
-    "hash": lambda pipeline, name: pipeline.hgetall(name),
-    "zset": lambda pipeline, name: pipeline.zrange(name, 0, -1, withscores=True),
-    "stream": lambda pipeline, name: pipeline.xrange(name),
-    "set": lambda pipeline, name: pipeline.smembers(name),
-    "list": lambda pipeline, name: pipeline.lrange(name, 0, -1),
+def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+_PARSE: dict[bytes, Callable[[Any], Any]] = {
+    b"string": lambda value: value,
+    b"hash": lambda flat: dict(_pairs(flat)),
+    b"zset": lambda flat: [(member, float(score)) for member, score in _pairs(flat)],
+    b"stream": lambda entries: [(entry_id, dict(_pairs(fields))) for entry_id, fields in entries],
+    b"set": set,
+    b"list": lambda values: values,
 }

@@ -59,7 +59,7 @@ class EventReader:
     @property
     def is_cut(self) -> bool:
         """Whether the connection was lost before the server ended the stream."""
-        return not self.ended and not self._thread.is_alive()
+        return not self._thread.is_alive() and not self.ended  # in this order: it sets the one and then ends
 
     def _read(self) -> None:
         try:

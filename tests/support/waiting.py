@@ -8,14 +8,18 @@ T = TypeVar("T")
 
 
 def wait_until(condition: Callable[[], T], timeout: float, what: str) -> T:
-    """Polls `condition` until it is truthy and returns its value; fails the test after `timeout` seconds, naming `what`."""
+    """Polls `condition` until it is truthy and returns its value; fails the test after `timeout` seconds, naming `what`.
+
+    The last look begins after the deadline, so that whoever was held up until then still sees what is true by now.
+    """
     deadline = time.monotonic() + timeout
     pause = 0.001
     while True:
+        is_last = time.monotonic() > deadline
         value = condition()
         if value:
             return value
-        if time.monotonic() > deadline:
+        if is_last:
             raise AssertionError(f"waited {timeout} s in vain for: {what} (last value: {value!r})")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
