@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,21 +42,16 @@ class RunningCommand:
     """A command that runs in the background; its output is kept in a file."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(read_fd, False)
-        self._output = os.fdopen(read_fd, "rb", buffering=0)
-        self._seen = b""
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as someone reads it
         self.process = subprocess.Popen(
-            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=write_fd, stderr=write_fd, cwd=REPOSITORY
+            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, cwd=REPOSITORY
         )
-        os.close(write_fd)
 
     @property
     def output(self) -> str:
         """What it printed so far."""
-        while chunk := self._output.read(65536):
-            self._seen += chunk
-        return self._seen.decode(errors="replace")
+        file = self._output.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")  # at no cost to where the command writes
 
     def wait_for(self, text: str, timeout: float = 150) -> str:
         """Waits until `text` was printed; returns everything so far."""
@@ -64,8 +60,8 @@ class RunningCommand:
         return self.output
 
     def wait(self, timeout: float = 150) -> int:
-        """Waits for its end; returns the exit code. Goes on reading, so that a full pipe holds nobody up."""
-        wait_until(lambda: [self.output, self.process.poll() is not None][1], timeout, "the command to end")
+        """Waits for its end; returns the exit code."""
+        wait_until(lambda: self.process.poll() is not None, timeout, "the command to end")
         assert self.process.returncode is not None
         return self.process.returncode
 

@@ -106,16 +106,16 @@ class Answering:
         self._queue.register_worker(WorkerRecord(self.name, self._models, "ready", 4096, time.time(), "test", 1))
 
     def _run(self) -> None:
-        seq = 0
+        seq = 1  # the same again after an error: a claim whose answer was lost is given anew
         while not self._stop.is_set():
             try:
-                if seq % 50 == 0:
+                if seq % 50 == 1:
                     self._register()
-                seq += 1
                 claims = self._queue.claim(self.name, seq, self._limit, models=self._models)
                 finished = [Finished(claim.key, claim.fence, self._answer(claim), None, claim.request.reply_to) for claim in claims]
                 lost = self._queue.commit(self.name, finished) if finished else []
                 self.answered += len(finished) - len(lost)
+                seq += 1
             except (redis.RedisError, QueueUnavailable):
                 continue
             self._stop.wait(self._pause if claims else 0.005)
