@@ -126,7 +126,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
 
     def remove_worker(self, worker: str) -> None:
         """Takes a worker that ended out of the registry; what it still held counts as lost."""
-        self._records.pop(worker, None)
+        self._forget_record(worker)
         self.reap(worker)
 
     def cancel(self, requests: list[RequestKey]) -> None:

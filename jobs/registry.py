@@ -85,6 +85,11 @@ class Registry(QueueBase):
         packed = self._command("HVALS", keys.MODELS)
         return sorted((msgspec.msgpack.decode(value, type=ModelRecord) for value in packed), key=lambda model: model.name)
 
+    def _forget_record(self, worker: str) -> None:
+        """Once this returns, it is not written again and not being written."""
+        with self._writing:
+            self._records.pop(worker, None)
+
     def _register_again(self, worker: str) -> None:
         """A server that came back empty, or a long stop, loses the record; the next renewal restores it."""
         with self._writing:

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -100,8 +101,8 @@ class Replica:
         """Whether it has, or had at its end, nothing but suspects."""
         return self._intake is not None and self._intake.in_trial
 
-    async def run(self) -> None:
-        """Serves until told to stop.
+    async def run(self, pause: float = 0.0) -> None:
+        """Serves until told to stop; the core is started after `pause` seconds, in which the registry has the worker already.
 
         Raises WorkerError or EngineStartError when it cannot start, and EngineDeadError, everything given back, after a death.
         """
@@ -110,7 +111,7 @@ class Replica:
             await self._set_state("loading")
             self._leases.start()
             self._control.start()
-            if await self._load():
+            if await self._pause(pause) and await self._load():
                 tasks += self._start_tasks()
                 await self._until_stopped(tasks)
                 await self._drain(tasks[0])
@@ -122,6 +123,13 @@ class Replica:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._end()
+
+    async def _pause(self, seconds: float) -> bool:
+        """False when told to stop meanwhile."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        return not self._stopping.is_set()
 
     async def _load(self) -> bool:
         """Tokenizer and engine, side by side; False when told to stop meanwhile."""

@@ -75,12 +75,12 @@ class Worker:
             tokenizer.cancel()
 
     async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer]) -> None:
-        deaths, longest_at_death = Deaths(), 0
+        deaths, longest_at_death, pause = Deaths(), 0, 0.0
         patience = Patience(self.settings.engine.step_timeout)
         while not self._stopping.is_set():
             replica = Replica(self.settings, self._queue, tokenizer, patience, self._stopping, longest_at_death)
             try:
-                await replica.run()
+                await replica.run(pause)
                 return
             except (EngineDeadError, EngineStartError) as error:
                 if self._stopping.is_set():
@@ -93,19 +93,13 @@ class Worker:
                 pause = deaths.count(in_trial=replica.in_trial, answered=replica.got_something_done, acquitted=replica.acquitted_someone)
                 if deaths.in_a_row > MAX_ENGINE_RESTARTS:
                     raise WorkerError(f"{error}; {deaths.in_a_row} engine cores in a row have died, and no more are started") from error
-                await self._pause_before_restart(pause)
+                logger.warning("another engine core is started%s", f" in {pause:g} s" if pause else "")
             finally:
                 self.was_ready = self.was_ready or replica.was_ready
 
     def _may_start_yet(self, error: EngineStartError) -> bool:
         """Whether another try is worth it: a signal says nothing about the model, and who was ready once may lack memory for a moment."""
         return self.was_ready or (error.returncode is not None and error.returncode < 0)
-
-    async def _pause_before_restart(self, seconds: float) -> None:
-        logger.warning("another engine core is started%s", f" in {seconds:g} s" if seconds else "")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
 
     def _load_tokenizer(self) -> TextTokenizer:
         try:

@@ -4,6 +4,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -79,6 +80,22 @@ class TestWorkers:
         queue.renew("w1", [])
         assert [worker.id for worker in queue.workers()] == ["w1"]
         assert redis_client.smembers(keys.serving(MODEL)) == {b"w1"}
+
+    def test_a_record_that_is_being_written_again_does_not_outlast_its_removal(self, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+        call, removal = queue._scripts.call, threading.Thread(target=queue.remove_worker, args=("w1",))
+
+        def remove_meanwhile(name: str, arguments: list[Any]) -> Any:
+            if name == "register":
+                removal.start()
+                removal.join(0.5)
+            return call(name, arguments)
+
+        queue.register_worker(record())
+        queue.redis.flushall()
+        monkeypatch.setattr(queue._scripts, "call", remove_meanwhile)
+        queue.renew("w1", [])
+        removal.join()
+        assert queue.workers() == []
 
     def test_comes_back_after_the_server_was_emptied(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.register_worker(record())

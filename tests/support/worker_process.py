@@ -56,6 +56,10 @@ class WorkerProcess:
         """The engine core, its only child that is a Python process; waits for one that is about to be started."""
         return wait_until(self._find_core, START_SECONDS, "an engine core")
 
+    @property
+    def has_core(self) -> bool:
+        return self._find_core() is not None
+
     def _find_core(self) -> int | None:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return next((int(child) for child in children if "core_process" in command_line(int(child))), None)
