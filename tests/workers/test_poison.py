@@ -176,9 +176,9 @@ def assert_seamless(entries: list[StreamEntry], text: str) -> None:
 
 @pytest.mark.proof
 def test_nobody_is_condemned_for_cores_that_were_killed(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS) as worker:
-        (undisturbed,) = run_batch(queue, [endless(1500)])
-        batch = submit_batch(queue, [endless(1500)])
+    with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(Poison("three", "slow"))) as worker:
+        (undisturbed,) = run_batch(queue, [endless(300)])
+        batch = submit_batch(queue, [endless(300)])
         record = None
         for _ in range(4):
             record = worker.wait_ready(instead_of=record)
@@ -203,14 +203,13 @@ def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis
     bodies = innocents(10)
     with running_worker(queue, redis_url, *SOON_HUNG, **environment) as first:
         expected = [text_of(result) for result in run_batch(queue, [*bodies])]
-        record = first.wait_ready()
         bodies.insert(2, poisoned(HANG))
         batch = submit_batch(queue, [*bodies])
         wait_for_trial(first)  # which hangs for as long as a step may
-        record = first.wait_ready()
         first.process.send_signal(how)
         assert first.process.wait(60) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
-        queue.remove_worker(record.id)
+        for worker in queue.redis.hkeys(keys.WORKERS):  # also one that could not renew its record for a while
+            queue.remove_worker(worker.decode())
     assert queue.redis.zcard(keys.suspects("demo")) == 11
     with running_worker(queue, redis_url, *SOON_HUNG, **environment):
         wait_done(queue, batch, 11)
@@ -221,7 +220,7 @@ def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis
 def test_a_busy_worker_makes_room_for_suspects_that_wait(queue: Queue, redis_url: str) -> None:
     suspects = submit_batch(queue, [*innocents(3)])
     claims = queue.claim("gone", 1, 3, models=["demo"])
-    with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(Poison("three", "slow"))) as worker:
+    with running_worker(queue, redis_url, *FLAGS, "--lease-seconds", "60", **poisoned_environment(Poison("three", "slow"))) as worker:
         busy = submit_batch(queue, [endless(600) for _ in range(4)])  # half a minute
         wait_until(lambda: len(queue.running(busy)) == 4, 60, "the worker to be busy")
         queue.suspect("gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), ""))
@@ -254,12 +253,18 @@ def test_an_acquittal_is_told_until_redis_hears_it(tmp_path: Path) -> None:
             assert worker.stop() == 0
 
 
+def last_error(worker: WorkerProcess) -> str:
+    """Why it ended; what its core wrote may come later."""
+    (error,) = (line for line in worker.log().splitlines() if line.startswith("Error: "))
+    return error
+
+
 @pytest.mark.proof
 def test_a_worker_whose_device_fails_at_everything_has_nobody_condemned(queue: Queue, redis_url: str) -> None:
     batch = submit_batch(queue, [*innocents(5)])
     with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "segfault"))) as worker:
         assert worker.process.wait(200) == 2
-        assert "6 engine cores in a row have died" in worker.log().splitlines()[-1]
+        assert "6 engine cores in a row have died" in last_error(worker)
     assert queue.ready_length(batch) == 5
     assert queue.redis.exists(keys.suspects("demo")) == 0
 
@@ -270,7 +275,7 @@ def test_a_worker_whose_device_fails_at_more_than_a_few_tokens_has_nobody_condem
     batch = submit_batch(queue, [*innocents(3)])
     with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "segfault", start=20))) as worker:
         assert worker.process.wait(200) == 1
-        last = worker.log().splitlines()[-1]
+        last = last_error(worker)
         assert "the device or the installation is at fault, not a request" in last
         assert "6 engine cores in a row have died" in last
     assert queue.results(batch) == []
@@ -286,7 +291,7 @@ def test_a_poisoned_line_ends_no_run(tmp_path: Path) -> None:
     rows[7]["body"]["messages"] = [{"role": "user", "content": f"What does a {SEGFAULT.word} eat?"}]
     source, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run_pipeline("run-batch", source, "-o", output, **poisoned_environment(SEGFAULT))
+    done = run_pipeline("run-batch", source, "-o", output, timeout=280, **poisoned_environment(SEGFAULT))
     assert done.returncode == 0, done.stderr
     results = read_results(output)
     assert [result["custom_id"] for result in results] == custom_ids(source)

@@ -60,9 +60,12 @@ def run_batch(queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str 
     return [result for _, result in queue.results(batch)]
 
 
-def submit_batch(queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str = CHAT) -> str:
+def submit_batch(queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str = CHAT, watched: bool = False) -> str:
+    """One that is `watched` from before its beginning has streams that can be read to their ends, and after."""
     batch = f"batch_{next(_numbers)}"
     queue.create_batch(batch, len(bodies), state="in_progress")
+    if watched:
+        queue.watch(batch, 600)
     raw = [body if isinstance(body, bytes) else json.dumps(body).encode() for body in bodies]
     lines = [(line, Request(endpoint, "demo", body, seed=line)) for line, body in enumerate(raw)]
     assert queue.ingest(batch, lines, 0, len(lines))
@@ -77,7 +80,7 @@ def submit_live(queue: Queue, body: dict[str, Any], endpoint: str = CHAT) -> tup
     return RequestKey(live_id, 0), api
 
 
-def follow(queue: Queue, api: str, until: int | None = None, timeout: float = 60.0) -> list[StreamEntry]:
+def follow(queue: Queue, api: str, until: int | None = None, timeout: float = 120.0) -> list[StreamEntry]:
     """What an API process hears, up to the result or the given number of entries."""
     entries: list[StreamEntry] = []
     last = FIRST_ID
@@ -169,7 +172,7 @@ def test_bad_values_become_error_results(shared: tuple[Queue, WorkerProcess]) ->
 
 def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    key, api = submit_live(queue, slow(60))
+    key, api = submit_live(queue, slow(120))
     entries = follow(queue, api)
     assert entries[0].accepted
     assert not entries[0].token_ids()
@@ -179,7 +182,7 @@ def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]
     assert "".join(entry.text() for entry in entries) == text_of(result)
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     assert [chunk.index for chunk in chunks] == [0, *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
-    assert sum(len(entry.token_ids()) for entry in entries) == 60
+    assert sum(len(entry.token_ids()) for entry in entries) == 120
     assert len(entries) > 2  # in pieces, not all at once
     assert answer(result)["choices"][0]["finish_reason"] == "length"
 
@@ -195,7 +198,7 @@ def test_a_live_call_that_cannot_run_is_refused_at_once(shared: tuple[Queue, Wor
 
 def test_live_calls_get_in_when_batch_work_fills_every_slot(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    batch = submit_batch(queue, [slow(40) for _ in range(30)])
+    batch = submit_batch(queue, [slow(100) for _ in range(30)])  # ten seconds
     wait_until(lambda: queue.ready_length(batch) < 30, 60, "the batch to be started")
     _, api = submit_live(queue, endless(5))
     follow(queue, api)
@@ -235,16 +238,16 @@ def test_stop_token_ids_and_eos(shared: tuple[Queue, WorkerProcess]) -> None:
 
 def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    batch = submit_batch(queue, [slow(60)])
+    batch = submit_batch(queue, [slow(120)])
     key = RequestKey(batch, 0)
-    queue.watch(batch, 30)
+    queue.watch(batch, 600)
     entries: list[StreamEntry] = []
     last = FIRST_ID
     while not (entries and entries[-1].result is not None):
         for entry in queue.read_tokens({key: last}, 5.0):
             entries.append(entry)
             last = entry.entry_id
-    assert sum(len(entry.token_ids()) for entry in entries) == 60
+    assert sum(len(entry.token_ids()) for entry in entries) == 120
     result = entries[-1].result
     assert result is not None
     assert "".join(entry.text() for entry in entries) == text_of(result)
@@ -273,10 +276,10 @@ def test_an_idle_worker_uses_next_to_nothing(shared: tuple[Queue, WorkerProcess]
 
 def test_a_worker_tells_what_its_engine_does(shared: tuple[Queue, WorkerProcess]) -> None:
     """Every few seconds; on a CPU nothing of cards."""
-    queue, _ = shared
-    (worker,) = queue.workers()
-    wait_until(lambda: bool(queue.gauges([worker.id])), 20, "a report")
-    gauges = queue.gauges([worker.id])[worker.id]
+    queue, worker = shared
+    worker_id = worker.wait_ready().id
+    gauges = wait_until(lambda: queue.gauges([worker_id]).get(worker_id), 60, "a report")
+    assert gauges is not None
     assert gauges.num_blocks > gauges.free_blocks > 0
     assert gauges.tokens > 0  # of the worker's own request at least
     assert gauges.cards == []

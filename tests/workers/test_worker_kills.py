@@ -45,15 +45,16 @@ def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object,
             with contextlib.ExitStack() as workers:
                 pair = [workers.enter_context(running_worker(queue, redis_url, *FLAGS)) for _ in range(2)]
                 for _ in range(KILLS):
-                    wait_until(partial(has_moved, queue, batch, completed(queue, batch)), 120, "progress")
+                    before = completed(queue, batch)
+                    if before == len(bodies):
+                        break
+                    wait_until(partial(has_moved, queue, batch, before), 120, "progress")
                     number = chance.randrange(2)
                     if chance.random() < 0.5:
                         kill_core(pair[number])
                     else:
                         pair[number].kill()
                         pair[number] = workers.enter_context(running_worker(queue, redis_url, *FLAGS, ready=False))
-                    if completed(queue, batch) == len(bodies):
-                        break
                 wait_until(partial(has_moved, queue, batch, len(bodies) - 1), 180, "all results")
             assert [line for line, _ in queue.results(batch)] == list(range(len(bodies)))
             assert [texts(result) for _, result in queue.results(batch)] == expected
