@@ -82,8 +82,14 @@ def is_done(queue: Queue, batch: str, lines: int) -> bool:
 
 
 def find_one(queue: Queue, redis_url: str, poison: Poison, count: int, flags: tuple[str, ...], **parameters: object) -> float:
-    """One poison in the middle of `count` innocents; returns how many seconds it took to find it, and everybody to end."""
-    with running_worker(queue, redis_url, *flags, **poisoned_environment(poison)) as worker:
+    """One poison in the middle of `count` innocents; returns how many seconds it took to find it, and everybody to end.
+
+    Without those in which cores start, one for each death: how long that takes says more of the machine than of the search.
+    """
+    environment = poisoned_environment(poison)
+    began = time.monotonic()
+    with running_worker(queue, redis_url, *flags, **environment) as worker:
+        starting = time.monotonic() - began
         bodies = innocents(count)
         expected = [text_of(result) for result in run_batch(queue, [*bodies])]
         bodies.insert(count // 2, poisoned(poison, **parameters))
@@ -94,7 +100,8 @@ def find_one(queue: Queue, redis_url: str, poison: Poison, count: int, flags: tu
         assert_found(queue, batch, expected, {count // 2: poison})
         assert faults(queue.redis) == []
         assert worker.stop() == 0
-    return seconds
+        deaths = worker.log().count("another engine core is started")
+    return seconds - deaths * starting
 
 
 def test_a_request_that_kills_the_core_gets_its_error_and_the_innocent_their_answers(queue: Queue, redis_url: str) -> None:
@@ -117,8 +124,8 @@ def test_a_request_that_does_harm_late_is_found_after_it_was_acquitted(queue: Qu
 @pytest.mark.parametrize("poison", [SEGFAULT, HANG], ids=lambda poison: poison.harm)
 def test_one_among_256_is_found_within_two_minutes_with_the_defaults(queue: Queue, redis_url: str, poison: Poison) -> None:
     seconds = find_one(queue, redis_url, poison, 256, ())
-    print(f"found after {seconds:.0f} s")
-    assert seconds < 120
+    print(f"found after {seconds:.0f} s, beside the starts of cores")
+    assert seconds < 110
 
 
 @pytest.mark.proof
