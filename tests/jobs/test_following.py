@@ -11,6 +11,7 @@ from jobs.following import Beginning
 from jobs.queue import Queue
 from jobs.requests import BatchEntry, Claim, RequestKey
 from tests.support.requests import MODEL, delta, finished, start_batch
+from tests.support.seeds import chosen_seed
 
 LINES = 60
 TOKENS = 40
@@ -76,8 +77,7 @@ class Reading:
 
 
 def test_a_reader_may_begin_at_any_moment(queue: Queue, redis_client: redis.Redis, redis_url: str) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     start_batch(queue, "batch_a", LINES)
     queue.watch("batch_a", 60)
     workers = Workers(redis_url, seed)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -23,6 +23,7 @@ from jobs.scripts import Scripts
 from tests.support.dump import Dump
 from tests.support.integrity import faults
 from tests.support.requests import MODEL, finished, held, request, start_batch
+from tests.support.seeds import chosen_seed
 
 LINES = 12
 BATCHES = ("batch_a", "batch_b")
@@ -436,9 +437,10 @@ def chunk_of(choice: int, first: int, count: int) -> TokenChunk:
 def run(client: redis.Redis, examples: int, steps: int) -> None:
     machine = type("Machine", (QueueModel,), {"client": client})
     options = settings(
-        max_examples=examples, stateful_step_count=steps, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
-    )
-    run_state_machine_as_test(machine, settings=options)
+        max_examples=examples, stateful_step_count=steps, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
+        database=None,
+    )  # fmt: skip
+    run_state_machine_as_test(seed(chosen_seed())(machine), settings=options)
 
 
 def test_queue_does_what_the_model_does(redis_client: redis.Redis) -> None:

@@ -20,6 +20,7 @@ from tests.support.integrity import faults
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.redis_server import keep_all_that_is_said
 from tests.support.requests import MODEL, delta, finished, held, start_batch
+from tests.support.seeds import chosen_seed
 from tests.support.waiting import wait_until
 
 WORKERS = 5
@@ -126,8 +127,7 @@ class Race:
 
 
 def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = chosen_seed()
     batches = ["batch_a", "batch_b"]
     with PrivateServer(folder / "r") as server, LossyProxy(server.url) as proxy:
         keep_all_that_is_said(server)  # a commit that was accepted and is lost would be accepted again
