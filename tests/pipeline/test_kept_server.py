@@ -10,6 +10,7 @@ from jobs.connection import ServerError, connect
 from jobs.queue import Queue
 from pipeline.kept_server import KeptServer
 from tests.support.processes import command_line, descendants
+from tests.support.redis_server import keep_all_that_is_said
 from tests.support.waiting import wait_until
 
 
@@ -21,6 +22,7 @@ def kill_server(directory: Path) -> None:
 def test_calls_made_while_it_is_away_succeed(tmp_path: Path) -> None:
     said: list[str] = []
     with KeptServer(tmp_path / "redis", said.append) as server, connect(server.url) as client:
+        keep_all_that_is_said(server)
         queue = Queue(client)
         queue.create_batch("batch_x", 3)
         for _ in range(3):

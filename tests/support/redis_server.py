@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jobs.connection import connect
 from jobs.server import PrivateServer
+from pipeline.kept_server import KeptServer
 
 
 @contextmanager
@@ -16,7 +17,7 @@ def running_server(directory: Path | None = None) -> Iterator[PrivateServer]:
         yield server
 
 
-def keep_all_that_is_said(server: PrivateServer) -> None:
+def keep_all_that_is_said(server: PrivateServer | KeptServer) -> None:
     """While a disk is slow, `appendfsync everysec` answers before it writes, and a kill takes along what was answered. Until this server is
     started anew it writes first."""
     with connect(server.url) as client:
