@@ -74,12 +74,12 @@ class EngineConfig:
     def resolve(self) -> "EngineConfig":
         """The same configuration with device, batch limits, block size, depth, threads and attention backend settled for this machine.
 
-        Imports torch unless the device is the CPU, so it is called in the core and never in the front process.
+        Imports torch, so it is called in the core and never in the front process.
         """
         device = self.device if self.device != "auto" else _device_module().default_device()
         cuda, backend = device.startswith("cuda"), self.attention_backend
         if backend == "auto":
-            backend = _device_module().default_backend(device) if cuda else "torch"
+            backend = _device_module().default_backend(device, self.dtype)
         return replace(
             self,
             device=device,

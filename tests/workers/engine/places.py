@@ -1,4 +1,4 @@
-"""Where the engine's tests run: in torch on the CPU, on a card, and by the card's kernels under Triton's interpreter.
+"""Where the engine's tests run: by the CPU's kernels, in torch, on a card, and by the card's kernels under Triton's interpreter.
 
 Tests that take a `place` run unchanged on all of theirs. Arithmetic is float32 everywhere (the card's without TF32, as is torch's default),
 so that greedy tokens are the same ones. The interpreter is slow, so it has tests of its own, with few tokens.
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
+from tests.workers.engine.native.available import missing_native
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Place:
         return {"device": self.device, "attention_backend": self.attention_backend, "dtype": "float32"}
 
 
-CPU = Place("cpu", "torch")
+TORCH = Place("cpu", "torch")
+CPU = TORCH if missing_native() else Place("cpu", "cpu")
 INTERPRETER = Place("cpu", "triton")
 CARD = Place("cuda", "triton")
 
@@ -30,5 +33,8 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernel
 on_card = pytest.param(CARD, id="card", marks=pytest.mark.gpu)
 interpreted = pytest.param(INTERPRETER, id="interpreter", marks=needs_interpreter)
 
+in_torch = pytest.param(TORCH, id="torch", marks=pytest.mark.skipif(CPU == TORCH, reason="that is what the CPU runs with here"))
+
 at = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), on_card])
+at_all = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), in_torch, on_card])
 """For tests of the whole engine."""

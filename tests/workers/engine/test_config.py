@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.workers.engine.native.available import missing_native
 from workers.engine import config as module
 from workers.engine.config import EngineConfig
 from workers.engine.messages import AddRequests, EngineRequest, FromCore, SamplingParams, Stats, StepOutput, ToCore, TokenLogprobs
@@ -30,7 +31,8 @@ def test_auto_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = EngineConfig(model="m", device="cpu").resolve()
     assert (resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.depth, resolved.threads) == (64, 2048, 0, 3)
     assert resolved.resolve() == resolved
-    assert resolved.attention_backend == "torch"
+    assert resolved.attention_backend == ("torch" if missing_native() else "cpu")
+    assert EngineConfig(model="m", device="cpu", dtype="float16").resolve().attention_backend == "torch"
     on_card = EngineConfig(model="m", device="cuda").resolve()
     assert (on_card.depth, on_card.attention_backend) == (1, "triton")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from workers.engine import device as module
+from workers.engine.attention import CacheShape, make_attention
 from workers.engine.config import EngineConfig
 from workers.engine.device import (
     check_card,
@@ -21,6 +22,7 @@ from workers.engine.device import (
 )
 from workers.engine.errors import ModelLoadError
 from workers.engine.kernels import trial
+from workers.engine.native.build import NativeUnavailable
 
 CPU = torch.device("cpu")
 no_cuda_build = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
@@ -104,6 +106,24 @@ def test_a_card_too_old_for_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog:
     with pytest.raises(ModelLoadError) as caught:
         check_card(torch.device("cuda"), "triton")
     assert str(caught.value) == said
+
+
+def test_a_cpu_without_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It runs plain torch unless the kernels were asked for."""
+
+    def fail() -> None:
+        raise NativeUnavailable("there is no C compiler (cc, gcc or clang) on PATH")
+
+    monkeypatch.setattr(module, "load", fail)
+    assert EngineConfig(model="m", device="cpu").resolve().attention_backend == "torch"
+    assert "there are no CPU kernels (there is no C compiler (cc, gcc or clang) on PATH); plain torch is used" in caplog.text
+    shape = CacheShape(2, 16, 1, 64)
+    with pytest.raises(ModelLoadError, match=r"^the cpu backend cannot be had: there is no C compiler .*; choose .* auto or torch$"):
+        make_attention("cpu", shape, 1, torch.float32, CPU)
+    with pytest.raises(ModelLoadError, match=r"^the cpu backend cannot be had: its kernels .* float32, and the dtype is float16; choose"):
+        make_attention("cpu", shape, 1, torch.float16, CPU)
+    with pytest.raises(ModelLoadError, match=r"^the cpu backend is for the device cpu, and the device is cuda; choose"):
+        make_attention("cpu", shape, 1, torch.float32, torch.device("cuda"))
 
 
 def test_triton_is_tried_at_start(monkeypatch: pytest.MonkeyPatch) -> None:

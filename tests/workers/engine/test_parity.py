@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.places import Place, at, interpreted
+from tests.workers.engine.places import Place, at_all, interpreted
 from tests.workers.engine.tiny_models import MODELS, PROMPT_LENGTHS, Reference, folder, reference
 from workers.engine.cache_plan import block_bytes
 from workers.engine.config import EngineConfig
@@ -132,7 +132,7 @@ def test_reference_is_telling(name: str) -> None:
         assert (first - second).min() > 5 * LOGITS_TOLERANCE
 
 
-@at
+@at_all
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_same_as_transformers(name: str, variant: str, place: Place) -> None:
@@ -143,7 +143,7 @@ def test_same_as_transformers(name: str, variant: str, place: Place) -> None:
     assert (got.preemptions > 0) == (VARIANTS[variant].num_blocks < 40)
 
 
-@at
+@at_all
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_second_submission_hits_the_cache(name: str, depth: int, place: Place) -> None:

@@ -6,7 +6,8 @@ from workers.engine.native.build import NativeUnavailable
 from workers.engine.native.library import load
 
 
-def _missing() -> str:
+def missing_native() -> str:
+    """Why there is none; empty where there is one."""
     try:
         load()
     except NativeUnavailable as reason:
@@ -14,4 +15,4 @@ def _missing() -> str:
     return ""
 
 
-needs_native = pytest.mark.skipif(bool(_missing()), reason=f"no native library: {_missing()}")
+needs_native = pytest.mark.skipif(bool(missing_native()), reason=f"no native library: {missing_native()}")
