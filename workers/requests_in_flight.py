@@ -132,8 +132,10 @@ class RequestInFlight:
         needs_prompt = self._prompts[prompt].sampling.prompt_logprobs >= 0
         left = [sequence for sequence in sequences if not sequence.ended] or sequences[:needs_prompt]
         requests: list[EngineRequest] = []
+        live, job = self.claim.live, "" if self.claim.live else self.claim.key.batch
         for sequence in left:
-            requests.append(sequence.engine_request(next(ids), live=self.claim.live, with_prompt_logprobs=needs_prompt and not requests))
+            scored = needs_prompt and not requests
+            requests.append(sequence.engine_request(next(ids), live=live, with_prompt_logprobs=scored, job=job))
             self.running[requests[-1].request_id] = sequence
         if requests:
             self._at_once.append(requests[0])

@@ -82,8 +82,11 @@ class Sequence:
         chosen = [position.chosen.logprob or 0.0 for position in self.logprobs or ()]
         return sum(chosen) / max(1, len(chosen))
 
-    def engine_request(self, request_id: int, *, live: bool, with_prompt_logprobs: bool) -> EngineRequest:
-        """What the engine is to do: go on from here or, when nothing is left to generate, look at the prompt alone."""
+    def engine_request(self, request_id: int, *, live: bool, with_prompt_logprobs: bool, job: str = "") -> EngineRequest:
+        """What the engine is to do: go on from here or, when nothing is left to generate, look at the prompt alone.
+
+        `job` names requests whose outputs may be about as long.
+        """
         prompt_logprobs = self._sampling.prompt_logprobs if with_prompt_logprobs else -1
         if self.ended:
             output: list[int] = []
@@ -93,7 +96,7 @@ class Sequence:
             sampling = self._sampling
             if (self.number, prompt_logprobs) != (sampling.choice, sampling.prompt_logprobs):
                 sampling = msgspec.structs.replace(sampling, choice=self.number, prompt_logprobs=prompt_logprobs)
-        return EngineRequest(request_id, self._prompt.token_ids, output, sampling, live, self._call.priority)
+        return EngineRequest(request_id, self._prompt.token_ids, output, sampling, live, self._call.priority, job)
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
         """Adds generated tokens, in order; whether a stop string ended it, after which it keeps no more of them.

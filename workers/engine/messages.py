@@ -88,7 +88,8 @@ class EngineRequest(msgspec.Struct):
 
     `request_id` is chosen by the front and unique in the core's life. `output_token_ids` is what an earlier worker generated already:
     it counts towards `max_tokens`, as output in everything else, and is never sent again. A lower `priority` runs first, among live and
-    among batch requests; equals run in the order in which they came.
+    among batch requests; equals run in the order in which they came. `job` names requests whose outputs are about equally long, as far
+    as one can tell: those of one batch.
     """
 
     request_id: int
@@ -97,6 +98,7 @@ class EngineRequest(msgspec.Struct):
     sampling: SamplingParams
     live: bool = False
     priority: int = 0
+    job: str = ""
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True):
@@ -142,7 +144,8 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 class Stats(msgspec.Struct, array_like=True):
     """Counters of the core. `running`, `waiting` and `free_blocks` are the present; the rest only grow.
 
-    `tokens` counts generated tokens, `computed_tokens` those run through the model, `prefix_hit_tokens` those that the cache gave instead.
+    `tokens` counts generated tokens, `computed_tokens` those run through the model, `prefix_hit_tokens` those that the cache gave instead,
+    `recomputed_tokens` the computed ones that a preempted request had computed before.
     `full_step_seconds` is how long a step of the largest size may take, judged by the steps so far.
     """
 
@@ -155,6 +158,7 @@ class Stats(msgspec.Struct, array_like=True):
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     full_step_seconds: float = 0.0
+    recomputed_tokens: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Set
+from itertools import chain
 
 from workers.engine.messages import EngineRequest, Finish
 
@@ -23,17 +24,21 @@ class Request:
         "finish",
         "hash_at",
         "id",
+        "job",
         "known",
         "last_step",
         "limit",
         "live",
         "next_score",
         "prompt_length",
+        "reached",
         "sampling",
+        "shared",
         "slot",
         "stop_token_ids",
         "tokens",
         "urgency",
+        "wanted",
     )
 
     def __init__(self, request: EngineRequest, arrival: int, max_model_len: int, eos_token_ids: Set[int]) -> None:
@@ -50,10 +55,14 @@ class Request:
         self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
         stops = frozenset(sampling.stop_token_ids)
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
+        # Whose outputs its own is expected to be like; None where nothing but its limit ends it.
+        self.job = request.job if self.stop_token_ids else None
         self.finish = Finish.RUNNING
         self.cached_tokens = -1
         self.block_hashes: list[bytes] = []
         self.known = len(self.tokens)
+        self.reached = 0  # the most tokens that it had computed before it lost its slot
+        self.wanted = 0  # how many of `block_hashes` are kept for it while it waits
         self.leave()
 
     def leave(self) -> None:
@@ -61,6 +70,7 @@ class Request:
         self.slot = -1
         self.blocks: list[int] = []
         self.capacity = 0
+        self.shared = 0  # how many of its first blocks came from other requests, or are known to be held by others too
         self.computed = 0
         self.hash_at = 0
         self.last_step = -1
@@ -72,3 +82,20 @@ class Request:
         if len(self.tokens) >= self.limit:
             return Finish.LENGTH, -1
         return Finish.RUNNING, -1
+
+
+def refusal(request: Request, max_model_len: int, vocab_size: int) -> str:
+    """Why a request cannot run, in a sentence; empty if it can."""
+    if not request.prompt_length:
+        return "the prompt has no tokens"
+    if request.prompt_length >= max_model_len:
+        return f"the prompt has {request.prompt_length} tokens; with one more for the answer the context holds {max_model_len}"
+    low, high = min(request.tokens), max(request.tokens)
+    if low < 0 or high >= vocab_size:
+        return f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
+    sampling = request.sampling
+    for name, named in (("logit_bias", [token for token, _ in sampling.logit_bias]), ("bad_words", chain(*sampling.bad_words))):
+        high = max(named, default=0)
+        if high >= vocab_size:
+            return f"token id {high} in {name} is outside the vocabulary of {vocab_size}"
+    return ""

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import attrgetter
 
-import numpy as np
-
+from workers.engine.drafts import OutputDraft, StepDraft
+from workers.engine.forecast import Forecast
 from workers.engine.kv_cache import KVCache
 from workers.engine.messages import EngineRequest, Finish, Stats, StepOutput, TokenLogprobs
-from workers.engine.request import Request
+from workers.engine.request import Request, refusal
 from workers.engine.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
 
 _URGENCY = attrgetter("urgency")
@@ -53,6 +53,7 @@ class Scheduler:
         self.depth = depth
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
+        self._forecast = Forecast(kv_cache, max_num_seqs, self.max_model_len)
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._company = company
@@ -69,7 +70,7 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self._stats = Stats()
-        self._output = _Output()
+        self._output = OutputDraft()
         self._fresh_hits: dict[int, int] = {}  # prompt tokens that the cache gave, by request, until its first entry in an output
         self._fresh_scores: dict[int, list[TokenLogprobs]] = {}  # what the prompt's log probabilities are so far, until the same moment
 
@@ -84,16 +85,16 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id} is in use")
         self._arrivals += 1
         added = Request(request, self._arrivals, self.max_model_len, self._eos_token_ids)
-        refusal = self._refusal(added)
-        finish, stop_token = (Finish.ERROR, -1) if refusal else added.ended_by()
+        problem = refusal(added, self.max_model_len, self._vocab_size)
+        finish, stop_token = (Finish.ERROR, -1) if problem else added.ended_by()
         if finish:
             added.finish = finish
-            self._output.end(added, stop_token, refusal)
+            self._output.end(added, stop_token, problem)
         else:
             self._requests[added.id] = added
             if added.sampling.prompt_logprobs >= 0:
                 self._fresh_scores[added.id] = []
-            self._lane(added).wait(added)
+            self._wait(added)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Ends requests at once, whatever they are doing; unknown ids are ignored."""
@@ -107,7 +108,7 @@ class Scheduler:
         """The next step, or None when nothing can be computed before a launched step has been retired, or at all."""
         if len(self._launched) > self.depth:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
-        step = _Step(self._step + 1, self.token_budget)
+        step = StepDraft(self._step + 1, self.token_budget)
         for lane in (self._live, self._batch):
             self._advance(lane.running, step)
             if lane.waiting and not (lane is self._batch and self._waits_for_company()):
@@ -190,23 +191,11 @@ class Scheduler:
         self._pool.check()
         if self._pool.free != self._pool.num_blocks - 1 or self._returning or self._returning_blocks:
             raise RuntimeError(f"idle with {self._pool.num_blocks - 1 - self._pool.free} KV blocks taken")
+        if self._pool.wants():
+            raise RuntimeError(f"idle with {len(self._pool.wants())} KV blocks wanted")
         if self._live.running or self._batch.running or self._live.waiting or self._batch.waiting:
             raise RuntimeError("idle with requests in a queue")
-
-    def _refusal(self, request: Request) -> str:
-        if not request.prompt_length:
-            return "the prompt has no tokens"
-        if request.prompt_length >= self.max_model_len:
-            return f"the prompt has {request.prompt_length} tokens; with one more for the answer the context holds {self.max_model_len}"
-        low, high = min(request.tokens), max(request.tokens)
-        if low < 0 or high >= self._vocab_size:
-            return f"token id {low if low < 0 else high} is outside the vocabulary of {self._vocab_size}"
-        sampling = request.sampling
-        for name, named in (("logit_bias", [token for token, _ in sampling.logit_bias]), ("bad_words", chain(*sampling.bad_words))):
-            high = max(named, default=0)
-            if high >= self._vocab_size:
-                return f"token id {high} in {name} is outside the vocabulary of {self._vocab_size}"
-        return ""
+        self._forecast.check_empty()
 
     def _take_logprobs(self, launched: "_Launched", result: StepResult) -> None:
         for index, told in result.logprobs.items():
@@ -217,7 +206,7 @@ class Scheduler:
             if not request.finish:
                 self._fresh_scores[request.id] += scores
 
-    def _advance(self, requests: list[Request], step: "_Step") -> None:
+    def _advance(self, requests: list[Request], step: StepDraft) -> None:
         """Gives requests with a slot as many of their uncomputed tokens as the budget has left. The loop that every row of every step
         goes through: what it does per row is what a step costs on the host."""
         budget, number = step.budget, step.number
@@ -254,7 +243,7 @@ class Scheduler:
                 self._kv_cache.remember(request)
         step.budget = budget
 
-    def _score(self, request: Request, end: int, step: "_Step") -> None:
+    def _score(self, request: Request, end: int, step: StepDraft) -> None:
         """Has the step's next row tell the log probabilities of prompt tokens that follow on computed ones, each once: tokens computed
         again after a preemption are not told again."""
         last = min(end + 1, request.prompt_length)
@@ -262,7 +251,7 @@ class Scheduler:
         step.scored.append(request)
         request.next_score = last if last < request.prompt_length else sys.maxsize
 
-    def _extend(self, request: Request, end: int, step: "_Step") -> bool:
+    def _extend(self, request: Request, end: int, step: StepDraft) -> bool:
         """Gives a request blocks for its first `end` tokens, if need be at the cost of less urgent ones; False if it must wait."""
         if not self._make_room(self._kv_cache.blocks_for(end - request.capacity), request):
             step.short = True
@@ -271,7 +260,7 @@ class Scheduler:
         step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
         return True
 
-    def _admit(self, lane: "_Lane", step: "_Step") -> None:
+    def _admit(self, lane: "_Lane", step: StepDraft) -> None:
         """Lets waiting requests in, in order of urgency, as long as their known tokens fit beside what the running ones may soon need."""
         while lane.waiting and step.budget and not step.short:
             request = lane.waiting[0]
@@ -283,12 +272,18 @@ class Scheduler:
             # What the cache holds has no logits, so as long as prompt tokens are to be scored everything is computed.
             prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
             need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.idle(prefix) + reserve
-            if need <= self._pool.free:
-                del lane.waiting[0]
+            if need <= self._pool.free and (request.live or self._has_room(request, prefix, step)):
                 self._enter(lane, request, prefix, step)
             elif not (request.live and self._make_room(need, request)):
                 step.short = request.live and bool(self._returning)
                 return
+
+    def _has_room(self, request: Request, prefix: list[int], step: StepDraft) -> bool:
+        """Whether a batch request is expected to fit until its end; the only one gets in whenever it can begin."""
+        if not self._batch.running:
+            return True
+        returning = sum(returning.own_blocks for returning in self._returning)
+        return self._forecast.has_room(request, prefix, step.number, self._live.running + self._batch.running, returning)
 
     def _waits_for_company(self) -> bool:
         """Whether batch requests stay out of this step, so that more of them come in at once."""
@@ -300,23 +295,28 @@ class Scheduler:
         self._waited_steps = 0
         return False
 
-    def _enter(self, lane: "_Lane", request: Request, prefix: list[int], step: "_Step") -> None:
+    def _enter(self, lane: "_Lane", request: Request, prefix: list[int], step: StepDraft) -> None:
+        del lane.waiting[0]
+        revived = self._pool.idle(prefix)
         self._kv_cache.admit(request, prefix)
+        self._kv_cache.unwant(request)
         hit = request.computed
         request.slot = self._free_slots.pop()
+        self._forecast.enter(request, step.number, revived)
         if request.cached_tokens < 0:
             step.first_entries.append(request)
             request.cached_tokens = min(hit, request.prompt_length)
             if request.cached_tokens:
                 self._fresh_hits[request.id] = request.cached_tokens
         self._stats.prefix_hit_tokens += hit
+        self._stats.recomputed_tokens += max(0, request.reached - hit)
         insort(lane.running, request, key=_URGENCY)
         step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
         if prefix:
             step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
         self._advance([request], step)
 
-    def _slot_for(self, request: Request, step: "_Step") -> bool:
+    def _slot_for(self, request: Request, step: StepDraft) -> bool:
         """Whether a slot is free. For live requests batch ones are preempted, as many at once as the step's budget can let in."""
         if request.live and not self._free_slots:
             wanted = sum(before < step.budget for before in accumulate((other.known for other in self._live.waiting), initial=0))
@@ -344,25 +344,35 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request) -> None:
-        lane = self._lane(victim)
-        lane.running.pop()
+        self._lane(victim).running.pop()
+        victim.reached = max(victim.reached, victim.computed)
+        self._wait(victim)
         self._give_up(victim)
-        lane.wait(victim)
         self._stats.preemptions += 1
 
     def _end(self, request: Request, finish: Finish) -> None:
         request.finish = finish
         del self._requests[request.id]
+        self._forecast.lengths.learn(request)
         lane = self._lane(request)
         queue = lane.running if request.slot >= 0 else lane.waiting
         del queue[bisect_left(queue, request.urgency, key=_URGENCY)]
         if request.slot >= 0:
             self._give_up(request)
+        else:
+            self._kv_cache.unwant(request)
+
+    def _wait(self, request: Request) -> None:
+        insort(self._lane(request).waiting, request, key=_URGENCY)
+        if request.next_score == sys.maxsize:
+            self._kv_cache.want(request)
 
     def _give_up(self, request: Request) -> None:
         if request.computed >= request.hash_at:
             self._kv_cache.remember(request)
-        self._returning.append(_Returning(request.last_step, request.slot, request.blocks))
+        self._forecast.leave(request)
+        own_blocks = len(request.blocks) - request.shared
+        self._returning.append(_Returning(request.last_step, request.slot, request.blocks, own_blocks, request.live))
         self._returning_blocks += len(request.blocks)
         request.leave()
         self._take_back()
@@ -371,11 +381,13 @@ class Scheduler:
         """Makes a request wait that no launched step knows of."""
         lane = self._lane(request)
         del lane.running[bisect_left(lane.running, request.urgency, key=_URGENCY)]
+        self._forecast.leave(request)
         self._stats.prefix_hit_tokens -= request.computed
-        self._pool.give_back(request.blocks)
+        self._stats.recomputed_tokens -= max(0, request.reached - request.computed)
+        self._wait(request)
+        self._pool.give_back(request.blocks, request.live)
         self._free_slots.append(request.slot)
         request.leave()
-        lane.wait(request)
 
     def _take_back(self) -> None:
         """Frees the slots and blocks that no launched step uses any more."""
@@ -385,7 +397,7 @@ class Scheduler:
         self._returning = [returning for returning in self._returning if returning.after > self._retired_step]
         for returning in due:
             self._returning_blocks -= len(returning.blocks)
-            self._pool.give_back(returning.blocks)
+            self._pool.give_back(returning.blocks, returning.live)
             self._free_slots.append(returning.slot)
 
     def _lane(self, request: Request) -> "_Lane":
@@ -396,7 +408,7 @@ class Scheduler:
         stats.running = len(self._live.running) + len(self._batch.running)
         stats.waiting = len(self._requests) - stats.running
         stats.free_blocks = self._pool.free
-        output, self._output = self._output, _Output()
+        output, self._output = self._output, OutputDraft()
         return output.message(self._retired_step, self._fresh_hits, self._fresh_scores, stats)
 
 
@@ -406,9 +418,6 @@ class _Lane:
 
     running: list[Request] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
-
-    def wait(self, request: Request) -> None:
-        insort(self.waiting, request, key=_URGENCY)
 
 
 @dataclass(slots=True)
@@ -421,89 +430,10 @@ class _Launched:
 
 @dataclass(slots=True)
 class _Returning:
-    """A slot and blocks that are free once step `after` has been retired."""
+    """A slot and blocks that are free once step `after` has been retired. `own_blocks`: how many of them nobody else holds."""
 
     after: int
     slot: int
     blocks: list[int]
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step in the making. `outstanding`: blocks that its unfinished prefills still lack; `short`: a running request got no block."""
-
-    number: int
-    budget: int
-    outstanding: int = 0
-    short: bool = False
-    added: list[AddedRequest] = field(default_factory=list)
-    new_blocks: list[NewBlocks] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    sampling: list[Request] = field(default_factory=list)
-    prompt_scores: list[PromptScores] = field(default_factory=list)
-    scored: list[Request] = field(default_factory=list)
-    first_entries: list[Request] = field(default_factory=list)
-
-    def plan(self) -> StepPlan:
-        return StepPlan(
-            step=self.number,
-            added=self.added,
-            new_blocks=self.new_blocks,
-            slots=np.array(self.slots, dtype=np.int32),
-            starts=np.array(self.starts, dtype=np.int32),
-            counts=np.array(self.counts, dtype=np.int32),
-            samples=np.array(self.samples, dtype=np.bool_),
-            prompt_scores=self.prompt_scores,
-        )
-
-
-@dataclass(slots=True)
-class _Output:
-    """A `StepOutput` in the making; requests that run on have one token each."""
-
-    request_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    ended: list[tuple[int, Request, int, int]] = field(default_factory=list)
-    errors: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-
-    def end(self, request: Request, stop_token: int, error: str = "", token: int | None = None) -> None:
-        self.ended.append((len(self.request_ids), request, stop_token, int(token is not None)))
-        self.request_ids.append(request.id)
-        if token is not None:
-            self.token_ids.append(token)
-        if error:
-            self.errors[request.id] = error
-
-    def message(self, step: int, fresh_hits: dict[int, int], fresh_scores: dict[int, list[TokenLogprobs]], stats: Stats) -> StepOutput:
-        """Takes out of `fresh_hits` and `fresh_scores` what it tells, and what nobody will ask for any more."""
-        rows = len(self.request_ids)
-        counts, finish, stop_token, cached_tokens = [1] * rows, [0] * rows, [-1] * rows, [0] * rows
-        for index, request, stop, count in self.ended:
-            counts[index] = count
-            finish[index] = int(request.finish)
-            stop_token[index] = stop
-        if fresh_hits:
-            cached_tokens = [fresh_hits.pop(request_id, 0) for request_id in self.request_ids]
-        scores: dict[int, list[TokenLogprobs]] = {}
-        if fresh_scores:
-            for request_id, count in zip(self.request_ids, counts, strict=True):
-                whole = fresh_scores.pop(request_id, None)
-                if whole is not None and count:
-                    scores[request_id] = whole
-        return StepOutput(
-            step,
-            self.request_ids,
-            counts,
-            self.token_ids,
-            finish,
-            stop_token,
-            cached_tokens,
-            stats,
-            self.errors,
-            self.logprobs,
-            scores,
-        )
+    own_blocks: int
+    live: bool

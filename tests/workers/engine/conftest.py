@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.interpreter import choose_interpreter
+from workers.engine.forecast import Forecast
 
 choose_interpreter()
 
@@ -18,3 +19,9 @@ def _card_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu") is not None:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come in without a look at how long they get, so that in a small cache some have to be preempted."""
+    monkeypatch.setattr(Forecast, "has_room", lambda *_: True)

@@ -90,11 +90,13 @@ def in_company(seed: int, depth: int) -> int:
     return preemptions
 
 
+@pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("depth", [0, 1])
 def test_random_company_changes_no_token(depth: int) -> None:
     assert in_company(0, depth) > 0
 
 
+@pytest.mark.usefixtures("crowded")
 @pytest.mark.proof
 @pytest.mark.parametrize("depth", [0, 1])
 def test_much_random_company_changes_no_token(depth: int) -> None:
@@ -129,6 +131,7 @@ def one_layer(core: EngineCore) -> EngineCore:
     return core
 
 
+@pytest.mark.usefixtures("crowded")
 @needs_interpreter
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:

@@ -53,6 +53,7 @@ def run_dry(core: EngineCore) -> list[StepOutput]:
     return outputs
 
 
+@pytest.mark.usefixtures("crowded")
 @at
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_tight_cache_changes_no_token(depth: int, place: Place) -> None:

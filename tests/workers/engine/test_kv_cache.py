@@ -2,7 +2,8 @@
 
 import pytest
 
-from workers.engine.kv_cache import BlockPool, KVCache, hash_block
+from workers.engine.block_pool import BlockPool
+from workers.engine.kv_cache import KVCache, hash_block
 from workers.engine.messages import EngineRequest, SamplingParams
 from workers.engine.request import Request
 
@@ -40,8 +41,8 @@ def test_blocks_without_content_go_first_then_the_longest_unused() -> None:
     first, second = pool.take(2), pool.take(2)
     for name, block in enumerate([*first, *second]):
         pool.name(block, bytes([name]))
-    pool.give_back(second)
-    pool.give_back(first)
+    pool.give_back(second, live=False)
+    pool.give_back(first, live=False)
     assert pool.take(1) == [5]
     # Of each request's blocks the last goes first, since a chain is found from its start.
     assert pool.take(4) == [second[1], second[0], first[1], first[0]]
@@ -51,11 +52,59 @@ def test_a_block_with_two_holders_stays_until_both_have_gone() -> None:
     pool = BlockPool(3)
     blocks = pool.take(1)
     pool.share(blocks)
-    pool.give_back(blocks)
+    pool.give_back(blocks, live=False)
     assert pool.free == 1
-    pool.give_back(blocks)
+    pool.give_back(blocks, live=False)
     assert pool.free == 2
     pool.check()
+
+
+def left(pool: BlockPool, name: bytes, live: bool = False) -> int:
+    """A block that someone filled and has no need of any more."""
+    (block,) = pool.take(1)
+    pool.name(block, name)
+    pool.give_back([block], live)
+    return block
+
+
+def test_what_a_batch_left_goes_before_what_live_calls_left_and_both_before_what_is_waited_for() -> None:
+    pool = BlockPool(6)
+    pool.want([b"wanted", b"not there yet"])
+    wanted, live, first = left(pool, b"wanted"), left(pool, b"live", live=True), left(pool, b"first")
+    later, last = left(pool, b"not there yet"), left(pool, b"last")
+    pool.check()
+    assert pool.take(5) == [first, last, live, wanted, later]
+
+
+def test_a_prefix_is_let_go_when_the_last_who_waited_for_it_has_been_let_in() -> None:
+    pool = BlockPool(4)
+    for _ in range(2):
+        pool.want([b"prefix"])
+    prefix, other = left(pool, b"prefix"), left(pool, b"other")
+    pool.share([prefix])
+    pool.unwant([b"prefix"])
+    pool.give_back([prefix], live=False)
+    assert pool.take(2) == [3, other]
+    pool.unwant([b"prefix"])
+    assert pool.wants() == {}
+    pool.check()
+    assert pool.take(1) == [prefix]
+
+
+def test_a_request_that_waits_holds_on_to_what_it_would_find() -> None:
+    cache = KVCache(4, SIZE)
+    first = admitted(cache, list(range(9)))
+    waiting = request([*range(8), 50])
+    cache.want(waiting)
+    cache.pool.give_back(first.blocks, live=False)
+    left(cache.pool, b"newer")
+    (taken,) = cache.pool.take(1)
+    assert taken not in cache.find_prefix(waiting)
+    assert len(cache.find_prefix(waiting)) == 2
+    cache.admit(waiting, cache.find_prefix(waiting))
+    cache.unwant(waiting)
+    assert cache.pool.wants() == {}
+    cache.pool.check()
 
 
 def test_a_block_whose_content_stands_elsewhere_keeps_no_name() -> None:
@@ -64,7 +113,7 @@ def test_a_block_whose_content_stands_elsewhere_keeps_no_name() -> None:
     pool.name(first, b"same")
     pool.name(second, b"same")
     assert pool.find(b"same") == first
-    pool.give_back([second])
+    pool.give_back([second], live=False)
     assert pool.take(2) == [second, 3]
     pool.check()
 
@@ -73,7 +122,7 @@ def test_taking_a_block_again_forgets_its_content() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
     pool.name(block, b"old")
-    pool.give_back([block])
+    pool.give_back([block], live=False)
     assert pool.find(b"old") == block
     pool.take(1)
     assert pool.find(b"old") is None
@@ -83,8 +132,8 @@ def test_taking_a_block_again_forgets_its_content() -> None:
 def test_giving_back_too_often_is_noticed() -> None:
     pool = BlockPool(3)
     blocks = pool.take(1)
-    pool.give_back(blocks)
-    pool.give_back(blocks)
+    pool.give_back(blocks, live=False)
+    pool.give_back(blocks, live=False)
     with pytest.raises(RuntimeError):
         pool.check()
 
@@ -94,7 +143,7 @@ def test_a_prefix_is_found_by_its_full_blocks() -> None:
     first = admitted(cache, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     second = request([1, 2, 3, 4, 5, 6, 7, 8, 10, 11])
     assert cache.find_prefix(second) == first.blocks[:2]
-    cache.pool.give_back(first.blocks)
+    cache.pool.give_back(first.blocks, live=False)
     assert cache.find_prefix(second) == first.blocks[:2]
 
 
@@ -116,7 +165,7 @@ def test_a_chain_ends_at_the_first_lost_block() -> None:
     cache = KVCache(4, SIZE)
     first = admitted(cache, list(range(12)))
     blocks = first.blocks
-    cache.pool.give_back(blocks)
+    cache.pool.give_back(blocks, live=False)
     taken = cache.pool.take(1)
     assert taken == [blocks[2]]
     assert cache.find_prefix(request([*range(12), 1])) == blocks[:2]

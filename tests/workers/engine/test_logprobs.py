@@ -31,6 +31,7 @@ def check(told: list[TokenLogprobs], tokens: list[int], logits: Tensor, top: int
         assert above[0] < item.rank <= max(above[1], 1)
 
 
+@pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_same_as_transformers(name: str, variant: str) -> None:

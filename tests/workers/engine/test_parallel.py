@@ -87,6 +87,7 @@ def requests(first_id: int) -> list[EngineRequest]:
     ]
 
 
+@pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("name", SHARED)
 def test_two_ranks_answer_as_one_does(name: str, tmp_path: Path) -> None:
     make(SHARED[name]).save_pretrained(tmp_path)

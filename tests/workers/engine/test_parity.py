@@ -132,6 +132,7 @@ def test_reference_is_telling(name: str) -> None:
         assert (first - second).min() > 5 * LOGITS_TOLERANCE
 
 
+@pytest.mark.usefixtures("crowded")
 @at_all
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MODELS)
@@ -169,6 +170,7 @@ def small(expected: Reference) -> Reference:
     return Reference(prompts, [some[:17] for some in tokens], [some[:17] for some in logits])
 
 
+@pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.proof) for name in MODELS])
 @pytest.mark.parametrize("place", [interpreted])
 def test_same_as_transformers_by_the_cards_kernels(name: str, place: Place) -> None:

@@ -66,7 +66,7 @@ def run_dry(scheduler: Scheduler) -> dict[int, list[int]]:
 
 
 def test_nothing_of_the_host_half_imports_torch() -> None:
-    modules = ["scheduler", "kv_cache", "request", "step", "messages", "config", "core", "transport", "async_engine"]
+    modules = ["scheduler", "forecast", "kv_cache", "request", "step", "messages", "config", "core", "transport", "async_engine"]
     code = f"import sys, {', '.join('workers.engine.' + module for module in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -119,6 +119,7 @@ def test_one_step_ahead_live_requests_get_their_slots_when_the_launched_step_is_
     assert [added.token_ids[0] for added in third.added] == [5, 6]
 
 
+@pytest.mark.usefixtures("crowded")
 def test_a_live_request_takes_batch_ones_blocks() -> None:
     scheduler = make_scheduler(blocks=9, caching=False)  # 32 tokens
     for number in (1, 2):
@@ -142,6 +143,7 @@ def test_batch_requests_never_displace_a_live_one() -> None:
     assert order == [2, 1]
 
 
+@pytest.mark.usefixtures("crowded")
 def test_the_newest_is_preempted_and_keeps_its_tokens() -> None:
     scheduler = make_scheduler(blocks=9, caching=False)
     for number in (1, 2):
@@ -183,6 +185,7 @@ def test_the_waiting_come_in_by_priority_and_then_by_arrival() -> None:
     assert order == [6, 4, 3, 2, 5, 1]
 
 
+@pytest.mark.usefixtures("crowded")
 def test_the_least_urgent_by_priority_is_preempted_though_it_came_first() -> None:
     scheduler = make_scheduler(blocks=9, caching=False)
     scheduler.add(request(1, prompt=5, max_tokens=20, priority=1))

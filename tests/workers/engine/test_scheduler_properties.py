@@ -47,6 +47,7 @@ class Case:
     min_tokens: int = 0
     logprobs: bool = False
     prompt_logprobs: bool = False
+    job: str = ""
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
@@ -81,6 +82,7 @@ class Setup:
     prefix_caching: bool
     company: int = 1
     failures: int = 0  # seed of the steps that cannot be launched; 0: all can
+    crowded: bool = False  # requests come in without a look at how long they get, so that more are preempted
 
 
 class TokenDevice:
@@ -177,6 +179,8 @@ class Run:
             setup.max_num_seqs, setup.budget, setup.max_model_len, self.kv_cache, setup.depth, vocab_size=VOCAB, eos_token_ids=[EOS],
             company=setup.company,
         )  # fmt: skip
+        if setup.crowded:
+            vars(self.scheduler._forecast)["has_room"] = lambda *_: True
         self.device = TokenDevice(setup)
         self.stats = Stats()
         self.chance = random.Random(setup.failures)
@@ -220,7 +224,9 @@ class Run:
             if case.arrives == turn:
                 forced = self.answers[number][0][: case.forced]
                 self.got[number] = list(forced)
-                self.scheduler.add(EngineRequest(number, list(case.prompt), list(forced), case.sampling(), case.live, case.priority))
+                self.scheduler.add(
+                    EngineRequest(number, list(case.prompt), list(forced), case.sampling(), case.live, case.priority, case.job)
+                )
         self.scheduler.abort([number for number, case in enumerate(self.cases) if case.aborted == turn])
 
     def _take(self, output: StepOutput | None) -> None:
@@ -276,6 +282,7 @@ SETUPS = st.builds(
     prefix_caching=st.booleans(),
     company=st.sampled_from([1, 1, 2, 4]),
     failures=st.sampled_from([0, 0, 1, 2, 3, 4, 5]),
+    crowded=st.booleans(),
 )
 PROMPTS = st.builds(
     lambda shared, own: (*shared, *own),
@@ -296,6 +303,7 @@ CASES = st.builds(
     min_tokens=st.sampled_from([0, 0, 1, 6]),
     logprobs=st.booleans(),
     prompt_logprobs=st.sampled_from([False, False, True]),
+    job=st.sampled_from(["", "a", "b"]),
 )
 
 
@@ -331,6 +339,7 @@ def random_setup(draw: random.Random) -> Setup:
         prefix_caching=draw.random() < 0.7,
         company=draw.choice([1, 1, 2, 4]),
         failures=draw.choice([0, draw.randrange(1, 1000)]),
+        crowded=draw.random() < 0.5,
     )
 
 
@@ -349,6 +358,7 @@ def random_case(draw: random.Random) -> Case:
         min_tokens=draw.choice([0, 0, 1, 6]),
         logprobs=draw.random() < 0.5,
         prompt_logprobs=draw.random() < 0.3,
+        job=draw.choice(["", "a", "b"]),
     )
 
 
@@ -368,6 +378,6 @@ def test_many_more_schedules_without_shrinking() -> None:
 def test_the_schedules_exercise_what_they_should(depth: int) -> None:
     """Preemption, prefix hits and slot shortage do occur in schedules like the ones above."""
     cases = [Case((1, 2, 3, 4, 5, number), 14, number, number % 3 == 2, 0, True, (), None) for number in range(8)]
-    run = check(Setup(2, 16, 4, 6, 40, depth, True), cases)
+    run = check(Setup(2, 16, 4, 6, 40, depth, True, crowded=True), cases)
     assert run.stats.preemptions > 0
     assert run.stats.prefix_hit_tokens > 0

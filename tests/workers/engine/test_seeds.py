@@ -37,6 +37,7 @@ def assert_same(got: Answer, expected: Answer, start: int = 0) -> None:
     assert [item.logprobs for item in got.logprobs] == [pytest.approx(item.logprobs, abs=1e-4) for item in told]
 
 
+@pytest.mark.usefixtures("crowded")
 @at
 @pytest.mark.parametrize("depth", [0, 1])
 def test_alone_in_company_and_after_preemption(depth: int, place: Place) -> None:

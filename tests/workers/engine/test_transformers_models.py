@@ -71,6 +71,7 @@ def test_same_tokens_by_the_kernels(place: Place) -> None:
     assert [answer.tokens for answer in run.answers.values()] == [expected.tokens[i][:2] for i in (2, 5)]
 
 
+@pytest.mark.usefixtures("crowded")
 @pytest.mark.proof
 def test_preempted_requests_say_the_same() -> None:
     expected = reference("gemma3")
