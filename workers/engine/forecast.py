@@ -41,7 +41,8 @@ class Forecast:
         self._by_slot = np.zeros((3, max_num_seqs, len(self._times)))
         self._all = np.zeros((3, len(self._times)))
         self._tables: dict[str, Floats] = {}  # by job
-        self._candidate = (-1, -1, self._all)  # who was asked about last, at which step, and its curves
+        # Who was asked about last, with which tokens and shared blocks, at which look, and its curves.
+        self._candidate = (-1, -1, -1, -1, self._all)
         self._refused, self._refused_until = -1, 0.0  # who has no room before that step, unless someone leaves
         self._next = 0.0  # the step from which equal ones may come in again
 
@@ -57,8 +58,7 @@ class Forecast:
         if request.id == self._refused and step < self._refused_until:
             return False
         request.shared = len(prefix)
-        curves = self._curves([request], step)[:, 0]
-        self._candidate = (request.id, step, curves)
+        curves = self._curves_of(request, step)
         late = int(np.searchsorted(self._times, step - self._looked))
         expected, variance, most = (self._all + curves)[:, late:]
         need = np.minimum(expected + _CAUTION * np.sqrt(np.maximum(variance, 0.0)), most)
@@ -73,8 +73,7 @@ class Forecast:
         """A request got a slot and a prefix, of which nobody held `revived` blocks."""
         self._most += self._blocks(request.limit)
         if self._is_fresh(step):
-            asked, at, curves = self._candidate
-            self._put(request.slot, curves if (asked, at) == (request.id, step) else self._curves([request], step)[:, 0])
+            self._put(request.slot, self._curves_of(request, step))
             self._shared += revived
 
     def leave(self, request: Request) -> None:
@@ -133,6 +132,14 @@ class Forecast:
         blocks, holders = request.blocks, self._pool.holders_of
         if request.shared < len(blocks) and holders(blocks[request.shared]) > 1:
             request.shared = bisect_left(blocks, True, request.shared, key=lambda block: holders(block) == 1)
+
+    def _curves_of(self, request: Request, step: int) -> Floats:
+        """The curves of one that is not running yet; good until the next look, since a few steps sooner or later matter little."""
+        *asked, curves = self._candidate
+        if asked != [request.id, request.known, request.shared, self._looked]:
+            curves = self._curves([request], step)[:, 0]
+            self._candidate = (request.id, request.known, request.shared, self._looked, curves)
+        return curves
 
     def _curves(self, requests: Sequence[Request], step: int) -> Floats:
         """Of each request's own blocks, at each point of time, the expected number, its variance and the most: [3, requests, times]."""
