@@ -47,6 +47,7 @@ def test_in_a_quarter_of_the_cache_little_is_computed_twice(kind: str, depth: in
     report = in_a_quarter(lines_of(kind), depth)
     assert report.recomputed_share < 0.02, f"{report.recomputed_share:.2%} with {report.stats.preemptions} preemptions"
     assert report.rows / report.steps > 0.8 * SLOTS / 4, report.rows / report.steps
+    assert report.stats.recomputed_tokens >= report.recomputed
 
 
 @pytest.mark.parametrize("depth", [0, 1])
