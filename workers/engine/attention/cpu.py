@@ -25,7 +25,7 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("pair", "heads", "kv_heads", "head_dim", "block_size", "window")),
-        *((name, ctypes.c_int32) for name in ("num_tokens", "num_rows", "max_blocks", "shares")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_rows", "max_blocks", "shares", "together")),
         *(
             (name, ctypes.c_void_p)
             for name in ("slots", "query_start", "contexts", "tables", "starts", "partials_at", "partials", "scratch")
@@ -70,7 +70,7 @@ class CpuAttention:
         self._pair = 4 // dtype.itemsize
         functions = _functions()
         self._attend, self._plan = functions.attend_layer, functions.attention_plan
-        self._scratch_size: int = functions.attention_scratch(self._pair, shape.head_dim, shape.block_size)
+        self._scratch_size: int = functions.attention_scratch(self._pair, shape.kv_heads, shape.head_dim, shape.block_size)
         self._scratch = torch.empty(0)
         self._partials = torch.empty(0)
 
@@ -115,7 +115,7 @@ class CpuAttention:
             self._scratch = torch.empty(threads * self._scratch_size)
         step = _Step(
             *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size, window or 0),
-            *(len(slots), rows, arrays[2].shape[1], threads),
+            *(len(slots), rows, arrays[2].shape[1], threads, 1),
             *(slots.data_ptr(), *(x.ctypes.data for x in arrays), starts.ctypes.data, partials_at.ctypes.data),
             *(None, self._scratch.data_ptr(), self._scratch_size),
         )
@@ -131,7 +131,7 @@ class CpuAttention:
 @functools.cache
 def _functions() -> ctypes.CDLL:
     library, pointer, number = load(), ctypes.c_void_p, ctypes.c_int32
-    library.attention_scratch.argtypes = (number, number, number)
+    library.attention_scratch.argtypes = (number, number, number, number)
     library.attention_plan.argtypes = (pointer,)
     library.attention_scratch.restype = library.attention_plan.restype = ctypes.c_ssize_t
     library.attend_layer.argtypes = (*(pointer,) * 8, ctypes.c_float, ctypes.c_float)

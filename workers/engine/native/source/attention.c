@@ -18,25 +18,27 @@
 #include "lanes.h"
 
 enum {
-    PANEL = 16,                /* tokens */
-    VECTORS = PANEL / LANES,   /* of a panel's scores */
-    TILE = 32,                 /* queries */
-    KEYS = 128,                /* in one step of a tile */
-    SEGMENT = 256,             /* keys after which a single tile's are cut */
+    PANEL = 16,              /* tokens */
+    VECTORS = PANEL / LANES, /* of a panel's scores */
+    TILE = 32,               /* queries */
+    KEYS = 128,              /* in one step of a tile */
+    SEGMENT = 256,           /* keys after which a single tile's are cut */
     STEP_PANELS = KEYS / PANEL,
-    FEW = 8,                   /* queries of a tile that waits for memory more than it computes */
-    AHEAD = 64,                /* keys by which such a one fetches ahead */
+    FEW = 8,          /* queries of a row that waits for memory more than it computes: a tile of it takes several heads of keys, */
+    FEW_KEYS = PANEL, /* and in one step a panel of each, for these lie one behind the other */
 #if defined(__AVX512F__)
-    ROWS = 4, COLUMNS = 4      /* vectors of sums that are kept in registers */
+    ROWS = 4, /* queries, and vectors, whose sums are kept in registers */
+    COLUMNS = 4
 #else
-    ROWS = 2, COLUMNS = 4
+    ROWS = 2,
+    COLUMNS = 4
 #endif
 };
 
 typedef struct {
-    int32_t row, head;      /* of keys */
-    int32_t first, count;   /* queries of the row, token by token, and of one token by head */
-    int32_t begin, end;     /* keys */
+    int32_t row, head, heads; /* heads of keys, from `head` on */
+    int32_t first, count;     /* queries of the row for each head of keys: token by token, and of one token head by head */
+    int32_t begin, end;       /* keys */
     int32_t segment;
 } tile;
 
@@ -46,6 +48,7 @@ typedef struct {
     int32_t window; /* tokens that a query sees, itself included; 0 for all before it */
     int32_t num_tokens, num_rows, max_blocks;
     int32_t shares;             /* into which the work is cut */
+    int32_t together;           /* heads of keys that a tile of few queries takes */
     const int64_t *slots;       /* [num_tokens] block * block_size + offset */
     const int32_t *query_start; /* [num_rows + 1] */
     const int32_t *contexts;    /* [num_rows] */
@@ -68,7 +71,7 @@ typedef struct {
     float eps, scale;
 } attention_layer;
 
-ptrdiff_t attention_scratch(int32_t pair, int32_t head_dim, int32_t block_size);
+ptrdiff_t attention_scratch(int32_t pair, int32_t kv_heads, int32_t head_dim, int32_t block_size);
 ptrdiff_t attention_plan(attention_step *step);
 void attend_layer(const attention_step *step, uint32_t *cache, const void *q, const void *k, const void *v, void *out, const void *query_norm,
                   const void *key_norm, float eps, float scale);
@@ -104,12 +107,12 @@ ALWAYS_INLINE int in_panels(ptrdiff_t head_dim, ptrdiff_t block_size) {
 
 /* Where a share of the work keeps what it works on. */
 typedef struct {
-    float *numbers, *turned; /* [head_dim], one query or key */
-    uint32_t *queries;       /* [TILE][key_words] */
-    float *scores;           /* [TILE][KEYS], then the weights as words [TILE][KEYS] */
-    float *sums;             /* [TILE][value_words] */
-    float *top, *total, *fade;   /* [TILE] */
-    uint32_t *panels;        /* [STEP_PANELS], where blocks hold plain rows */
+    float *numbers, *turned;   /* [head_dim], one query or key */
+    uint32_t *queries;         /* [queries of a tile][key_words] */
+    float *scores;             /* [TILE][KEYS], then the weights as words [TILE][KEYS] */
+    float *sums;               /* [queries of a tile][value_words] */
+    float *top, *total, *fade; /* [queries of a tile] */
+    uint32_t *panels;          /* [STEP_PANELS], where blocks hold plain rows */
 } workspace;
 
 /* The next `words` words of a workspace, whole lines of them; nothing where only its size is asked for. */
@@ -120,30 +123,30 @@ static void *taken(float *space, ptrdiff_t *used, ptrdiff_t words) {
 }
 
 /* Lays out `space`, and returns how many floats that takes. */
-static ptrdiff_t lay_out(workspace *work, float *space, int pair, ptrdiff_t head_dim, ptrdiff_t block_size) {
-    ptrdiff_t used = 0;
+static ptrdiff_t lay_out(workspace *work, float *space, int pair, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t block_size) {
+    ptrdiff_t used = 0, queries = at_least(TILE, FEW * kv_heads);
     work->numbers = taken(space, &used, head_dim);
     work->turned = taken(space, &used, head_dim);
-    work->queries = taken(space, &used, TILE * key_words(head_dim, pair));
+    work->queries = taken(space, &used, queries * key_words(head_dim, pair));
     work->scores = taken(space, &used, TILE * KEYS);
-    work->sums = taken(space, &used, TILE * value_words(head_dim));
-    work->top = taken(space, &used, TILE);
-    work->total = taken(space, &used, TILE);
-    work->fade = taken(space, &used, TILE);
+    work->sums = taken(space, &used, queries * value_words(head_dim));
+    work->top = taken(space, &used, queries);
+    work->total = taken(space, &used, queries);
+    work->fade = taken(space, &used, queries);
     work->panels = taken(space, &used, in_panels(head_dim, block_size) ? 0 : STEP_PANELS * panel_words(head_dim, pair));
     return used;
 }
 
 /* Floats of scratch that each share of the work needs. */
-ptrdiff_t attention_scratch(int32_t pair, int32_t head_dim, int32_t block_size) {
+ptrdiff_t attention_scratch(int32_t pair, int32_t kv_heads, int32_t head_dim, int32_t block_size) {
     workspace work;
-    return lay_out(&work, NULL, pair, head_dim, block_size);
+    return lay_out(&work, NULL, pair, kv_heads, head_dim, block_size);
 }
 
 /* ---- The plan: rows into tiles, tiles into shares. The same for all layers of a step. ---- */
 
 typedef struct {
-    int32_t context, start, queries, tiles, segments, first_segment;
+    int32_t context, start, queries, heads, tiles, segments, first_segment;
 } row_plan;
 
 static row_plan plan_row(const attention_step *step, int32_t row) {
@@ -151,6 +154,7 @@ static row_plan plan_row(const attention_step *step, int32_t row) {
     row_plan plan = {.context = step->contexts[row], .queries = tokens * (step->heads / step->kv_heads)};
     plan.start = plan.context - tokens;
     plan.tiles = (int32_t)parts(plan.queries, TILE);
+    plan.heads = plan.queries <= FEW ? step->together : 1;
     plan.segments = 1;
     if (plan.tiles == 1) {
         int32_t begin = step->window ? (int32_t)at_least(plan.start + 1 - step->window, 0) : 0;
@@ -163,7 +167,7 @@ static row_plan plan_row(const attention_step *step, int32_t row) {
 /* One tile of a row; a segment of the keys, where those are cut. */
 static tile nth_tile(const attention_step *step, const row_plan *plan, int32_t row, int32_t head, int32_t n) {
     int32_t group = step->heads / step->kv_heads;
-    tile t = {.row = row, .head = head};
+    tile t = {.row = row, .head = head, .heads = (int32_t)at_most(plan->heads, step->kv_heads - head)};
     t.segment = plan->segments > 1 ? n : 0;
     t.first = plan->segments > 1 ? 0 : n * TILE;
     t.count = (int32_t)at_most(TILE, plan->queries - t.first);
@@ -180,53 +184,68 @@ static tile nth_tile(const attention_step *step, const row_plan *plan, int32_t r
 
 /* About how long a tile takes: reading its keys and values, and computing with them. */
 static int64_t work_of(const tile *t) {
-    return 16 + at_least(t->end - t->begin, 0) * (10 + t->count);
+    return t->heads * (16 + at_least(t->end - t->begin, 0) * (10 + t->count));
 }
 
-static int64_t row_work(const attention_step *step, const row_plan *plan, int32_t row) {
+static int64_t work_of_head(const attention_step *step, const row_plan *plan, int32_t row, int32_t head) {
     int64_t work = 0;
     for (int32_t n = 0; n < plan->tiles * plan->segments; n++) {
-        tile t = nth_tile(step, plan, row, 0, n);
+        tile t = nth_tile(step, plan, row, head, n);
         work += work_of(&t);
     }
     return work;
 }
 
+/* A place in the order of all tiles: by row, then by head, then by query or segment. */
+typedef struct {
+    int32_t row, head, n;
+    row_plan plan;
+} cursor;
+
+static void start_row(const attention_step *step, cursor *at) {
+    at->head = at->n = 0;
+    for (; at->row < step->num_rows; at->row++) {
+        at->plan = plan_row(step, at->row);
+        if (at->plan.tiles)
+            return;
+    }
+}
+
+static void move_on(const attention_step *step, cursor *at) {
+    if (++at->n < at->plan.tiles * at->plan.segments)
+        return;
+    at->n = 0;
+    at->head += at->plan.heads;
+    if (at->head < step->kv_heads)
+        return;
+    at->row++;
+    start_row(step, at);
+}
+
 /* Deals out the work to `shares`. Returns how many floats `partials` takes; 0 where no row's keys are cut. */
 ptrdiff_t attention_plan(attention_step *step) {
-    ptrdiff_t partials = 0;
-    int64_t whole = 0;
+    ptrdiff_t partials = 0, few = 0;
+    int64_t whole = 0, reached = 0;
+    step->together = 1;
     for (int32_t row = 0; row < step->num_rows; row++) {
         row_plan plan = plan_row(step, row);
+        few += plan.queries <= FEW ? plan.segments : 0;
         step->partials_at[row] = plan.segments > 1 ? partials : -1;
         if (plan.segments > 1)
             partials += (ptrdiff_t)step->kv_heads * plan.segments * plan.queries * (value_words(step->head_dim) + 2);
-        whole += row_work(step, &plan, row) * step->kv_heads;
+        whole += work_of_head(step, &plan, row, 0) * step->kv_heads;
     }
-    int64_t before = 0;
+    step->together = few >= 8 * step->shares ? step->kv_heads : (int32_t)parts(step->kv_heads, step->shares);
+    cursor at = {0};
     int32_t share = 0;
-    for (int32_t row = 0; row < step->num_rows; row++) {
-        row_plan plan = plan_row(step, row);
-        int64_t of_head = row_work(step, &plan, row);
-        for (int32_t head = 0; head < step->kv_heads; head++, before += of_head) {
-            if (share >= step->shares || whole * share >= (before + of_head) * step->shares)
-                continue;
-            int64_t reached = before;
-            for (int32_t n = 0; n < plan.tiles * plan.segments; n++) {
-                for (; share < step->shares && whole * share <= reached * step->shares; share++) {
-                    step->starts[share][0] = row;
-                    step->starts[share][1] = head;
-                    step->starts[share][2] = n;
-                }
-                tile t = nth_tile(step, &plan, row, head, n);
-                reached += work_of(&t);
-            }
-        }
+    for (start_row(step, &at); at.row < step->num_rows; move_on(step, &at)) {
+        for (; share < step->shares && whole * share <= reached * step->shares; share++)
+            memcpy(step->starts[share], (int32_t[3]){at.row, at.head, at.n}, sizeof *step->starts);
+        tile t = nth_tile(step, &at.plan, at.row, at.head, at.n);
+        reached += work_of(&t);
     }
-    for (; share <= step->shares; share++) {
-        step->starts[share][0] = step->num_rows;
-        step->starts[share][1] = step->starts[share][2] = 0;
-    }
+    for (; share <= step->shares; share++)
+        memcpy(step->starts[share], (int32_t[3]){step->num_rows, 0, 0}, sizeof *step->starts);
     return partials;
 }
 
@@ -385,7 +404,6 @@ ALWAYS_INLINE void write_tokens(const attention_layer *layer, const workspace *w
 /* A tile's keys of one step: whole panels, of which the first `count` tokens exist. */
 typedef struct {
     const uint32_t *panels[STEP_PANELS];
-    const uint32_t *ahead[STEP_PANELS]; /* what is read later, to be fetched meanwhile where few queries share it; else the same */
     ptrdiff_t count;
 } key_step;
 
@@ -393,11 +411,10 @@ typedef struct {
 ALWAYS_INLINE void score(int rows, int columns, const uint32_t *queries, const key_step *keys, ptrdiff_t first, ptrdiff_t steps, float *to,
                          int pair) {
     lanes sums[ROWS][COLUMNS];
-    const uint32_t *panel[COLUMNS], *ahead[COLUMNS];
+    const uint32_t *panel[COLUMNS];
 #pragma GCC unroll 8
     for (int j = 0; j < columns; j++) {
         panel[j] = keys->panels[(first + j) / VECTORS] + (first + j) % VECTORS * LANES;
-        ahead[j] = keys->ahead[(first + j) / VECTORS] + (first + j) % VECTORS * LANES;
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++)
             sums[i][j] = (lanes){0};
@@ -405,10 +422,8 @@ ALWAYS_INLINE void score(int rows, int columns, const uint32_t *queries, const k
     for (ptrdiff_t s = 0; s < steps; s++) {
         words key[COLUMNS];
 #pragma GCC unroll 8
-        for (int j = 0; j < columns; j++) {
+        for (int j = 0; j < columns; j++)
             key[j] = load_words(panel[j] + s * PANEL);
-            __builtin_prefetch(ahead[j] + s * PANEL);
-        }
 #pragma GCC unroll 8
         for (int i = 0; i < rows; i++) {
             words query = repeated(queries + i * steps + s);
@@ -450,14 +465,10 @@ ALWAYS_INLINE void add_values(int rows, int columns, const uint32_t *weights, co
         for (int j = 0; j < columns; j++)
             sums[i][j] = load(to + i * size + (first + j) * LANES) * fade[i];
     for (ptrdiff_t p = 0, left = keys->count; left > 0; p++, left -= PANEL) {
-        const uint32_t *values = keys->panels[p] + key_size + first * LANES, *ahead = keys->ahead[p] + key_size + first * LANES;
+        const uint32_t *values = keys->panels[p] + key_size + first * LANES;
         const uint32_t *end = values + at_most(left, PANEL) / pair * size;
-        for (; values < end; values += size, ahead += size, weights++) {
-#pragma GCC unroll 8
-            for (int j = 0; j < columns; j++)
-                __builtin_prefetch(ahead + j * LANES);
+        for (; values < end; values += size, weights++)
             add_words(rows, columns, weights, values, 0xffffffffu, sums, pair);
-        }
         if (pair == 2 && left < PANEL && left % 2) /* the last pair's other half is not the row's */
             add_words(rows, columns, weights, values, 0xffffu, sums, pair);
     }
@@ -573,66 +584,32 @@ static void make_panel(const attention_step *step, const uint32_t *cache, const 
     }
 }
 
-/* The panel of a tile's key, or of as late a one of the next tile. */
-ALWAYS_INLINE const uint32_t *panel_ahead(const attention_layer *layer, const tile *t, const tile *next, ptrdiff_t token, int pair) {
-    const attention_step *step = layer->step;
-    if (token >= t->end) {
-        token = at_most(token - parts(t->end, PANEL) * PANEL + next->begin, next->end - 1);
-        t = next;
-    }
-    token = at_least(token, 0);
-    ptrdiff_t block = step->tables[(ptrdiff_t)t->row * step->max_blocks + token / step->block_size];
-    return panel_at(step, layer->cache, block, t->head, token % step->block_size, pair);
-}
-
-ALWAYS_INLINE void find_keys(const attention_layer *layer, const workspace *work, const tile *t, const tile *next, ptrdiff_t first,
+ALWAYS_INLINE void find_keys(const attention_layer *layer, const workspace *work, ptrdiff_t row, ptrdiff_t head, ptrdiff_t first,
                              ptrdiff_t end, key_step *keys, int pair) {
     const attention_step *step = layer->step;
-    const int32_t *table = step->tables + (ptrdiff_t)t->row * step->max_blocks;
+    const int32_t *table = step->tables + row * step->max_blocks;
     int whole = in_panels(step->head_dim, step->block_size);
     keys->count = end - first;
     for (ptrdiff_t p = 0; p * PANEL < keys->count; p++) {
         ptrdiff_t token = first + p * PANEL;
         if (whole) {
-            keys->panels[p] = panel_at(step, layer->cache, table[token / step->block_size], t->head, token % step->block_size, pair);
-            keys->ahead[p] = t->count > FEW ? keys->panels[p] : panel_ahead(layer, t, next, token + AHEAD, pair);
+            keys->panels[p] = panel_at(step, layer->cache, table[token / step->block_size], head, token % step->block_size, pair);
         } else {
             uint32_t *panel = work->panels + p * panel_words(step->head_dim, pair);
-            make_panel(step, layer->cache, table, t->head, token, at_most(PANEL, end - token), panel, pair);
-            keys->panels[p] = keys->ahead[p] = panel;
+            make_panel(step, layer->cache, table, head, token, at_most(PANEL, end - token), panel, pair);
+            keys->panels[p] = panel;
         }
     }
 }
 
-/* The sums of a tile's queries into the result, or into the segment's place among the partial ones: its sums, tops and totals. */
-ALWAYS_INLINE void finish_tile(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, int pair) {
-    const attention_step *step = layer->step;
-    ptrdiff_t size = value_words(step->head_dim), group = step->heads / step->kv_heads;
-    if (plan->segments > 1) {
-        ptrdiff_t one = t->count * (size + 2), at = step->partials_at[t->row] + (t->head * plan->segments + t->segment) * one;
-        float *to = step->partials + at;
-        memcpy(to, work->sums, (size_t)(t->count * size) * sizeof(float));
-        memcpy(to + t->count * size, work->top, (size_t)t->count * sizeof(float));
-        memcpy(to + t->count * (size + 1), work->total, (size_t)t->count * sizeof(float));
-        return;
-    }
-    for (ptrdiff_t i = 0; i < t->count; i++) {
-        ptrdiff_t token = step->query_start[t->row] + (t->first + i) / group, head = t->head * group + (t->first + i) % group;
-        float *sums = work->sums + i * size, scale = work->total[i] == 0 ? 0 : 1 / work->total[i];
-        for (ptrdiff_t c = 0; c < size; c += LANES)
-            store(sums + c, load(sums + c) * scale);
-        narrow((char *)layer->out + (token * step->heads + head) * step->head_dim * (4 / pair), sums, step->head_dim, pair);
-    }
-}
-
-ALWAYS_INLINE void attend_tile(const attention_layer *layer, const workspace *work, const tile *t, const tile *next, const row_plan *plan,
-                               int pair) {
+/* Queries of a tile of one head, as they attend, and nothing summed up. */
+ALWAYS_INLINE void begin_head(const attention_layer *layer, const workspace *work, const tile *t, ptrdiff_t head, int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t steps = key_words(step->head_dim, pair), size = value_words(step->head_dim), group = step->heads / step->kv_heads;
     for (ptrdiff_t i = 0; i < t->count; i++) {
-        ptrdiff_t token = step->query_start[t->row] + (t->first + i) / group, head = t->head * group + (t->first + i) % group;
+        ptrdiff_t token = step->query_start[t->row] + (t->first + i) / group;
         uint32_t *query = work->queries + i * steps;
-        const void *from = numbers_at(layer->q, step->query_stride, token, head, pair);
+        const void *from = numbers_at(layer->q, step->query_stride, token, head * group + (t->first + i) % group, pair);
         query[steps - 1] = 0;
         from = prepared(layer, work, from, layer->query_norm, token, query, pair);
         if (from != query)
@@ -641,28 +618,80 @@ ALWAYS_INLINE void attend_tile(const attention_layer *layer, const workspace *wo
         work->total[i] = 0;
     }
     memset(work->sums, 0, (size_t)(t->count * size) * sizeof(float));
-    float factor = layer->scale * 1.44269504f;
-    for (ptrdiff_t at = t->begin / KEYS * KEYS; at < t->end; at += KEYS) {
-        key_step keys;
-        ptrdiff_t first = at_least(at, t->begin / PANEL * PANEL), end = at_most(at + KEYS, t->end);
-        find_keys(layer, work, t, next, first, end, &keys, pair);
-        ptrdiff_t columns = parts(keys.count, PANEL) * VECTORS;
-        for (ptrdiff_t c = 0; c < columns; c += COLUMNS)
-            for (ptrdiff_t i = 0; i < t->count; i += ROWS)
-                score_some((int)at_most(ROWS, t->count - i), (int)at_most(COLUMNS, columns - c), work->queries + i * steps, &keys, c, steps,
-                           work->scores + i * KEYS, pair);
-        for (ptrdiff_t i = 0; i < t->count; i++) {
-            ptrdiff_t position = plan->start + (t->first + i) / group, oldest = step->window ? position + 1 - step->window : 0;
-            weigh(work->scores + i * KEYS, columns, oldest - first, at_most(position + 1, end) - first, factor, work->top + i,
-                  work->total + i, work->fade + i, pair);
-        }
-        for (ptrdiff_t c = 0; c < size / LANES; c += COLUMNS)
-            for (ptrdiff_t i = 0; i < t->count; i += ROWS)
-                add_some_values((int)at_most(ROWS, t->count - i), (int)at_most(COLUMNS, size / LANES - c),
-                                (uint32_t *)work->scores + i * KEYS, &keys, c, steps * PANEL, size, work->fade + i, work->sums + i * size,
-                                pair);
+}
+
+/* Keys and values [first, end) of one head. */
+ALWAYS_INLINE void attend_keys(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, ptrdiff_t head,
+                               ptrdiff_t first, ptrdiff_t end, int pair) {
+    const attention_step *step = layer->step;
+    ptrdiff_t steps = key_words(step->head_dim, pair), size = value_words(step->head_dim), group = step->heads / step->kv_heads;
+    key_step keys;
+    find_keys(layer, work, t->row, head, first, end, &keys, pair);
+    ptrdiff_t columns = parts(keys.count, PANEL) * VECTORS;
+    for (ptrdiff_t c = 0; c < columns; c += COLUMNS)
+        for (ptrdiff_t i = 0; i < t->count; i += ROWS)
+            score_some((int)at_most(ROWS, t->count - i), (int)at_most(COLUMNS, columns - c), work->queries + i * steps, &keys, c, steps,
+                       work->scores + i * KEYS, pair);
+    for (ptrdiff_t i = 0; i < t->count; i++) {
+        ptrdiff_t position = plan->start + (t->first + i) / group, oldest = step->window ? position + 1 - step->window : 0;
+        weigh(work->scores + i * KEYS, columns, oldest - first, at_most(position + 1, end) - first, layer->scale * 1.44269504f,
+              work->top + i, work->total + i, work->fade + i, pair);
     }
-    finish_tile(layer, work, t, plan, pair);
+    for (ptrdiff_t c = 0; c < size / LANES; c += COLUMNS)
+        for (ptrdiff_t i = 0; i < t->count; i += ROWS)
+            add_some_values((int)at_most(ROWS, t->count - i), (int)at_most(COLUMNS, size / LANES - c),
+                            (uint32_t *)work->scores + i * KEYS, &keys, c, steps * PANEL, size, work->fade + i, work->sums + i * size, pair);
+}
+
+/* The sums of one head's queries into the result, or into the segment's place among the partial ones: its sums, tops and totals. */
+ALWAYS_INLINE void finish_head(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, ptrdiff_t head,
+                               int pair) {
+    const attention_step *step = layer->step;
+    ptrdiff_t size = value_words(step->head_dim), group = step->heads / step->kv_heads;
+    if (plan->segments > 1) {
+        ptrdiff_t one = t->count * (size + 2);
+        float *to = step->partials + step->partials_at[t->row] + (head * plan->segments + t->segment) * one;
+        memcpy(to, work->sums, (size_t)(t->count * size) * sizeof(float));
+        memcpy(to + t->count * size, work->top, (size_t)t->count * sizeof(float));
+        memcpy(to + t->count * (size + 1), work->total, (size_t)t->count * sizeof(float));
+        return;
+    }
+    for (ptrdiff_t i = 0; i < t->count; i++) {
+        ptrdiff_t token = step->query_start[t->row] + (t->first + i) / group;
+        float *sums = work->sums + i * size, scale = work->total[i] == 0 ? 0 : 1 / work->total[i];
+        for (ptrdiff_t c = 0; c < size; c += LANES)
+            store(sums + c, load(sums + c) * scale);
+        ptrdiff_t place = token * step->heads + head * group + (t->first + i) % group;
+        narrow((char *)layer->out + place * step->head_dim * (4 / pair), sums, step->head_dim, pair);
+    }
+}
+
+/* The part of a workspace that is for one of a tile's heads. */
+ALWAYS_INLINE workspace of_head(const workspace *work, const attention_step *step, const tile *t, ptrdiff_t head, int pair) {
+    ptrdiff_t before = (head - t->head) * t->count;
+    workspace part = *work;
+    part.queries += before * key_words(step->head_dim, pair);
+    part.sums += before * value_words(step->head_dim);
+    part.top += before;
+    part.total += before;
+    return part;
+}
+
+ALWAYS_INLINE void attend_tile(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, int pair) {
+    ptrdiff_t keys = plan->queries > FEW ? KEYS : FEW_KEYS, end = t->head + t->heads;
+    for (ptrdiff_t head = t->head; head < end; head++) {
+        workspace part = of_head(work, layer->step, t, head, pair);
+        begin_head(layer, &part, t, head, pair);
+    }
+    for (ptrdiff_t at = t->begin / keys * keys; at < t->end; at += keys)
+        for (ptrdiff_t head = t->head; head < end; head++) {
+            workspace part = of_head(work, layer->step, t, head, pair);
+            attend_keys(layer, &part, t, plan, head, at_least(at, t->begin / PANEL * PANEL), at_most(at + keys, t->end), pair);
+        }
+    for (ptrdiff_t head = t->head; head < end; head++) {
+        workspace part = of_head(work, layer->step, t, head, pair);
+        finish_head(layer, &part, t, plan, head, pair);
+    }
 }
 
 /* One query's segments, in their order, into the result. */
@@ -694,25 +723,6 @@ ALWAYS_INLINE void combine(const attention_layer *layer, const workspace *work, 
 
 /* ---- A layer. ---- */
 
-/* A place in the order of all tiles. */
-typedef struct {
-    int32_t row, head, n;
-    row_plan plan;
-} cursor;
-
-static void move_on(const attention_step *step, cursor *at) {
-    if (++at->n < at->plan.tiles * at->plan.segments)
-        return;
-    at->n = 0;
-    if (++at->head < step->kv_heads)
-        return;
-    at->head = 0;
-    do {
-        if (++at->row < step->num_rows)
-            at->plan = plan_row(step, at->row);
-    } while (at->row < step->num_rows && at->plan.tiles == 0);
-}
-
 static int comes_before(const cursor *at, const int32_t end[3]) {
     return at->row < end[0] || (at->row == end[0] && (at->head < end[1] || (at->head == end[1] && at->n < end[2])));
 }
@@ -720,20 +730,11 @@ static int comes_before(const cursor *at, const int32_t end[3]) {
 ALWAYS_INLINE void attend_share(const attention_layer *layer, const workspace *work, const int32_t from[3], const int32_t to[3], int pair) {
     const attention_step *step = layer->step;
     cursor at = {from[0], from[1], from[2], {0}};
-    if (!comes_before(&at, to))
-        return;
-    at.plan = plan_row(step, at.row);
-    tile t = nth_tile(step, &at.plan, at.row, at.head, at.n);
-    for (int more = 1; more;) {
-        cursor next = at;
-        tile after = t;
-        move_on(step, &next);
-        more = comes_before(&next, to);
-        if (more)
-            after = nth_tile(step, &next.plan, next.row, next.head, next.n);
-        attend_tile(layer, work, &t, &after, &at.plan, pair);
-        at = next;
-        t = after;
+    if (at.row < step->num_rows)
+        at.plan = plan_row(step, at.row);
+    for (; comes_before(&at, to); move_on(step, &at)) {
+        tile t = nth_tile(step, &at.plan, at.row, at.head, at.n);
+        attend_tile(layer, work, &t, &at.plan, pair);
     }
 }
 
@@ -761,7 +762,7 @@ ALWAYS_INLINE void attend(const attention_layer *layer, int pair) {
         threads = omp_get_num_threads();
 #endif
         workspace work;
-        lay_out(&work, step->scratch + at_most(thread, step->shares - 1) * step->scratch_size, pair, step->head_dim, step->block_size);
+        lay_out(&work, step->scratch + at_most(thread, step->shares - 1) * step->scratch_size, pair, step->kv_heads, step->head_dim, step->block_size);
         for (ptrdiff_t share = thread; share < step->shares; share += threads)
             write_tokens(layer, &work, share * step->num_tokens / step->shares, (share + 1) * step->num_tokens / step->shares, pair);
 #pragma omp barrier

@@ -1,0 +1,44 @@
+"""The native sources' tests once more, with a library that stops the process at what reads or writes where it must not."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workers.engine.native.available import needs_native
+
+CHECKS = "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[3]
+
+
+def runtime(compiler: str) -> str:
+    """The address sanitizer's library, which has to be there before any other."""
+    said = subprocess.run([*shlex.split(compiler), "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    if not Path(said).is_absolute():
+        pytest.skip(f"{compiler} has no libasan.so")
+    return said
+
+
+@pytest.mark.proof
+@needs_native
+def test_the_kernels_stay_within_their_memory(tmp_path: Path) -> None:
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc"))), None)
+    if compiler is None:
+        pytest.skip("there is no gcc")
+    settings = {
+        "LD_PRELOAD": runtime(compiler),
+        "CC": f"{compiler} {CHECKS}",
+        "XDG_CACHE_HOME": str(tmp_path),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "OMP_NUM_THREADS": "2",
+    }
+    tests = [str(file) for file in sorted(FOLDER.glob("test_*.py")) if file.name not in ("test_sanitizers.py", "test_build.py")]
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=280", *tests]
+    done = subprocess.run(run, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-4000:]
