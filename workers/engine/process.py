@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from workers.engine.errors import ModelLoadError, RankError
@@ -34,6 +35,12 @@ def child_environment() -> dict[str, str]:
     packages = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([packages, inherited]) if inherited else packages}
+
+
+def give_back_memory() -> None:
+    """Hands the system what was freed: reading weights leaves tens of megabytes behind that no step asks for (glibc alone keeps them)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def leave(status: int) -> None:
