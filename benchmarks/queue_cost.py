@@ -99,8 +99,9 @@ class Usage:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._used: dict[int, tuple[str, float]] = {}
-        self._before: dict[int, tuple[str, float]] = {}
+        self._roles: dict[int, str] = {}  # as first seen: a process that ends has no command line any more
+        self._used: dict[int, float] = {}
+        self._before: dict[int, float] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -114,17 +115,19 @@ class Usage:
         self._ended.set()
         self._thread.join()
         by_role: dict[str, float] = defaultdict(float)
-        for pid, (role, seconds) in self._used.items():
-            by_role[role] += seconds - self._before.get(pid, (role, 0.0))[1]
+        for pid, seconds in self._used.items():
+            by_role[self._roles[pid]] += seconds - self._before.get(pid, 0.0)
         return {role: round(seconds, 2) for role, seconds in sorted(by_role.items())}
 
     def _watch(self) -> None:
         while not self._ended.wait(_LOOK_SECONDS):
             self._used |= self._look()
 
-    def _look(self) -> dict[int, tuple[str, float]]:
-        found = {pid: (self._role(pid), own_cpu_seconds(pid)) for pid in family(self._pid)}
-        return {pid: (role, seconds) for pid, (role, seconds) in found.items() if seconds}
+    def _look(self) -> dict[int, float]:
+        used = {pid: own_cpu_seconds(pid) for pid in family(self._pid)}
+        for pid in used.keys() - self._roles.keys():
+            self._roles[pid] = self._role(pid)
+        return {pid: seconds for pid, seconds in used.items() if seconds}
 
     def _role(self, pid: int) -> str:
         words = command_line(pid)
