@@ -27,17 +27,19 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="spent on each size at each context")
     args = parser.parse_args()
     peak, bandwidth = matrix_peak(), memory_peak()
-    rows = []
+    steps = []
     for model, context in GRID:
         for size in args.sizes if args.model in (None, model) else ():
-            rows.append(measure(model, size, context, args.seconds, peak, bandwidth))
-            print(rows[-1], flush=True)
+            steps.append((model, size, context, measure(model, size, context, args.seconds)))
+            print(*steps[-1], flush=True)
+    peak, bandwidth = max(peak, matrix_peak()), max(bandwidth, memory_peak())
+    rows = [describe(*step, peak, bandwidth) for step in steps]
     peaks = {"matrix_peak_gflops": round(peak / 1e9, 1), "bandwidth_gb_s": round(bandwidth / 1e9, 1)}
     write_report("batch-sizes", peaks | {"steps": rows}, args.out)
 
 
-def measure(model: str, rows: int, context: int, seconds: float, peak: float, bandwidth: float) -> dict[str, Any]:
-    """The median step, and the bound by `peak` (operations a second) and `bandwidth` (bytes a second)."""
+def measure(model: str, rows: int, context: int, seconds: float) -> float:
+    """Seconds of the median step."""
     executor = make_executor(model, rows, context)
     step = decode_step(executor, rows, context)
     times, until = [], time.perf_counter() + seconds
@@ -46,7 +48,11 @@ def measure(model: str, rows: int, context: int, seconds: float, peak: float, ba
         executor.retire(executor.launch(step))
         times.append(time.perf_counter() - began)
     executor.close()
-    median = statistics.median(times)
+    return statistics.median(times)
+
+
+def describe(model: str, rows: int, context: int, median: float, peak: float, bandwidth: float) -> dict[str, Any]:
+    """The step beside its bound by `peak` (operations a second) and `bandwidth` (bytes a second)."""
     shape = shape_of(model)
     bound = max(shape.operations(rows, rows) / peak, shape.weight_bytes / bandwidth) + rows * context * shape.kv_bytes_per_token / bandwidth
     return {
