@@ -18,7 +18,7 @@ import msgspec
 
 from workers.engine.config import EngineConfig
 from workers.engine.messages import Failed, ToCore
-from workers.engine.process import become_child, explains_itself, give_back_memory, leave, sentence
+from workers.engine.process import become_child, explains_itself, leave, sentence, settle_heap
 from workers.engine.transport import FrameReader, FrameSender
 
 
@@ -69,7 +69,7 @@ def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender
     # What loading left behind lives as long as the process; without this each full collection walks through it, at the cost of a step.
     gc.collect()
     gc.freeze()
-    give_back_memory()
+    settle_heap()
     sender.put(core.ready)
     core.run(inbox, sender.put)
     executor.close()

@@ -14,6 +14,9 @@ from pathlib import Path
 from workers.engine.errors import ModelLoadError, RankError
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_IN_HEAP = 32 << 20  # the most that glibc allows
+_KEPT = 256 << 20
 
 
 def become_child(parent: int, connection: socket.socket, name: str, log_level: int) -> None:
@@ -37,10 +40,14 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([packages, inherited]) if inherited else packages}
 
 
-def give_back_memory() -> None:
-    """Hands the system what was freed: reading weights leaves tens of megabytes behind that no step asks for (glibc alone keeps them)."""
+def settle_heap() -> None:
+    """To be called when the weights are there: what reading them left behind goes back to the system, tens of megabytes; what steps free
+    from now on stays, for a page that is given back and asked for again costs more than what is written to it (glibc alone does either)."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
 def leave(status: int) -> None:
