@@ -1,4 +1,3 @@
-import os
+from workers.engine.process import bound_spinning
 
-# As the engine core has it, and before anything here loads torch, which is when OpenMP reads it.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+bound_spinning()  # as the engine core does, and before anything here loads torch

@@ -18,7 +18,7 @@ import msgspec
 
 from workers.engine.config import EngineConfig
 from workers.engine.messages import Failed, ToCore
-from workers.engine.process import become_child, explains_itself, leave, sentence, settle_heap
+from workers.engine.process import become_child, bound_spinning, explains_itself, leave, sentence, settle_heap
 from workers.engine.transport import FrameReader, FrameSender
 
 
@@ -50,9 +50,7 @@ def main() -> int:
 
 
 def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender) -> None:
-    # A compute thread that spins at a barrier takes the processor from the thread it waits for as soon as anything else runs beside them:
-    # a step then takes ten times as long. OpenMP reads this when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    bound_spinning()
     # Imported here, when the front is already being listened to, since importing torch takes seconds.
     from workers.engine.core import EngineCore
     from workers.engine.executor import Executor
