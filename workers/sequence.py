@@ -96,7 +96,7 @@ class Sequence:
             sampling = self._sampling
             if (self.number, prompt_logprobs) != (sampling.choice, sampling.prompt_logprobs):
                 sampling = msgspec.structs.replace(sampling, choice=self.number, prompt_logprobs=prompt_logprobs)
-        return EngineRequest(request_id, self._prompt.token_ids, output, sampling, live, self._call.priority, job)
+        return EngineRequest(request_id, self._prompt.token_ids, output, sampling, live, self._call.priority, job, self._stops is not None)
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
         """Adds generated tokens, in order; whether a stop string ended it, after which it keeps no more of them.

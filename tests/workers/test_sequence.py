@@ -80,6 +80,7 @@ def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(stop: l
         assert not one.started
         request = one.engine_request(3, live=True, with_prompt_logprobs=False)
         assert request.output_token_ids == ([] if before is None else before.token_ids)
+        assert request.stop_strings == bool(stop)
         more, stopped = generate(one, TOKENS[len(request.output_token_ids) :], publish)
         chunks += more
     one.end("length")

@@ -1,7 +1,7 @@
 """Who holds which block of the KV cache, which hold findable content, and which of the free ones go first. Imports no torch."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 NULL_BLOCK = 0
@@ -71,17 +71,17 @@ class BlockPool:
                     shelf = shelf_of[block] = self._wanted if name in wants else unwanted
                     shelf[block] = None
 
-    def want(self, names: Iterable[bytes]) -> None:
-        """A request waits for blocks with these names, which need not be there yet."""
-        for name in names:
+    def want(self, names: Sequence[bytes]) -> None:
+        """A request waits for blocks with these names, in the order of its prompt, which need not be there yet."""
+        for name in reversed(names):
             waiting = self._wants.get(name, 0)
             self._wants[name] = waiting + 1
             if not waiting:
                 self._move(name, self._wanted)
 
-    def unwant(self, names: Iterable[bytes]) -> None:
+    def unwant(self, names: Sequence[bytes]) -> None:
         """It waits no longer: what is free and nobody else waits for counts as left over."""
-        for name in names:
+        for name in reversed(names):
             waiting = self._wants[name] - 1
             if waiting:
                 self._wants[name] = waiting

@@ -66,7 +66,7 @@ class Forecast:
         if peak > self._room or (peak > _EASY * self._room and step < self._next):
             self._refused, self._refused_until = request.id, math.inf if peak > self._room else self._next
             return False
-        self._next = max(self._next, step) + self._interval(request, curves[0, late:], self._times[late:] - (step - self._looked))
+        self._next = max(self._next, step - 1) + self._interval(request, curves[0, late:], self._times[late:] - (step - self._looked))
         return True
 
     def enter(self, request: Request, step: int, revived: int) -> None:

@@ -89,7 +89,7 @@ class EngineRequest(msgspec.Struct):
     `request_id` is chosen by the front and unique in the core's life. `output_token_ids` is what an earlier worker generated already:
     it counts towards `max_tokens`, as output in everything else, and is never sent again. A lower `priority` runs first, among live and
     among batch requests; equals run in the order in which they came. `job` names requests whose outputs are about equally long, as far
-    as one can tell: those of one batch.
+    as one can tell: those of one batch. `stop_strings` says that the front may end it by its text, of which the engine knows nothing.
     """
 
     request_id: int
@@ -99,6 +99,7 @@ class EngineRequest(msgspec.Struct):
     live: bool = False
     priority: int = 0
     job: str = ""
+    stop_strings: bool = False
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True):

@@ -40,11 +40,9 @@ class OutputLengths:
         output = len(request.tokens) - request.prompt_length
         if output <= 0 or request.job is None or request.finish is Finish.ERROR:
             return
-        job = self._jobs.get(request.job)
-        if job is None:
-            job = self._jobs[request.job] = _Counts()
-            if len(self._jobs) > _JOBS:
-                del self._jobs[next(iter(self._jobs))]
+        job = self._jobs[request.job] = self._jobs.pop(request.job, None) or _Counts()
+        if len(self._jobs) > _JOBS:
+            del self._jobs[next(iter(self._jobs))]
         bucket, cut = _bucket(output), request.finish is Finish.LENGTH
         job.add(bucket, cut=cut)
         self._all.add(bucket, cut=cut)

@@ -50,6 +50,22 @@ def test_in_a_quarter_of_the_cache_little_is_computed_twice(kind: str, depth: in
     assert report.stats.recomputed_tokens >= report.recomputed
 
 
+def test_many_come_in_at_a_step_where_many_run() -> None:
+    """Two for each three steps or so: a pace of whole steps would let in half as many."""
+    draw = random.Random(4)
+    lines = [Line(draw.choices(range(50_000), k=100), max(1, int(draw.gauss(150, 15)))) for _ in range(1200)]
+    report = Simulation(lines, 1400, slots=256).run()
+    assert report.recomputed_share < 0.02
+    assert report.rows / report.steps > 0.85 * 1400 / 12, f"{report.rows / report.steps:.0f} rows in {report.steps} steps"
+
+
+def test_what_only_the_front_can_end_is_expected_to_be_like_its_job() -> None:
+    """By a stop string, of which the engine does not know; without one, nothing but the limit is left."""
+    params = SamplingParams(2048, ignore_eos=True)
+    jobs = [Request(EngineRequest(1, [1], [], params, job="a", stop_strings=stops), 1, 4096, frozenset([9])).job for stops in (True, False)]
+    assert jobs == ["a", None]
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_lengths_that_are_known_need_no_guess(depth: int) -> None:
     """Longest first, as a plan has them."""
@@ -105,6 +121,14 @@ def test_those_that_run_on_keep_the_first_to_end_from_passing_for_all() -> None:
         lengths.learn(ended(10))
     assert longer_than(lengths, 50) < 0.4
     assert longer_than(lengths, 50, running=(60,) * 60) > 0.85
+
+
+def test_a_job_that_goes_on_is_not_forgotten_for_others_that_are_newer() -> None:
+    lengths = OutputLengths()
+    for other in range(200):
+        lengths.learn(ended(400))
+        lengths.learn(ended(3, job=f"small {other}"))
+    assert longer_than(lengths, 300) > 0.9
 
 
 def test_what_says_nothing_about_length_is_not_learned() -> None:

@@ -91,6 +91,18 @@ def test_a_prefix_is_let_go_when_the_last_who_waited_for_it_has_been_let_in() ->
     assert pool.take(1) == [prefix]
 
 
+@pytest.mark.parametrize("lets_go", [False, True])
+def test_of_a_prefix_that_is_or_was_waited_for_the_end_goes_first(lets_go: bool) -> None:
+    cache = KVCache(10, SIZE)
+    first, waiting = admitted(cache, list(range(8 * SIZE + 1))), request([*range(8 * SIZE), 50])
+    cache.pool.give_back(first.blocks, live=False)
+    cache.want(waiting)
+    if lets_go:
+        cache.unwant(waiting)
+    cache.pool.take(2)  # one of them has no content
+    assert len(cache.find_prefix(waiting)) == 7
+
+
 def test_a_request_that_waits_holds_on_to_what_it_would_find() -> None:
     cache = KVCache(4, SIZE)
     first = admitted(cache, list(range(9)))
