@@ -16,7 +16,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time makes what stands at `path`; all of them where its folder cannot be written."""
+    """One process at a time makes what stands at `path`; all of them where its folder cannot be written, or knows no locks."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = path.with_suffix(".lock").open("w")
@@ -24,5 +24,6 @@ def locked(path: Path) -> Iterator[None]:
         yield
         return
     with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -13,7 +13,7 @@ import torch
 
 from workers.engine.cache_plan import block_bytes, cpu_cache_bytes, longest_context, plan_cache, settle_prefix_caching
 from workers.engine.config import EngineConfig
-from workers.engine.device import check_card, check_dtype, usable_device
+from workers.engine.device import check_card, check_dtype, require_native, usable_device
 from workers.engine.errors import ModelLoadError, RankError, StepOutOfMemory
 from workers.engine.layers.ops import make_ops
 from workers.engine.loader import Checkpoint, load_weights, open_checkpoint, resolve_dtype, shard_checkpoint, weight_bytes
@@ -53,6 +53,8 @@ class Rank:
         self.model_config: ModelConfig = checkpoint.config
         self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
         check_dtype(self.device, self.dtype)
+        if config.attention_backend == "cpu":
+            require_native(self.device, self.dtype)  # before weights are packed for it
         longest_context(config, self.model_config)
         self._decoder: DecoderModel
         self._memory: CardMemory | None = None

@@ -39,9 +39,12 @@ def built_library(folder: Path | None = None) -> Path:
     made_from = [*(path.read_bytes() for path in sources), shlex.join(compiler + flags).encode(), _version(compiler), _processor()]
     digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in made_from)).hexdigest()
     library = (folder or cache_folder()) / f"native-{digest[:16]}.so"
-    with locked(library):
-        if not library.is_file():
-            _compile([*compiler, *flags], [path for path in sources if path.suffix == ".c"], library)
+    try:
+        with locked(library):
+            if not library.is_file():
+                _compile([*compiler, *flags], [path for path in sources if path.suffix == ".c"], library)
+    except OSError as error:
+        raise NativeUnavailable(f"it cannot be built in {library.parent}: {error}") from error
     return library
 
 
@@ -54,9 +57,11 @@ def _compile(command: Sequence[str], sources: Sequence[Path], library: Path) -> 
         done = subprocess.run(run, capture_output=True, text=True, timeout=_SECONDS)
         if done.returncode:
             raise NativeUnavailable(f"{command[0]} does not compile it: {_first_error(done.stderr)}")
+        with unfinished.open("rb") as file:
+            os.fsync(file)  # a name that outlives a power loss must stand for the whole
         unfinished.replace(library)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeUnavailable(f"it cannot be built in {library.parent}: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"{command[0]} takes more than {_SECONDS:.0f} s to compile it") from error
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()

@@ -10,24 +10,24 @@ from torch import Tensor
 
 from workers.engine.layers.ops import Projection, Table, TorchOps
 from workers.engine.native.library import load
-from workers.engine.native.packed import PackedMatrix, can_pack
+from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 
 
 class NativeOps(TorchOps):
     """Products with bf16 weights run from packed ones where the processor has the instructions, else they stay torch's."""
 
     def linear(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Projection:
-        if not can_pack(weight.dtype, weight.shape[1]):
-            return super().linear(weight, bias, activation)
-        return PackedMatrix(weight, bias, activation)
+        if _can_pack(weight, activation):
+            return PackedMatrix(weight, bias, activation)
+        return super().linear(weight, bias, activation)
 
     def gated_linear(self, weight: Tensor, bias: Tensor | None, activation: str) -> Projection:
-        if not can_pack(weight.dtype, weight.shape[1]):
-            return super().gated_linear(weight, bias, activation)
-        return PackedMatrix(weight, bias, activation, gated=True)
+        if _can_pack(weight, activation):
+            return PackedMatrix(weight, bias, activation, gated=True)
+        return super().gated_linear(weight, bias, activation)
 
     def table(self, weight: Tensor) -> Table:
-        return PackedTable(weight) if can_pack(weight.dtype, weight.shape[1]) else super().table(weight)
+        return PackedTable(weight) if _can_pack(weight) else super().table(weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _normed(x.contiguous(), None, weight, None, eps)
@@ -53,6 +53,10 @@ class PackedTable:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._matrix(hidden)
+
+
+def _can_pack(weight: Tensor, activation: str | None = None) -> bool:
+    return can_pack(weight.dtype, weight.shape[1]) and (activation is None or activation in ACTIVATIONS)
 
 
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

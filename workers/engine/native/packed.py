@@ -31,7 +31,7 @@ class _Matrix(ctypes.Structure):
 
 def can_pack(dtype: torch.dtype, size_in: int) -> bool:
     """Whether this processor multiplies with packed matrices of that dtype and row length. Raises NativeUnavailable."""
-    return dtype == torch.bfloat16 and size_in % 2 == 0 and bool(load().matmul_supported())
+    return dtype == torch.bfloat16 and size_in > 0 and size_in % 2 == 0 and bool(load().matmul_supported())
 
 
 class PackedMatrix:
@@ -62,6 +62,8 @@ class PackedMatrix:
         self._multiply = _functions().packed_matmul
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != self._size_in or x.dtype != torch.bfloat16:
+            raise ValueError(f"{x.dtype} {list(x.shape)} where rows of {self._size_in} bfloat16 are multiplied")
         x = x.contiguous()
         rows = x.numel() // self._size_in
         y = torch.empty((*x.shape[:-1], self._columns), dtype=self._dtype)
@@ -69,7 +71,7 @@ class PackedMatrix:
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows [R, k] of the weight by int64 indices [R], as an embedding table gives them. Not of a gated matrix."""
+        """Rows [R, k] of the weight by int64 indices [R] below n, as an embedding table gives them. Not of a gated matrix."""
         y = torch.empty((len(indices), self._size_in), dtype=torch.bfloat16)
         _functions().packed_lookup(self._pointer, indices.data_ptr(), len(indices), y.data_ptr())
         return y

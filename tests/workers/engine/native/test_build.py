@@ -1,5 +1,6 @@
 """The native library's way onto the disk: built once, by one process, and never half."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -65,6 +66,23 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NativeUnavailable, match="cannot be built in"):
         built_library(tmp_path / "file" / "below")
+
+
+def test_a_folder_that_knows_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("workers.engine.cache_folder.fcntl.flock", refuse)
+    assert built_library(tmp_path).is_file()
+
+
+def test_a_folder_that_may_not_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)  # as it does for who is not root
+    with pytest.raises(NativeUnavailable, match="permission denied"):
+        built_library(tmp_path)
 
 
 def test_threads_are_torch_s_own() -> None:

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
+from workers.engine.errors import ModelLoadError
 from workers.engine.layers.activation import activation
 from workers.engine.native.library import load
+from workers.engine.native.ops import NativeOps
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 
 pytestmark = needs_native
@@ -84,6 +86,21 @@ def test_inputs_with_more_dimensions_and_gaps() -> None:
     assert matrix(x[:0]).shape == (0, 40)
 
 
+def test_what_does_not_fit_is_refused() -> None:
+    matrix = PackedMatrix(operands(1, 40, 64)[1])
+    for x in (torch.zeros(2, 128, dtype=torch.bfloat16), torch.zeros(2, 64)):
+        with pytest.raises(ValueError, match="rows of 64 bfloat16"):
+            matrix(x)
+
+
+def test_an_activation_that_is_not_known_is_refused_as_everywhere() -> None:
+    weight = operands(1, 40, 64)[1]
+    for refused in (lambda: NativeOps().linear(weight, None, "quick"), lambda: NativeOps().gated_linear(weight, None, "quick")):
+        with pytest.raises(ModelLoadError, match="activation 'quick'; supported are"):
+            refused()
+
+
 def test_what_cannot_be_packed() -> None:
+    assert not can_pack(torch.bfloat16, 0)
     assert not can_pack(torch.float32, 64)
     assert not can_pack(torch.bfloat16, 63)

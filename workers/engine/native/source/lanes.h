@@ -66,14 +66,20 @@ ALWAYS_INLINE lanes choose(integers mask, lanes yes, lanes no) {
 #define SECOND_HALVES 2, 6, 3, 7
 #endif
 
+#if defined(__clang__) || __GNUC__ >= 12
+#define MIXED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define MIXED(x, y, ...) __builtin_shuffle(x, y, (integers){__VA_ARGS__})
+#endif
+
 /* Rows of a square become its columns. */
 ALWAYS_INLINE void transpose(words square[LANES]) {
     words mixed[LANES];
     for (int size = LANES; size > 1; size /= 2) {
 #pragma GCC unroll 8
         for (int i = 0; i < LANES / 2; i++) {
-            mixed[2 * i] = __builtin_shufflevector(square[i], square[i + LANES / 2], FIRST_HALVES);
-            mixed[2 * i + 1] = __builtin_shufflevector(square[i], square[i + LANES / 2], SECOND_HALVES);
+            mixed[2 * i] = MIXED(square[i], square[i + LANES / 2], FIRST_HALVES);
+            mixed[2 * i + 1] = MIXED(square[i], square[i + LANES / 2], SECOND_HALVES);
         }
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
