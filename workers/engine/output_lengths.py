@@ -40,7 +40,7 @@ class OutputLengths:
         output = len(request.tokens) - request.prompt_length
         if output <= 0 or request.job is None or request.finish is Finish.ERROR:
             return
-        job = self._jobs[request.job] = self._jobs.pop(request.job, None) or _Counts()
+        job = self._jobs[request.job] = self._jobs.pop(request.job, _Counts())
         if len(self._jobs) > _JOBS:
             del self._jobs[next(iter(self._jobs))]
         bucket, cut = _bucket(output), request.finish is Finish.LENGTH
