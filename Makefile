@@ -4,23 +4,23 @@ BIN := $(VENV)/bin
 JAVASCRIPT := tests/contract/javascript
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# They need one core and no clock, so they run beside the others; tests of processes at work keep away from each other.
+# These need one core, so they run beside the others; tests of processes at work keep away from each other.
 ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
 API_TESTS := tests/contract tests/test_install.py
 
-.PHONY: demo test test-engine test-processes proof proof-engine-and-api proof-processes chaos lint bench bench-full bench-gpu clean
+.PHONY: demo test test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
 
 test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in two lanes (under 10 minutes on two cores)
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-engine test-processes
+	$(MAKE) --no-print-directory -j2 --output-sync=target test-engine-and-api test-processes
 
-test-engine: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(ENGINE_TESTS)
+test-engine-and-api: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(ENGINE_TESTS) $(API_TESTS)
 
 test-processes:
-	$(BIN)/pytest -q $(ENGINE_TESTS:%=--ignore=%)
+	$(BIN)/pytest -q $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%)
 
 proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in two lanes (under 30 minutes on two cores)
 	$(MAKE) --no-print-directory -j2 --output-sync=target proof-engine-and-api proof-processes
