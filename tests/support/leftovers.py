@@ -21,6 +21,7 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:level:.*": 1200,
     r"\{q\}:served:.*": 600,
     re.escape(keys.WATCHED): 180,
+    r"rq:queue:.*:intermediate:first_seen:.*": 24 * 3600,  # of jobs that a process was killed with before it began them
     r"rq:.*": 3600,
 }
 
@@ -38,6 +39,9 @@ def _fault(client: Any, raw: bytes) -> str | None:
     if key == keys.WATCHED:  # its members go when nobody watches any more
         last = client.zrange(raw, -1, -1, withscores=True)
         left = int(last[0][1] / 1000 - client.time()[0]) if last else -2
+    if key.startswith("rq:failed:"):  # RQ takes out what such jobs left when its time has come
+        last = client.zrange(raw, -1, -1, withscores=True)
+        left = max(0, int(last[0][1] - client.time()[0])) if last else -2
     if key in _STAY or _STAY_WITH_FILES.fullmatch(key) or left == -2:
         return None
     for pattern, seconds in _GO_AWAY.items():
