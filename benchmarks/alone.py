@@ -19,7 +19,7 @@ from workers.engine.async_engine import AsyncEngine
 from workers.engine.messages import SamplingParams
 
 PROMPT, OUTPUT = 144, 80  # tokens
-LLAMA_CPP = {"gpt2-124m": {"bf16": 159.0, "q8_0": 208.0}}  # tokens/s of one row, as issue 6 gives them
+LLAMA_CPP = {"gpt2-124m": {"bf16": 159.0, "q8_0": 208.0}}  # tokens/s of one row, on a machine of the same kind
 
 
 def main() -> None:

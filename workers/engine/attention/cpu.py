@@ -79,31 +79,38 @@ class CpuAttention:
         return [huge_zeros((s.num_blocks, s.kv_heads, 2 * s.block_size * s.head_dim), self._dtype) for _ in range(num_layers)]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
-        assert isinstance(metadata, AttentionMetadata)
-        prepared = metadata.prepared.get(window) or self._prepare(metadata, window)
-        prepared.set_strides(q, k, v)
-        out = torch.empty(q.shape, dtype=self._dtype)
-        self._attend(
-            prepared.pointer, layer_cache.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), None, None, 0.0, scale
-        )
-        return out
+        return self._attend_rows(self._prepared(metadata, window), q, k, v, layer_cache, scale)
 
     def forward_rotary(
         self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
     ) -> Tensor:
-        assert isinstance(metadata, AttentionMetadata)
-        prepared = metadata.prepared.get(window) or self._prepare(metadata, window)
+        prepared = self._prepared(metadata, window)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
-        prepared.set_strides(q, k, v)
         prepared.set_rotation(rotary.cos, rotary.sin)
-        norms: tuple[int | None, int | None] = None, None
-        eps = 0.0
-        if rotary.query_norm is not None and rotary.key_norm is not None:
-            norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr()
-            eps = rotary.query_norm.eps
+        if rotary.query_norm is None or rotary.key_norm is None:
+            return self._attend_rows(prepared, q, k, v, layer_cache, scale)
+        norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr(), rotary.query_norm.eps
+        return self._attend_rows(prepared, q, k, v, layer_cache, scale, norms)
+
+    def _attend_rows(
+        self,
+        prepared: Prepared,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer_cache: Tensor,
+        scale: float,
+        norms: tuple[int | None, int | None, float] = (None, None, 0.0),
+    ) -> Tensor:
+        """`norms`: where the weights of the queries' and the keys' stand, and their epsilon."""
+        prepared.set_strides(q, k, v)
         out = torch.empty(q.shape, dtype=self._dtype)
-        self._attend(prepared.pointer, layer_cache.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *norms, eps, scale)
+        self._attend(prepared.pointer, layer_cache.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *norms, scale)
         return out
+
+    def _prepared(self, metadata: Metadata, window: int | None) -> Prepared:
+        assert isinstance(metadata, AttentionMetadata)
+        return metadata.prepared.get(window) or self._prepare(metadata, window)
 
     def _prepare(self, metadata: AttentionMetadata, window: int | None) -> Prepared:
         s, threads = self._shape, torch.get_num_threads()

@@ -67,4 +67,5 @@ def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[
         shared = weights.ops.table(table)
         return shared, shared
     head = table[own.where] if config.tie_word_embeddings else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
-    return weights.ops.table(table), weights.ops.table(F.pad(head, (0, 0, 0, most - own.length)))
+    missing = most - own.length
+    return weights.ops.table(table), weights.ops.table(F.pad(head, (0, 0, 0, missing)) if missing else head)
