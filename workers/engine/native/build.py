@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "source"
 _COMPILERS = ("cc", "gcc", "clang")
 _SECONDS = 120.0  # that a compiler may take
-_FLAGS = ("-std=c11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared", "-Wall")
+_FLAGS = (
+    *("-std=c11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+)
 _X86_FLAGS = ("-mprefer-vector-width=512",)
 
 
