@@ -29,9 +29,10 @@ from pipeline.stack import Stack
 from pipeline.summary import Summary, print_problems, print_summary
 from pipeline.worker_settings import worker_settings
 
-_POLL_SECONDS = 0.03
-_SLOW_POLL_SECONDS = 0.2
-_QUICK_FOR = 20.0
+_LOOK_SECONDS = 0.05  # at the state, which takes a tenth of the time that the whole record takes
+_WAITING_SECONDS = 0.15  # at the record, until something runs
+_RUNNING_SECONDS = 0.5
+_AWAY_SECONDS = 0.2
 _PROBLEM_SECONDS = 5.0
 _SMALL_BYTES = 4 * 1024 * 1024
 _SHUTDOWN_SECONDS = 1.0
@@ -182,7 +183,7 @@ class BatchRun:
             except (redis.RedisError, QueueUnavailable) as error:
                 away_since = away_since or time.monotonic()
                 self._check_patience(error, away_since, signals)
-                signals.wait(_SLOW_POLL_SECONDS)
+                signals.wait(_AWAY_SECONDS)
                 continue
             if record.ended:
                 progress.update(self._counts(record))
@@ -197,7 +198,18 @@ class BatchRun:
             if troubled_since is not None and now - troubled_since > _PROBLEM_SECONDS:
                 raise Unfinished(f"{record.problem}; {self._shared_files()}{_RESUMES}")
             self._check_control_plane(record, stack)
-            signals.wait(min(pause, _POLL_SECONDS if now - self._began < _QUICK_FOR else _SLOW_POLL_SECONDS))
+            self._wait(record, min(pause, _RUNNING_SECONDS if record.running else _WAITING_SECONDS), stack, signals)
+
+    @staticmethod
+    def _wait(record: BatchRecord, seconds: float, stack: Stack, signals: Signals) -> None:
+        """Returns after `seconds`, at a signal, or soon after the batch has moved to another state."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and not signals.wait(min(left, _LOOK_SECONDS)):
+            try:
+                if stack.queue.redis.hget(keys.batch(record.id), "state") != record.state.encode():
+                    return
+            except redis.RedisError:
+                return
 
     def _check_patience(self, error: Exception, away_since: float, signals: Signals) -> None:
         """Redis may be away for a while: a private one is started again by the next check."""

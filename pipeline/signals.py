@@ -36,11 +36,12 @@ class Signals:
         self._reader.close()
         self._writer.close()
 
-    def wait(self, seconds: float) -> None:
-        """Returns at the next signal, or after `seconds`."""
+    def wait(self, seconds: float) -> bool:
+        """Returns at the next signal, or after `seconds`; whether a signal came."""
         readable, _, _ = select.select([self._reader], [], [], max(0.0, seconds))
         if readable:
             self._reader.recv(4096)
+        return bool(readable)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGCHLD:
