@@ -258,7 +258,7 @@ class Following(threading.Thread):
 
 @pytest.mark.proof
 def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_path: Path) -> None:
-    """The API comes back under the same address; it is killed where most of the lines are still to come."""
+    """The API comes back under the same address. Killed where lines are left it cuts the stream; near the batch's end that may be over."""
     flags = ["--file-store", tmp_path / "store", "--lease-seconds", 2, "--max-num-seqs", 8, "--stream-interval", 0.2]
     source = examples(tmp_path / "in.jsonl", 300)
     with (
@@ -277,17 +277,21 @@ def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_pa
                 following.start()
                 wait_until(lambda: is_watched(server.url, batch), 60, "its tokens to be watched")
             parts = ["pipeline api", "core_process", "pipeline api", "--queue advance", "pipeline worker", "--queue bulk", "jobs.ticker"]
+            sure_cuts = 0
             for number, part in enumerate(parts):
                 wait_until(lambda number=number: done_lines(client, batch) >= 35 * number, 120, "some more lines")  # type: ignore[misc]
                 wait_until(lambda: following.is_connected, 60, "the stream to be read")
-                send_all([pid for pid in descendants(command.process.pid) if part in command_line(pid)], signal.SIGKILL)
+                with standing_still(command):
+                    lines_left = done_lines(client, batch) < 200  # more than those that the core may have ended unseen
+                    sure_cuts += lines_left and part == "pipeline api"
+                    send_all([pid for pid in descendants(command.process.pid) if part in command_line(pid)], signal.SIGKILL)
             batch = wait(client, batch)
             following.join(120)
             (tmp_path / "out.jsonl").write_bytes(client.files.content(batch.output_file_id or "").content)
     check_answers(source, tmp_path / "out.jsonl")
     assert batch.request_counts is not None
     assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 300, 0)
-    assert following.cuts == parts.count("pipeline api")
+    assert sure_cuts <= following.cuts <= parts.count("pipeline api")
     assert batch_texts(following.events) == answers()
 
 
