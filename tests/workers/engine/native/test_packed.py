@@ -16,7 +16,8 @@ from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 
 pytestmark = needs_native
 
-SHAPES = [(1, 32, 2), (2, 33, 6), (12, 100, 64), (13, 31, 770), (64, 96, 130), (100, 2304, 768)]  # rows, outputs, inputs
+SHAPES = [(1, 32, 2), (2, 33, 6), (12, 100, 64), (13, 31, 770), (64, 96, 130), (100, 2304, 768), (700, 65, 1026), (30, 70, 6000)]
+# rows, outputs, inputs: the last but one takes three blocks of rows, the last has rows too long for blocks
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def operands(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tens
     return torch.randn(rows, inputs).bfloat16(), (torch.randn(outputs, inputs) * inputs**-0.5).bfloat16(), torch.randn(outputs).bfloat16()
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SHAPES)
 def test_equals_torch(rows: int, outputs: int, inputs: int, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -59,16 +60,16 @@ def test_extreme_sums_are_activated_as_torch_does() -> None:
     x = torch.tensor([[1e30, 0], [-1e30, 0], [100, 0], [-100, 0], [torch.nan, 0], [torch.inf, 0]]).bfloat16()
     weight = torch.zeros(32, 2, dtype=torch.bfloat16)
     weight[:, 0] = 1
-    for name in ("silu", "gelu", "relu"):
+    for name in ("silu", "gelu", "gelu_new", "relu"):
         expected = activation(name)(x.float()[:, :1]).expand(-1, 32)
         torch.testing.assert_close(PackedMatrix(weight, None, name, to_float=True)(x), expected, equal_nan=True, rtol=1e-6, atol=1e-30)
 
 
 def test_a_row_is_the_same_whatever_is_computed_beside_it() -> None:
-    x, weight, bias = operands(64, 100, 512)
-    matrix = PackedMatrix(weight, bias)
+    x, weight, bias = operands(800, 100, 1026)
+    matrix = PackedMatrix(weight, bias, "gelu_new")
     together = matrix(x)
-    for rows in (1, 2, 7, 12, 13, 50):
+    for rows in (1, 2, 7, 12, 13, 50, 64, 650):
         assert matrix(x[:rows]).equal(together[:rows])
 
 

@@ -4,13 +4,11 @@
    vdpbf16ps take. The panel's columns of y are computed for up to 12 rows of x at a time, whose sums stay in registers; the last panel is
    padded with zeros. In a gated matrix the first 16 rows of a panel are gates and the other 16 what they let through. */
 
+#include <omp.h>
 #include <stddef.h>
 
-#include "activation.h"
 #include "bf16.h"
-
-enum { PANEL = 32, HALF = PANEL / 2, MOST_ROWS = 12 };
-enum { FEW_ROWS = 16, RUN_BYTES = 1 << 18 }; /* with few rows, weights are read as fast as they come: in long runs, which are read ahead */
+#include "matmul_tile.h"
 
 typedef struct {
     const bf16 *panels; /* [ceil(n / 32)][k / 2][32][2] */
@@ -61,107 +59,111 @@ void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t c
 
 #ifdef __AVX512BF16__
 
-#include <immintrin.h>
+/* With few rows, weights are read as fast as they come: in long runs, which are read ahead, by software too where a tile takes its time. */
+enum { FEW_ROWS = 16, RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
+/* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than LEAST_TILES. */
+enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4 };
 
-#define ALWAYS_INLINE static inline __attribute__((always_inline))
+typedef struct {
+    const packed_matrix *matrix;
+    const bf16 *x;
+    void *y;
+    ptrdiff_t m, panels, run; /* panels of one unit of work, the last of which may have fewer */
+    ptrdiff_t blocks, runs;   /* of rows, and of each block; units stand in the order of blocks */
+} product;
+
+typedef struct {
+    ptrdiff_t first, rows, tiles;
+    const bf16 *x;
+    int gathered; /* each tile of x as matmul_tile.h says */
+} row_block;
+
+static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y);
+static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward, ptrdiff_t *taken);
+static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block);
+static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next);
 
 int matmul_supported(void) {
     return 1;
 }
 
-/* sums [rows][32] of `rows` rows of x with one panel. */
-ALWAYS_INLINE void multiply(int rows, const bf16 *x, ptrdiff_t k, const bf16 *panel, float *sums) {
-    __m512 sum[MOST_ROWS][2];
-#pragma GCC unroll 12
-    for (int i = 0; i < rows; i++)
-        sum[i][0] = sum[i][1] = _mm512_setzero_ps();
-    for (ptrdiff_t j = 0; j < k; j += 2, panel += 2 * PANEL) {
-        __m512bh low = (__m512bh)_mm512_loadu_si512(panel), high = (__m512bh)_mm512_loadu_si512(panel + PANEL);
-#pragma GCC unroll 12
-        for (int i = 0; i < rows; i++) {
-            int pair;
-            memcpy(&pair, x + i * k + j, sizeof pair);
-            __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-            sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, low);
-            sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, high);
-        }
-    }
-#pragma GCC unroll 12
-    for (int i = 0; i < rows; i++) {
-        _mm512_storeu_ps(sums + i * PANEL, sum[i][0]);
-        _mm512_storeu_ps(sums + i * PANEL + HALF, sum[i][1]);
+/* Two threads share a part of the units, and take them one by one from its two ends: neither waits for the other, and both have long runs. */
+void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
+    product p = make_product(matrix, x, m, y);
+    ptrdiff_t units = p.blocks * p.runs, pairs = (omp_get_max_threads() + 1) / 2, taken[pairs];
+    memset(taken, 0, sizeof taken);
+#pragma omp parallel
+    {
+        bf16 room[BLOCK_BYTES / sizeof(bf16)] __attribute__((aligned(64)));
+        ptrdiff_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), pair = thread / 2;
+        ptrdiff_t behind = 2 * pair + 2 < threads ? 2 * pair + 2 : threads;
+        multiply_units(&p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &taken[pair]);
     }
 }
 
-#define MULTIPLY(rows)                                                                                                                     \
-    __attribute__((noinline)) static void multiply_##rows(const bf16 *x, ptrdiff_t k, const bf16 *panel, float *sums) {                    \
-        multiply(rows, x, k, panel, sums);                                                                                                 \
-    }
-MULTIPLY(1)
-MULTIPLY(2)
-MULTIPLY(3)
-MULTIPLY(4)
-MULTIPLY(5)
-MULTIPLY(6)
-MULTIPLY(7)
-MULTIPLY(8)
-MULTIPLY(9)
-MULTIPLY(10)
-MULTIPLY(11)
-MULTIPLY(12)
+static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
+    ptrdiff_t panel_bytes = PANEL * matrix->k * (ptrdiff_t)sizeof(bf16), panels = (matrix->n + PANEL - 1) / PANEL;
+    ptrdiff_t run = m <= FEW_ROWS && panel_bytes < RUN_BYTES ? RUN_BYTES / panel_bytes : 1;
+    ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * matrix->k * (ptrdiff_t)sizeof(bf16)), tiles = (m + MOST_ROWS - 1) / MOST_ROWS;
+    ptrdiff_t blocks = most < LEAST_TILES ? tiles > 0 : (tiles + most - 1) / most;
+    return (product){matrix, x, y, m, panels, run, blocks, (panels + run - 1) / run};
+}
 
-static void (*const multiply_rows[MOST_ROWS])(const bf16 *, ptrdiff_t, const bf16 *, float *) = {
-    multiply_1, multiply_2, multiply_3, multiply_4,  multiply_5,  multiply_6,
-    multiply_7, multiply_8, multiply_9, multiply_10, multiply_11, multiply_12,
-};
-
-/* What is left to do with a panel's sums [rows][32]; y is the panel's first element of the first row. */
-static void finish(const packed_matrix *matrix, ptrdiff_t panel, int rows, float *sums, void *y, ptrdiff_t width, ptrdiff_t filled) {
-    if (matrix->bias) {
-        const bf16 *bias = matrix->bias + panel * PANEL;
-        for (int i = 0; i < rows; i++)
-            for (int j = 0; j < PANEL; j++)
-                sums[i * PANEL + j] += float_of_bf16(bias[j]);
-    }
-    for (int i = 0; i < rows; i++) {
-        float *row = sums + i * PANEL;
-        if (matrix->gated) {
-            activate(matrix->activation, row, HALF);
-            for (int j = 0; j < HALF; j++)
-                row[j] *= row[HALF + j];
-        } else if (matrix->activation != ACTIVATION_NONE) {
-            activate(matrix->activation, row, PANEL);
-        }
-        if (matrix->to_float) {
-            memcpy((float *)y + i * width, row, (size_t)filled * sizeof(float));
-        } else {
-            bf16 rounded[PANEL];
-            _mm512_storeu_si512(rounded, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + HALF), _mm512_loadu_ps(row)));
-            memcpy((bf16 *)y + i * width, rounded, (size_t)filled * sizeof(bf16));
-        }
+static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward, ptrdiff_t *taken) {
+    row_block block = {0};
+    for (ptrdiff_t own = 0, held = -1;; own++) {
+        ptrdiff_t ticket;
+#pragma omp atomic capture
+        ticket = (*taken)++;
+        if (ticket >= end - first)
+            return;
+        ptrdiff_t unit = backward ? end - 1 - own : first + own;
+        if (unit / p->runs != held)
+            enter_block(p, held = unit / p->runs, room, &block);
+        ptrdiff_t panel = unit % p->runs * p->run, behind = panel + p->run < p->panels ? panel + p->run : p->panels;
+        for (; panel < behind; panel++)
+            multiply_panel(p, &block, panel, backward && p->run == 1 ? panel - 1 : panel + 1);
     }
 }
 
-static void multiply_panel(const packed_matrix *matrix, ptrdiff_t panel, const bf16 *x, ptrdiff_t m, void *y) {
+static int tile_rows(const row_block *block, ptrdiff_t tile, ptrdiff_t done) {
+    return (int)((block->rows - done + block->tiles - tile - 1) / (block->tiles - tile));
+}
+
+static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block) {
+    ptrdiff_t k = p->matrix->k, first = p->m * index / p->blocks, rows = p->m * (index + 1) / p->blocks - first;
+    *block = (row_block){first, rows, (rows + MOST_ROWS - 1) / MOST_ROWS, p->x + first * k, 0};
+    if (block->tiles == 1 || rows * k > BLOCK_BYTES / (ptrdiff_t)sizeof(bf16))
+        return;
+    for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
+        int count = tile_rows(block, tile, row);
+        gather_rows(block->x + row * k, k, count, room + row * k);
+        row += count;
+    }
+    block->x = room, block->gathered = 1;
+}
+
+/* `next` is the panel that the thread will come to behind this one, if it is one of the matrix. */
+static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next) {
     float sums[MOST_ROWS * PANEL] __attribute__((aligned(64)));
+    const packed_matrix *matrix = p->matrix;
     ptrdiff_t k = matrix->k, width = matrix->gated ? matrix->n / 2 : matrix->n, columns = matrix->gated ? HALF : PANEL;
     ptrdiff_t filled = width - panel * columns < columns ? width - panel * columns : columns;
     size_t size = matrix->to_float ? sizeof(float) : sizeof(bf16);
-    ptrdiff_t tiles = (m + MOST_ROWS - 1) / MOST_ROWS;
-    for (ptrdiff_t tile = 0, row = 0; tile < tiles; tile++) {
-        int rows = (int)((m - row + tiles - tile - 1) / (tiles - tile));
-        multiply_rows[rows - 1](x + row * k, k, matrix->panels + panel * PANEL * k, sums);
-        finish(matrix, panel, rows, sums, (char *)y + (size_t)(row * width + panel * columns) * size, width, filled);
+    const bf16 *weights = matrix->panels + panel * PANEL * k, *bias = matrix->bias ? matrix->bias + panel * PANEL : NULL;
+    prefetching ahead = {NULL, 0};
+    if (block->tiles > 1 && next >= 0 && next < p->panels)
+        ahead = (prefetching){(const char *)(matrix->panels + next * PANEL * k), (int)((PANEL + block->tiles - 1) / block->tiles)};
+    else if (block->tiles == 1 && block->rows >= ROWS_READ_AHEAD)
+        ahead = (prefetching){(const char *)weights + BYTES_AHEAD, PANEL};
+    for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
+        int rows = tile_rows(block, tile, row);
+        multiply_rows[rows - 1](block->gathered, block->x + row * k, k, weights, ahead, sums);
+        void *to = (char *)p->y + (size_t)((block->first + row) * width + panel * columns) * size;
+        finish(matrix->activation, matrix->gated, matrix->to_float, bias, rows, sums, to, width, (int)filled);
+        ahead.at += (k + CHUNK - 1) / CHUNK * ahead.lines * 64;
         row += rows;
     }
-}
-
-void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
-    ptrdiff_t panels = (matrix->n + PANEL - 1) / PANEL;
-    ptrdiff_t bytes = PANEL * matrix->k * (ptrdiff_t)sizeof(bf16), chunk = m <= FEW_ROWS && bytes < RUN_BYTES ? RUN_BYTES / bytes : 1;
-#pragma omp parallel for schedule(dynamic, chunk)
-    for (ptrdiff_t panel = 0; panel < panels; panel++)
-        multiply_panel(matrix, panel, x, m, y);
 }
 
 #else

@@ -1,0 +1,206 @@
+/* A tile of a product with a packed matrix (matmul.c): up to 12 rows of x with one panel, whose sums stay in registers, and what is left to
+   do with them. For AVX512-BF16. */
+#ifndef MATMUL_TILE_H
+#define MATMUL_TILE_H
+
+#include <stddef.h>
+
+#include "activation.h"
+#include "bf16.h"
+
+enum { PANEL = 32, HALF = PANEL / 2, MOST_ROWS = 12 };
+enum { CHUNK = 32 }; /* elements of k: a line of the cache in a row of x, PANEL of them in a panel */
+
+#ifdef __AVX512BF16__
+
+#include <immintrin.h>
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
+/* What a tile brings nearer while it computes: so many lines of the cache for each CHUNK, from `at` on. */
+typedef struct {
+    const char *at;
+    int lines;
+} prefetching;
+
+/* x [rows][k], or gathered: [k / 2][rows][2]. To sums [rows][32]. */
+ALWAYS_INLINE void multiply(int rows, int gathered, const bf16 *x, ptrdiff_t k, const bf16 *panel, prefetching next, float *sums) {
+    __m512 sum[MOST_ROWS][2];
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++)
+        sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+    for (ptrdiff_t j = 0; j < k;) {
+        for (int line = 0; line < next.lines; line++, next.at += 64)
+            _mm_prefetch(next.at, _MM_HINT_T1);
+        for (ptrdiff_t end = j + CHUNK < k ? j + CHUNK : k; j < end; j += 2, panel += 2 * PANEL) {
+            __m512bh low = (__m512bh)_mm512_loadu_si512(panel), high = (__m512bh)_mm512_loadu_si512(panel + PANEL);
+#pragma GCC unroll 12
+            for (int i = 0; i < rows; i++) {
+                int pair;
+                memcpy(&pair, gathered ? x + j * rows + 2 * i : x + i * k + j, sizeof pair);
+                __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                sum[i][0] = _mm512_dpbf16_ps(sum[i][0], both, low);
+                sum[i][1] = _mm512_dpbf16_ps(sum[i][1], both, high);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < rows; i++) {
+        _mm512_store_ps(sums + i * PANEL, sum[i][0]);
+        _mm512_store_ps(sums + i * PANEL + HALF, sum[i][1]);
+    }
+}
+
+#define MULTIPLY(rows)                                                                                                                     \
+    __attribute__((noinline)) static void multiply_##rows(                                                                                 \
+        int gathered, const bf16 *x, ptrdiff_t k, const bf16 *panel, prefetching next, float *sums                                         \
+    ) {                                                                                                                                    \
+        if (gathered)                                                                                                                      \
+            multiply(rows, 1, x, k, panel, next, sums);                                                                                    \
+        else                                                                                                                               \
+            multiply(rows, 0, x, k, panel, next, sums);                                                                                    \
+    }
+MULTIPLY(1)
+MULTIPLY(2)
+MULTIPLY(3)
+MULTIPLY(4)
+MULTIPLY(5)
+MULTIPLY(6)
+MULTIPLY(7)
+MULTIPLY(8)
+MULTIPLY(9)
+MULTIPLY(10)
+MULTIPLY(11)
+MULTIPLY(12)
+
+static void (*const multiply_rows[MOST_ROWS])(int, const bf16 *, ptrdiff_t, const bf16 *, prefetching, float *) = {
+    multiply_1, multiply_2, multiply_3, multiply_4,  multiply_5,  multiply_6,
+    multiply_7, multiply_8, multiply_9, multiply_10, multiply_11, multiply_12,
+};
+
+/* The first `pairs` of 16 pairs of each row. */
+ALWAYS_INLINE void gather_pairs(const bf16 *x, ptrdiff_t k, int rows, int pairs, bf16 *to) {
+    __m512i a[16], b[16];
+    __mmask16 there = (__mmask16)((1u << pairs) - 1);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+        a[i] = i < rows ? _mm512_maskz_loadu_epi32(there, x + i * k) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+    __m512i out[16]; /* a[4 i + c] has pair 4 lane + c of the rows from 4 i */
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        __m512i p = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), q = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+        __m512i r = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd), s = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        out[c] = _mm512_shuffle_i32x4(p, q, 0x88), out[8 + c] = _mm512_shuffle_i32x4(p, q, 0xdd);
+        out[4 + c] = _mm512_shuffle_i32x4(r, s, 0x88), out[12 + c] = _mm512_shuffle_i32x4(r, s, 0xdd);
+    }
+    __mmask16 kept = (__mmask16)((1u << rows) - 1);
+#pragma GCC unroll 16
+    for (int c = 0; c < 16; c++)
+        if (c < pairs)
+            _mm512_mask_storeu_epi32(to + 2 * c * rows, kept, out[c]);
+}
+
+/* x [rows][k] as [k / 2][rows][2], for one tile: one stream of memory instead of twelve, whose distance may be one that a cache bears badly. */
+static void gather_rows(const bf16 *x, ptrdiff_t k, int rows, bf16 *to) {
+    for (ptrdiff_t j = 0; j < k; j += CHUNK)
+        gather_pairs(x + j, k, rows, k - j < CHUNK ? (int)(k - j) / 2 : CHUNK / 2, to + j * rows);
+}
+
+/* x / (1 + 2**t), with a relative error of about 3e-7; 0 for t of 126 and more. */
+ALWAYS_INLINE __m512 gated_by(__m512 x, __m512 t) {
+    __m512 limited = _mm512_max_ps(_mm512_set1_ps(-126.0f), t);
+    __m512 n = _mm512_roundscale_ps(limited, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(limited, n);
+    __m512 p = _mm512_set1_ps(1.326469877e-3f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.671508817e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550733776e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402224215e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931469776e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    __m512 below = _mm512_add_ps(_mm512_scalef_ps(p, n), _mm512_set1_ps(1.0f));
+    __m512 inverse = _mm512_rcp14_ps(below);
+    inverse = _mm512_mul_ps(inverse, _mm512_fnmadd_ps(below, inverse, _mm512_set1_ps(2.0f)));
+    return _mm512_maskz_mul_ps(_mm512_cmp_ps_mask(t, _mm512_set1_ps(126.0f), _CMP_NGE_UQ), x, inverse);
+}
+
+ALWAYS_INLINE __m512 activated(int activation, __m512 x) {
+    float values[HALF];
+    switch (activation) {
+    case ACTIVATION_NONE:
+        return x;
+    case ACTIVATION_SILU:
+        return gated_by(x, _mm512_mul_ps(x, _mm512_set1_ps(-1.44269504f)));
+    case ACTIVATION_GELU_TANH: { /* 0.5 x (1 + tanh(z)) is x sigmoid(2 z) */
+        __m512 factor = _mm512_fmadd_ps(_mm512_mul_ps(x, x), _mm512_set1_ps(-0.10294324f), _mm512_set1_ps(-2.3022082f));
+        return gated_by(x, _mm512_mul_ps(x, factor));
+    }
+    default:
+        _mm512_storeu_ps(values, x);
+        activate(activation, values, HALF);
+        return _mm512_loadu_ps(values);
+    }
+}
+
+ALWAYS_INLINE __m512 floats_of_bf16(const bf16 *from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16));
+}
+
+/* bias [32], or NULL. To y, whose rows are `width` apart, the first `filled` columns; a gated panel has 16. */
+ALWAYS_INLINE void finish_tile(
+    int activation, int gated, int to_float, const bf16 *bias, int rows, const float *sums, void *y, ptrdiff_t width, int filled
+) {
+    __m512 low_bias = bias ? floats_of_bf16(bias) : _mm512_setzero_ps(), high_bias = bias ? floats_of_bf16(bias + HALF) : low_bias;
+    __mmask32 kept = (__mmask32)((1ull << filled) - 1);
+    for (int i = 0; i < rows; i++, sums += PANEL) {
+        float *floats = (float *)y + i * width;
+        bf16 *halves = (bf16 *)y + i * width;
+        __m512 low = activated(activation, _mm512_add_ps(_mm512_load_ps(sums), low_bias));
+        __m512 high = _mm512_add_ps(_mm512_load_ps(sums + HALF), high_bias);
+        if (gated)
+            low = _mm512_mul_ps(low, high);
+        else
+            high = activated(activation, high);
+        if (to_float) {
+            _mm512_mask_storeu_ps(floats, (__mmask16)kept, low);
+            if (!gated)
+                _mm512_mask_storeu_ps(floats + HALF, (__mmask16)(kept >> HALF), high);
+        } else if (gated) {
+            _mm256_mask_storeu_epi16(halves, (__mmask16)kept, (__m256i)_mm512_cvtneps_pbh(low));
+        } else {
+            _mm512_mask_storeu_epi16(halves, kept, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+    }
+}
+
+/* What is left to do with a tile's sums [rows][32]. */
+static void finish(
+    int activation, int gated, int to_float, const bf16 *bias, int rows, const float *sums, void *y, ptrdiff_t width, int filled
+) {
+    switch (activation) {
+    case ACTIVATION_NONE:
+        finish_tile(ACTIVATION_NONE, gated, to_float, bias, rows, sums, y, width, filled);
+        break;
+    case ACTIVATION_SILU:
+        finish_tile(ACTIVATION_SILU, gated, to_float, bias, rows, sums, y, width, filled);
+        break;
+    case ACTIVATION_GELU_TANH:
+        finish_tile(ACTIVATION_GELU_TANH, gated, to_float, bias, rows, sums, y, width, filled);
+        break;
+    default:
+        finish_tile(activation, gated, to_float, bias, rows, sums, y, width, filled);
+    }
+}
+
+#endif
+#endif
