@@ -21,32 +21,36 @@ from jobs.manifest import END_STATES
 from tests.pipeline.results import answers, check_answers, examples
 from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.event_reader import Event, EventReader, batch_texts
+from tests.support.poison import Poison, held, poisoned_environment
 from tests.support.ports import reserved_port
 from tests.support.processes import command_line, cpu_seconds, descendants, send_all, wait_for_rest
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
 CHAT = "/v1/chat/completions"
-SHORT_WINDOW = "6s"
+SHORT_WINDOW = "12s"
+HOLD = Poison("long", "hold", start=100)
 
 
 class Served(NamedTuple):
-    """A running `pipeline serve` whose model is ready."""
+    """A running `pipeline serve` whose model is ready. While the file `hold` is there long answers come to no end, see `HOLD`."""
 
     command: RunningCommand
     url: str
     redis_url: str
+    hold: Path
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    store = tmp_path_factory.mktemp("store")
-    flags = ["--file-store", store, "--completion-window", "24h", "--completion-window", SHORT_WINDOW]
-    with running_server() as server, running_pipeline("serve", "--port", 0, *flags, redis_url=server.url) as command:
+    store, hold = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("hold") / "file"
+    flags = ["--file-store", store, "--completion-window", "24h", "--completion-window", SHORT_WINDOW, "--step-timeout", 200]
+    environment = poisoned_environment(HOLD, hold=hold)
+    with running_server() as server, running_pipeline("serve", "--port", 0, *flags, redis_url=server.url, **environment) as command:
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
         wait_until(lambda: httpx.get(f"{found[1]}/health").json()["models"], 120, "the model to be served")
-        yield Served(command, found[1], server.url)
+        yield Served(command, found[1], server.url, hold)
 
 
 @pytest.fixture
@@ -134,14 +138,15 @@ def is_watched(redis_url: str, batch: Batch) -> bool:
 
 
 @pytest.mark.proof
-def test_results_can_be_read_while_the_batch_runs(client: openai.OpenAI, tmp_path: Path) -> None:
-    batch = submit(client, lines(tmp_path / "in.jsonl", short=5, long=12, tokens=1000))
-    output = wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
-    first = client.files.with_raw_response.content(output, extra_query={"offset": 0})
+def test_results_can_be_read_while_the_batch_runs(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
+    with held(served.hold):
+        batch = submit(client, lines(tmp_path / "in.jsonl", short=5, long=12, tokens=1000))
+        output = wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
+        first = client.files.with_raw_response.content(output, extra_query={"offset": 0})
     position = int(first.headers["x-last-line"])
     early = first.content.splitlines()
     assert (first.headers["x-incomplete"], len(early)) == ("true", position)
-    assert 0 < position < 17
+    assert 0 < position <= 5
     batch = wait(client, batch)
     assert (batch.status, batch.output_file_id) == ("completed", output)
     log = client.files.with_raw_response.content(output, extra_query={"offset": 0})
@@ -156,20 +161,21 @@ def test_results_can_be_read_while_the_batch_runs(client: openai.OpenAI, tmp_pat
 
 @pytest.mark.proof
 def test_a_cancel_takes_the_work_out_of_the_engine_within_a_second(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
-    batch = submit(client, lines(tmp_path / "in.jsonl", short=3, long=40))
-    wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
-    wait_until(lambda: engine_running(served) >= 40, 30, "the engine to say that it is busy")
-    core = engine_core(served)
-    assert client.batches.cancel(batch.id).status == "cancelling"
-    before = cpu_seconds(core)
-    with connect(served.redis_url) as client_of_redis:
-        assert client_of_redis.hlen(keys.LEASE) == 0
+    with held(served.hold):
+        batch = submit(client, lines(tmp_path / "in.jsonl", short=3, long=40))
+        wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
+        wait_until(lambda: engine_running(served) >= 40, 60, "the engine to say that it is busy")
+        core = engine_core(served)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        before = cpu_seconds(core)
+        with connect(served.redis_url) as client_of_redis:
+            assert client_of_redis.hlen(keys.LEASE) == 0
     wait_for_rest([core], 0.05, 0.5)
     assert cpu_seconds(core) - before < 1  # its own time, for others may hold up whoever would look at a clock
     batch = wait(client, batch)
     assert client.batches.cancel(batch.id).status == batch.status == "cancelled"
     check_ends(client, batch, "batch_cancelled", short=3, total=43)
-    wait_until(lambda: engine_running(served) == 0, 30, "the engine to say that it is idle")
+    wait_until(lambda: engine_running(served) == 0, 60, "the engine to say that it is idle")
 
 
 def engine_running(served: Served) -> float:
@@ -199,13 +205,15 @@ def check_ends(client: openai.OpenAI, batch: Batch, code: str, short: int, total
 
 @pytest.mark.proof
 def test_a_batch_that_is_not_done_in_time_expires(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
-    batch = submit(client, lines(tmp_path / "in.jsonl", short=3, long=300), SHORT_WINDOW)
-    assert batch.expires_at is not None
-    with EventReader(f"{served.url}/v1/batches/{batch.id}/stream") as reader:
-        batch = wait(client, batch)
-        end = reader.wait_ended()[-2]
+    """The window is long enough for the file to be read in any case."""
+    with held(served.hold):
+        batch = submit(client, lines(tmp_path / "in.jsonl", short=3, long=300), SHORT_WINDOW)
+        assert batch.expires_at is not None
+        with EventReader(f"{served.url}/v1/batches/{batch.id}/stream") as reader:
+            batch = wait(client, batch)
+            end = reader.wait_ended()[-2]
     assert (batch.status, end.value["status"]) == ("expired", "expired")
-    assert batch.expires_at == batch.created_at + 6
+    assert batch.expires_at == batch.created_at + 12
     check_ends(client, batch, "batch_expired", short=3, total=303)
 
 

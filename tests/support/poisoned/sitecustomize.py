@@ -1,4 +1,4 @@
-"""Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain tokens in it ends, stops or slows the core.
+"""Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain tokens in it ends, stops, holds or slows the core.
 
 Python imports this file when it starts. What does harm stands in the environment, see `tests/support/poison.py`; processes other than
 engine cores, and every step without such tokens, are left as they are.
@@ -75,6 +75,9 @@ def do_harm(harm: str) -> None:
         time.sleep(0.05)
     elif harm == "crawl":
         time.sleep(2.0)
+    elif harm == "hold":
+        while os.path.exists(os.environ["HOLD_FILE"]):
+            time.sleep(0.005)
 
 
 if any("core_process" in word for word in sys.orig_argv):
