@@ -72,6 +72,7 @@ class BatchRun:
     def __init__(self, task: Task) -> None:
         self._task = task
         self._began = time.monotonic()
+        self._led_at = self._began
         self._answering_since: float | None = None
         self._served: list[str] = []
         if task.starts_worker:
@@ -221,7 +222,9 @@ class BatchRun:
     def _check_control_plane(self, record: BatchRecord, stack: Stack) -> None:
         """A batch that nobody validates would wait for ever. Raises `Unfinished`."""
         waits = self._task.redis_url is not None and record.state == "validating"
-        if waits and time.monotonic() - self._began > _PROBLEM_SECONDS and not stack.queue.redis.exists(keys.LEADER):
+        if not waits or stack.queue.redis.exists(keys.LEADER):
+            self._led_at = time.monotonic()
+        elif time.monotonic() - self._led_at > _PROBLEM_SECONDS:
             raise Unfinished(f"no control plane is at work on this queue, so {record.id} waits: start `pipeline jobs`")
 
     def _shared_files(self) -> str:

@@ -27,7 +27,14 @@ def fleet() -> Iterator[str]:
         running_pipeline("worker", redis_url=server.url) as worker,
     ):
         worker.wait_for("worker INFO ready")
+        wait_for_leader(server.url)
         yield server.url
+
+
+def wait_for_leader(redis_url: str) -> None:
+    """Until the control plane is there, which a run waits for some seconds only."""
+    with connect(redis_url) as client:
+        wait_until(lambda: client.exists(keys.LEADER), 60, "a ticker that leads")
 
 
 def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path) -> None:
@@ -67,7 +74,7 @@ def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
     os.kill(worker.pid, signal.SIGSTOP)
     batch_id = run_pipeline("run-batch", source, "--detach", redis_url=fleet).stdout.strip()
     with running_pipeline("tail", batch_id, redis_url=fleet) as tail:
-        wait_until(lambda: client.exists(keys.WATCHED), 60, "someone to watch")
+        wait_until(lambda: client.zscore(keys.WATCHED, batch_id) is not None, 60, "someone to watch")
         os.kill(worker.pid, signal.SIGCONT)
         assert tail.wait(120) == 0
         text = tail.output
@@ -90,6 +97,7 @@ def test_without_a_worker_nothing_is_begun(redis_url: str, tmp_path: Path) -> No
 def test_a_local_worker_joins_the_fleet_for_one_file(redis_url: str, tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 3), tmp_path / "out.jsonl"
     with running_pipeline("jobs", redis_url=redis_url):
+        wait_for_leader(redis_url)
         done = run_pipeline("run-batch", source, "-o", output, "--local-worker", "--max-num-seqs", 2, redis_url=redis_url)
     assert done.returncode == 0, done.stderr
     check_answers(source, output)
@@ -114,6 +122,7 @@ def test_the_same_command_comes_back_to_a_batch_though_no_worker_is_left(redis_u
     with running_pipeline("jobs", redis_url=redis_url):
         with running_pipeline("worker", redis_url=redis_url) as worker:
             worker.wait_for("worker INFO ready")
+        wait_for_leader(redis_url)
         assert run_pipeline("run-batch", source, "-o", output, "--detach", "--model", "demo", redis_url=redis_url).returncode == 0
         with running_pipeline("run-batch", source, "-o", output, "--model", "demo", redis_url=redis_url) as again:
             again.wait_for("waiting for a worker")

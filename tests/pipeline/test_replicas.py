@@ -18,6 +18,7 @@ from tests.support.waiting import wait_until
 from tests.workers.test_worker import endless, submit_batch, text_of
 
 START_SECONDS = 100
+AT_WORK = Poison("", "hold", start=40)  # on all but the worker's own first request
 
 
 def queue_of(run: RunningCommand) -> Queue:
@@ -58,8 +59,8 @@ def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: s
         send_all(cores, signal.SIGSTOP)  # so that nothing ends before both have something
         batch = submit_batch(queue, [endless(150)] * 16)
         killed, _ = both_at_work(queue)
-        send_all(cores, signal.SIGCONT)
         os.kill(killed, signal.SIGKILL)
+        send_all(cores, signal.SIGCONT)
         wait_until(lambda: len(queue.results(batch)) == 16, START_SECONDS, "the results")
         assert len({text_of(result) for _, result in queue.results(batch)}) == 1
         wait_until(lambda: len(ready(queue) - {killed}) == 2, START_SECONDS, "both replicas again")
@@ -76,9 +77,11 @@ def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: s
 def test_a_whole_run_survives_the_death_of_a_replica(tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 300), tmp_path / "out.jsonl"
     flags = ("--data-parallel-size", 2, "--max-num-seqs", 4, "--dtype", "float32")
-    with running_pipeline("run-batch", source, "-o", output, *flags) as run:
+    (hold := tmp_path / "hold").touch()
+    with running_pipeline("run-batch", source, "-o", output, *flags, **poisoned_environment(AT_WORK, hold=hold)) as run:
         queue = queue_of(run)
         os.kill(both_at_work(queue)[0], signal.SIGKILL)
+        hold.unlink()
         queue.redis.close()
         assert run.wait(250) == 0, run.output
     check_answers(source, output)
@@ -86,13 +89,14 @@ def test_a_whole_run_survives_the_death_of_a_replica(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_the_requests_of_a_rank_that_died_are_answered_by_the_next_core(tmp_path: Path) -> None:
-    """The engine is slow, so that it is still at work when its rank dies."""
     source, output = examples(tmp_path / "requests.jsonl", 40), tmp_path / "out.jsonl"
     flags = ("--tensor-parallel-size", 3, "--max-num-seqs", 4, "--dtype", "float32")
-    with running_pipeline("run-batch", source, "-o", output, *flags, **poisoned_environment(Poison("", "slow"))) as run:
+    (hold := tmp_path / "hold").touch()
+    with running_pipeline("run-batch", source, "-o", output, *flags, **poisoned_environment(AT_WORK, hold=hold)) as run:
         queue = queue_of(run)
         wait_until(lambda: at_work(queue), START_SECONDS, "the replica at work")
         os.kill(next(pid for pid in descendants(run.process.pid) if "rank_process" in command_line(pid)), signal.SIGKILL)
+        hold.unlink()
         queue.redis.close()
         assert run.wait(120) == 0, run.output
         assert re.search(

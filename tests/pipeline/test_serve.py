@@ -10,11 +10,13 @@ import httpx
 import openai
 import pytest
 from click.testing import CliRunner
+from openai.types import Completion
 
 from jobs.storage import exclusive
 from pipeline.commands.serve import serve
 from tests.pipeline.results import ANSWERS
 from tests.support.commands import EXAMPLES, RunningCommand, run_pipeline, running_pipeline
+from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import command_line, descendants, send_all, wait_for_rest
 from tests.support.waiting import wait_until
 
@@ -22,7 +24,8 @@ from tests.support.waiting import wait_until
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[RunningCommand, str]]:
     """A running `pipeline serve` whose model is ready, and its address."""
-    with running_pipeline("serve", "--port", 0, "--served-model-name", "demo", "--served-model-name", "alias") as command:
+    flags = ("--port", 0, "--served-model-name", "demo", "--served-model-name", "alias")
+    with running_pipeline("serve", *flags, **poisoned_environment(Poison("tortoise", "slow"))) as command:
         url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert url is not None
         command.wait_for("worker INFO ready")
@@ -58,10 +61,20 @@ def test_the_official_client_streams_the_right_tokens(client: openai.OpenAI) -> 
     assert chunks[-1].usage.completion_tokens >= len(texts)
 
 
+def endless(client: openai.OpenAI) -> openai.Stream[Completion]:
+    """The stream of a call that takes a minute and a half, however fast the machine is."""
+    return client.completions.create(model="demo", prompt="a tortoise", max_tokens=1900, stream=True, extra_body={"ignore_eos": True})
+
+
 def test_tokens_come_while_the_next_ones_are_computed(client: openai.OpenAI) -> None:
-    """In many pieces, of which a process that is held up for a moment puts some together."""
-    stream = client.completions.create(model="demo", prompt="x", max_tokens=1000, stream=True, extra_body={"ignore_eos": True})
-    assert sum(bool(chunk.choices and chunk.choices[0].text) for chunk in stream) > 5
+    pieces = 0
+    with endless(client) as stream:
+        for chunk in stream:
+            assert chunk.choices[0].finish_reason is None
+            pieces += bool(chunk.choices[0].text)
+            if pieces > 5:
+                break
+    assert pieces > 5
 
 
 def test_streamed_and_whole_answers_are_the_same(client: openai.OpenAI) -> None:
@@ -87,9 +100,8 @@ def test_models_are_listed_under_all_their_names(client: openai.OpenAI) -> None:
 
 
 def test_a_client_that_leaves_frees_its_place(served: tuple[RunningCommand, str], client: openai.OpenAI) -> None:
-    stream = client.completions.create(model="demo", prompt="x", max_tokens=1900, stream=True, extra_body={"ignore_eos": True})
-    next(iter(stream))
-    stream.close()
+    with endless(client) as stream:
+        next(iter(stream))
     wait_until(lambda: httpx.get(f"{served[1]}/health").json()["live_calls"] == 0, 60, "the call to end")
 
 

@@ -1,4 +1,4 @@
-"""Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain tokens in it ends, stops, holds or slows the core.
+"""Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain tokens ends, stops, holds or slows the core.
 
 Python imports this file when it starts. What does harm stands in the environment, see `tests/support/poison.py`; processes other than
 engine cores, and every step without such tokens, are left as they are.
