@@ -9,10 +9,18 @@ import pytest
 
 from api import lingering
 from api.settings import ApiSettings
+from jobs import advance, ticker
 from jobs.queue import Queue
 from jobs.requests import Claim
 from tests.api.scripted_worker import Answer, ScriptedWorker
 from tests.support.api_server import official_client, plain_client, running_api
+
+
+@pytest.fixture(autouse=True)
+def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices and ticks that a test runs in its own process do all that they find, however long the machine holds them up."""
+    monkeypatch.setattr(advance, "SLICE_SECONDS", 60.0)
+    monkeypatch.setattr(ticker, "MOMENT_SECONDS", 60.0)
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +13,14 @@ from jobs.requests import RequestKey, StreamEntry
 from jobs.results import Result
 from jobs.settings import QueueSettings
 from jobs.streams import FIRST_ID
+from tests.support.poison import Poison, held, poisoned_environment
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import COMPLETIONS, answer, follow, run_batch, submit_live
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
 TOKENS = 150
+MIDWAY = Poison("three", "hold", start=TOKENS)  # some tokens before the end of `SEEDED`, by the length of its prompt
 SEEDED: dict[str, Any] = {
     "model": "demo", "prompt": "Repeat this list in order: one two three", "max_tokens": TOKENS, "temperature": 1.0, "seed": 77,
     "ignore_eos": True, "min_tokens": 3, "frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.05, "min_p": 0.01,
@@ -55,10 +56,10 @@ def of_choice(entries: list[StreamEntry], choice: int) -> tuple[list[int], str]:
     return token_ids, text
 
 
-def test_every_choice_goes_on_over_the_death_of_its_worker(queue: Queue, redis_url: str) -> None:
+def test_every_choice_goes_on_over_the_death_of_its_worker(queue: Queue, redis_url: str, tmp_path: Path) -> None:
     """One choice has ended when the worker dies; what it had is not generated again."""
     body = {**SEEDED, "n": 3, "logprobs": 2, "echo": True, "stream": True}
-    with running_worker(queue, redis_url, *FLAGS) as worker:
+    with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(MIDWAY, hold=tmp_path / "hold")) as worker:
         _, api = submit_live(queue, body, COMPLETIONS)
         entries = follow(queue, api)
         first, *others = (of_choice(entries, choice)[0] for choice in range(3))
@@ -66,7 +67,8 @@ def test_every_choice_goes_on_over_the_death_of_its_worker(queue: Queue, redis_u
         body["stop_token_ids"] = [stop]
         _, api = submit_live(queue, body, COMPLETIONS)
         undisturbed = follow(queue, api)
-        api = killed_midway(queue, redis_url, worker, body, {0: first.index(stop) + 1, 1: 20})
+        with held(tmp_path / "hold"):
+            api = killed_midway(queue, worker, body, {0: first.index(stop) + 1, 1: 20})
     with running_worker(queue, redis_url, *FLAGS):
         entries = follow(queue, api)
     result, expected = entries[-1].result, undisturbed[-1].result
@@ -81,19 +83,15 @@ def test_every_choice_goes_on_over_the_death_of_its_worker(queue: Queue, redis_u
         assert numbers(result, choice) == pytest.approx(numbers(expected, choice), abs=1e-3, nan_ok=True)
 
 
-def killed_midway(queue: Queue, redis_url: str, worker: WorkerProcess, body: dict[str, Any], least: dict[int, int]) -> str:
-    """The API process of a call whose worker was killed when its choices had `least` tokens published; as often as a call ends before."""
-    with contextlib.ExitStack() as others:
-        for _ in range(5):
-            key, api = submit_live(queue, body, COMPLETIONS)
-            wait_until(partial(has_published, queue, key, least), 60, "a beginning")
-            worker_id = worker.wait_ready().id
-            worker.kill()
-            queue.reap(worker_id)
-            if queue.read_tokens({key: FIRST_ID})[-1].result is None:
-                return api
-            worker = others.enter_context(running_worker(queue, redis_url, *FLAGS))
-    raise AssertionError("every call ended before its worker was killed")
+def killed_midway(queue: Queue, worker: WorkerProcess, body: dict[str, Any], least: dict[int, int]) -> str:
+    """The API process of a call that is held, and whose worker was killed when its choices had `least` tokens published."""
+    key, api = submit_live(queue, body, COMPLETIONS)
+    wait_until(lambda: has_published(queue, key, least), 60, "a beginning")
+    worker_id = worker.wait_ready().id
+    worker.kill()
+    queue.reap(worker_id)
+    assert queue.read_tokens({key: FIRST_ID})[-1].result is None
+    return api
 
 
 def has_published(queue: Queue, key: RequestKey, least: dict[int, int]) -> bool:
@@ -102,11 +100,12 @@ def has_published(queue: Queue, key: RequestKey, least: dict[int, int]) -> bool:
 
 
 @pytest.mark.proof
-def test_the_best_are_found_over_the_death_of_a_worker(queue: Queue, redis_url: str) -> None:
+def test_the_best_are_found_over_the_death_of_a_worker(queue: Queue, redis_url: str, tmp_path: Path) -> None:
     body = {**SEEDED, "n": 2, "best_of": 4}
-    with running_worker(queue, redis_url, *FLAGS) as worker:
+    with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(MIDWAY, hold=tmp_path / "hold")) as worker:
         (expected,) = run_batch(queue, [body], COMPLETIONS)
-        api = killed_midway(queue, redis_url, worker, body, dict.fromkeys(range(4), 20))
+        with held(tmp_path / "hold"):
+            api = killed_midway(queue, worker, body, dict.fromkeys(range(4), 20))
     with running_worker(queue, redis_url, *FLAGS):
         result = follow(queue, api)[-1].result
     assert choices(result) == choices(expected)

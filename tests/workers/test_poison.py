@@ -30,6 +30,7 @@ from workers.replica import GOODBYE_SECONDS
 
 FLAGS = ("--lease-seconds", "2", "--stream-interval", "0.05", "--max-num-seqs", "16")
 SOON_HUNG = (*FLAGS, "--step-timeout", "5")
+LATER_HUNG = (*FLAGS, "--step-timeout", "10")  # in which a test does something to a worker whose step hangs
 SEGFAULT = Poison("crocodile", "segfault")
 EXCEPTION = Poison("rhinoceros", "exception")
 HANG = Poison("hibernation", "hang")
@@ -208,7 +209,7 @@ def wait_for_trial(worker: WorkerProcess) -> None:
 def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis_url: str, how: signal.Signals) -> None:
     environment = poisoned_environment(HANG)
     bodies = innocents(10)
-    with running_worker(queue, redis_url, *SOON_HUNG, **environment) as first:
+    with running_worker(queue, redis_url, *LATER_HUNG, **environment) as first:
         expected = [text_of(result) for result in run_batch(queue, [*bodies])]
         bodies.insert(2, poisoned(HANG))
         batch = submit_batch(queue, [*bodies])

@@ -168,7 +168,8 @@ def test_an_answer_between_two_deaths_makes_them_no_row(queue: Queue, redis_url:
 def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "0", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS) for _ in range(12)])  # more than run at once
-        wait_published(queue, RequestKey(batch, 0), 20)
+        for line in range(8):
+            wait_published(queue, RequestKey(batch, line), 20)
         assert worker.stop() == 0
     assert {worker.state for worker in queue.workers()} <= {"stopped"}  # which is shown for a moment
     claims = queue.claim("test", 1, 20, models=["demo"])
