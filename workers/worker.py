@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -58,7 +59,7 @@ class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
         self.was_ready = False
-        self._queue = Queue(connect(settings.redis_url), settings.queue.model_copy(update={"redis_retry_seconds": CALL_RETRY_SECONDS}))
+        self._queue = Queue(connect(settings.redis_url), replace(settings.queue, redis_retry_seconds=CALL_RETRY_SECONDS))
         self._stop_orders = 0
 
     async def run(self) -> None:
