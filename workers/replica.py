@@ -26,6 +26,7 @@ from workers import statistics
 from workers.claims import Intake
 from workers.control import Control
 from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineRequestError
+from workers.engine.launch import LaunchedCore
 from workers.engine.messages import SamplingParams
 from workers.engine.watchdog import Patience
 from workers.leases import Leases
@@ -66,10 +67,12 @@ class Replica:
         patience: Patience,
         stopping: asyncio.Event,
         longest_at_death: int = 0,
+        launched: LaunchedCore | None = None,
     ) -> None:
         """`stopping` is set when it is to end, and may be set here by an order that came through Redis.
 
         `longest_at_death`: tokens of the longest request that an earlier core of this worker had when it ended by itself; 0 for none.
+        `launched`: a core that loads its model already.
         """
         self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.was_ready = False
@@ -81,7 +84,7 @@ class Replica:
         self._stopping = stopping
         self._loop = asyncio.get_running_loop()
         self._record = WorkerRecord(self.id, settings.models, "loading", 0, time.time(), socket.gethostname(), os.getpid())
-        self._engine = AsyncEngine(settings.engine, patience)
+        self._engine = AsyncEngine(settings.engine, patience, launched)
         self._leases = Leases(queue, self.id, settings.queue.lease_seconds, self._generated, self._from_thread(self._on_lost))
         self._control = Control(queue, self.id, self._from_thread(self._on_orders))
         interval = settings.queue.stream_interval

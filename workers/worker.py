@@ -22,6 +22,7 @@ import redis
 from jobs.connection import ServerError, check_server, connect
 from jobs.queue import Queue, QueueUnavailable
 from workers.engine.async_engine import EngineDeadError, EngineStartError
+from workers.engine.launch import LaunchedCore
 from workers.engine.watchdog import Patience
 from workers.errors import WorkerError
 from workers.replica import Replica
@@ -42,9 +43,12 @@ _LONGEST_PAUSE = 32.0  # seconds
 T = TypeVar("T")
 
 
-def main(settings: WorkerSettings) -> int:
-    """Runs a worker to its end; returns the exit code: 0 when it was told to stop, 1 when it could not go on, 2 when it could not start."""
-    worker = Worker(settings)
+def main(settings: WorkerSettings, launched: LaunchedCore | None = None) -> int:
+    """Runs a worker to its end; returns the exit code: 0 when it was told to stop, 1 when it could not go on, 2 when it could not start.
+
+    `launched`: its first core, if it was launched before all of this was imported.
+    """
+    worker = Worker(settings, launched)
     try:
         asyncio.run(worker.run())
     except WorkerError as error:
@@ -56,8 +60,9 @@ def main(settings: WorkerSettings) -> int:
 class Worker:
     """The process: its tokenizer, the signals that stop it, and one engine core after the other."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, launched: LaunchedCore | None = None) -> None:
         self.settings = settings
+        self._launched = launched
         self.was_ready = False
         self._queue = Queue(connect(settings.redis_url), replace(settings.queue, redis_retry_seconds=CALL_RETRY_SECONDS))
         self._stop_orders = 0
@@ -79,7 +84,8 @@ class Worker:
         deaths, longest_at_death, pause = Deaths(), 0, 0.0
         patience = Patience(self.settings.engine.step_timeout)
         while not self._stopping.is_set():
-            replica = Replica(self.settings, self._queue, tokenizer, patience, self._stopping, longest_at_death)
+            launched, self._launched = self._launched, None
+            replica = Replica(self.settings, self._queue, tokenizer, patience, self._stopping, longest_at_death, launched)
             try:
                 await replica.run(pause)
                 return

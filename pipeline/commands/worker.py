@@ -48,14 +48,17 @@ def worker(
     if data_parallel_size > 1:
         _supervise(ctx, name, redis_url, data_parallel_size, log_level)
         return
-    from jobs.connection import check_server, connect
     from pipeline.worker_settings import worker_settings
-    from workers.worker import main
+    from workers.engine.launch import launch_core
 
     settings = worker_settings(name, redis_url, ctx.params)
+    core = launch_core(settings.engine)  # before the rest is imported: it takes longer to be ready, and waits for nothing here
+    from jobs.connection import check_server, connect
+    from workers.worker import main
+
     with connect(redis_url) as client:
         check_server(client)
-    raise SystemExit(main(settings))
+    raise SystemExit(main(settings, core))
 
 
 def _supervise(ctx: click.Context, model: str | None, redis_url: str, replicas: int, log_level: str) -> None:

@@ -3,9 +3,7 @@
 import asyncio
 import itertools
 import logging
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from workers.engine.config import EngineConfig
+from workers.engine.launch import LaunchedCore, launch_core
 from workers.engine.messages import (
     AbortRequests,
     AddRequests,
@@ -33,7 +32,6 @@ from workers.engine.messages import (
     StepOutput,
     ToCore,
 )
-from workers.engine.process import child_environment
 from workers.engine.transport import frame, read_frame
 from workers.engine.watchdog import Patience
 
@@ -91,11 +89,11 @@ class TokenDelta:
 class AsyncEngine:
     """One engine core and what it says. For one event loop, which must run in a thread that outlives the engine: the core dies with it."""
 
-    def __init__(self, config: EngineConfig, patience: Patience | None = None) -> None:
-        """`patience` is what earlier cores of this configuration taught."""
-        # Settled before the core is started with an OMP_NUM_THREADS of its own, of which its ranks would else take shares again.
-        self.config = replace(config, threads=config.compute_threads())
+    def __init__(self, config: EngineConfig, patience: Patience | None = None, launched: LaunchedCore | None = None) -> None:
+        """`patience` is what earlier cores of this configuration taught, `launched` one that was launched with it."""
+        self.config = config
         self.patience = patience or Patience(config.step_timeout)
+        self._launched = launched
         self.stats = Stats()
         self._info: Ready | None = None
         self._core: _CoreProcess | None = None
@@ -135,16 +133,14 @@ class AsyncEngine:
 
     async def start(self, timeout: float = 600.0) -> None:
         """Starts the core and waits until it has loaded the model. Raises EngineStartError, and leaves no process behind, if that fails."""
-        ours, theirs = socket.socketpair()
         try:
-            with theirs:
-                core = self._core = _CoreProcess(theirs.fileno(), self.config, asyncio.get_running_loop())
+            launched, self._launched = self._launched or launch_core(self.config), None
         except OSError as error:
-            ours.close()
             raise EngineStartError(f"the engine core cannot be started: {error}") from error
+        self.config, ours = launched.config, launched.connection
+        core = self._core = _CoreProcess(launched.process, asyncio.get_running_loop())
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours, limit=_READ_BUFFER)
-            self._writer.write(frame(self.config))
             self._info = await self._await_ready(reader, core, timeout)
         except BaseException:
             core.kill()
@@ -203,6 +199,9 @@ class AsyncEngine:
 
         Returns once the process is gone, with all that it had of the device.
         """
+        if self._launched is not None:
+            self._launched.discard()
+            self._launched = None
         core = self._core
         if core is None:
             return
@@ -323,19 +322,11 @@ class AsyncEngine:
 class _CoreProcess:
     """The child process: two threads, asleep but for a line of its stderr and its end."""
 
-    def __init__(self, fd: int, config: EngineConfig, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", loop: asyncio.AbstractEventLoop) -> None:
         self.ended = asyncio.Event()
         self._loop = loop
         self._lines: deque[str] = deque(maxlen=_STDERR_LINES)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "workers.engine.core_process", "--fd", str(fd), *_log_and_parent()],
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            env=_environment(config),
-            text=True,
-            errors="replace",
-        )
+        self._process = process
         self._reading = threading.Thread(target=self._read_stderr, name="engine-stderr", daemon=True)
         self._reading.start()
         threading.Thread(target=self._wait, name="engine-wait", daemon=True).start()
@@ -385,16 +376,6 @@ class _CoreProcess:
         self._process.wait()
         with suppress(RuntimeError):  # the loop may be closed by now
             self._loop.call_soon_threadsafe(self.ended.set)
-
-
-def _log_and_parent() -> list[str]:
-    return ["--parent", str(os.getpid()), "--log-level", str(logging.getLogger(__name__).getEffectiveLevel())]
-
-
-def _environment(config: EngineConfig) -> dict[str, str]:
-    """The core's environment, with thread counts that count only before torch is imported."""
-    threads = str(config.threads)
-    return {**child_environment(), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
 _DECODER: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)

@@ -1,13 +1,17 @@
 """Frames between the front process and the engine core: 4 bytes of length, little-endian, then one message as msgpack. Imports no torch."""
 
-import asyncio
+from __future__ import annotations
+
 import socket
 import struct
 import threading
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+
+if TYPE_CHECKING:  # the core does without it
+    import asyncio
 
 T = TypeVar("T")
 
@@ -70,5 +74,5 @@ async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Deco
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return decoder.decode(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (EOFError, ConnectionError):
         return None

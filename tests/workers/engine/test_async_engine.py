@@ -22,6 +22,7 @@ from tests.support.waiting import wait_until
 from tests.workers.engine.tiny_models import NEW_TOKENS, folder, reference
 from workers.engine.async_engine import AsyncEngine, EngineDeadError, EngineRequestError, EngineStartError
 from workers.engine.config import EngineConfig
+from workers.engine.launch import launch_core
 from workers.engine.messages import EngineRequest, Failed, Finish, FromCore, SamplingParams, StepOutput
 from workers.engine.transport import FrameReader, FrameSender
 from workers.engine.watchdog import Patience
@@ -395,3 +396,36 @@ def test_a_frame_that_ends_early_is_an_end() -> None:
         with ours:
             ours.sendall(b"\x09\x00\x00\x00abc")
         assert FrameReader(theirs).read(msgspec.msgpack.Decoder(FromCore)) is None
+
+
+def test_a_core_that_was_launched_before_is_used() -> None:
+    launched = launch_core(config())
+
+    async def scenario() -> None:
+        engine = AsyncEngine(config(), launched=launched)
+        await engine.start(START_SECONDS)
+        try:
+            assert engine.pid == launched.process.pid
+            assert await text_of(engine, [1, 2, 3])
+        finally:
+            await engine.stop()
+
+    run(scenario)
+
+
+def test_a_launched_core_that_is_not_wanted_ends_with_its_engine() -> None:
+    launched = launch_core(config())
+    run(AsyncEngine(config(), launched=launched).stop)
+    assert launched.process.poll() is not None
+
+
+def test_a_launched_core_that_has_ended_is_told_of_at_the_start() -> None:
+    launched = launch_core(config())
+    launched.process.kill()
+    launched.process.wait()
+
+    async def scenario() -> None:
+        with pytest.raises(EngineStartError, match="was ended by SIGKILL"):
+            await AsyncEngine(config(), launched=launched).start(START_SECONDS)
+
+    run(scenario)

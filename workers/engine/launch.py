@@ -1,0 +1,63 @@
+"""The start of a core's process, apart from whoever talks to it: a core takes seconds to be ready, and most of them pass before it needs to
+hear anything. Imports little, and no torch."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from workers.engine.config import EngineConfig
+from workers.engine.process import child_environment
+from workers.engine.transport import frame
+
+
+class LaunchedCore(NamedTuple):
+    """A core that loads its model; it ends with the thread that launched it. `connection` is the front's end, `config` what it was sent."""
+
+    process: "subprocess.Popen[str]"
+    connection: socket.socket
+    config: EngineConfig
+
+    def discard(self) -> None:
+        """Ends one that nobody wants any more."""
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def launch_core(config: EngineConfig) -> LaunchedCore:
+    """Starts a core's process. Raises OSError."""
+    # Settled before the core is started with an OMP_NUM_THREADS of its own, of which its ranks would else take shares again.
+    config = replace(config, threads=config.compute_threads())
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "workers.engine.core_process", "--fd", str(theirs.fileno()), *_log_and_parent()],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=_environment(config),
+                text=True,
+                errors="replace",
+            )
+        with suppress(ConnectionError):  # it has ended already, which whoever waits for it will find
+            ours.sendall(frame(config))
+    except BaseException:
+        ours.close()
+        raise
+    return LaunchedCore(process, ours, config)
+
+
+def _log_and_parent() -> list[str]:
+    return ["--parent", str(os.getpid()), "--log-level", str(logging.getLogger(__name__).getEffectiveLevel())]
+
+
+def _environment(config: EngineConfig) -> dict[str, str]:
+    """The core's environment, with thread counts that count only before torch is imported."""
+    threads = str(config.threads)
+    return {**child_environment(), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
