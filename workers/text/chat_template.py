@@ -1,9 +1,4 @@
-"""Chat messages to one prompt, in transformers' own sandboxed Jinja environment.
-
-The environment is that of `transformers.utils.chat_template_utils`, so a template means here what it means in `apply_chat_template`
-(raise_exception, strftime_now, tojson, loop controls, the special tokens as variables). Importing it loads no torch but takes half a
-second, so it happens when a template is compiled and not before.
-"""
+"""Chat messages to one prompt, by the model's own template in a sandbox (`template_environment.py`)."""
 
 from __future__ import annotations
 
@@ -46,7 +41,7 @@ class ChatTemplate:
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if self._render is None:
             return "".join(f"{message.get('content', '')}\n" for message in plain)
-        render = functools.partial(self._render, [plain], add_generation_prompt=True, **{**self._special_tokens, **variables})
+        render = functools.partial(self._render, plain, **{**self._special_tokens, **variables})
         try:
             return self._limit.run(render)
         except TimeLimitError:
@@ -69,23 +64,15 @@ def read_chat_template(given: str) -> str:
 
 
 def _compile(source: str, origin: str) -> Callable[..., str]:
+    from jinja2 import TemplateSyntaxError
+
+    from workers.text.template_environment import compile_template, render_chat
+
     try:
-        from jinja2 import TemplateSyntaxError
-        from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError as error:
-        raise TokenizerError(f"Chat templates need another version of transformers: {error}.") from None
-    try:
-        render_jinja_template([[]], chat_template=source)  # compiled once, and kept there for the calls to come
+        template = compile_template(source)
     except TemplateSyntaxError as error:
         raise TokenizerError(f"The chat template of {origin} is not valid Jinja: {error.message}, line {error.lineno}.") from None
-    except Exception as error:
-        logger.debug("the chat template of %s does not render an empty conversation, which nobody asks for: %s", origin, error)
-
-    def render(conversations: list[list[dict[str, Any]]], **variables: Any) -> str:
-        result: Any = render_jinja_template(conversations, chat_template=source, **variables)
-        return str(result[0][0])  # the annotation upstream says str; it is (rendered chats, generation indices)
-
-    return render
+    return functools.partial(render_chat, template)
 
 
 def _reason(error: Exception) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -42,7 +45,20 @@ REASONING = (
     "{% for m in messages %}{{ m.role }}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}: {{ m.content }}\n{% endfor %}"
     "{% if tools %}tools{% endif %}{{ unk_token | default('none') }}"
 )
-CHATS = [
+EVERYTHING = """
+{%- set ns = namespace(first=true, text='') %}{% set kinds = dict(user='U', assistant='A') %}
+{% for message in messages %}
+    {% if loop.first and not ns.first %}never{% endif %}
+    {% set ns.first = false %}
+    {% set inner = dict.fromkeys(['a', 'b'], loop.index) %}
+  {{ kinds.get(message.role, '?') }}{{ inner | tojson(indent=2, sort_keys=true) }}{{ message | tojson }}{{ message.thinking }}
+    {% generation %}{% set inner = 'hidden' %}{{ message.content }}
+{% endgeneration %}
+    {{ inner }}
+{% endfor %}
+{{ [tools, documents, add_generation_prompt] }}{{ undefined_name }}{{ 'é<&>"' | tojson(ensure_ascii=true) }}
+"""
+CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hello"}],
     [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "12 + 30?"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": None}, {"role": "user", "content": "<&é🙂>"}],
@@ -51,10 +67,13 @@ CHATS = [
         {"role": "skip", "content": "x"},
         {"role": "assistant", "content": "b", "thinking": "t"},
     ],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "reasoning": "r"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "r", "thinking": "t"}],
+    [{"role": "user", "content": "  \n"}, {"role": "assistant", "content": "c", "tool_calls": [{"id": "1", "with": {"x": [1, None]}}]}],
 ]
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, REASONING])
+@pytest.mark.parametrize("template", [CHATML, LLAMA_LIKE, REASONING, EVERYTHING])
 def test_renders_as_transformers_does(tmp_path: Path, template: str) -> None:
     folder = write_folder(tmp_path, byte_level(), template=template)
     ours = TextTokenizer.load(str(folder))
@@ -65,6 +84,14 @@ def test_renders_as_transformers_does(tmp_path: Path, template: str) -> None:
         assert ours.encode([rendered], special_tokens=False) == [
             theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         ]
+
+
+def test_a_template_is_read_without_transformers() -> None:
+    code = (
+        "import sys; from workers.text.chat_template import ChatTemplate\n"
+        "print(ChatTemplate('{{ messages[0].content }}', {}).render([{'content': 'x'}]), 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "x False\n"
 
 
 def test_the_date_is_todays() -> None:
@@ -83,6 +110,10 @@ def test_the_date_is_todays() -> None:
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
         ("{% for i in range(10 ** 9) %}x{% endfor %}", "Range too big"),
         ("{{ messages.append(1) }}", "unsafe|access"),
+        ("{% set ns = namespace(_x=1) %}", "underscore"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "underscore"),
+        ("{{ dict.__class__.__mro__ }}", "unsafe|access"),
+        ("{{ tojson.__globals__ }}{{ raise_exception.__globals__ }}", "undefined|unsafe"),
     ],
 )
 def test_a_failing_template_fails_the_request(source: str, reason: str) -> None:
@@ -131,10 +162,3 @@ def test_the_configurations_template_and_its_list_form(tmp_path: Path) -> None:
     two = write_folder(tmp_path / "two", byte_level(), config={"chat_template": several})
     assert TextTokenizer.load(str(one)).render(chat) == "one"
     assert TextTokenizer.load(str(two)).render(chat) == "plain"
-
-
-def test_a_transformers_without_the_renderer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails too when a new version moves it, as do the tests above."""
-    monkeypatch.delattr("transformers.utils.chat_template_utils.render_jinja_template")
-    with pytest.raises(TokenizerError, match="need another version of transformers: cannot import name 'render_jinja_template'"):
-        ChatTemplate(CHATML, {})
