@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -49,7 +49,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}`, which marks what an assistant said, for training; the text is the same without it."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
