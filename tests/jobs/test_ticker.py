@@ -294,14 +294,15 @@ def test_kill_rounds(redis_client: redis.Redis, redis_url: str, tmp_path: Path) 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_many_small_batches_beside_a_large_one(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    """A hundred batches of ten lines each end long before one of 100,000 lines that came first."""
+    """A hundred batches of ten lines each end long before one of 100,000 lines that came first, which takes a minute until then."""
     large = write_input(tmp_path / "large" / "in.jsonl", 100_000)
-    with control_plane(redis_url), Answering(redis_url, limit=64, pause=0.002):
+    with control_plane(redis_url), Answering(redis_url, limit=64, pause=0.04) as worker:
         first = create_batch(redis_client, spec_of(large)).id
         wait_until(lambda: get_batch(redis_client, first).completed > 0, 60, "the large one runs")
         small = [create_batch(redis_client, spec_of(write_input(tmp_path / f"s{n}" / "in.jsonl", 10))).id for n in range(100)]
         for batch in small:
             assert wait_for(redis_client, batch, timeout=60).completed == 10
         assert not get_batch(redis_client, first).ended
+        worker.pause = 0.002
         assert wait_for(redis_client, first, timeout=300).completed == 100_000
     check_echoes(large.with_name("out.jsonl"), 100_000)

