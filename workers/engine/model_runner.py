@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention import Attention, CacheShape, Metadata, RotaryHeads, make_attention
+from workers.engine.attention import Attention, CacheShape, make_attention
+from workers.engine.attention.context import StepAttention
 from workers.engine.config import EngineConfig
 from workers.engine.graphs import CudaRecorder, DecodeGraphs, Variant, Work
 from workers.engine.inputs import HostInputs, Inputs, StepInputs
 from workers.engine.models.base import DecoderModel
-from workers.engine.models.config import ModelConfig
 from workers.engine.profiling import span
 from workers.engine.sampling.logprobs import Logprobs, concatenated, token_logprobs
 from workers.engine.sampling.rows import SampledRows
@@ -39,20 +39,6 @@ class LaunchedStep:
     logprobs: Logprobs | None
     scores: list[Logprobs]  # of the plan's prompt scores, item by item
     done: torch.cuda.Event | None = None
-
-
-class StepAttention:
-    """A step's attention as the model's layers call it."""
-
-    def __init__(self, attention: Attention, caches: list[Tensor], config: ModelConfig, metadata: Metadata) -> None:
-        self._attention, self._caches, self._metadata = attention, caches, metadata
-        self._scales, self._windows = config.attention_scales, config.sliding_windows
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attention.forward(q, k, v, self._caches[layer], self._metadata, self._scales[layer], self._windows[layer])
-
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        return self._attention.forward_rotary(qkv, rotary, self._caches[layer], self._metadata, self._scales[layer], self._windows[layer])
 
 
 class ModelRunner:
@@ -167,7 +153,8 @@ class ModelRunner:
         return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
 
     def _forward(self, inputs: StepInputs) -> Tensor:
-        attend = StepAttention(self.attention, self.caches, self.model.config, inputs.metadata)
+        config = self.model.config
+        attend = StepAttention(self.attention, self.caches, inputs.metadata, config.attention_scales, config.sliding_windows)
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 
     def _draw(self, inputs: StepInputs, hidden: Tensor) -> None:

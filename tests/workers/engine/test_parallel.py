@@ -208,10 +208,10 @@ def test_ranks_that_share_a_key_value_head_both_have_it(tmp_path: Path) -> None:
     shared = shard_checkpoint(whole, 4)
     ranks = [load_weights(shared, torch.float32, device, parallel=Parallel(rank, 4)) for rank in range(4)]
     assert isinstance(full, RotaryDecoder)
-    queries, keys, values = weight_of(full, full.layers[1].qkv).split([64, 32, 32])
+    queries, keys, values = weight_of(full, full.stack.layers[1].qkv).split([64, 32, 32])
     for rank, model in enumerate(ranks):
         assert isinstance(model, RotaryDecoder)
-        q, k, v = weight_of(model, model.layers[1].qkv).split([16, 16, 16])
+        q, k, v = weight_of(model, model.stack.layers[1].qkv).split([16, 16, 16])
         assert q.equal(queries[16 * rank : 16 * rank + 16])
         assert k.equal(keys[rank // 2 * 16 : rank // 2 * 16 + 16])
         assert v.equal(values[rank // 2 * 16 : rank // 2 * 16 + 16])

@@ -48,8 +48,8 @@ class Prepared:
         self.strides: tuple[tuple[int, ...], ...] = ()
         self.rotation: tuple[Tensor, Tensor] | None = None
 
-    def set_strides(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        strides = (q.stride(), k.stride(), v.stride())
+    def set_strides(self, *strides: tuple[int, ...]) -> None:
+        """Of queries, keys and values."""
         if strides != self.strides:
             assert all(of[2] == 1 for of in strides)
             self.step.query_stride[:], self.step.key_stride[:], self.step.value_stride[:] = (of[:2] for of in strides)
@@ -92,6 +92,14 @@ class CpuAttention:
         norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr(), rotary.query_norm.eps
         return self._attend_rows(prepared, q, k, v, layer_cache, scale, norms)
 
+    def prepared(self, metadata: Metadata, window: int | None, width: int, rotation: tuple[Tensor, Tensor] | None) -> Prepared:
+        """A step for queries, keys and values that stand side by side in rows of `width`, to be turned by cosine and sine if given."""
+        prepared = self._prepared(metadata, window)
+        prepared.set_strides(*((width, self._shape.head_dim, 1),) * 3)
+        if rotation is not None:
+            prepared.set_rotation(*rotation)
+        return prepared
+
     def _attend_rows(
         self,
         prepared: Prepared,
@@ -103,7 +111,7 @@ class CpuAttention:
         norms: tuple[int | None, int | None, float] = (None, None, 0.0),
     ) -> Tensor:
         """`norms`: where the weights of the queries' and the keys' stand, and their epsilon."""
-        prepared.set_strides(q, k, v)
+        prepared.set_strides(q.stride(), k.stride(), v.stride())
         out = torch.empty(q.shape, dtype=self._dtype)
         self._attend(prepared.pointer, layer_cache.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *norms, scale)
         return out

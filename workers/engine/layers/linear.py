@@ -42,11 +42,12 @@ def load_gated(weights: Weights, gate: str, up: str, size_in: int, size_out: Sha
     return weights.ops.gated_linear(*_take_fused(weights, [gate, up], size_in, [size_out, size_out], bias), activation)
 
 
-def load_row_parallel(weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False) -> RowParallel:
+def load_row_parallel(weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False) -> Projection:
     """The projection of what came of `load_fused` or `load_gated`, cut as that was."""
     weight, parallel = weights.take_columns(f"{name}.weight", size_out, size_in, transposed), weights.parallel
     biases = weights.take(f"{name}.bias", (size_out,)) if bias else None
-    return RowParallel(weights.ops.linear(weight, biases if parallel.rank == 0 else None), parallel)
+    own = weights.ops.linear(weight, biases if parallel.rank == 0 else None)
+    return own if parallel.size == 1 else RowParallel(own, parallel)
 
 
 def _take_fused(

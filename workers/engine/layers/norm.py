@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
-from workers.engine.weights import Weights
+if TYPE_CHECKING:
+    from workers.engine.weights import Weights
 
 
 class RMSNorm:

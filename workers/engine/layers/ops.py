@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.layers.activation import activation as function_of
+from workers.engine.layers.norm import LayerNorm, RMSNorm
+from workers.engine.layers.stack import DecoderLayer, Stack
 
 Projection = Callable[[Tensor], Tensor]
 """x [..., in] -> [..., out]."""
@@ -41,6 +43,10 @@ class Ops(Protocol):
         ...
 
     def table(self, weight: Tensor) -> Table: ...
+
+    def stack(self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int) -> Stack:
+        """A decoder out of layers that were made with these."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm (Zhang and Sennrich, 2019) of x [..., size]."""
@@ -75,6 +81,9 @@ class TorchOps:
 
     def table(self, weight: Tensor) -> Table:
         return PlainTable(weight)
+
+    def stack(self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int) -> Stack:
+        return Stack(layers, norm, heads, kv_heads, head_dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from workers.engine.attention import RotaryHeads
 from workers.engine.errors import ModelLoadError
 from workers.engine.layers.linear import load_fused, load_gated, load_row_parallel
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import Rotary
+from workers.engine.layers.stack import DecoderLayer
 from workers.engine.models.base import AttentionContext, DecoderModel, load_tables
 from workers.engine.models.config import Json, ModelConfig, require, rope_config
 from workers.engine.weights import Weights
@@ -34,62 +34,31 @@ class RotaryDecoder(DecoderModel):
         assert config.rope is not None
         self.embedding, self.lm_head = load_tables(weights, config, "*.embed_tokens.weight")
         self.rotary = Rotary(config.rope, config.head_dim, max_model_len, weights.dtype, weights.device)
-        self.layers = [DecoderLayer(config, variant, weights, layer) for layer in range(config.num_layers)]
-        self.norm = RMSNorm(weights, "*.norm", config.hidden_size, config.norm_eps)
+        layers = [_layer(config, variant, weights, layer) for layer in range(config.num_layers)]
+        norm = RMSNorm(weights, "*.norm", config.hidden_size, config.norm_eps)
+        self.stack = weights.ops.stack(layers, norm, config.num_heads, config.num_kv_heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        hidden = self.embedding.rows(input_ids)
-        cos, sin = self.rotary.cos_sin(positions, lengths)
-        residual: Tensor | None = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, cos, sin, attend)
-        return hidden if residual is None else self.norm.add(hidden, residual)[0]
+        return self.stack(self.embedding.rows(input_ids), self.rotary.cos_sin(positions, lengths), attend)
 
 
-class DecoderLayer:
-    def __init__(self, config: ModelConfig, variant: Variant, weights: Weights, layer: int) -> None:
-        name = f"*.layers.{layer}"
-        self.index = layer
-        self.head_dim = config.head_dim
-        queries = weights.parallel.shard(config.num_heads * config.head_dim)
-        keys = weights.parallel.shard(config.num_kv_heads * config.head_dim, config.kv_copies)
-        projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
-        self.qkv = load_fused(weights, projections, config.hidden_size, [queries, keys, keys], variant.qkv_bias)
-        self.output = load_row_parallel(weights, f"{name}.self_attn.o_proj", queries, config.hidden_size, variant.output_bias)
-        self.query_norm: RMSNorm | None = None
-        self.key_norm: RMSNorm | None = None
-        if variant.head_norm:
-            self.query_norm = RMSNorm(weights, f"{name}.self_attn.q_norm", self.head_dim, config.norm_eps)
-            self.key_norm = RMSNorm(weights, f"{name}.self_attn.k_norm", self.head_dim, config.norm_eps)
-        self.input_norm = RMSNorm(weights, f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
-        self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config, variant, weights, f"{name}.mlp")
-
-    def __call__(
-        self, hidden: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, attend: AttentionContext
-    ) -> tuple[Tensor, Tensor]:
-        """The layer's own output, and the residual stream before it; the stream into the layer is `hidden` plus `residual`, if any."""
-        x, residual = (self.input_norm(hidden), hidden) if residual is None else self.input_norm.add(hidden, residual)
-        x, residual = self.mlp_norm.add(self._attention(x, cos, sin, attend), residual)
-        return self.mlp(x), residual
-
-    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionContext) -> Tensor:
-        tokens = x.shape[0]
-        qkv = self.qkv(x).view(tokens, -1, self.head_dim)
-        attended = attend.rotary(self.index, qkv, RotaryHeads(cos, sin, self.query_norm, self.key_norm))
-        return self.output(attended.reshape(tokens, -1))
-
-
-class GatedMLP:
-    def __init__(self, config: ModelConfig, variant: Variant, weights: Weights, name: str) -> None:
-        width = weights.parallel.part(config.intermediate_size)
-        self.gate_up = load_gated(
-            weights, f"{name}.gate_proj", f"{name}.up_proj", config.hidden_size, width, variant.mlp_bias, config.activation
-        )
-        self.down = load_row_parallel(weights, f"{name}.down_proj", width, config.hidden_size, variant.mlp_bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x))
+def _layer(config: ModelConfig, variant: Variant, weights: Weights, layer: int) -> DecoderLayer:
+    name, hidden, eps = f"*.layers.{layer}", config.hidden_size, config.norm_eps
+    queries = weights.parallel.shard(config.num_heads * config.head_dim)
+    keys = weights.parallel.shard(config.num_kv_heads * config.head_dim, config.kv_copies)
+    width = weights.parallel.part(config.intermediate_size)
+    projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
+    head_norms = [RMSNorm(weights, f"{name}.self_attn.{part}_norm", config.head_dim, eps) for part in "qk" if variant.head_norm]
+    gate, up = f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"
+    return DecoderLayer(
+        RMSNorm(weights, f"{name}.input_layernorm", hidden, eps),
+        load_fused(weights, projections, hidden, [queries, keys, keys], variant.qkv_bias),
+        load_row_parallel(weights, f"{name}.self_attn.o_proj", queries, hidden, variant.output_bias),
+        RMSNorm(weights, f"{name}.post_attention_layernorm", hidden, eps),
+        load_gated(weights, gate, up, hidden, width, variant.mlp_bias, config.activation),
+        load_row_parallel(weights, f"{name}.mlp.down_proj", width, hidden, variant.mlp_bias),
+        *head_norms,
+    )
 
 
 def decoder_config(

@@ -7,6 +7,7 @@ from torch import Tensor
 from workers.engine.errors import ModelLoadError
 from workers.engine.layers.linear import load_fused, load_row_parallel
 from workers.engine.layers.norm import LayerNorm
+from workers.engine.layers.stack import DecoderLayer
 from workers.engine.models.base import AttentionContext, DecoderModel, load_tables
 from workers.engine.models.config import Json, ModelConfig, require
 from workers.engine.weights import Weights
@@ -47,34 +48,23 @@ class GPT2(DecoderModel):
         super().__init__(config, weights)
         self.embedding, self.lm_head = load_tables(weights, config, "*.wte.weight")
         self.position_embedding = weights.take("*.wpe.weight", (config.max_position_embeddings, config.hidden_size))
-        self.layers = [GPT2Layer(config, weights, layer) for layer in range(config.num_layers)]
-        self.norm = LayerNorm(weights, "*.ln_f", config.hidden_size, config.norm_eps)
+        layers = [_layer(config, weights, layer) for layer in range(config.num_layers)]
+        norm = LayerNorm(weights, "*.ln_f", config.hidden_size, config.norm_eps)
+        self.stack = weights.ops.stack(layers, norm, config.num_heads, config.num_kv_heads, config.head_dim)
 
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        hidden = self.embedding.rows(input_ids) + self.position_embedding[positions]
-        residual: Tensor | None = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, attend)
-        return hidden if residual is None else self.norm.add(hidden, residual)[0]
+        return self.stack(self.embedding.rows(input_ids).add_(self.position_embedding[positions]), None, attend)
 
 
-class GPT2Layer:
-    def __init__(self, config: ModelConfig, weights: Weights, layer: int) -> None:
-        name, hidden = f"*.h.{layer}", config.hidden_size
-        self.index = layer
-        self.heads, self.head_dim = config.num_heads, config.head_dim
-        self.attention_norm = LayerNorm(weights, f"{name}.ln_1", hidden, config.norm_eps)
-        heads, width = weights.parallel.shard(config.num_heads * config.head_dim), weights.parallel.part(config.intermediate_size)
-        qkv = [heads.within(part, 3) for part in range(3)]
-        self.qkv = load_fused(weights, [f"{name}.attn.c_attn"] * 3, hidden, qkv, bias=True, transposed=True)
-        self.output = load_row_parallel(weights, f"{name}.attn.c_proj", heads, hidden, bias=True, transposed=True)
-        self.mlp_norm = LayerNorm(weights, f"{name}.ln_2", hidden, config.norm_eps)
-        self.up = load_fused(weights, [f"{name}.mlp.c_fc"], hidden, [width], True, transposed=True, activation=config.activation)
-        self.down = load_row_parallel(weights, f"{name}.mlp.c_proj", width, hidden, bias=True, transposed=True)
-
-    def __call__(self, hidden: Tensor, residual: Tensor | None, attend: AttentionContext) -> tuple[Tensor, Tensor]:
-        """The layer's own output, and the residual stream before it; the stream into the layer is `hidden` plus `residual`, if any."""
-        x, residual = (self.attention_norm(hidden), hidden) if residual is None else self.attention_norm.add(hidden, residual)
-        q, k, v = self.qkv(x).view(-1, 3 * self.heads, self.head_dim).chunk(3, 1)
-        x, residual = self.mlp_norm.add(self.output(attend(self.index, q, k, v).flatten(1)), residual)
-        return self.down(self.up(x)), residual
+def _layer(config: ModelConfig, weights: Weights, layer: int) -> DecoderLayer:
+    name, hidden = f"*.h.{layer}", config.hidden_size
+    heads, width = weights.parallel.shard(config.num_heads * config.head_dim), weights.parallel.part(config.intermediate_size)
+    qkv = [heads.within(part, 3) for part in range(3)]
+    return DecoderLayer(
+        attention_norm=LayerNorm(weights, f"{name}.ln_1", hidden, config.norm_eps),
+        qkv=load_fused(weights, [f"{name}.attn.c_attn"] * 3, hidden, qkv, bias=True, transposed=True),
+        output=load_row_parallel(weights, f"{name}.attn.c_proj", heads, hidden, bias=True, transposed=True),
+        mlp_norm=LayerNorm(weights, f"{name}.ln_2", hidden, config.norm_eps),
+        up=load_fused(weights, [f"{name}.mlp.c_fc"], hidden, [width], True, transposed=True, activation=config.activation),
+        down=load_row_parallel(weights, f"{name}.mlp.c_proj", width, hidden, bias=True, transposed=True),
+    )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads, make_attention
+from workers.engine.attention.context import StepAttention
 from workers.engine.graphs import Work
-from workers.engine.model_runner import StepAttention
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.transformers_attention import ALL_BEFORE, MASKED, OTHER, LayerCall
 from workers.engine.models.transformers_model import TransformersModel, refusal, refused_as
@@ -81,7 +81,8 @@ def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
             np.array([_TABLE], np.int32),
         )
         at = torch.from_numpy(positions).to(device)
-        hidden = model.forward(prompt[first:last], at, at + 1, StepAttention(attention, caches, config, metadata))
+        attend = StepAttention(attention, caches, metadata, config.attention_scales, config.sliding_windows)
+        hidden = model.forward(prompt[first:last], at, at + 1, attend)
         parts.append(model.logits(hidden))
     return torch.cat(parts)
 

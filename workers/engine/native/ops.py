@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.ops import Projection, Table, TorchOps
+from workers.engine.layers.stack import DecoderLayer, Stack
 from workers.engine.native.library import load
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
+from workers.engine.native.stack import NativeStack, can_stack
 
 
 class NativeOps(TorchOps):
@@ -28,6 +32,9 @@ class NativeOps(TorchOps):
 
     def table(self, weight: Tensor) -> Table:
         return PackedTable(weight) if _can_pack(weight) else super().table(weight)
+
+    def stack(self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int) -> Stack:
+        return (NativeStack if can_stack(layers) else Stack)(layers, norm, heads, kv_heads, head_dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _normed(x.contiguous(), None, weight, None, eps)

@@ -40,7 +40,7 @@ class PackedMatrix:
     If `gated`, weight is gates above what they let through, and the result [..., n / 2] is activation(gate) * up.
     """
 
-    __slots__ = ("_bias", "_columns", "_dtype", "_matrix", "_multiply", "_panels", "_pointer", "_size_in")
+    __slots__ = ("_bias", "_dtype", "_matrix", "_multiply", "_panels", "_size_in", "columns", "pointer")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False, to_float: bool = False
@@ -54,11 +54,11 @@ class PackedMatrix:
             self._bias = torch.zeros((panels, 1, PANEL, 2), dtype=torch.bfloat16)
             _pack(torch.stack((bias, bias), 1), gated, self._bias)
             self._bias = self._bias[..., 0].contiguous()
-        self._columns, self._dtype = (n // 2 if gated else n), torch.float32 if to_float else torch.bfloat16
+        self.columns, self._dtype = (n // 2 if gated else n), torch.float32 if to_float else torch.bfloat16
         number = ACTIVATIONS[activation] if activation else 0
         bias_pointer = None if self._bias is None else self._bias.data_ptr()
         self._matrix = _Matrix(self._panels.data_ptr(), bias_pointer, n, self._size_in, number, gated, to_float)
-        self._pointer = ctypes.addressof(self._matrix)
+        self.pointer = ctypes.addressof(self._matrix)
         self._multiply = _functions().packed_matmul
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -66,14 +66,14 @@ class PackedMatrix:
             raise ValueError(f"{x.dtype} {list(x.shape)} where rows of {self._size_in} bfloat16 are multiplied")
         x = x.contiguous()
         rows = x.numel() // self._size_in
-        y = torch.empty((*x.shape[:-1], self._columns), dtype=self._dtype)
-        self._multiply(self._pointer, x.data_ptr(), rows, y.data_ptr())
+        y = torch.empty((*x.shape[:-1], self.columns), dtype=self._dtype)
+        self._multiply(self.pointer, x.data_ptr(), rows, y.data_ptr())
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows [R, k] of the weight by int64 indices [R] below n, as an embedding table gives them. Not of a gated matrix."""
         y = torch.empty((len(indices), self._size_in), dtype=torch.bfloat16)
-        _functions().packed_lookup(self._pointer, indices.data_ptr(), len(indices), y.data_ptr())
+        _functions().packed_lookup(self.pointer, indices.data_ptr(), len(indices), y.data_ptr())
         return y
 
 

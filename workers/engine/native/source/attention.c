@@ -15,6 +15,7 @@
 #include <omp.h>
 #endif
 
+#include "kernels.h"
 #include "lanes.h"
 
 enum {
@@ -42,7 +43,7 @@ typedef struct {
     int32_t segment;
 } tile;
 
-typedef struct {
+struct attention_step {
     int32_t pair; /* numbers in a word: 1 of float, 2 of bf16 */
     int32_t heads, kv_heads, head_dim, block_size;
     int32_t window; /* tokens that a query sees, itself included; 0 for all before it */
@@ -61,7 +62,7 @@ typedef struct {
     ptrdiff_t query_stride[2], key_stride[2], value_stride[2]; /* in numbers, from token to token and from head to head */
     const void *cos, *sin; /* [num_tokens][head_dim], with the sine's first half negated; NULL for no rotation */
     ptrdiff_t rotation_stride;
-} attention_step;
+};
 
 typedef struct {
     const attention_step *step;
@@ -73,8 +74,6 @@ typedef struct {
 
 ptrdiff_t attention_scratch(int32_t pair, int32_t kv_heads, int32_t head_dim, int32_t block_size);
 ptrdiff_t attention_plan(attention_step *step);
-void attend_layer(const attention_step *step, uint32_t *cache, const void *q, const void *k, const void *v, void *out, const void *query_norm,
-                  const void *key_norm, float eps, float scale);
 
 ALWAYS_INLINE ptrdiff_t at_most(ptrdiff_t x, ptrdiff_t y) {
     return x < y ? x : y;

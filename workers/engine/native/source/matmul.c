@@ -7,21 +7,20 @@
 #include <omp.h>
 #include <stddef.h>
 
-#include "bf16.h"
+#include "kernels.h"
 #include "matmul_tile.h"
 
-typedef struct {
+struct packed_matrix {
     const bf16 *panels; /* [ceil(n / 32)][k / 2][32][2] */
     const bf16 *bias;   /* [n], in the order of the panels' rows; NULL for none */
     ptrdiff_t n, k;     /* k is even */
     int activation;     /* one of activation.h's */
     int gated;          /* y [m, n / 2] */
     int to_float;       /* y in float instead of bf16 */
-} packed_matrix;
+};
 
 int matmul_supported(void);
 void pack_rows(const bf16 *w, ptrdiff_t n, ptrdiff_t k, int gated, bf16 *panels);
-void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y);
 void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t count, bf16 *y);
 
 /* Which row of w is row `lane` of a panel; n or more for padding. */

@@ -4,14 +4,9 @@
 #include <math.h>
 #include <stddef.h>
 
-#include "bf16.h"
+#include "kernels.h"
 
 enum { MANY = 1 << 15 }; /* elements that are worth waking threads for */
-
-/* x is changed only where there is a residual; residual, bias: NULL for none. All bf16, or all float. */
-void norm_rows(
-    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps, int centered, int floats
-);
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
@@ -54,6 +49,7 @@ ALWAYS_INLINE void norm_row(
     }
 }
 
+/* x is changed only where there is a residual; residual, bias: NULL for none. All bf16, or all float. */
 void norm_rows(
     void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps, int centered, int floats
 ) {

@@ -1,0 +1,142 @@
+"""A decoder's layers in one call against the same kernels called one by one: the same bits."""
+
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.engine.native.available import needs_native
+from workers.engine.attention import AttentionMetadata, CacheShape, make_attention
+from workers.engine.attention.context import StepAttention
+from workers.engine.layers.norm import LayerNorm, RMSNorm
+from workers.engine.layers.rotary import Rotary
+from workers.engine.layers.stack import DecoderLayer, Rotation, Stack
+from workers.engine.models.config import RopeConfig
+from workers.engine.native.library import load
+from workers.engine.native.ops import NativeOps
+from workers.engine.native.stack import NativeStack
+from workers.engine.weights import Weights
+
+pytestmark = needs_native
+
+CPU = torch.device("cpu")
+HIDDEN, WIDTH, LAYERS, BLOCK, BLOCKS = 48, 80, 3, 16, 160
+WINDOWS = (None, 24, None)
+ROPE = Rotary(RopeConfig(1e4, "default", {}, 1024), 16, 1024, torch.bfloat16, CPU)
+STEPS = [[(0, 700), (700, 30)], [(700, 1), (730, 1)], [(701, 5), (731, 1)], [(706, 1)]]  # tokens computed before and now, by row
+FAMILIES = ["gpt2", "llama", "qwen3"]
+
+
+@pytest.fixture(autouse=True)
+def instructions_and_threads() -> Iterator[None]:
+    if not load().matmul_supported():
+        pytest.skip("this processor has no AVX512-BF16")
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, width: float = 1.0) -> Tensor:
+    return torch.randn(shape).mul(width).bfloat16()
+
+
+class Model:
+    """Layers as one of the families has them, `heads` of queries over `kv_heads`, and a cache for two rows."""
+
+    def __init__(self, family: str, heads: int = 4, kv_heads: int = 2, dim: int = 16) -> None:
+        torch.manual_seed(7)
+        self.rotary, self.head_norms, self.numbers = family != "gpt2", family == "qwen3", count()
+        if family == "gpt2":
+            kv_heads = heads
+        ops, queries, keys = NativeOps(), heads * dim, kv_heads * dim
+        self.layers = [
+            DecoderLayer(
+                self.norm(HIDDEN),
+                ops.linear(random(queries + 2 * keys, HIDDEN, width=0.2), random(queries + 2 * keys)),
+                ops.linear(random(HIDDEN, queries, width=0.2), None),
+                self.norm(HIDDEN),
+                ops.gated_linear(random(2 * WIDTH, HIDDEN, width=0.2), None, "silu")
+                if self.rotary
+                else ops.linear(random(WIDTH, HIDDEN, width=0.2), random(WIDTH), "gelu_new"),
+                ops.linear(random(HIDDEN, WIDTH, width=0.2), random(HIDDEN)),
+                *(RMSNorm(*self.named(dim)) for _ in range(2 * self.head_norms)),
+            )
+            for _ in range(LAYERS)
+        ]
+        self.shape, self.heads = CacheShape(BLOCKS, BLOCK, kv_heads, dim), heads
+        self.stack = ops.stack(self.layers, self.norm(HIDDEN), heads, kv_heads, dim)
+        self.attention = make_attention("cpu", self.shape, heads, torch.bfloat16, CPU)
+
+    def norm(self, size: int) -> RMSNorm | LayerNorm:
+        return RMSNorm(*self.named(size)) if self.rotary else LayerNorm(*self.named(size))
+
+    def named(self, size: int) -> tuple[Weights, str, int, float]:
+        name = str(next(self.numbers))
+        values = {f"{name}.{part}": random(size) for part in ("weight", "bias")}
+        return (
+            Weights({key: lambda value=value: value for key, value in values.items()}, torch.bfloat16, CPU, ops=NativeOps()),
+            name,
+            size,
+            1e-5,
+        )  # type: ignore[misc]
+
+    def run(self, one_call: bool) -> list[Tensor]:
+        """What comes of each of `STEPS`."""
+        caches = [cache.zero_() for cache in self.attention.new_cache(LAYERS)]
+        torch.manual_seed(8)
+        results = []
+        for rows in STEPS:
+            metadata, positions = step_of(rows)
+            rotation: Rotation | None = ROPE.cos_sin(positions, positions + 1) if self.rotary else None
+            attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS)
+            run = self.stack if one_call else super(NativeStack, self.stack).__call__
+            results.append(run(random(len(positions), HIDDEN), rotation, attend).clone())
+        return results
+
+
+def step_of(rows: list[tuple[int, int]]) -> tuple[AttentionMetadata, Tensor]:
+    """Each row has half of the blocks."""
+    tables = np.arange(BLOCKS, dtype=np.int32).reshape(2, -1)[: len(rows)]
+    before, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    positions = np.concatenate([np.arange(first, first + number) for first, number in zip(before, counts, strict=True)])
+    slots = tables[np.repeat(np.arange(len(rows)), counts), positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    return AttentionMetadata(torch.from_numpy(slots), starts, before + counts, tables), torch.from_numpy(positions)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_gives_the_same_bits(family: str, threads: int) -> None:
+    torch.set_num_threads(threads)
+    model = Model(family)
+    assert isinstance(model.stack, NativeStack)
+    for one, by_one in zip(model.run(one_call=True), model.run(one_call=False), strict=True):
+        assert one.isfinite().all()
+        assert one.equal(by_one)
+
+
+def test_it_tells_where_the_time_goes() -> None:
+    model = Model("llama")
+    assert isinstance(model.stack, NativeStack)
+    assert not any(model.stack.seconds.values())
+    model.run(one_call=True)
+    assert all(seconds > 0 for seconds in model.stack.seconds.values())
+
+
+def test_layers_without_packed_matrices_are_called_one_by_one() -> None:
+    model = Model("llama")
+    plain = DecoderLayer(
+        *(getattr(model.layers[0], name) for name in ("attention_norm", "qkv", "output", "mlp_norm")), lambda x: x, lambda x: x
+    )
+    assert type(NativeOps().stack([*model.layers, plain], model.norm(HIDDEN), 4, 2, 16)) is Stack
+
+
+def test_another_backend_attends_layer_by_layer() -> None:
+    model = Model("qwen3")
+    expected = model.run(one_call=False)
+    model.attention = make_attention("torch", model.shape, model.heads, torch.bfloat16, CPU)
+    for got, wanted in zip(model.run(one_call=True), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0.1, atol=0.1)

@@ -1,0 +1,132 @@
+"""A decoder's layers in one call of `source/stack.c`, from layers whose products run from packed matrices."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from workers.engine.attention.context import StepAttention
+from workers.engine.attention.cpu import CpuAttention
+from workers.engine.layers.norm import LayerNorm, RMSNorm
+from workers.engine.layers.stack import DecoderLayer, Rotation, Stack
+from workers.engine.native.library import load
+from workers.engine.native.memory import huge_zeros
+from workers.engine.native.packed import PackedMatrix
+
+if TYPE_CHECKING:
+    from workers.engine.models.base import AttentionContext
+
+PARTS = ("matrix", "attention", "norms and elementwise")
+_MLP_ROWS = 51200
+
+
+class _Norm(ctypes.Structure):
+    """`norm` of stack.c."""
+
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("eps", ctypes.c_float)]
+
+
+class _Layer(ctypes.Structure):
+    """`decoder_layer` of stack.c."""
+
+    _fields_ = [
+        *((name, _Norm) for name in ("attention_norm", "mlp_norm")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "output", "up", "down", "query_norm", "key_norm", "cache")),
+        *((name, ctypes.c_float) for name in ("head_eps", "scale")),
+        ("step", ctypes.c_int32),
+    ]
+
+
+class _Stack(ctypes.Structure):
+    """`decoder_stack` of stack.c."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        ("norm", _Norm),
+        *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "queries", "keys")),
+        ("seconds", ctypes.c_double * len(PARTS)),
+    ]
+
+
+class NativeStack(Stack):
+    """Buffers are kept from step to step, as large as the largest needed. Attention of other backends is called layer by layer."""
+
+    def __init__(self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__(layers, norm, heads, kv_heads, head_dim)
+        queries, keys, self._hidden = heads * head_dim, kv_heads * head_dim, len(norm.weight)
+        self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
+        self._mlp = max(_packed(layer.up).columns for layer in layers)
+        self._c_layers = (_Layer * len(layers))(*map(_c_layer, layers))
+        self._c_stack = _Stack(self._c_layers, _c_norm(norm), len(layers), self._hidden, queries, keys)
+        self._pointer = ctypes.addressof(self._c_stack)
+        self._windows: list[int | None] = []
+        self._caches: list[Tensor] = []
+        self._room = 0  # tokens that the buffers hold
+        self._run = _run_stack()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Spent so far, by part."""
+        return dict(zip(PARTS, self._c_stack.seconds, strict=True))
+
+    def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionContext) -> Tensor:
+        if not isinstance(attend, StepAttention) or not isinstance(attend.attention, CpuAttention):
+            return super().__call__(hidden, rotation, attend)
+        if attend.caches is not self._caches:
+            self._take_caches(attend)
+        tokens, hidden = len(hidden), hidden.contiguous()
+        if tokens > self._room:
+            self._make_room(tokens)
+        steps = [attend.attention.prepared(attend.metadata, window, self._qkv, rotation).pointer for window in self._windows]
+        self._run(self._pointer, (ctypes.c_void_p * len(steps))(*steps), tokens, hidden.data_ptr(), *self._buffers)
+        return self._result[: tokens * self._hidden].view(tokens, self._hidden)
+
+    def _take_caches(self, attend: StepAttention) -> None:
+        self._caches, self._windows = attend.caches, list(dict.fromkeys(attend.windows))
+        for layer, cache, scale, window in zip(self._c_layers, attend.caches, attend.scales, attend.windows, strict=True):
+            layer.cache, layer.scale, layer.step = cache.data_ptr(), scale, self._windows.index(window)
+
+    def _make_room(self, tokens: int) -> None:
+        self._room = 0
+        self._result = torch.empty(0)
+        self._held: list[Tensor] = []  # what is there goes first
+        sizes = (tokens * self._hidden, tokens * self._narrow, max(tokens * self._qkv, min(tokens, _MLP_ROWS) * self._mlp))
+        self._held = [_buffer(size) for size in sizes]
+        self._result, self._buffers, self._room = self._held[1], [buffer.data_ptr() for buffer in self._held], tokens
+
+
+def can_stack(layers: Sequence[DecoderLayer]) -> bool:
+    return all(isinstance(part, PackedMatrix) for layer in layers for part in (layer.qkv, layer.output, layer.up, layer.down))
+
+
+def _packed(projection: object) -> PackedMatrix:
+    assert isinstance(projection, PackedMatrix)
+    return projection
+
+
+def _buffer(size: int) -> Tensor:
+    return huge_zeros((size,), torch.bfloat16)
+
+
+def _c_norm(norm: RMSNorm | LayerNorm) -> _Norm:
+    return _Norm(norm.weight.data_ptr(), norm.bias.data_ptr() if isinstance(norm, LayerNorm) else None, norm.eps)
+
+
+def _c_layer(layer: DecoderLayer) -> _Layer:
+    matrices = [_packed(part).pointer for part in (layer.qkv, layer.output, layer.up, layer.down)]
+    head_norms = [None if norm is None else norm.weight.data_ptr() for norm in (layer.query_norm, layer.key_norm)]
+    head_eps = 0.0 if layer.query_norm is None else layer.query_norm.eps
+    return _Layer(_c_norm(layer.attention_norm), _c_norm(layer.mlp_norm), *matrices, *head_norms, None, head_eps)
+
+
+@functools.cache
+def _run_stack() -> ctypes._FuncPointer:
+    function, pointer = load().run_stack, ctypes.c_void_p
+    function.argtypes = (pointer, pointer, ctypes.c_ssize_t, pointer, pointer, pointer, pointer)
+    function.restype = None
+    return function
