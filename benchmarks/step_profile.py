@@ -32,6 +32,7 @@ from benchmarks.workload import write_workload
 from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
 from workers.engine.executor import Executor
+from workers.engine.native.stack import NativeStack
 from workers.engine.profiling import mark_spans
 from workers.engine.transport import frame
 
@@ -39,6 +40,7 @@ ROWS, AT = 64, 256  # of the decode step, and its tokens of context
 STEPS = 16  # of each kind, timed and then profiled; `AT` is reached in their middle
 _STEP = "one step"
 _ATTENTION = "part: attention"
+_LAYERS = PREFIX + "run_stack"
 _MATRIX = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "matmul")
 
 
@@ -74,6 +76,7 @@ class Step:
 
     def __init__(self, seconds: float, tokens: int, sampled: int) -> None:
         self.seconds, self.tokens, self.sampled = seconds, tokens, sampled
+        self.layers: dict[str, float] = {}  # seconds by part inside the one call of all layers, where there is one
         self.parts: dict[str, float] = {}
 
 
@@ -90,7 +93,7 @@ class Round:
                 cost = _span_seconds()
                 steps = _run(core)
             for step, event in zip(steps, _step_events(profiler)[1:], strict=True):
-                step.parts = parts_of(event, cost)
+                step.parts = parts_of(event, cost, step.layers)
         else:
             steps = _run(core)
         assert not core.busy
@@ -106,7 +109,9 @@ class Round:
 def _run(core: EngineCore) -> list[Step]:
     steps: list[Step] = []
     computed: int | None = None
+    stack = getattr(core._executor.runner.model, "stack", None)
     while core.busy:
+        inside = layer_seconds(stack)
         began = time.perf_counter()
         with record_function(_STEP):
             output = core.step()
@@ -116,7 +121,13 @@ def _run(core: EngineCore) -> list[Step]:
         before, computed = computed, output.stats.computed_tokens
         if before is not None:  # the first step gives each request its place too
             steps.append(Step(seconds, computed - before, len(output.token_ids)))
+            steps[-1].layers = {part: seconds - inside[part] for part, seconds in layer_seconds(stack).items()}
     return steps
+
+
+def layer_seconds(stack: Any) -> dict[str, float]:
+    """What all layers have taken so far, by part, where one call runs them."""
+    return stack.seconds if isinstance(stack, NativeStack) else {}
 
 
 def _mark_attention(core: EngineCore) -> None:
@@ -148,10 +159,14 @@ def _span_seconds(times: int = 1000) -> float:
     return (time.perf_counter() - began) / times
 
 
-def parts_of(step: Any, span_seconds: float = 0.0) -> dict[str, float]:
-    """Seconds by part of a profiled step, an event with its children below it; what marking its spans cost is nobody's."""
+def parts_of(step: Any, span_seconds: float = 0.0, layers: dict[str, float] | None = None) -> dict[str, float]:
+    """Seconds by part of a profiled step, an event with its children below it; what marking its spans cost is nobody's. `layers`: what
+    a call that is all layers says of itself."""
     parts: dict[str, float] = defaultdict(float)
     spans = _collect(step.cpu_children, "", parts)
+    parts.pop(_LAYERS, None)
+    for part, seconds in (layers or {}).items():
+        parts[part] += seconds
     parts["python"] = max(0.0, step.time_range.elapsed_us() / 1e6 - sum(parts.values()) - spans * span_seconds)
     return dict(parts)
 
@@ -169,6 +184,8 @@ def _collect(events: Iterable[Any], inside: str, parts: dict[str, float]) -> int
 
 
 def _part(operation: str, inside: str) -> str:
+    if operation == _LAYERS:
+        return _LAYERS
     if inside == _ATTENTION or "attention" in operation or "attend" in operation:
         return "attention"
     if any(word in operation for word in _MATRIX):

@@ -87,6 +87,13 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert tuple(expected) == PARTS
 
 
+def test_a_call_of_all_layers_tells_its_parts() -> None:
+    step = Event("one step", 100, [Event("forward", 70, [Event("native::run_stack", 60)])])
+    layers = {"matrix": 40e-6, "attention": 15e-6}
+    parts = {name: round(1e6 * seconds) for name, seconds in step_profile.parts_of(step, layers=layers).items()}
+    assert parts == {"matrix": 40, "attention": 15, "python": 45}
+
+
 def test_the_profile_as_a_table() -> None:
     parts = {part: {"ms": 10.0, "share": 0.1} for part in PARTS} | {"matrix": {"ms": 50.0, "share": 0.5, "bound_ms": 40.0}}
     kind = {"step_ms": 100.0, "tokens": 2048, "parts": parts}
