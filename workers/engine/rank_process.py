@@ -13,7 +13,7 @@ from collections import deque
 
 import msgspec
 
-from workers.engine.process import become_child, explains_itself, leave, sentence
+from workers.engine.process import become_child, explains_itself, leave, sentence, settle_heap
 from workers.engine.rank_messages import PlanFrame, RankFailed, RankSetup
 from workers.engine.transport import FrameReader, frame
 
@@ -52,6 +52,7 @@ def _serve(reader: FrameReader) -> None:
     assert config.depth is not None
     gc.collect()
     gc.freeze()
+    settle_heap()
     launched: deque[LaunchedStep] = deque()
     plans = msgspec.msgpack.Decoder(PlanFrame)
     while (message := reader.read(plans)) is not None:
