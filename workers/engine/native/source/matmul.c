@@ -59,7 +59,7 @@ void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t c
 #ifdef __AVX512BF16__
 
 /* With few rows, weights are read as fast as they come: in long runs, which are read ahead, by software too where a tile takes its time. */
-enum { FEW_ROWS = 16, RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
+enum { FEW_ROWS = MOST_ROWS, RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
 /* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than LEAST_TILES. */
 enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4 };
 
@@ -69,6 +69,7 @@ typedef struct {
     void *y;
     ptrdiff_t m, panels, run; /* panels of one unit of work, the last of which may have fewer */
     ptrdiff_t blocks, runs;   /* of rows, and of each block; units stand in the order of blocks */
+    int few;
 } product;
 
 typedef struct {
@@ -86,7 +87,8 @@ int matmul_supported(void) {
     return 1;
 }
 
-/* Two threads share a part of the units, and take them one by one from its two ends: neither waits for the other, and both have long runs. */
+/* Two threads share a part of the units, and take them one by one from its two ends, each with its own blocks. With few rows all threads take
+   from one place: memory is quicker where what they read is near. */
 void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
     product p = make_product(matrix, x, m, y);
     ptrdiff_t units = p.blocks * p.runs, pairs = (omp_get_max_threads() + 1) / 2, taken[pairs];
@@ -96,16 +98,20 @@ void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void
         bf16 room[BLOCK_BYTES / sizeof(bf16)] __attribute__((aligned(64)));
         ptrdiff_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), pair = thread / 2;
         ptrdiff_t behind = 2 * pair + 2 < threads ? 2 * pair + 2 : threads;
-        multiply_units(&p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &taken[pair]);
+        if (p.few)
+            multiply_units(&p, room, 0, units, 0, &taken[0]);
+        else
+            multiply_units(&p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &taken[pair]);
     }
 }
 
 static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
     ptrdiff_t panel_bytes = PANEL * matrix->k * (ptrdiff_t)sizeof(bf16), panels = (matrix->n + PANEL - 1) / PANEL;
-    ptrdiff_t run = m <= FEW_ROWS && panel_bytes < RUN_BYTES ? RUN_BYTES / panel_bytes : 1;
+    int few = m <= FEW_ROWS;
+    ptrdiff_t run = few && panel_bytes < RUN_BYTES ? RUN_BYTES / panel_bytes : 1;
     ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * matrix->k * (ptrdiff_t)sizeof(bf16)), tiles = (m + MOST_ROWS - 1) / MOST_ROWS;
     ptrdiff_t blocks = most < LEAST_TILES ? tiles > 0 : (tiles + most - 1) / most;
-    return (product){matrix, x, y, m, panels, run, blocks, (panels + run - 1) / run};
+    return (product){matrix, x, y, m, panels, run, blocks, (panels + run - 1) / run, few};
 }
 
 static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward, ptrdiff_t *taken) {
@@ -116,12 +122,12 @@ static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdif
         ticket = (*taken)++;
         if (ticket >= end - first)
             return;
-        ptrdiff_t unit = backward ? end - 1 - own : first + own;
+        ptrdiff_t unit = p->few ? ticket : backward ? end - 1 - own : first + own;
         if (unit / p->runs != held)
             enter_block(p, held = unit / p->runs, room, &block);
         ptrdiff_t panel = unit % p->runs * p->run, behind = panel + p->run < p->panels ? panel + p->run : p->panels;
         for (; panel < behind; panel++)
-            multiply_panel(p, &block, panel, backward && p->run == 1 ? panel - 1 : panel + 1);
+            multiply_panel(p, &block, panel, backward ? panel - 1 : panel + 1);
     }
 }
 
