@@ -238,7 +238,7 @@ def test_stop_token_ids_and_eos(shared: tuple[Queue, WorkerProcess]) -> None:
 
 def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    batch = submit_batch(queue, [slow(120)])
+    batch = submit_batch(queue, [slow(160)])
     key = RequestKey(batch, 0)
     queue.watch(batch, 600)
     entries: list[StreamEntry] = []
@@ -247,7 +247,7 @@ def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, W
         for entry in queue.read_tokens({key: last}, 5.0):
             entries.append(entry)
             last = entry.entry_id
-    assert sum(len(entry.token_ids()) for entry in entries) == 120
+    assert sum(len(entry.token_ids()) for entry in entries) == 160
     result = entries[-1].result
     assert result is not None
     assert "".join(entry.text() for entry in entries) == text_of(result)

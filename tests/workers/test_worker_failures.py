@@ -86,7 +86,7 @@ def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_
 def test_a_dead_engine_core_is_replaced_and_its_requests_go_on(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
         (undisturbed,) = run_batch(queue, [endless(60)])
-        batch = submit_batch(queue, [endless(60)])
+        batch = submit_batch(queue, [endless(60)], watched=True)
         wait_published(queue, RequestKey(batch, 0), 10)
         before = worker.core_pid
         os.kill(before, signal.SIGKILL)
@@ -211,7 +211,7 @@ def test_a_rolling_restart_loses_no_token_and_computes_none_again(queue: Queue, 
 
 def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
-        batch = submit_batch(queue, [endless(60)])
+        batch = submit_batch(queue, [endless(60)], watched=True)
         wait_published(queue, RequestKey(batch, 0), 10)
         assert worker.stop() == 0
     assert len(queue.results(batch)) == 1
@@ -221,7 +221,7 @@ def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> Non
 def test_sigterm_lets_finish_what_needs_a_few_long_steps_more(queue: Queue, redis_url: str) -> None:
     crawling = poisoned_environment(Poison("three", "crawl"))
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60", **crawling) as worker:
-        batch = submit_batch(queue, [endless(3)])
+        batch = submit_batch(queue, [endless(3)], watched=True)
         wait_published(queue, RequestKey(batch, 0), 1)  # the next token comes long after the worker began to look
         assert worker.stop() == 0
     assert len(queue.results(batch)) == 1
