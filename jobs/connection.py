@@ -11,6 +11,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from jobs import keys
+from jobs.server import ServerError
 
 MAX_BLOCK_SECONDS = 5.0
 """Longest time that one blocking read may wait on the server."""
@@ -21,10 +22,6 @@ _OLDEST_VERSION = (7, 0)
 
 
 log = logging.getLogger(__name__)
-
-
-class ServerError(Exception):
-    """The Redis server cannot be used as it is; the text is one sentence that says why and what to do."""
 
 
 def connect(url: str) -> redis.Redis:

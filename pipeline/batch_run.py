@@ -1,41 +1,31 @@
-"""One run of a batch file: hand it in, keep everything running until it is done, say what came of it."""
+"""The batch of one run: handed in, looked after until it is done, told of. Imported when its worker is on its way (`batch_task`)."""
 
 import contextlib
-import errno
-import fcntl
 import logging
-import os
-import shutil
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import redis
 
 from jobs import keys
-from jobs.batches import BatchRecord, BatchRefused, BatchSpec, Busy, StoreError, create_batch, get_batch
-from jobs.connection import ServerError, check_server, connect
+from jobs.batches import BatchRecord, BatchRefused, BatchSpec, create_batch, get_batch
+from jobs.connection import check_server, connect
 from jobs.manifest import load_manifest
 from jobs.queue import Queue, QueueUnavailable
-from jobs.settings import QueueSettings
+from pipeline.batch_task import Task, start_worker
 from pipeline.batch_wait import counts_of
-from pipeline.child import ChildFailed
 from pipeline.errors import Interrupted, Refused, Unfinished, one_line
-from pipeline.progress import Counts, Progress, make_progress
+from pipeline.progress import Counts, Progress
 from pipeline.signals import Signals
 from pipeline.stack import Stack
 from pipeline.summary import Summary, print_problems, print_summary
-from pipeline.worker_settings import worker_settings
 
 _LOOK_SECONDS = 0.05  # at the state, which takes a tenth of the time that the whole record takes
 _WAITING_SECONDS = 0.15  # at the record, until something runs
 _RUNNING_SECONDS = 0.5
 _AWAY_SECONDS = 0.2
 _PROBLEM_SECONDS = 5.0
-_SMALL_BYTES = 4 * 1024 * 1024
-_SHUTDOWN_SECONDS = 1.0
 _RESUMES = "what is finished is kept, run the same command again to go on"
 _FAREWELL = f"Interrupted: {_RESUMES}."
 _SERVING = ("loading", "initializing", "ready")
@@ -43,80 +33,46 @@ _SERVING = ("loading", "initializing", "ready")
 log = logging.getLogger("run-batch")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What a person asked for. With no `redis_url` everything runs here; `model_flags` are the values of the model flags."""
-
-    source: Path
-    output: Path
-    model: str | None
-    redis_url: str | None
-    queue: QueueSettings
-    model_flags: Mapping[str, Any]
-    worker_arguments: list[str]
-    starts_worker: bool
-    replicas: int
-    retry_failed: bool
-    fail_on_error: bool
-    log_level: str
-
-    @property
-    def root(self) -> Path:
-        """The folder beside the output from which a second start goes on."""
-        return self.output.with_name(f"{self.output.name}.parts").absolute()
-
-
 class BatchRun:
-    """`run` to the end, or `hand_in` only. Raises `Refused`, `Unfinished` and `Interrupted`."""
+    """The batch of one run, from its making to its end. Raises `Refused`, `Unfinished` and `Interrupted`."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, served: list[str], began: float) -> None:
+        """`served`: the names of the model that is served here, if one is; `began` on the monotonic clock."""
         self._task = task
-        self._began = time.monotonic()
-        self._led_at = self._began
+        self._served = served
+        self._began = began
+        self._led_at = began
         self._answering_since: float | None = None
-        self._served: list[str] = []
-        if task.starts_worker:
-            self._served = worker_settings(task.model, "", task.model_flags).models
-        check_input(task.source)
-        check_output(task.output, task.source)
 
-    def hand_in(self) -> str:
+    def hand_in(self, url: str) -> str:
         """Gives the batch to the fleet and returns its id."""
-        assert self._task.redis_url is not None
-        with _failures(), self._folder(), connect(self._task.redis_url) as client:
+        with _failures(), connect(url) as client:
             check_server(client)
             return self._create(client, self._spec(None)).id
 
-    def run(self) -> None:
-        """Runs the batch to its end and prints what came of it."""
-        task = self._task
-        with Signals() as signals, make_progress() as progress, _failures(), self._folder():
-            with Stack(task.redis_url, task.queue, progress.say, task.log_level) as stack:
-                record = self._run(stack, signals, progress)
-            if record.state == "failed":
-                print_problems(task.source, record.errors)
-                raise Refused(f"{task.source} was refused: {count_of(record.errors)}; nothing was run")
-        self._conclude(record)
+    def run(self, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
+        """Runs the batch to its end."""
+        with _failures():
+            return self._run(stack, signals, progress)
 
-    @contextlib.contextmanager
-    def _folder(self) -> Iterator[None]:
-        """Holds the folder beside the output for the whole run; a refusal leaves none behind."""
-        root = self._task.root
-        start_over_if_removed(root)
-        resumes = root.exists()
-        try:
-            with contextlib.nullcontext() if self._task.redis_url is not None else alone(root):
-                yield
-        except (Refused, BatchRefused):
-            if not resumes:
-                shutil.rmtree(root, ignore_errors=True)
-            raise
+    def check_accepted(self, record: BatchRecord) -> None:
+        """Says what is wrong with an input that nothing was run of."""
+        if record.state == "failed":
+            print_problems(self._task.source, record.errors)
+            raise Refused(f"{self._task.source} was refused: {count_of(record.errors)}; nothing was run")
+
+    def conclude(self, record: BatchRecord) -> None:
+        """Says what came of it."""
+        now = time.monotonic()
+        print_summary(Summary(record=record, seconds=now - self._began, answering=now - (self._answering_since or now)))
+        if record.state != "completed":
+            raise Unfinished(f"the batch was {record.state} before it was finished")
+        if record.failed and self._task.fail_on_error:
+            raise Unfinished(f"{record.failed} of {record.total} requests failed")
 
     def _run(self, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
         task = self._task
         if task.redis_url is None:
-            if load_manifest(str(task.root)) is None and task.source.stat().st_size < _SMALL_BYTES:
-                self._start_worker(stack)  # it is still importing when the check of so small a file is over
             stack.start_jobs()
         spec = self._spec(None if self._is_under_way(stack.queue.redis) else stack.queue)
         batch_id = self._create(stack.queue.redis, spec).id
@@ -234,14 +190,9 @@ class BatchRun:
 
     def _ensure_worker(self, stack: Stack, record: BatchRecord) -> None:
         if self._task.starts_worker and not stack.has("worker"):
-            self._start_worker(stack)
+            start_worker(self._task, stack)
         if self._answering_since is None and record.running:
             self._answering_since = time.monotonic()
-
-    def _start_worker(self, stack: Stack) -> None:
-        model = ["--model", self._task.model] if self._task.model else []
-        arguments = [*model, "--shutdown-timeout", str(_SHUTDOWN_SECONDS), *self._task.worker_arguments]
-        stack.start_workers(arguments, self._task.replicas)
 
     def _counts(self, record: BatchRecord) -> Counts:
         note = ""
@@ -273,62 +224,6 @@ class BatchRun:
             progress.say("stopping; once more to stop at once")
         stack.stop(insisted=insisted)
 
-    def _conclude(self, record: BatchRecord) -> None:
-        now = time.monotonic()
-        print_summary(Summary(record=record, seconds=now - self._began, answering=now - (self._answering_since or now)))
-        if record.state != "completed":
-            raise Unfinished(f"the batch was {record.state} before it was finished")
-        if record.failed and self._task.fail_on_error:
-            raise Unfinished(f"{record.failed} of {record.total} requests failed")
-
-
-def check_input(source: Path) -> None:
-    """Raises `Refused` unless there is a file that can be read."""
-    try:
-        if source.is_dir():
-            raise Refused(f"the input {source} is a folder")
-        source.open("rb").close()
-    except FileNotFoundError:
-        raise Refused(f"there is no file {source}") from None
-    except OSError as error:
-        raise Refused(f"the input {source} cannot be read: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def alone(root: Path) -> Iterator[None]:
-    """Keeps every other run away from the folder while this process lives. Raises `Refused`."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root / ".run", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise
-        raise Refused(f"cannot make the folder {root}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refused(f"another run is at work on {root}: wait for it, or stop it") from None
-        yield
-    finally:
-        os.close(lock)
-
-
-def check_output(output: Path, source: Path) -> None:
-    """Raises `Refused` if the output is a folder or the input; the rest is found out when the batch is made."""
-    if output.is_dir():
-        raise Refused(f"the output {output} is a folder")
-    if output.exists() and output.samefile(source):
-        raise Refused(f"the output {output} is the input itself")
-
-
-def start_over_if_removed(root: Path) -> None:
-    """A finished run whose output somebody removed is not brought back from its parts: it is run anew."""
-    manifest = load_manifest(str(root))
-    if manifest is not None and manifest.state == "completed" and manifest.output and not Path(manifest.output).exists():
-        log.info("%s is gone since it was finished: starting over", manifest.output)
-        shutil.rmtree(root)
-
 
 def count_of(errors: list[Any]) -> str:
     """How many bad lines were found, in words."""
@@ -337,14 +232,10 @@ def count_of(errors: list[Any]) -> str:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Turns what stands in the way into the command's end."""
+    """Turns what the queue says against it into the command's end."""
     try:
         yield
     except BatchRefused as error:
         raise Refused(str(error)) from None
-    except ChildFailed as error:
-        raise error.as_exit() from None
-    except (StoreError, Busy, ServerError) as error:
-        raise Unfinished(str(error)) from None
     except QueueUnavailable as error:
         raise Unfinished(f"{one_line(error)}; {_RESUMES}") from None

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from jobs.connection import ServerError
-from jobs.server import PrivateServer
+from jobs.server import PrivateServer, ServerError
 
 _LOOK_SECONDS = 0.1
 _STARTS_ALLOWED = 10

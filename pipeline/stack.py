@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from jobs.connection import check_server, connect
-from jobs.queue import Queue
-from jobs.scripts import QueueUnavailable
 from jobs.settings import QueueSettings
 from pipeline.child import Child, ChildFailed
 from pipeline.errors import Unfinished
@@ -18,6 +16,9 @@ from pipeline.kept_server import KeptServer
 from pipeline.options import CHILD_VARIABLE
 from pipeline.private_folder import private_folder
 from workers.engine.config import all_threads
+
+if TYPE_CHECKING:
+    from jobs.queue import Queue
 
 _STOP_SECONDS = 15.0
 
@@ -46,17 +47,16 @@ class Stack:
         self._server: KeptServer | None = None
         self._children: list[Child] = []
         self._exit = contextlib.ExitStack()
+        self._queue: Queue | None = None
         self._environment: dict[str, str] = {}
 
     def __enter__(self) -> "Stack":
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as self._exit:
             if self._given_url is None:
-                folder = undo.enter_context(private_folder())
-                self._server = undo.enter_context(KeptServer(folder / "redis", self._say))
-            self._client = connect(self.redis_url)
-            undo.callback(self._client.close)
-            check_server(self._client)
-            self.queue = Queue(self._client, self.settings)
+                folder = self._exit.enter_context(private_folder())
+                self._server = self._exit.enter_context(KeptServer(folder / "redis", self._say))
+            else:
+                self._queue = self._connect()
             self._environment = {
                 CHILD_VARIABLE: "1",
                 "REDIS_URL": self.redis_url,
@@ -64,7 +64,7 @@ class Stack:
                 "STREAM_INTERVAL": str(self.settings.stream_interval),
                 "FILE_STORE": self.settings.file_store,
             }
-            self._exit = undo.pop_all()
+            self._exit = self._exit.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -72,6 +72,13 @@ class Stack:
             self.stop()
         finally:
             self._exit.close()
+
+    @property
+    def queue(self) -> "Queue":
+        """The queue of all children. What it needs is imported at its first use, so that the children are on their way by then."""
+        if self._queue is None:
+            self._queue = self._connect()
+        return self._queue
 
     @property
     def redis_url(self) -> str:
@@ -150,8 +157,18 @@ class Stack:
         child.start()
         self._children.append(child)
 
+    def _connect(self) -> "Queue":
+        from jobs.connection import check_server, connect
+        from jobs.queue import Queue
+
+        client = self._exit.enter_context(connect(self.redis_url))
+        check_server(client)
+        return Queue(client, self.settings)
+
     def _bury(self, pid: int) -> None:
         """Gives what a dead worker held to others at once; the ticker would find out too, but a lease later."""
+        from jobs.scripts import QueueUnavailable
+
         with contextlib.suppress(QueueUnavailable):
             for record in self.queue.workers():
                 if record.pid == pid and record.host == socket.gethostname():

@@ -19,8 +19,9 @@ from typing import TypeVar
 
 import redis
 
-from jobs.connection import ServerError, check_server, connect
+from jobs.connection import check_server, connect
 from jobs.queue import Queue, QueueUnavailable
+from jobs.server import ServerError
 from workers.engine.async_engine import EngineDeadError, EngineStartError
 from workers.engine.launch import LaunchedCore
 from workers.engine.watchdog import Patience

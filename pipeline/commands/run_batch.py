@@ -50,7 +50,7 @@ def run_batch(
     check_model_flags(ctx)
     _check_fleet_flags(ctx, redis_url, local_worker, detach)
     from jobs.settings import QueueSettings
-    from pipeline.batch_run import BatchRun, Task
+    from pipeline.batch_task import Task, hand_in, run_task
     from pipeline.logs import configure_logs
 
     configure_logs("run-batch", log_level)
@@ -70,9 +70,9 @@ def run_batch(
         log_level=log_level,
     )
     if detach:
-        click.echo(BatchRun(task).hand_in())
+        click.echo(hand_in(task))
     else:
-        BatchRun(task).run()
+        run_task(task)
 
 
 def default_output(source: Path) -> Path:

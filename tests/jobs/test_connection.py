@@ -6,7 +6,8 @@ import pytest
 import redis
 
 from jobs import keys
-from jobs.connection import MAX_BLOCK_SECONDS, ServerError, blocking_twin, check_server, connect, connect_async
+from jobs.connection import MAX_BLOCK_SECONDS, blocking_twin, check_server, connect, connect_async
+from jobs.server import ServerError
 from tests.support.lossy_proxy import LossyProxy
 
 

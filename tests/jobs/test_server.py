@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jobs import server as server_module
-from jobs.connection import ServerError, connect
+from jobs.connection import connect
 from jobs.queue import Queue
-from jobs.server import PrivateServer, find_server
+from jobs.server import PrivateServer, ServerError, find_server
 from tests.support.integrity import faults
 from tests.support.processes import is_running
 from tests.support.redis_server import keep_all_that_is_said

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.connection import ServerError, connect
+from jobs.connection import connect
 from jobs.queue import Queue
+from jobs.server import ServerError
 from pipeline.kept_server import KeptServer
 from tests.support.processes import command_line, descendants
 from tests.support.redis_server import keep_all_that_is_said
