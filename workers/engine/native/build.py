@@ -72,9 +72,10 @@ def _compile(command: Sequence[str], sources: Sequence[Path], library: Path) -> 
 
 
 def _compiler() -> list[str]:
-    asked = os.environ.get("CC")
-    if asked:
-        return shlex.split(asked)
+    if asked := os.environ.get("CC"):
+        if not (command := shlex.split(asked)):
+            raise NativeUnavailable("the environment variable CC is blank; it must name a C compiler, or not be set")
+        return command
     found = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if found is None:
         raise NativeUnavailable("there is no C compiler (cc, gcc or clang) on PATH")

@@ -36,7 +36,11 @@ def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("/no/such/compiler", "the C compiler /no/such/compiler does not run"), ("false", "the C compiler false does not run")],
+    [
+        ("/no/such/compiler", "the C compiler /no/such/compiler does not run"),
+        ("false", "the C compiler false does not run"),
+        (" ", "CC is blank"),
+    ],
 )
 def test_a_compiler_that_does_not_run(compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", compiler)
