@@ -21,7 +21,7 @@ _Strides = ctypes.c_ssize_t * 2
 
 
 class _Step(ctypes.Structure):
-    """`attention_step` of attention.c."""
+    """`attention_step` of attention.h."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("pair", "heads", "kv_heads", "head_dim", "block_size", "window")),
@@ -71,8 +71,8 @@ class CpuAttention:
         functions = _functions()
         self._attend, self._plan = functions.attend_layer, functions.attention_plan
         self._scratch_size: int = functions.attention_scratch(self._pair, shape.kv_heads, shape.head_dim, shape.block_size)
-        self._scratch = torch.empty(0)
-        self._partials = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
+        self._partials = torch.empty(0, dtype=torch.float32)
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
         s = self._shape
@@ -127,7 +127,7 @@ class CpuAttention:
         rows = len(arrays[1])
         starts, partials_at = np.empty((threads + 1, 3), np.int32), np.empty(rows, np.int64)
         if self._scratch.numel() < threads * self._scratch_size:
-            self._scratch = torch.empty(threads * self._scratch_size)
+            self._scratch = torch.empty(threads * self._scratch_size, dtype=torch.float32)
         step = _Step(
             *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size, window or 0),
             *(len(slots), rows, arrays[2].shape[1], threads, 1),
@@ -136,7 +136,7 @@ class CpuAttention:
         )
         size: int = self._plan(ctypes.addressof(step))
         if size > self._partials.numel():
-            self._partials = torch.empty(size)
+            self._partials = torch.empty(size, dtype=torch.float32)
         step.partials = self._partials.data_ptr() if size else None
         prepared = Prepared(step, (slots, *arrays, starts, partials_at, self._scratch, self._partials))
         metadata.prepared[window] = prepared

@@ -21,6 +21,7 @@
 #endif
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define NEVER_INLINE static __attribute__((noinline))
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
@@ -107,6 +108,15 @@ ALWAYS_INLINE float largest(lanes x) {
 #endif
 }
 
+/* Whether any is above y. */
+ALWAYS_INLINE int any_above(lanes x, float y) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(y), _CMP_GT_OQ) != 0;
+#else
+    return largest(x) > y;
+#endif
+}
+
 ALWAYS_INLINE float added_up(lanes x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);
@@ -148,7 +158,7 @@ ALWAYS_INLINE float exp2_of(float x) {
 
 ALWAYS_INLINE words repeated(const uint32_t *from) {
 #if defined(__AVX512F__)
-    return (words)_mm512_set1_ps(*(const float *)(const void *)from);
+    return (words)_mm512_set1_ps(float_of_bits(*from)); /* of a float, since this one is read from memory as it is repeated */
 #else
     return (words){0} + *from;
 #endif

@@ -1,0 +1,145 @@
+/* What the parts of attention have in common: a step, its sizes, and the place where a thread works. attention.c says how it is done. */
+#ifndef ATTENTION_H
+#define ATTENTION_H
+
+#include "kernels.h"
+#include "lanes.h"
+
+enum {
+    PANEL = 16,              /* tokens */
+    VECTORS = PANEL / LANES, /* of a panel's scores */
+    TILE = 32,               /* queries */
+    KEYS = 128,              /* in one step of a tile */
+    SEGMENT = 256,           /* keys after which a single tile's are cut */
+    STEP_PANELS = KEYS / PANEL,
+    FEW = 8,                 /* queries of a row whose tiles take several heads of keys, panel by panel, and write them themselves */
+#if defined(__AVX512F__)
+    ROWS = 4, /* queries, and vectors, whose sums are kept in registers */
+    COLUMNS = 4
+#else
+    ROWS = 2,
+    COLUMNS = 4
+#endif
+};
+
+/* What is the same for all layers of one window. */
+struct attention_step {
+    int32_t pair; /* numbers in a word: 1 of float, 2 of bf16 */
+    int32_t heads, kv_heads, head_dim, block_size;
+    int32_t window; /* tokens that a query sees, itself included; 0 for all before it */
+    int32_t num_tokens, num_rows, max_blocks;
+    int32_t shares;             /* into which the work is cut */
+    int32_t together;           /* heads of keys that a tile of few queries takes */
+    const int64_t *slots;       /* [num_tokens] block * block_size + offset */
+    const int32_t *query_start; /* [num_rows + 1] */
+    const int32_t *contexts;    /* [num_rows] */
+    const int32_t *tables;      /* [num_rows][max_blocks] */
+    int32_t (*starts)[3];       /* [shares + 1] of row, head and tile */
+    int64_t *partials_at;       /* [num_rows] in `partials`; -1 where keys are not cut */
+    float *partials;
+    float *scratch;
+    ptrdiff_t scratch_size; /* floats of each share */
+    ptrdiff_t query_stride[2], key_stride[2], value_stride[2]; /* in numbers, from token to token and from head to head */
+    const void *cos, *sin; /* [num_tokens][head_dim], with the sine's first half negated; NULL for no rotation */
+    ptrdiff_t rotation_stride;
+};
+
+#define LOG2_E 1.44269504f
+
+typedef struct {
+    const attention_step *step;
+    uint32_t *cache;
+    const void *q, *k, *v, *query_norm, *key_norm;
+    void *out;
+    float eps, scale;
+} attention_layer;
+
+typedef struct {
+    int32_t context, start; /* tokens after this step, and before it */
+    int32_t queries, few;   /* for each head of keys; whether these are few */
+    int32_t heads, tiles, segments, first_segment;
+} row_plan;
+
+typedef struct {
+    int32_t row, head, heads; /* heads of keys, from `head` on */
+    int32_t first, count;     /* queries of the row for each head of keys: token by token, and of one token head by head */
+    int32_t begin, end;       /* keys */
+    int32_t segment;
+} tile;
+
+/* Where a share of the work keeps what it works on. */
+typedef struct {
+    float *numbers, *turned; /* [head_dim], one query or key */
+    uint32_t *queries;       /* [queries of a tile][key_words] */
+    float *scores;           /* [ROWS][KEYS], then the weights as words [ROWS][KEYS] */
+    float *sums;             /* [queries of a tile][value_words] */
+    float *total;            /* [queries of a tile][LANES], to be added up */
+    float *top;              /* [queries of a tile] */
+    uint32_t *panels;        /* [STEP_PANELS], where blocks hold plain rows */
+} workspace;
+
+ALWAYS_INLINE ptrdiff_t at_most(ptrdiff_t x, ptrdiff_t y) {
+    return x < y ? x : y;
+}
+
+ALWAYS_INLINE ptrdiff_t at_least(ptrdiff_t x, ptrdiff_t y) {
+    return x > y ? x : y;
+}
+
+ALWAYS_INLINE ptrdiff_t parts(ptrdiff_t whole, ptrdiff_t part) {
+    return (whole + part - 1) / part;
+}
+
+/* Into the cache of the processor, without waiting for it. */
+ALWAYS_INLINE void fetch(const void *from, ptrdiff_t bytes) {
+    for (ptrdiff_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char *)from + i);
+}
+
+ALWAYS_INLINE void fetch_to_write(char *to, ptrdiff_t bytes) {
+    for (ptrdiff_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(to + i, 1);
+}
+
+/* Words of a head's query or key, and of one token pair's values in a panel, whole vectors of them. */
+ALWAYS_INLINE ptrdiff_t key_words(ptrdiff_t head_dim, int pair) {
+    return parts(head_dim, pair);
+}
+
+ALWAYS_INLINE ptrdiff_t value_words(ptrdiff_t head_dim) {
+    return parts(head_dim, PANEL) * PANEL;
+}
+
+ALWAYS_INLINE ptrdiff_t panel_words(ptrdiff_t head_dim, int pair) {
+    return key_words(head_dim, pair) * PANEL + PANEL / pair * value_words(head_dim);
+}
+
+/* Floats of what one tile of a row whose keys are cut leaves for one head: sums, tops and totals. */
+ALWAYS_INLINE ptrdiff_t partial_size(const attention_step *step, const row_plan *plan) {
+    return plan->queries * (value_words(step->head_dim) + 2);
+}
+
+/* Whether a row has so few queries that it waits for memory more than it computes. */
+ALWAYS_INLINE int has_few(const attention_step *step, ptrdiff_t row) {
+    return (step->query_start[row + 1] - step->query_start[row]) * (step->heads / step->kv_heads) <= FEW;
+}
+
+/* Whether the cache holds panels; else it holds plain rows. */
+ALWAYS_INLINE int in_panels(ptrdiff_t head_dim, ptrdiff_t block_size) {
+    return head_dim % PANEL == 0 && block_size % PANEL == 0;
+}
+
+/* Words of one head's keys and values in a block. */
+ALWAYS_INLINE ptrdiff_t block_words(const attention_step *step, int pair) {
+    return 2 * (ptrdiff_t)step->block_size * step->head_dim / pair;
+}
+
+ALWAYS_INLINE uint32_t *panel_at(const attention_step *step, uint32_t *cache, ptrdiff_t block, ptrdiff_t head, ptrdiff_t offset, int pair) {
+    return cache + (block * step->kv_heads + head) * block_words(step, pair) + offset / PANEL * panel_words(step->head_dim, pair);
+}
+
+ALWAYS_INLINE const void *numbers_at(const void *tensor, const ptrdiff_t stride[2], ptrdiff_t token, ptrdiff_t head, int pair) {
+    return (const char *)tensor + (token * stride[0] + head * stride[1]) * (4 / pair);
+}
+
+#endif

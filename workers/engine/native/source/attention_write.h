@@ -1,0 +1,167 @@
+/* Keys and values into the cache, and queries and keys as they attend. */
+#ifndef ATTENTION_WRITE_H
+#define ATTENTION_WRITE_H
+
+#include "attention.h"
+
+/* x by its own size, then by its weights. */
+ALWAYS_INLINE void norm(float *restrict x, const float *restrict weights, ptrdiff_t size, float eps) {
+    lanes squares = {0};
+    float rest = 0;
+    ptrdiff_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        squares += load(x + i) * load(x + i);
+    for (; i < size; i++)
+        rest += x[i] * x[i];
+    float scale = 1.0f / sqrtf((added_up(squares) + rest) / (float)size + eps);
+    for (i = 0; i < size; i++)
+        x[i] = x[i] * scale * weights[i];
+}
+
+/* Half of a head's numbers, turned: `sin` as it stands for them, `other` the other half. */
+ALWAYS_INLINE void turn(float *restrict to, const float *restrict x, const float *restrict other, const void *restrict cos,
+                        const void *restrict sin, ptrdiff_t first, ptrdiff_t half, int pair) {
+    if (pair == 1)
+        for (ptrdiff_t i = 0; i < half; i++)
+            to[i] = x[i] * ((const float *)cos)[first + i] + other[i] * ((const float *)sin)[first + i];
+    else
+        for (ptrdiff_t i = 0; i < half; i++)
+            to[i] = x[i] * float_of_bf16(((const bf16 *)cos)[first + i]) + other[i] * float_of_bf16(((const bf16 *)sin)[first + i]);
+}
+
+/* A head's query or key as it attends: normed and turned where the model does that. Points to its words: `from` itself, or `to`. */
+NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace *work, const void *from, const void *weights, ptrdiff_t token,
+                                  void *to, int pair) {
+    const attention_step *step = layer->step;
+    ptrdiff_t size = step->head_dim, half = size / 2, row = token * step->rotation_stride * (4 / pair);
+    if (!step->cos)
+        return from;
+    float *x = work->numbers, *turned = work->turned;
+    widen(x, from, size, pair);
+    if (weights) {
+        widen(turned, weights, size, pair);
+        norm(x, turned, size, layer->eps);
+    }
+    const char *cos = (const char *)step->cos + row, *sin = (const char *)step->sin + row;
+    turn(turned, x, x + half, cos, sin, 0, half, pair);
+    turn(turned + half, x + half, x, cos, sin, half, half, pair);
+    narrow(to, turned, size, pair);
+    return to;
+}
+
+/* One token's key and value into their panel. Other tokens' may be written at the same time by others, so no byte of theirs is touched. */
+ALWAYS_INLINE void put_token(const attention_step *step, uint32_t *panel, ptrdiff_t lane, const void *key, const void *value, int pair) {
+    ptrdiff_t size = step->head_dim, steps = size / pair;
+    for (ptrdiff_t i = 0; i < steps; i++)
+        memcpy(panel + i * PANEL + lane, (const char *)key + 4 * i, 4);
+    uint32_t *values = panel + steps * PANEL + lane / pair * size;
+    if (pair == 1)
+        memcpy(values, value, (size_t)size * 4);
+    else
+        for (ptrdiff_t i = 0; i < size; i++)
+            ((bf16 *)values)[2 * i + lane % 2] = ((const bf16 *)value)[i];
+}
+
+static void put_row(const attention_step *step, uint32_t *cache, ptrdiff_t slot, ptrdiff_t head, const void *key, const void *value, int pair) {
+    ptrdiff_t bytes = step->head_dim * (4 / pair), block = slot / step->block_size, offset = slot % step->block_size;
+    char *keys = (char *)cache + (block * step->kv_heads + head) * 2 * step->block_size * bytes;
+    memcpy(keys + offset * bytes, key, (size_t)bytes);
+    memcpy(keys + (step->block_size + offset) * bytes, value, (size_t)bytes);
+}
+
+/* A whole panel at once: `keys` and `values` are of its 16 tokens. */
+NEVER_INLINE void put_panel(const attention_step *step, uint32_t *panel, const char *const keys[PANEL], const char *const values[PANEL],
+                             int pair) {
+    ptrdiff_t size = step->head_dim, steps = size / pair;
+    for (ptrdiff_t from = 0; from < steps; from += LANES)
+        for (ptrdiff_t lane = 0; lane < PANEL; lane += LANES) {
+            words square[LANES];
+            ptrdiff_t width = at_most(LANES, steps - from);
+            for (ptrdiff_t i = 0; i < LANES; i++) {
+                square[i] = (words){0};
+                if (width == LANES)
+                    square[i] = load_words(keys[lane + i] + 4 * from);
+                else
+                    memcpy(&square[i], keys[lane + i] + 4 * from, (size_t)width * 4);
+            }
+            transpose(square);
+            for (ptrdiff_t i = 0; i < width; i++)
+                store_words(panel + (from + i) * PANEL + lane, square[i]);
+        }
+    panel += steps * PANEL;
+    for (ptrdiff_t token = 0; token < PANEL; token += pair, panel += size) {
+        if (pair == 1) {
+            memcpy(panel, values[token], (size_t)size * 4);
+            continue;
+        }
+        const bf16 *even = (const bf16 *)values[token], *odd = (const bf16 *)values[token + 1];
+        for (ptrdiff_t i = 0; i < size; i++)
+            panel[i] = even[i] | (uint32_t)odd[i] << 16;
+    }
+}
+
+/* Whether the tokens from `token` on are those of a whole panel, in their order. */
+static int panel_begins(const attention_step *step, ptrdiff_t token, ptrdiff_t end) {
+    const int64_t *slots = step->slots + token;
+    if (end - token < PANEL || slots[0] % PANEL)
+        return 0;
+    for (ptrdiff_t i = 1; i < PANEL; i++)
+        if (slots[i] != slots[0] + i)
+            return 0;
+    return 1;
+}
+
+/* `count` tokens' keys and values of one head: one token, or a panel of them. */
+ALWAYS_INLINE void write_head(const attention_layer *layer, const workspace *work, ptrdiff_t token, ptrdiff_t count, ptrdiff_t head,
+                              int pair) {
+    const attention_step *step = layer->step;
+    ptrdiff_t slot = step->slots[token], steps = key_words(step->head_dim, pair), bytes = step->head_dim * (4 / pair);
+    const char *keys[PANEL], *values[PANEL];
+    for (ptrdiff_t i = 0; i < count; i++) {
+        const void *key = numbers_at(layer->k, step->key_stride, token + i, head, pair);
+        fetch(numbers_at(layer->k, step->key_stride, token + i, head + 1, pair), bytes);
+        fetch(numbers_at(layer->v, step->value_stride, token + i, head + 1, pair), bytes);
+        keys[i] = prepared(layer, work, key, layer->key_norm, token + i, work->queries + i * steps, pair);
+        values[i] = numbers_at(layer->v, step->value_stride, token + i, head, pair);
+    }
+    if (!in_panels(step->head_dim, step->block_size)) {
+        put_row(step, layer->cache, slot, head, keys[0], values[0], pair);
+        return;
+    }
+    uint32_t *panel = panel_at(step, layer->cache, slot / step->block_size, head, slot % step->block_size, pair);
+    if (count == PANEL)
+        put_panel(step, panel, keys, values, pair);
+    else
+        put_token(step, panel, slot % PANEL, keys[0], values[0], pair);
+}
+
+ALWAYS_INLINE void write_tokens(const attention_layer *layer, const workspace *work, ptrdiff_t from, ptrdiff_t to, int pair) {
+    const attention_step *step = layer->step;
+    int whole = in_panels(step->head_dim, step->block_size);
+    for (ptrdiff_t count = 1, token = from; token < to; token += count) {
+        count = whole && panel_begins(step, token, to) ? PANEL : 1;
+        for (ptrdiff_t head = 0; head < step->kv_heads; head++)
+            write_head(layer, work, token, count, head, pair);
+    }
+}
+
+/* A share of all tokens but those of rows of few queries. */
+ALWAYS_INLINE void write_share(const attention_layer *layer, const workspace *work, ptrdiff_t share, int pair) {
+    const attention_step *step = layer->step;
+    ptrdiff_t from = share * step->num_tokens / step->shares, to = (share + 1) * step->num_tokens / step->shares;
+    for (ptrdiff_t row = 0; row < step->num_rows; row++)
+        if (!has_few(step, row))
+            write_tokens(layer, work, at_least(from, step->query_start[row]), at_most(to, step->query_start[row + 1]), pair);
+}
+
+/* A tile's own tokens, where queries are few: nobody else reads them in this step, or writes to their panels. */
+ALWAYS_INLINE void write_tile(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, int pair) {
+    const attention_step *step = layer->step;
+    ptrdiff_t position = plan->start;
+    for (ptrdiff_t token = step->query_start[t->row]; token < step->query_start[t->row + 1]; token++, position++)
+        if (plan->segments == 1 || (t->begin <= position && position < t->end))
+            for (ptrdiff_t head = t->head; head < t->head + t->heads; head++)
+                write_head(layer, work, token, 1, head, pair);
+}
+
+#endif
