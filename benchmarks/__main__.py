@@ -3,14 +3,14 @@
     python -m benchmarks
     PEERS=~/peers python -m benchmarks --full --only engine run_batch
 
-A row that fails is named at the end, and the others run.
+A row that fails is named at the end, and the others run. Where llama.cpp is missing, its row runs without it.
 """
 
 import subprocess
 import sys
 
 from benchmarks import pages
-from benchmarks.peers import NoPeer, vllm_folder
+from benchmarks.peers import NoPeer, llama_cpp_folder, vllm_folder
 from benchmarks.report import RESULTS, arguments
 from benchmarks.rows import FULL, QUICK
 
@@ -27,6 +27,12 @@ def main() -> int:
         except NoPeer as error:
             print(error, file=sys.stderr)
             return 2
+    if any("llama.cpp" in row for row in rows):
+        try:
+            llama_cpp_folder()
+        except NoPeer as error:
+            print(f"{error} (measured without it)", file=sys.stderr)
+            rows = [row[: row.index("--against")] if "llama.cpp" in row else row for row in rows]
     failed = []
     for module, *words in rows:
         print(" ".join([module, *words]), flush=True)

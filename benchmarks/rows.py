@@ -16,7 +16,7 @@ _VLLM = ("--against", "vllm")
 
 FULL: tuple[tuple[str, ...], ...] = (
     ("start_up",),
-    ("alone",),
+    ("alone", "--against", "llama.cpp"),
     ("engine", "--kind", "random", "--requests", "64", "--turns", "5", *_VLLM),
     ("engine", "--kind", "shared", "--requests", "256", "--turns", "3", *_VLLM),
     ("engine", "--model", "llama-135m", "--kind", "random", "--requests", "64", "--turns", "3", *_VLLM),
@@ -28,4 +28,4 @@ FULL: tuple[tuple[str, ...], ...] = (
     ("step_profile",),
     ("sampling",),
 )
-"""Everything, with vLLM's CPU build by turns; under an hour on two cores."""
+"""Everything, with vLLM's CPU build and llama.cpp by turns; under an hour on two cores."""

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -10,8 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from benchmarks import goals, pages, plot, rows, step_profile
+from benchmarks.gguf import write_gguf
 from benchmarks.profile_table import PARTS, profile_table
 from benchmarks.work import shape_of, share_of
 
@@ -41,6 +45,58 @@ def test_without_the_peer_one_sentence_says_so(arguments: list[str], tmp_path: P
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"there is no vLLM in {tmp_path}/peers/vllm: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_without_llama_cpp_one_sentence_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.alone", "--against", "llama.cpp", "--out", str(tmp_path)]
+    environment = {**os.environ, "PEERS": str(tmp_path / "peers"), "BENCHMARK_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"there is no llama.cpp in {tmp_path}/peers/llama: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_whole_table_is_measured_without_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setenv("PEERS", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--full", "--only", "alone", "--out", str(tmp_path)])
+    monkeypatch.setattr(subprocess, "run", lambda command: ran.append(command) or SimpleNamespace(returncode=0))
+    assert importlib.import_module("benchmarks.__main__").main() == 0
+    assert "--against" not in ran[0]
+    assert "measured without it" in capsys.readouterr().err
+
+
+def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+    """Read back by the format's description: names, shapes with the inner dimension first, and a projection turned round."""
+    torch.manual_seed(0)
+    weights = {
+        "transformer.wte.weight": torch.randn(5, 8).bfloat16(),
+        "transformer.h.0.ln_1.bias": torch.randn(8).bfloat16(),
+        "transformer.h.0.attn.c_attn.weight": torch.randn(8, 24).bfloat16(),
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    config = {"n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "layer_norm_epsilon": 1e-5, "vocab_size": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 1, "a": 0, "ab": 2}, "merges": [["a", "b"]]}}))
+    write_gguf(tmp_path, tmp_path / "model.gguf")
+    content = (tmp_path / "model.gguf").read_bytes()
+    assert content[:24] == b"GGUF" + struct.pack("<IQQ", 3, 3, 11)
+    at = content.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens")
+    assert struct.unpack_from("<IIQ", content, at) == (9, 8, 5)
+
+    def tensor(name: str, dimensions: int) -> tuple[tuple[int, ...], int, int]:
+        *shape, kind, offset = struct.unpack_from(f"<{dimensions}QIQ", content, content.index(name.encode()) + len(name) + 4)
+        return tuple(shape), kind, offset
+
+    data = len(content) - sum(-(-size // 32) * 32 for size in (5 * 8 * 2, 8 * 4, 8 * 24 * 2))
+    assert tensor("token_embd.weight", 2)[:2] == ((8, 5), 30)
+    assert tensor("blk.0.attn_norm.bias", 1)[:2] == ((8,), 0)
+    shape, kind, offset = tensor("blk.0.attn_qkv.weight", 2)
+    assert (shape, kind) == ((8, 24), 30)
+    stored = torch.frombuffer(bytearray(content[data + offset : data + offset + 384]), dtype=torch.bfloat16).view(24, 8)
+    assert torch.equal(stored, weights["transformer.h.0.attn.c_attn.weight"].T)
 
 
 def test_the_work_of_a_pass_by_hand() -> None:

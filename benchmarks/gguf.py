@@ -1,0 +1,95 @@
+"""A checkpoint of GPT-2's family as the one file that llama.cpp reads: GGUF, version 3, matrices as they are in bf16, the rest as float32.
+
+The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+import json
+from pathlib import Path
+from struct import pack
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+_ALIGNMENT = 32
+_U32, _F32, _STRING, _ARRAY = 4, 6, 8, 9  # types of a value
+_FLOAT, _BFLOAT16 = 0, 30  # types of a tensor
+_NAMES = {
+    "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm",
+    "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+
+
+def write_gguf(folder: Path, path: Path) -> None:
+    """Writes the checkpoint in `folder` to `path`. The head is the embedding, as GPT-2 has it."""
+    tensors = {_name(name): _stored(name, tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
+    config = json.loads((folder / "config.json").read_text())
+    settings = _settings(config) | _tokenizer(json.loads((folder / "tokenizer.json").read_text()), config["vocab_size"])
+    header = b"GGUF" + pack("<IQQ", 3, len(tensors), len(settings))
+    header += b"".join(_text(key) + _value(value) for key, value in settings.items())
+    offset = 0
+    for name, tensor in tensors.items():
+        kind = _FLOAT if tensor.dtype == torch.float32 else _BFLOAT16
+        header += _text(name) + pack(f"<I{tensor.dim()}QIQ", tensor.dim(), *reversed(tensor.shape), kind, offset)
+        offset += _padded(tensor.nbytes)
+    with path.open("wb") as file:
+        file.write(header.ljust(_padded(len(header)), b"\0"))
+        for tensor in tensors.values():
+            file.write(tensor.view(torch.uint8).numpy().tobytes().ljust(_padded(tensor.nbytes), b"\0"))
+
+
+def _settings(config: dict[str, int | float]) -> dict[str, int | float | str]:
+    return {
+        "general.architecture": "gpt2",
+        "gpt2.context_length": config["n_positions"],
+        "gpt2.embedding_length": config["n_embd"],
+        "gpt2.feed_forward_length": 4 * config["n_embd"],
+        "gpt2.block_count": config["n_layer"],
+        "gpt2.attention.head_count": config["n_head"],
+        "gpt2.attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+    }
+
+
+def _tokenizer(tokenizer: dict[str, Any], vocabulary_size: int) -> dict[str, str | list[str]]:
+    ids: dict[str, int] = tokenizer["model"]["vocab"]
+    tokens = sorted(ids, key=ids.__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens + [f"[PAD{index}]" for index in range(len(tokens), vocabulary_size)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in tokenizer["model"]["merges"]],
+    }
+
+
+def _name(name: str) -> str:
+    """`transformer.h.3.attn.c_proj.weight` is `blk.3.attn_output.weight` there."""
+    module, _, kind = name.removeprefix("transformer.").rpartition(".")
+    if not module.startswith("h."):
+        return f"{_NAMES[module]}.{kind}"
+    _, layer, part = module.split(".", 2)
+    return f"blk.{layer}.{_NAMES[part]}.{kind}"
+
+
+def _stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Rows are outputs there; GPT-2 keeps its projections the other way round."""
+    if tensor.dim() == 1:
+        return tensor.float()
+    return tensor.T.contiguous() if ".h." in name else tensor
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode()
+    return pack("<Q", len(encoded)) + encoded
+
+
+def _value(value: int | float | str | list[str]) -> bytes:
+    if isinstance(value, list):
+        return pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+    if isinstance(value, str):
+        return pack("<I", _STRING) + _text(value)
+    return pack("<II", _U32, value) if isinstance(value, int) else pack("<If", _F32, value)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
