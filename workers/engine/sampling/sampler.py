@@ -83,6 +83,8 @@ class Sampler:
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Sampled:
         """Draws from contiguous float32 logits [R, vocab], which it changes."""
+        if not self._staged[rows.slots].any():
+            return Sampled(self._draw.tokens(logits, rows), np.empty(0, np.int64), None)
         kept = self._logprobs.keep(logits, rows)
         for stage in self._changes:
             stage.apply(logits, rows)
