@@ -136,6 +136,19 @@ def test_a_row_is_the_same_in_any_company_on_any_number_of_threads(window: int |
         assert torch.equal(step.attended(only=row)[0], expected)
 
 
+def test_a_row_sees_the_block_that_another_fills_in_the_same_step() -> None:
+    step = Step([(2, 18), (1, 16)], 2, 3)
+    step.tables[0, 0] = step.tables[1, 0]
+    for of in (step.keys, step.values):
+        of[0][:16] = of[1]
+    attention = make_attention("cpu", step.shape, 6, step.dtype, CPU)
+    cache = attention.new_cache(1)[0].fill_(float("nan"))
+    for spans, q in (([(1, 0, 15)], torch.zeros(15, 6, 64, dtype=step.dtype)), ([(0, 16, 18), (1, 15, 16)], torch.cat(step.q))):
+        k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (step.keys, step.values))
+        out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, None)
+    assert (out[:2].double() - step.expected(0)).abs().max() < TOLERANCE[step.dtype]
+
+
 def test_the_parts_of_a_prompt_are_what_the_whole_is() -> None:
     whole = Step([(300, 300)], 2, 3, window=50)
     expected = whole.attended()[0]

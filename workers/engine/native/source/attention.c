@@ -80,12 +80,11 @@ ALWAYS_INLINE void combine_share(const attention_layer *layer, const workspace *
     }
 }
 
-/* Whether all rows are of few queries, whose keys are written as they are attended. */
-static int all_few(const attention_step *step) {
+static int any_written_ahead(const attention_step *step) {
     for (int32_t row = 0; row < step->num_rows; row++)
-        if (!has_few(step, row))
-            return 0;
-    return 1;
+        if (written_ahead(step, row))
+            return 1;
+    return 0;
 }
 
 /* One thread's part of a layer. */
@@ -93,7 +92,7 @@ ALWAYS_INLINE void attend(const attention_layer *layer, ptrdiff_t thread, ptrdif
     const attention_step *step = layer->step;
     workspace work;
     lay_out(&work, step->scratch + at_most(thread, step->shares - 1) * step->scratch_size, pair, step->kv_heads, step->head_dim, step->block_size);
-    if (!all_few(step)) {
+    if (any_written_ahead(step)) {
         for (ptrdiff_t share = thread; share < step->shares; share += threads)
             write_share(layer, &work, share, pair);
 #pragma omp barrier

@@ -124,6 +124,16 @@ ALWAYS_INLINE int has_few(const attention_step *step, ptrdiff_t row) {
     return (step->query_start[row + 1] - step->query_start[row]) * (step->heads / step->kv_heads) <= FEW;
 }
 
+/* Whether a row's keys are written before anybody attends: they are many, or fill a block, which other rows may share from then on. */
+ALWAYS_INLINE int written_ahead(const attention_step *step, ptrdiff_t row) {
+    if (!has_few(step, row))
+        return 1;
+    for (ptrdiff_t token = step->query_start[row]; token < step->query_start[row + 1]; token++)
+        if (step->slots[token] % step->block_size == step->block_size - 1)
+            return 1;
+    return 0;
+}
+
 /* Whether the cache holds panels; else it holds plain rows. */
 ALWAYS_INLINE int in_panels(ptrdiff_t head_dim, ptrdiff_t block_size) {
     return head_dim % PANEL == 0 && block_size % PANEL == 0;

@@ -145,19 +145,21 @@ ALWAYS_INLINE void write_tokens(const attention_layer *layer, const workspace *w
     }
 }
 
-/* A share of all tokens but those of rows of few queries. */
+/* A share of all tokens, as far as they are written ahead. */
 ALWAYS_INLINE void write_share(const attention_layer *layer, const workspace *work, ptrdiff_t share, int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t from = share * step->num_tokens / step->shares, to = (share + 1) * step->num_tokens / step->shares;
     for (ptrdiff_t row = 0; row < step->num_rows; row++)
-        if (!has_few(step, row))
+        if (written_ahead(step, row))
             write_tokens(layer, work, at_least(from, step->query_start[row]), at_most(to, step->query_start[row + 1]), pair);
 }
 
-/* A tile's own tokens, where queries are few: nobody else reads them in this step, or writes to their panels. */
+/* A tile's own tokens, where queries are few and these were not written ahead: nobody else reads them in this step. */
 ALWAYS_INLINE void write_tile(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t position = plan->start;
+    if (written_ahead(step, t->row))
+        return;
     for (ptrdiff_t token = step->query_start[t->row]; token < step->query_start[t->row + 1]; token++, position++)
         if (plan->segments == 1 || (t->begin <= position && position < t->end))
             for (ptrdiff_t head = t->head; head < t->head + t->heads; head++)
