@@ -205,8 +205,8 @@ def test_a_rolling_restart_loses_no_token_and_computes_none_again(queue: Queue, 
         assert [published(queue, key) for key in keys] == [150] * len(bodies)
         assert all(worker.stop() == 0 for worker in workers)
     totals = queue.token_totals()
-    in_a_step = 2 * len(bodies)  # a stopping worker has a step under way, whose tokens nobody waits for
-    assert 0 <= totals.generated - totals.delivered <= in_a_step
+    # A stopping worker has some steps under way, whose tokens nobody waits for. Who began again would compute a thousand tokens twice.
+    assert 0 <= totals.generated - totals.delivered <= 16 * len(bodies)
 
 
 def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> None:
