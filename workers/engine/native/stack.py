@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from workers.engine.models.base import AttentionContext
 
 PARTS = ("matrix", "attention", "norms and elementwise")
-_MLP_ROWS = 51200
+_MLP_ROWS = 512  # that go through an MLP together, so that what is between its two products stays small
 
 
 class _Norm(ctypes.Structure):
@@ -48,7 +48,7 @@ class _Stack(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
         ("norm", _Norm),
-        *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "queries", "keys")),
+        *((name, ctypes.c_int32) for name in ("num_layers", "hidden", "queries", "keys", "mlp_rows")),
         ("seconds", ctypes.c_double * len(PARTS)),
     ]
 
@@ -62,7 +62,7 @@ class NativeStack(Stack):
         self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
         self._mlp = max(_packed(layer.up).columns for layer in layers)
         self._c_layers = (_Layer * len(layers))(*map(_c_layer, layers))
-        self._c_stack = _Stack(self._c_layers, _c_norm(norm), len(layers), self._hidden, queries, keys)
+        self._c_stack = _Stack(self._c_layers, _c_norm(norm), len(layers), self._hidden, queries, keys, _MLP_ROWS)
         self._pointer = ctypes.addressof(self._c_stack)
         self._windows: list[int | None] = []
         self._caches: list[Tensor] = []

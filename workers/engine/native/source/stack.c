@@ -5,8 +5,6 @@
 
 #include "kernels.h"
 
-enum { MLP_ROWS = 512 }; /* that go through an MLP together, so that what is between its two products stays small */
-
 enum { MATRIX, ATTENTION, NORMS, PARTS };
 
 typedef struct {
@@ -27,6 +25,7 @@ typedef struct {
     const decoder_layer *layers;
     norm norm;
     int32_t num_layers, hidden, queries, keys; /* the latter three: numbers of a token */
+    int32_t mlp_rows;                          /* tokens that go through an MLP together */
     double seconds[PARTS];                     /* spent so far, for those who profile */
 } decoder_stack;
 
@@ -48,8 +47,8 @@ static void add_norm(const norm *norm, bf16 *x, const bf16 *residual, bf16 *y, p
     norm_rows(x, residual, norm->weight, norm->bias, y, tokens, size, norm->eps, norm->bias != NULL, 0);
 }
 
-static void run_mlp(const decoder_layer *layer, const bf16 *x, bf16 *wide, bf16 *y, ptrdiff_t tokens, ptrdiff_t size) {
-    ptrdiff_t parts = (tokens + MLP_ROWS - 1) / MLP_ROWS;
+static void run_mlp(const decoder_stack *stack, const decoder_layer *layer, const bf16 *x, bf16 *wide, bf16 *y, ptrdiff_t tokens) {
+    ptrdiff_t size = stack->hidden, parts = (tokens + stack->mlp_rows - 1) / stack->mlp_rows;
     for (ptrdiff_t part = 0, first = 0; part < parts; part++) {
         ptrdiff_t end = (part + 1) * tokens / parts;
         packed_matmul(layer->up, x + first * size, end - first, wide);
@@ -59,7 +58,7 @@ static void run_mlp(const decoder_layer *layer, const bf16 *x, bf16 *wide, bf16 
 }
 
 /* x [tokens][hidden], embeddings: used up, as y of the same size is. narrow [tokens][the larger of hidden and queries]: the result, [hidden]
-   for each token. wide [tokens][queries + 2 keys], or [MLP_ROWS][the MLP's width] if that is more. */
+   for each token. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is more. */
 void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff_t tokens, bf16 *x, bf16 *y, bf16 *narrow, bf16 *wide) {
     ptrdiff_t size = stack->hidden;
     const bf16 *residual = NULL;
@@ -76,7 +75,7 @@ void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff
         count(stack, MATRIX, &since);
         add_norm(&layer->mlp_norm, y, x, narrow, tokens, size);
         count(stack, NORMS, &since);
-        run_mlp(layer, narrow, wide, x, tokens, size);
+        run_mlp(stack, layer, narrow, wide, x, tokens);
         count(stack, MATRIX, &since);
         residual = y;
     }
