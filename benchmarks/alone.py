@@ -4,7 +4,8 @@
     PEERS=~/peers python -m benchmarks.alone --against llama.cpp
 
 144 tokens in and 80 out, as llama.cpp's figure has it that is quoted beside it: gpt2-124m's shape in bf16, on a machine of the same kind.
-With `--against llama.cpp` that takes turns with the engine on the same prompts: how fast a machine reads memory may change by the hour.
+With `--against llama.cpp` llama.cpp takes turns with the engine on the same prompts, in place of that figure: how fast a machine reads
+memory changes by the hour.
 """
 
 import asyncio
@@ -44,7 +45,8 @@ def main() -> int:
     with ExitStack() as stack:
         peer = stack.enter_context(running_llama_cpp(args.model)) if args.against else None
         figures = asyncio.run(measure(args.model, args.requests, args.seed, peer))
-    write_report(f"alone-{args.model}", figures, args.out, args.seed, **versions)
+    name = f"alone-{args.model}"
+    write_report(f"{name}-llama-cpp" if args.against else name, figures, args.out, args.seed, **versions)
     return 0
 
 
@@ -60,13 +62,13 @@ async def measure(model: str, requests: int, seed: int, peer: LlamaCpp | None = 
             if peer is not None:
                 theirs.append(_times(peer.run_one(prompt, OUTPUT)["arrivals"]))
     figures = _summary(ours)
-    if model in LLAMA_CPP:
-        figures["llama_cpp_tokens_per_second"] = LLAMA_CPP[model]
-        figures["ratio"] = round(figures["tokens_per_second"] / LLAMA_CPP[model]["bf16"], 3)
     if theirs:
         ratios = [their[1] / our[1] for our, their in zip(ours, theirs, strict=True)]
-        by_turns = {"ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
-        figures["llama_cpp_by_turns"] = _summary(theirs) | by_turns
+        figures |= {"llama_cpp": _summary(theirs), "ratio": round(statistics.median(ratios), 3)}
+        figures["ratios"] = [round(ratio, 3) for ratio in ratios]
+    elif model in LLAMA_CPP:
+        figures["llama_cpp_tokens_per_second"] = LLAMA_CPP[model]
+        figures["ratio"] = round(figures["tokens_per_second"] / LLAMA_CPP[model]["bf16"], 3)
     return figures
 
 

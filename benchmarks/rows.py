@@ -16,14 +16,15 @@ _VLLM = ("--against", "vllm")
 
 FULL: tuple[tuple[str, ...], ...] = (
     ("start_up",),
+    ("alone",),
     ("alone", "--against", "llama.cpp"),
     ("engine", "--kind", "random", "--requests", "64", "--turns", "5", *_VLLM),
     ("engine", "--kind", "shared", "--requests", "256", "--turns", "3", *_VLLM),
     ("engine", "--model", "llama-135m", "--kind", "random", "--requests", "64", "--turns", "3", *_VLLM),
     ("engine", "--model", "qwen3-0.6b", "--kind", "random", "--requests", "64", "--turns", "3", *_VLLM),
     ("run_batch", "--requests", "128", "--turns", "3", *_VLLM),
-    ("run_batch", "--requests", "1024", "--turns", "3", *_VLLM),
-    ("queue_cost", "--requests", "1024", "--turns", "3"),
+    ("run_batch", "--requests", "1024", "--turns", "2", *_VLLM),
+    ("queue_cost", "--requests", "1024", "--turns", "2"),
     ("batch_sizes",),
     ("step_profile",),
     ("sampling",),
