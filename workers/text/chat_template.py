@@ -72,6 +72,9 @@ def _compile(source: str, origin: str) -> Callable[..., str]:
         template = compile_template(source)
     except TemplateSyntaxError as error:
         raise TokenizerError(f"The chat template of {origin} is not valid Jinja: {error.message}, line {error.lineno}.") from None
+    except Exception as error:  # of the interpreter, for which Jinja makes Python of it: nested too deeply, a number too long
+        reason = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
+        raise TokenizerError(f"The chat template of {origin} cannot be compiled: {reason}; --chat-template gives another.") from None
     return functools.partial(render_chat, template)
 
 

@@ -131,9 +131,21 @@ def test_a_template_that_loops_is_ended() -> None:
         assert template.render([]) == ""
 
 
-def test_a_template_that_is_not_jinja_is_refused_at_the_start() -> None:
-    with pytest.raises(TokenizerError, match="not valid Jinja"):
-        ChatTemplate("{% for %}", {})
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for %}", "not valid Jinja: Expected an expression"),
+        ("{{ x | unheard_of }}", "not valid Jinja: No filter"),
+        ("{{ " + 500 * "(" + "1" + 500 * ")" + " }}", "cannot be compiled: maximum recursion depth exceeded"),
+        (25 * "{% for a in messages %}" + 25 * "{% endfor %}", "cannot be compiled: too many statically nested blocks;"),
+        ("{{ " + 5000 * "9" + " }}", "cannot be compiled: Exceeds the limit"),
+    ],
+    ids=["syntax", "filter", "parentheses", "loops", "digits"],
+)
+def test_a_template_that_is_not_jinja_is_refused_at_the_start(source: str, reason: str) -> None:
+    with pytest.raises(TokenizerError, match=reason) as caught:
+        ChatTemplate(source, {})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_a_template_joins_plainly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
