@@ -162,14 +162,17 @@ class Stack:
         from jobs.queue import Queue
 
         client = self._exit.enter_context(connect(self.redis_url))
-        check_server(client)
+        if self._server is None:  # a server of our own is as it must be, and may be away just now
+            check_server(client)
         return Queue(client, self.settings)
 
     def _bury(self, pid: int) -> None:
         """Gives what a dead worker held to others at once; the ticker would find out too, but a lease later."""
+        import redis
+
         from jobs.scripts import QueueUnavailable
 
-        with contextlib.suppress(QueueUnavailable):
+        with contextlib.suppress(QueueUnavailable, redis.RedisError):
             for record in self.queue.workers():
                 if record.pid == pid and record.host == socket.gethostname():
                     self.queue.remove_worker(record.id)

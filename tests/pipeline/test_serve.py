@@ -130,6 +130,18 @@ def test_it_stops_in_order_and_at_once(tmp_path: Path) -> None:
         assert "Traceback" not in command.output
 
 
+@pytest.mark.proof
+def test_it_goes_on_after_its_redis_and_its_worker_were_killed_together(tmp_path: Path) -> None:
+    with running_pipeline("serve", "--port", 0, "--file-store", tmp_path) as command:
+        command.wait_for("worker INFO ready")
+        below = {pid: command_line(pid) for pid in descendants(command.process.pid)}
+        victims = [pid for pid, line in below.items() if "redis.sock" in line or "pipeline worker" in line]
+        assert len(victims) == 2, below
+        send_all(victims, signal.SIGKILL)
+        wait_until(lambda: command.output.count("worker INFO ready") == 2, 150, "the next worker to be ready")
+        assert command.process.poll() is None, command.output
+
+
 def test_status_shows_workers_models_and_batches(redis_url: str) -> None:
     done = run_pipeline("status", redis_url=redis_url)
     assert done.returncode == 0, done.stderr
