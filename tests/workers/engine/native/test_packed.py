@@ -1,6 +1,11 @@
 """Products with packed matrices against plain ones in float, over shapes that fill no panel and no tile."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +76,31 @@ def test_a_row_is_the_same_whatever_is_computed_beside_it() -> None:
     together = matrix(x)
     for rows in (1, 2, 7, 12, 13, 50, 64, 650):
         assert matrix(x[:rows]).equal(together[:rows])
+
+
+SMALL_STACKS = """
+import torch
+from workers.engine.native.packed import PackedMatrix
+x, weight = torch.randn(200, 768).bfloat16(), torch.randn(256, 768).bfloat16()
+matrix = PackedMatrix(weight)
+assert matrix(x)[:12].equal(matrix(x[:12]))
+"""
+
+
+def test_threads_need_no_large_stacks() -> None:
+    settings = {"OMP_STACKSIZE": "256k", "OMP_NUM_THREADS": "4"}
+    run = [sys.executable, "-c", SMALL_STACKS]
+    done = subprocess.run(run, cwd=Path(__file__).parents[4], env=os.environ | settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_calls_at_the_same_time_gather_apart() -> None:
+    torch.set_num_threads(2)
+    products = [(PackedMatrix(weight), x) for x, weight, _ in (operands(300, 256 + n, 512) for n in range(4))]
+    expected = [matrix(x) for matrix, x in products]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert all(map(torch.equal, pool.map(lambda product: product[0](product[1]), products), expected))
 
 
 def test_rows_are_the_weight_s() -> None:

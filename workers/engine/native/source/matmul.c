@@ -5,14 +5,16 @@
    padded with zeros. In a gated matrix the first 16 rows of a panel are gates and the other 16 what they let through. */
 
 #include <omp.h>
+#include <stdatomic.h>
 #include <stddef.h>
+#include <stdlib.h>
 
 #include "kernels.h"
 #include "matmul_tile.h"
 
 struct packed_matrix {
     const bf16 *panels; /* [ceil(n / 32)][k / 2][32][2] */
-    const bf16 *bias;   /* [n], in the order of the panels' rows; NULL for none */
+    const bf16 *bias;   /* [ceil(n / 32)][32] in the order of the panels' rows, padded as they are and read so; NULL for none */
     ptrdiff_t n, k;     /* k is even */
     int activation;     /* one of activation.h's */
     int gated;          /* y [m, n / 2] */
@@ -78,7 +80,15 @@ typedef struct {
     int gathered; /* each tile of x as matmul_tile.h says */
 } row_block;
 
+/* Where each thread gathers its block of rows: no thread's stack has to be as large. */
+typedef struct {
+    ptrdiff_t count;
+    _Alignas(64) bf16 of[][BLOCK_BYTES / sizeof(bf16)];
+} gathering_rooms;
+
 static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y);
+static gathering_rooms *take_rooms(ptrdiff_t count);
+static void give_back(gathering_rooms *rooms);
 static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward, ptrdiff_t *taken);
 static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block);
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next);
@@ -91,18 +101,40 @@ int matmul_supported(void) {
    from one place: memory is quicker where what they read is near. */
 void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
     product p = make_product(matrix, x, m, y);
-    ptrdiff_t units = p.blocks * p.runs, pairs = (omp_get_max_threads() + 1) / 2, taken[pairs];
+    ptrdiff_t most = omp_get_max_threads(), units = p.blocks * p.runs, pairs = (most + 1) / 2, taken[pairs];
+    gathering_rooms *rooms = p.few ? NULL : take_rooms(most);
     memset(taken, 0, sizeof taken);
 #pragma omp parallel
     {
-        bf16 room[BLOCK_BYTES / sizeof(bf16)] __attribute__((aligned(64)));
         ptrdiff_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), pair = thread / 2;
+        bf16 *room = rooms ? rooms->of[thread] : NULL;
         ptrdiff_t behind = 2 * pair + 2 < threads ? 2 * pair + 2 : threads;
         if (p.few)
             multiply_units(&p, room, 0, units, 0, &taken[0]);
         else
             multiply_units(&p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &taken[pair]);
     }
+    give_back(rooms);
+}
+
+/* Kept from call to call. Calls at the same time have rooms of their own, of which the last to end leaves its. */
+static gathering_rooms *_Atomic kept_rooms;
+
+/* NULL where there is no memory for them. */
+static gathering_rooms *take_rooms(ptrdiff_t count) {
+    gathering_rooms *rooms = atomic_exchange(&kept_rooms, NULL);
+    if (rooms && rooms->count >= count)
+        return rooms;
+    free(rooms);
+    rooms = aligned_alloc(_Alignof(gathering_rooms), sizeof *rooms + (size_t)count * sizeof rooms->of[0]);
+    if (rooms)
+        rooms->count = count;
+    return rooms;
+}
+
+static void give_back(gathering_rooms *rooms) {
+    if (rooms)
+        free(atomic_exchange(&kept_rooms, rooms));
 }
 
 static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
@@ -138,7 +170,7 @@ static int tile_rows(const row_block *block, ptrdiff_t tile, ptrdiff_t done) {
 static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block) {
     ptrdiff_t k = p->matrix->k, first = p->m * index / p->blocks, rows = p->m * (index + 1) / p->blocks - first;
     *block = (row_block){first, rows, (rows + MOST_ROWS - 1) / MOST_ROWS, p->x + first * k, 0};
-    if (block->tiles == 1 || rows * k > BLOCK_BYTES / (ptrdiff_t)sizeof(bf16))
+    if (!room || block->tiles == 1 || rows * k > BLOCK_BYTES / (ptrdiff_t)sizeof(bf16))
         return;
     for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {
         int count = tile_rows(block, tile, row);
