@@ -48,8 +48,19 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return taken.view(dtype).view(tuple(shape))
 
 
+def zeros_together(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors [size] of zeros in memory that is nobody else's, and goes back to the system as a whole with the last of them."""
+    lengths = [size * dtype.itemsize for size in sizes]
+    mapping = _Mapping(sum(-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths))
+    return [_taken(mapping, length).view(dtype) for length in lengths]
+
+
 def _own(size: int) -> Tensor:
-    taken = _Mapping(size).take(size)
+    return _taken(_Mapping(size), size)
+
+
+def _taken(mapping: _Mapping, size: int) -> Tensor:
+    taken = mapping.take(size)
     assert taken is not None
     return taken
 
@@ -58,6 +69,5 @@ def _share(size: int) -> Tensor:
     taken = _shared[0].take(size) if _shared else None
     if taken is None:
         _shared[:] = [_Mapping(_SHARED_SIZE)]
-        taken = _shared[0].take(size)
-    assert taken is not None
+        taken = _taken(_shared[0], size)
     return taken

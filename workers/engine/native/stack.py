@@ -15,7 +15,7 @@ from workers.engine.attention.cpu import CpuAttention
 from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.stack import DecoderLayer, Rotation, Stack
 from workers.engine.native.library import load
-from workers.engine.native.memory import huge_zeros
+from workers.engine.native.memory import zeros_together
 from workers.engine.native.packed import PackedMatrix
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 PARTS = ("matrix", "attention", "norms and elementwise")
 _MLP_ROWS = 512  # that go through an MLP together, so that what is between its two products stays small
+_LEAST_ROOM = 64  # tokens
 
 
 class _Norm(ctypes.Structure):
@@ -54,7 +55,7 @@ class _Stack(ctypes.Structure):
 
 
 class NativeStack(Stack):
-    """Buffers are kept from step to step, as large as the largest needed. Attention of other backends is called layer by layer."""
+    """Buffers are kept from step to step. Attention of other backends is called layer by layer."""
 
     def __init__(self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__(layers, norm, heads, kv_heads, head_dim)
@@ -92,11 +93,12 @@ class NativeStack(Stack):
             layer.cache, layer.scale, layer.step = cache.data_ptr(), scale, self._windows.index(window)
 
     def _make_room(self, tokens: int) -> None:
-        self._room = 0
+        """For more than `tokens`: a few rows more each step must not mean new buffers each step."""
+        self._room, tokens = 0, max(_LEAST_ROOM, 1 << (tokens - 1).bit_length())
         self._result = torch.empty(0)
         self._held: list[Tensor] = []  # what is there goes first
         sizes = (tokens * self._hidden, tokens * self._narrow, max(tokens * self._qkv, min(tokens, _MLP_ROWS) * self._mlp))
-        self._held = [_buffer(size) for size in sizes]
+        self._held = zeros_together(sizes, torch.bfloat16)
         self._result, self._buffers, self._room = self._held[1], [buffer.data_ptr() for buffer in self._held], tokens
 
 
@@ -107,10 +109,6 @@ def can_stack(layers: Sequence[DecoderLayer]) -> bool:
 def _packed(projection: object) -> PackedMatrix:
     assert isinstance(projection, PackedMatrix)
     return projection
-
-
-def _buffer(size: int) -> Tensor:
-    return huge_zeros((size,), torch.bfloat16)
 
 
 def _c_norm(norm: RMSNorm | LayerNorm) -> _Norm:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.engine.native.memory import huge_zeros
+from workers.engine.native.memory import huge_zeros, zeros_together
 
 MIB = 1 << 20
 
@@ -46,6 +46,18 @@ def test_small_ones_are_apart_and_aligned() -> None:
         tensor.fill_(number)
     assert [tensor.shape for tensor in tensors] == [(0, 3), (1, 3), (1000, 3), (5, 3)]
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+
+
+def test_what_is_made_together_goes_back_together() -> None:
+    before = resident()
+    tensors = zeros_together((1, 32 * MIB, 0, 1000), torch.bfloat16)
+    assert [len(tensor) for tensor in tensors] == [1, 32 * MIB, 0, 1000]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
+    assert resident() - before > 60 * MIB
+    del tensor, tensors
+    assert resident() - before < 8 * MIB
 
 
 def test_pages_are_huge() -> None:

@@ -118,6 +118,17 @@ def test_one_call_gives_the_same_bits(family: str, threads: int) -> None:
         assert one.equal(by_one)
 
 
+def test_buffers_grow_seldom() -> None:
+    model = Model("llama")
+    caches = model.attention.new_cache(LAYERS)
+    places = set()
+    for tokens in range(1, 260):
+        metadata, positions = step_of([(0, tokens)])
+        attend = StepAttention(model.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS)
+        places.add(model.stack(random(tokens, HIDDEN), ROPE.cos_sin(positions, positions + 1), attend).data_ptr())
+    assert len(places) <= 4  # 64, 128, 256 and 512
+
+
 def test_it_tells_where_the_time_goes() -> None:
     model = Model("llama")
     assert isinstance(model.stack, NativeStack)
