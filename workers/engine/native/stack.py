@@ -103,7 +103,8 @@ class NativeStack(Stack):
 
 
 def can_stack(layers: Sequence[DecoderLayer]) -> bool:
-    return all(isinstance(part, PackedMatrix) for layer in layers for part in (layer.qkv, layer.output, layer.up, layer.down))
+    parts = [part for layer in layers for part in (layer.qkv, layer.output, layer.up, layer.down)]
+    return bool(parts) and all(isinstance(part, PackedMatrix) for part in parts)
 
 
 def _packed(projection: object) -> PackedMatrix:

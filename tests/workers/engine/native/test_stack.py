@@ -129,6 +129,14 @@ def test_buffers_grow_seldom() -> None:
     assert len(places) <= 4  # 64, 128, 256 and 512
 
 
+def test_a_stack_of_no_layers_is_its_norm() -> None:
+    norm, hidden = Model("llama").norm(HIDDEN), random(5, HIDDEN)
+    stack = NativeOps().stack([], norm, 4, 2, 16)
+    metadata, positions = step_of([(0, 5)])
+    attend = StepAttention(make_attention("cpu", CacheShape(2, BLOCK, 2, 16), 4, torch.bfloat16, CPU), [], metadata, (), ())
+    assert stack(hidden.clone(), ROPE.cos_sin(positions, positions + 1), attend).equal(norm(hidden))
+
+
 def test_it_tells_where_the_time_goes() -> None:
     model = Model("llama")
     assert isinstance(model.stack, NativeStack)
