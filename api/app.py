@@ -19,19 +19,20 @@ from jobs.api_keys import KeyRing
 from jobs.connection import connect, connect_async
 from jobs.file_store import FileStore
 from jobs.queue import Queue
+from jobs.settings import QueueSettings
 
 
 def create_app(settings: ApiSettings) -> FastAPI:
     """An app whose queue is at `settings.redis_url`; connections are made when it starts.
 
-    Raises `StoreError` for a file store that is no folder.
+    Raises `StoreError` for a file store that is no folder, `SettingsError` for what the environment says of the queue.
     """
-    ring = KeyRing(settings.file_store)
+    ring, queue_settings = KeyRing(settings.file_store), QueueSettings()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         client, stream_client = connect(settings.redis_url), connect_async(settings.redis_url)
-        queue = Queue(client)
+        queue = Queue(client, queue_settings)
         reader = Reader(stream_client, queue, queue.settings.redis_retry_seconds)
         store = FileStore(queue, settings.file_store)
         app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue), store, ring)

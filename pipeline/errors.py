@@ -40,6 +40,9 @@ def exit_code_of(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return 1
+    if _is(error, "jobs.settings", "SettingsError"):
+        Refused(one_line(error)).show()
+        return Refused.exit_code
     sentence = explain(error)
     if sentence is None:
         raise error

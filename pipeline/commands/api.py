@@ -1,12 +1,15 @@
 """`pipeline api`: one HTTP process."""
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeline.errors import Refused
 from pipeline.options import Size, all_of, common_options, flag, flag_arguments, log_settings, redis_option, store_option
+
+if TYPE_CHECKING:
+    from api.settings import ApiSettings
 
 
 def _check_windows(_ctx: click.Context, _param: click.Parameter, windows: tuple[str, ...]) -> tuple[str, ...]:
@@ -51,16 +54,29 @@ def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level
         raise Refused("`pipeline api` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)")
     check_open(flags["host"], flags["insecure"], file_store)
     from api.main import main
-    from api.settings import ApiSettings
     from jobs.connection import check_server, connect
 
+    settings = _settings(redis_url=redis_url, file_store=file_store, completion_windows=flags.pop("completion_window"), **flags)
     with connect(redis_url) as client:
         check_server(client)
-    windows = flags.pop("completion_window")
     try:
-        main(ApiSettings(redis_url=redis_url, file_store=file_store, completion_windows=windows, **flags))
+        main(settings)
     except OSError as error:
         raise Refused(error.strerror or str(error)) from None
+
+
+def _settings(**given: Any) -> "ApiSettings":
+    """With what only the environment says. Raises `Refused`."""
+    from pydantic import ValidationError
+
+    from api.settings import ApiSettings
+
+    try:
+        return ApiSettings(**given)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        variable = f"{ApiSettings.model_config['env_prefix']}{fault['loc'][0]}".upper()
+        raise Refused(f"{variable} cannot be {fault['input']!r}: {fault['msg']}; give such a one, or leave it out") from None
 
 
 def check_open(host: str, insecure: bool, file_store: str) -> None:

@@ -164,6 +164,58 @@ def test_a_redis_out_of_reach_is_one_sentence(tmp_path: Path, invoke: Refusal, c
     assert stderr.splitlines()[-1].startswith("Error: Redis cannot be used"), stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run-batch {tmp}/good.jsonl",
+        "serve --port 0 --file-store {tmp}/store",
+        "worker",
+        "worker --data-parallel-size 2",
+        "jobs --file-store {tmp}/store",
+        "api --port 0 --file-store {tmp}/store",
+        "health worker",
+        "health jobs",
+        "status",
+        "tail batch_x",
+        "wait batch_x",
+    ],
+)
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("WINDOW_BYTES", "abc", "WINDOW_BYTES must be a whole number above 0, got 'abc': give one, or leave it out for 67108864"),
+        ("WORKER_DEATHS", "-1", "WORKER_DEATHS must be a whole number above 0, got '-1': give one, or leave it out for 1000"),
+    ],
+)
+def test_a_variable_of_the_queue_that_cannot_be_used_is_refused(
+    tmp_path: Path, invoke: Refusal, redis_url: str, command: str, variable: str, value: str, says: str
+) -> None:
+    write(tmp_path / "good.jsonl", line())
+    fleet = {} if command.startswith(("run-batch", "serve")) else {"REDIS_URL": redis_url}
+    code, stderr = invoke(*command.format(tmp=tmp_path).split(), **fleet, **{variable: value})
+    assert code == 2, stderr
+    assert stderr.splitlines()[-1] == f"Error: {says}"
+
+
+@pytest.mark.parametrize(("variable", "value"), [("PIPELINE_WATCH_SECONDS", "abc"), ("PIPELINE_MAX_BODY_BYTES", "0")])
+def test_a_variable_of_the_api_that_cannot_be_used_is_refused(
+    tmp_path: Path, invoke: Refusal, redis_url: str, variable: str, value: str
+) -> None:
+    code, stderr = invoke("api", "--port", 0, "--file-store", tmp_path, REDIS_URL=redis_url, **{variable: value})
+    assert code == 2, stderr
+    assert stderr.splitlines()[-1].startswith(f"Error: {variable} cannot be '{value}': ")
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [("soon", "(env var: 'LEASE_SECONDS'): 'soon' is not"), ("nan", "LEASE_SECONDS must be a number")]
+)
+def test_a_variable_that_is_a_flag_too_is_refused_by_its_name(tmp_path: Path, invoke: Refusal, value: str, says: str) -> None:
+    write(tmp_path / "good.jsonl", line())
+    code, stderr = invoke("run-batch", tmp_path / "good.jsonl", LEASE_SECONDS=value)
+    assert code == 2, stderr
+    assert says in stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("command", ["wait", "tail"])
 def test_an_unknown_batch_is_refused(redis_url: str, invoke: Refusal, command: str) -> None:
     code, stderr = invoke(command, "batch_absent", REDIS_URL=redis_url)
