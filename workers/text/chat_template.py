@@ -33,7 +33,7 @@ class ChatTemplate:
         if source is None:
             logger.warning("%s has no chat template: messages are joined plainly; --chat-template gives one", origin)
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """The prompt's text, which ends where the assistant begins to speak. Absent fields are left out of the messages.
 
         Raises TemplateError for messages that the template refuses, or that make it fail or take too long.

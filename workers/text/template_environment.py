@@ -27,10 +27,10 @@ def compile_template(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
-def render_chat(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+def render_chat(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
     """The prompt's text. Messages and variables are plain JSON, for other objects have methods of which the sandbox knows nothing."""
     names = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
-    return template.render(messages=[_with_reasoning(message) for message in messages], **names)
+    return template.render({**names, "messages": [_with_reasoning(message) for message in messages]})  # by no name of `render`'s own
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class TextTokenizer:
         ids = (self._tokenizer.token_to_id(self.special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         return next(([token_id] for token_id in ids if token_id is not None), [])
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """The prompt's text for chat messages. Raises TemplateError."""
         return self.chat_template.render(messages, **variables)
 

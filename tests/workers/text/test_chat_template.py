@@ -94,6 +94,12 @@ def test_a_template_is_read_without_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "x False\n"
 
 
+def test_a_variable_may_have_any_name() -> None:
+    template = ChatTemplate("{{ messages[0].content }} {{ template }} {{ add_generation_prompt }}", {})
+    variables = {"template": "t", "self": "s", "messages": [], "add_generation_prompt": False}
+    assert template.render([{"role": "user", "content": "hello"}], **variables) == "hello t False"
+
+
 def test_the_date_is_todays() -> None:
     template = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", {})
     before, rendered, after = datetime.now(), template.render([]), datetime.now()
