@@ -1,5 +1,11 @@
 """`pipeline worker`: one model replica, or several."""
 
+import contextlib
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
 import click
 
 from pipeline.errors import Refused
@@ -15,6 +21,10 @@ from pipeline.options import (
     redis_option,
     replicas_option,
 )
+
+if TYPE_CHECKING:
+    from workers.engine.config import EngineConfig
+    from workers.engine.launch import LaunchedCore
 
 _BESIDES = 10.0  # seconds that a replica may take to stop in beyond what its requests get
 
@@ -49,16 +59,44 @@ def worker(
         _supervise(ctx, name, redis_url, data_parallel_size, log_level)
         return
     from pipeline.worker_settings import worker_settings
-    from workers.engine.launch import launch_core
 
     settings = worker_settings(name, redis_url, ctx.params)
-    core = launch_core(settings.engine)  # before the rest is imported: it takes longer to be ready, and waits for nothing here
-    from jobs.connection import check_server, connect
-    from workers.worker import main
+    with _sigterm_as_exit(), _launched(settings.engine) as core:  # first: it takes longer to be ready, and waits for nothing here
+        from jobs.connection import check_server, connect
+        from workers.worker import main
 
-    with connect(redis_url) as client:
-        check_server(client)
-    raise SystemExit(main(settings, core))
+        with connect(redis_url) as client:
+            check_server(client)
+        raise SystemExit(main(settings, core))
+
+
+@contextlib.contextmanager
+def _launched(config: "EngineConfig") -> Iterator["LaunchedCore"]:
+    """A core on its way; if no engine has taken it by the end, it is gone then. Raises `Refused`."""
+    from workers.engine.launch import launch_core
+
+    try:
+        core = launch_core(config)
+    except OSError as error:
+        raise Refused(f"the engine core cannot be started: {error}") from None
+    try:
+        yield core
+    finally:
+        core.discard()
+
+
+@contextlib.contextmanager
+def _sigterm_as_exit() -> Iterator[None]:
+    """Until somebody else handles SIGTERM, it ends the process in order rather than at once."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _supervise(ctx: click.Context, model: str | None, redis_url: str, replicas: int, log_level: str) -> None:

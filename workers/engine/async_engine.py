@@ -137,6 +137,7 @@ class AsyncEngine:
             launched, self._launched = self._launched or launch_core(self.config), None
         except OSError as error:
             raise EngineStartError(f"the engine core cannot be started: {error}") from error
+        launched.taken = True
         self.config, ours = launched.config, launched.connection
         core = self._core = _CoreProcess(launched.process, asyncio.get_running_loop())
         try:

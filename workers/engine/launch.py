@@ -7,26 +7,34 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from workers.engine.config import EngineConfig
 from workers.engine.process import child_environment
 from workers.engine.transport import frame
 
 
-class LaunchedCore(NamedTuple):
-    """A core that loads its model; it ends with the thread that launched it. `connection` is the front's end, `config` what it was sent."""
+@dataclass
+class LaunchedCore:
+    """A core that loads its model; it ends with the thread that launched it. `connection` is the front's end, `config` what it was sent.
+
+    Whoever launched it discards it in the end, which does nothing to one that is `taken`: the engine that took it ends it.
+    """
 
     process: "subprocess.Popen[str]"
     connection: socket.socket
     config: EngineConfig
+    taken: bool = False
 
     def discard(self) -> None:
-        """Ends one that nobody wants any more."""
+        """Ends it, unless somebody has taken it. Returns once it is gone; repeating it changes nothing."""
+        if self.taken:
+            return
         self.connection.close()
         self.process.kill()
         self.process.wait()
+        if self.process.stderr is not None:
+            self.process.stderr.close()
 
 
 def launch_core(config: EngineConfig) -> LaunchedCore:

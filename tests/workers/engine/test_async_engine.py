@@ -406,6 +406,7 @@ def test_a_core_that_was_launched_before_is_used() -> None:
         await engine.start(START_SECONDS)
         try:
             assert engine.pid == launched.process.pid
+            launched.discard()  # too late: it is the engine's
             assert await text_of(engine, [1, 2, 3])
         finally:
             await engine.stop()
@@ -416,7 +417,10 @@ def test_a_core_that_was_launched_before_is_used() -> None:
 def test_a_launched_core_that_is_not_wanted_ends_with_its_engine() -> None:
     launched = launch_core(config())
     run(AsyncEngine(config(), launched=launched).stop)
-    assert launched.process.poll() is not None
+    launched.discard()  # again
+    assert launched.process.returncode is not None
+    assert launched.process.stderr is not None
+    assert launched.process.stderr.closed
 
 
 def test_a_launched_core_that_has_ended_is_told_of_at_the_start() -> None:

@@ -1,0 +1,79 @@
+"""The core that `pipeline worker` launches first of all: it is told of when it cannot be started, and ends with whatever fails after it."""
+
+import errno
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import redis
+
+from tests.pipeline.conftest import RunHere
+from workers.engine import launch
+from workers.engine.launch import LaunchedCore
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchedCore]:
+    """The cores that were launched."""
+    cores: list[LaunchedCore] = []
+    original = launch.launch_core
+
+    def keep(*arguments: Any) -> LaunchedCore:
+        cores.append(original(*arguments))
+        return cores[-1]
+
+    monkeypatch.setattr(launch, "launch_core", keep)
+    return cores
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_a_core_that_cannot_be_started_is_told_of(run_here: RunHere, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    done = run_here("worker", REDIS_URL="unix:///nowhere/redis.sock")
+    assert done.code == 2
+    assert done.err.splitlines()[-1] == f"Error: the engine core cannot be started: [Errno {number}] {os.strerror(number)}"
+
+
+def test_no_core_is_left_when_redis_is_away(run_here: RunHere, launched: list[LaunchedCore], tmp_path: Path) -> None:
+    done = run_here("worker", REDIS_URL=f"unix://{tmp_path}/redis.sock")
+    assert done.code == 1
+    assert "Redis cannot be used" in done.err
+    check_gone(launched)
+
+
+def test_no_core_is_left_when_redis_fails_once_more(
+    run_here: RunHere, launched: list[LaunchedCore], redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(client: object) -> NoReturn:
+        raise redis.ConnectionError("gone")
+
+    monkeypatch.setattr("workers.worker.check_server", fail)
+    done = run_here("worker", REDIS_URL=redis_url)
+    assert done.code == 2
+    assert "Redis cannot be used: gone" in done.err
+    check_gone(launched)
+
+
+def test_no_core_is_left_by_a_sigterm_that_comes_early(
+    run_here: RunHere, launched: list[LaunchedCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.connection.check_server", lambda client: os.kill(os.getpid(), signal.SIGTERM))
+    done = run_here("worker", REDIS_URL="unix:///nowhere/redis.sock")
+    assert done.code == 128 + signal.SIGTERM
+    check_gone(launched)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def check_gone(launched: list[LaunchedCore]) -> None:
+    """One was launched, and has been waited for."""
+    (core,) = launched
+    assert core.process.returncode is not None
+    assert core.process.stderr is not None
+    assert core.process.stderr.closed
+    assert core.connection.fileno() == -1
