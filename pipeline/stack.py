@@ -180,4 +180,3 @@ class Stack:
 
 def _python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
-
