@@ -25,10 +25,10 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("pair", "heads", "kv_heads", "head_dim", "block_size", "window")),
-        *((name, ctypes.c_int32) for name in ("num_tokens", "num_rows", "max_blocks", "shares", "together")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_rows", "max_blocks", "shares", "together", "any_ahead")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("slots", "query_start", "contexts", "tables", "starts", "partials_at", "partials", "scratch")
+            for name in ("slots", "query_start", "contexts", "tables", "starts", "ahead", "partials_at", "partials", "scratch")
         ),
         ("scratch_size", ctypes.c_ssize_t),
         *((name, _Strides) for name in ("query_stride", "key_stride", "value_stride")),
@@ -125,20 +125,20 @@ class CpuAttention:
         slots = metadata.slot_mapping.contiguous()
         arrays = [np.ascontiguousarray(x, np.int32) for x in (metadata.query_start, metadata.context_lens, metadata.block_tables)]
         rows = len(arrays[1])
-        starts, partials_at = np.empty((threads + 1, 3), np.int32), np.empty(rows, np.int64)
+        starts, ahead, partials_at = np.empty((threads + 1, 3), np.int32), np.empty(rows, np.int32), np.empty(rows, np.int64)
         if self._scratch.numel() < threads * self._scratch_size:
             self._scratch = torch.empty(threads * self._scratch_size, dtype=torch.float32)
         step = _Step(
             *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size, window or 0),
-            *(len(slots), rows, arrays[2].shape[1], threads, 1),
-            *(slots.data_ptr(), *(x.ctypes.data for x in arrays), starts.ctypes.data, partials_at.ctypes.data),
+            *(len(slots), rows, arrays[2].shape[1], threads, 1, 0),
+            *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead, partials_at))),
             *(None, self._scratch.data_ptr(), self._scratch_size),
         )
         size: int = self._plan(ctypes.addressof(step))
         if size > self._partials.numel():
             self._partials = torch.empty(size, dtype=torch.float32)
         step.partials = self._partials.data_ptr() if size else None
-        prepared = Prepared(step, (slots, *arrays, starts, partials_at, self._scratch, self._partials))
+        prepared = Prepared(step, (slots, *arrays, starts, ahead, partials_at, self._scratch, self._partials))
         metadata.prepared[window] = prepared
         return prepared
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads, make_attention
+from workers.engine.attention.cpu import CpuAttention
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import Rotary
 from workers.engine.models.config import RopeConfig
@@ -136,17 +138,49 @@ def test_a_row_is_the_same_in_any_company_on_any_number_of_threads(window: int |
         assert torch.equal(step.attended(only=row)[0], expected)
 
 
-def test_a_row_sees_the_block_that_another_fills_in_the_same_step() -> None:
-    step = Step([(2, 18), (1, 16)], 2, 3)
-    step.tables[0, 0] = step.tables[1, 0]
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 40])  # queries of the row that reads: few, and a prefill
+@pytest.mark.parametrize("before", [0, 33])  # blocks, of which 32 make a segment of keys and more
+@pytest.mark.parametrize("block_size", [16, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
+    dtype: torch.dtype, block_size: int, before: int, count: int, threads: int
+) -> None:
+    shared = (before + 1) * block_size
+    step = Step([(count, shared + count), (1, shared)], 2, 3, dtype=dtype, block_size=block_size)
+    step.tables[0, : before + 1] = step.tables[1, : before + 1]
     for of in (step.keys, step.values):
-        of[0][:16] = of[1]
+        of[0][:shared] = of[1]
+    torch.set_num_threads(threads)
     attention = make_attention("cpu", step.shape, 6, step.dtype, CPU)
     cache = attention.new_cache(1)[0].fill_(float("nan"))
-    for spans, q in (([(1, 0, 15)], torch.zeros(15, 6, 64, dtype=step.dtype)), ([(0, 16, 18), (1, 15, 16)], torch.cat(step.q))):
+    earlier = torch.zeros(shared - 1, 6, 64, dtype=dtype)
+    for spans, q in (([(1, 0, shared - 1)], earlier), ([(0, shared, shared + count), (1, shared - 1, shared)], torch.cat(step.q))):
         k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (step.keys, step.values))
         out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, None)
-    assert (out[:2].double() - step.expected(0)).abs().max() < TOLERANCE[step.dtype]
+    for row, got in enumerate(out.split([count, 1])):
+        assert (got.double() - step.expected(row)).abs().max() < TOLERANCE[dtype]
+
+
+def written_ahead(rows: Rows, shared: dict[tuple[int, int], int]) -> list[int]:
+    """Which rows are, where row `a` has the first `n` blocks of row `b` by shared {(a, b): n}, and whether any are."""
+    step = Step(rows, 2, 3)
+    for (a, b), number in shared.items():
+        step.tables[a, :number] = step.tables[b, :number]
+    metadata = step.metadata([(row, context - count, context) for row, (count, context) in enumerate(rows)])
+    attention = make_attention("cpu", step.shape, 6, step.dtype, CPU)
+    assert isinstance(attention, CpuAttention)
+    plan = attention.prepared(metadata, None, 10 * 64, None).step
+    return [*(ctypes.c_int32 * len(rows)).from_address(plan.ahead), plan.any_ahead]
+
+
+def test_only_what_others_see_in_the_same_step_is_written_ahead() -> None:
+    assert written_ahead([(1, 16), (1, 32), (2, 33), (1, 5)], {}) == [0, 0, 0, 0, 0]
+    assert written_ahead([(1, 16), (1, 32), (3, 40)], {}) == [0, 0, 1, 1]  # nine queries to a head
+    assert written_ahead([(2, 34), (1, 32), (1, 16)], {(0, 1): 2}) == [0, 1, 0, 1]
+    assert written_ahead([(2, 34), (2, 33), (1, 16)], {(0, 1): 2}) == [0, 1, 0, 1]
+    assert written_ahead([(1, 34), (1, 33)], {(0, 1): 2}) == [0, 0, 0]  # filled before
+    assert written_ahead([(1, 32), (1, 32)], {(0, 1): 1}) == [0, 0, 0]  # what they share was filled before
 
 
 def test_the_parts_of_a_prompt_are_what_the_whole_is() -> None:

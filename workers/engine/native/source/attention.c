@@ -9,7 +9,8 @@
    Milakov and Gimelshein (2018). The keys of a row with a single tile are cut too, at fixed places, and what comes of them is combined in their
    order. Tiles are dealt out in shares of equal work, but nobody's numbers depend on the other rows, or on how many threads there are.
 
-   Nothing is read that does not belong to the row: in a last panel, what lies behind its end is never multiplied with. */
+   What lies behind the end of a row in its last panel, be it no numbers at all, changes nothing: scores with such keys are thrown away, and
+   such values are never multiplied with. */
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -80,19 +81,12 @@ ALWAYS_INLINE void combine_share(const attention_layer *layer, const workspace *
     }
 }
 
-static int any_written_ahead(const attention_step *step) {
-    for (int32_t row = 0; row < step->num_rows; row++)
-        if (written_ahead(step, row))
-            return 1;
-    return 0;
-}
-
 /* One thread's part of a layer. */
 ALWAYS_INLINE void attend(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads, int pair) {
     const attention_step *step = layer->step;
     workspace work;
     lay_out(&work, step->scratch + at_most(thread, step->shares - 1) * step->scratch_size, pair, step->kv_heads, step->head_dim, step->block_size);
-    if (any_written_ahead(step)) {
+    if (step->any_ahead) {
         for (ptrdiff_t share = thread; share < step->shares; share += threads)
             write_share(layer, &work, share, pair);
 #pragma omp barrier

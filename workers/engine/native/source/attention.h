@@ -30,11 +30,13 @@ struct attention_step {
     int32_t num_tokens, num_rows, max_blocks;
     int32_t shares;             /* into which the work is cut */
     int32_t together;           /* heads of keys that a tile of few queries takes */
+    int32_t any_ahead;          /* whether any row is written ahead */
     const int64_t *slots;       /* [num_tokens] block * block_size + offset */
     const int32_t *query_start; /* [num_rows + 1] */
     const int32_t *contexts;    /* [num_rows] */
     const int32_t *tables;      /* [num_rows][max_blocks] */
     int32_t (*starts)[3];       /* [shares + 1] of row, head and tile */
+    int32_t *ahead;             /* [num_rows] whether a row's keys are written before anybody attends */
     int64_t *partials_at;       /* [num_rows] in `partials`; -1 where keys are not cut */
     float *partials;
     float *scratch;
@@ -122,16 +124,6 @@ ALWAYS_INLINE ptrdiff_t partial_size(const attention_step *step, const row_plan 
 /* Whether a row has so few queries that it waits for memory more than it computes. */
 ALWAYS_INLINE int has_few(const attention_step *step, ptrdiff_t row) {
     return (step->query_start[row + 1] - step->query_start[row]) * (step->heads / step->kv_heads) <= FEW;
-}
-
-/* Whether a row's keys are written before anybody attends: they are many, or fill a block, which other rows may share from then on. */
-ALWAYS_INLINE int written_ahead(const attention_step *step, ptrdiff_t row) {
-    if (!has_few(step, row))
-        return 1;
-    for (ptrdiff_t token = step->query_start[row]; token < step->query_start[row + 1]; token++)
-        if (step->slots[token] % step->block_size == step->block_size - 1)
-            return 1;
-    return 0;
 }
 
 /* Whether the cache holds panels; else it holds plain rows. */

@@ -70,13 +70,34 @@ void move_on(const attention_step *step, cursor *at) {
     start_row(step, at);
 }
 
+/* Whether another row's keys have that block in that place. No block is shared in two places: keys depend on where they stand. */
+static int has_block(const attention_step *step, int32_t row, ptrdiff_t place, int64_t block) {
+    return step->contexts[row] > place * step->block_size && step->tables[(ptrdiff_t)row * step->max_blocks + place] == block;
+}
+
+/* Whether a row of few queries fills a block that another sees in this very step. None is shared before it is full. */
+static int fills_for_others(const attention_step *step, const row_plan *plan, int32_t row) {
+    for (ptrdiff_t position = at_least(plan->start, 0); position < plan->context; position++) {
+        if ((position + 1) % step->block_size)
+            continue;
+        int64_t block = step->slots[step->query_start[row] + position - plan->start] / step->block_size;
+        for (int32_t other = 0; other < step->num_rows; other++)
+            if (other != row && has_block(step, other, position / step->block_size, block))
+                return 1;
+    }
+    return 0;
+}
+
 ptrdiff_t attention_plan(attention_step *step) {
     ptrdiff_t partials = 0, few = 0;
     int64_t whole = 0, reached = 0;
     step->together = 1;
+    step->any_ahead = 0;
     for (int32_t row = 0; row < step->num_rows; row++) {
         row_plan plan = plan_row(step, row);
         few += plan.few ? plan.segments : 0;
+        step->ahead[row] = !plan.few || fills_for_others(step, &plan, row);
+        step->any_ahead |= step->ahead[row];
         step->partials_at[row] = plan.segments > 1 ? partials : -1;
         if (plan.segments > 1)
             partials += (ptrdiff_t)step->kv_heads * plan.segments * partial_size(step, &plan);

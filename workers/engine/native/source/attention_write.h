@@ -150,7 +150,7 @@ ALWAYS_INLINE void write_share(const attention_layer *layer, const workspace *wo
     const attention_step *step = layer->step;
     ptrdiff_t from = share * step->num_tokens / step->shares, to = (share + 1) * step->num_tokens / step->shares;
     for (ptrdiff_t row = 0; row < step->num_rows; row++)
-        if (written_ahead(step, row))
+        if (step->ahead[row])
             write_tokens(layer, work, at_least(from, step->query_start[row]), at_most(to, step->query_start[row + 1]), pair);
 }
 
@@ -158,7 +158,7 @@ ALWAYS_INLINE void write_share(const attention_layer *layer, const workspace *wo
 ALWAYS_INLINE void write_tile(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t position = plan->start;
-    if (written_ahead(step, t->row))
+    if (step->ahead[t->row])
         return;
     for (ptrdiff_t token = step->query_start[t->row]; token < step->query_start[t->row + 1]; token++, position++)
         if (plan->segments == 1 || (t->begin <= position && position < t->end))
