@@ -1,7 +1,6 @@
 """`pipeline run-batch` as a whole: private Redis, control plane, worker, engine, and the files that remain."""
 
 import json
-import re
 import signal
 import tempfile
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import pytest
 from pyarrow import Table, parquet
 
+from jobs.manifest import load_manifest
+from jobs.parts import merge_parts
 from tests.pipeline.results import answers, check_answers, custom_ids, examples, read_results
 from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
 from tests.support.poison import Poison, poisoned_environment
@@ -172,12 +173,21 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path
         assert run.output.splitlines()[-1] == "Interrupted: what is finished is kept, run the same command again to go on."
         assert "Traceback" not in run.output
     assert not output.exists()
+    kept = kept_ids(tmp_path / "out.jsonl.parts")
+    assert 0 < len(kept) < 40
     done = run_pipeline("run-batch", source, "-o", output)
     assert done.returncode == 0, done.stderr
     check_answers(source, output)
-    first_counts = re.search(r"^(\d+)(?: of 40)? done", done.stderr, re.MULTILINE)
-    assert first_counts is not None
-    assert int(first_counts[1]) > 0
+    assert f"{len(kept)} of 40 done; waiting for the model to load" in done.stderr.splitlines()
+    results = dict(enumerate(read_results(output), start=1))
+    assert {line: results[line]["response"]["body"]["id"] for line in kept} == kept
+
+
+def kept_ids(root: Path) -> dict[int, str]:
+    """By line, the ids of the answers that the parts of a run hold; an answer that is made again gets another."""
+    manifest = load_manifest(str(root))
+    assert manifest is not None
+    return {record.line: json.loads(record.result.body)["id"] for record in merge_parts(str(root), manifest.parts)}
 
 
 def endless(path: Path) -> Path:

@@ -38,6 +38,7 @@ EXCEPTION = Poison("rhinoceros", "exception")
 HANG = Poison("hibernation", "hang")
 EXIT = Poison("departure", "exit")
 OUTAGE = 2 * GOODBYE_SECONDS  # longer than a stopping worker waits, and a call tries again
+MOST_LEARNED = 4 * SHORTEST_PATIENCE  # for which a step must have been held up for eight seconds, on whatever machine
 LATE = Poison("procrastination", "segfault", start=70)
 WORDS = {
     "segfault": "was ended by SIGSEGV",
@@ -105,7 +106,8 @@ def find_one(queue: Queue, redis_url: str, poison: Poison, count: int, flags: tu
         assert faults(queue.redis) == []
         assert worker.stop() == 0
         deaths = worker.log().count("another engine core is started")
-        silences = map(float, re.findall(r"nothing came in ([\d.]+) s", worker.log()))
+        silences = [float(silence) for silence in re.findall(r"nothing came in ([\d.]+) s", worker.log())]
+    assert all(silence <= MOST_LEARNED for silence in silences), silences
     return seconds - deaths * starting - sum(max(0.0, silence - SHORTEST_PATIENCE) for silence in silences)
 
 

@@ -83,12 +83,16 @@ class Model:
             1e-5,
         )  # type: ignore[misc]
 
-    def run(self, one_call: bool) -> list[Tensor]:
-        """What comes of each of `STEPS`."""
+    def run(self, one_call: bool, moves: bool = False) -> list[Tensor]:
+        """What comes of each of `STEPS`. If it `moves`, what was cached stands elsewhere at each, and where it stood is overwritten."""
         caches = [cache.zero_() for cache in self.attention.new_cache(LAYERS)]
         torch.manual_seed(8)
         results = []
         for rows in STEPS:
+            if moves:
+                before, caches = caches, [cache.clone() for cache in caches]
+                for cache in before:
+                    cache.fill_(torch.nan)
             metadata, positions = step_of(rows)
             rotation: Rotation | None = ROPE.cos_sin(positions, positions + 1) if self.rotary else None
             attend = StepAttention(self.attention, caches, metadata, (0.25, 0.2, 0.3), WINDOWS)
@@ -135,6 +139,12 @@ def test_a_stack_of_no_layers_is_its_norm() -> None:
     metadata, positions = step_of([(0, 5)])
     attend = StepAttention(make_attention("cpu", CacheShape(2, BLOCK, 2, 16), 4, torch.bfloat16, CPU), [], metadata, (), ())
     assert stack(hidden.clone(), ROPE.cos_sin(positions, positions + 1), attend).equal(norm(hidden))
+
+
+def test_caches_that_were_made_anew_are_the_ones_that_are_used() -> None:
+    model = Model("llama")
+    for moved, stayed in zip(model.run(one_call=True, moves=True), model.run(one_call=False), strict=True):
+        assert moved.equal(stayed)
 
 
 def test_it_tells_where_the_time_goes() -> None:
