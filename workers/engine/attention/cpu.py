@@ -131,7 +131,7 @@ class CpuAttention:
         step = _Step(
             *(self._pair, self._heads, s.kv_heads, s.head_dim, s.block_size, window or 0),
             *(len(slots), rows, arrays[2].shape[1], threads, 1, 0),
-            *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead, partials_at))),
+            *(slots.data_ptr(), *(x.ctypes.data for x in (*arrays, starts, ahead)), partials_at.ctypes.data),
             *(None, self._scratch.data_ptr(), self._scratch_size),
         )
         size: int = self._plan(ctypes.addressof(step))
