@@ -21,10 +21,12 @@ from pipeline.signals import Signals
 from pipeline.stack import Stack
 from pipeline.summary import Summary, print_problems, print_summary
 
-_LOOK_SECONDS = 0.05  # at the state, which takes a tenth of the time that the whole record takes
-_WAITING_SECONDS = 0.15  # at the record, until something runs
-_RUNNING_SECONDS = 0.5
-_AWAY_SECONDS = 0.2
+# Between two looks: a tenth of what the whole record takes goes to the state, and little more to what waits.
+_STATE_SECONDS = 0.05
+_BEGINNING_SECONDS = 0.02  # at the state and at what waits, while nothing runs: from then on the output tokens/s are counted
+_IDLE_RECORD_SECONDS = 0.15
+_BUSY_RECORD_SECONDS = 0.5
+_REDIS_AWAY_SECONDS = 0.2
 _PROBLEM_SECONDS = 5.0
 _RESUMES = "what is finished is kept, run the same command again to go on"
 _FAREWELL = f"Interrupted: {_RESUMES}."
@@ -132,6 +134,7 @@ class BatchRun:
             pause = stack.check()
             try:
                 record = get_batch(stack.queue.redis, batch_id, retry_seconds=0.0)
+                self._check_control_plane(record, stack)
                 away_since = None
             except KeyError:
                 log.warning("Redis knows nothing of %s any more: it is made again from %s", batch_id, self._task.root)
@@ -139,8 +142,9 @@ class BatchRun:
                 continue
             except (redis.RedisError, QueueUnavailable) as error:
                 away_since = away_since or time.monotonic()
+                self._led_at = time.monotonic()  # as far as can be told
                 self._check_patience(error, away_since, signals)
-                signals.wait(_AWAY_SECONDS)
+                signals.wait(_REDIS_AWAY_SECONDS)
                 continue
             if record.ended:
                 progress.update(self._counts(record))
@@ -154,16 +158,16 @@ class BatchRun:
             troubled_since = (troubled_since or now) if record.problem else None
             if troubled_since is not None and now - troubled_since > _PROBLEM_SECONDS:
                 raise Unfinished(f"{record.problem}; {self._shared_files()}{_RESUMES}")
-            self._check_control_plane(record, stack)
-            self._wait(record, min(pause, _RUNNING_SECONDS if record.running else _WAITING_SECONDS), stack, signals)
+            self._wait(record, min(pause, _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS), stack, signals)
 
     @staticmethod
     def _wait(record: BatchRecord, seconds: float, stack: Stack, signals: Signals) -> None:
-        """Returns after `seconds`, at a signal, or soon after the batch has moved to another state."""
+        """Returns after `seconds`, at a signal, or soon after the batch has moved on: its state or, while nothing ran, what waits."""
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0 and not signals.wait(min(left, _LOOK_SECONDS)):
+        look = _STATE_SECONDS if record.running else _BEGINNING_SECONDS
+        while (left := deadline - time.monotonic()) > 0 and not signals.wait(min(left, look)):
             try:
-                if stack.queue.redis.hget(keys.batch(record.id), "state") != record.state.encode():
+                if _has_moved(stack.queue.redis, record):
                     return
             except redis.RedisError:
                 return
@@ -223,6 +227,17 @@ class BatchRun:
         if signals.stops:
             progress.say("stopping; once more to stop at once")
         stack.stop(insisted=insisted)
+
+
+def _has_moved(client: redis.Redis, record: BatchRecord) -> bool:
+    """Whether the state is another one or, if nothing ran, another number of lines waits."""
+    models = [] if record.running else record.models
+    with client.pipeline(transaction=False) as pipeline:
+        pipeline.hget(keys.batch(record.id), "state")
+        for model in models:
+            pipeline.llen(keys.ready(record.id, model))
+        state, *waiting = pipeline.execute()
+    return bool(state != record.state.encode() or (models and sum(waiting) != record.waiting))
 
 
 def count_of(errors: list[Any]) -> str:

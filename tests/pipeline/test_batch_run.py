@@ -2,13 +2,17 @@
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import redis
 
 from jobs import keys
+from jobs.batches import BatchRecord, BatchSpec, create_batch
 from pipeline.batch_run import BatchRun
+from pipeline.errors import Unfinished
 from pipeline.signals import Signals
 
 BATCH = "batch_a"
@@ -36,8 +40,63 @@ def test_a_server_that_is_away_ends_the_wait(tmp_path: Any) -> None:
     _wait(redis.Redis(unix_socket_path=str(tmp_path / "none.sock")), 3600.0)
 
 
-def _wait(client: redis.Redis, seconds: float) -> None:
-    record: Any = SimpleNamespace(id=BATCH, state="in_progress")
+def test_a_wait_ends_soon_after_the_first_line_was_taken(redis_client: redis.Redis) -> None:
+    redis_client.hset(keys.batch(BATCH), "state", "in_progress")
+    redis_client.rpush(keys.ready(BATCH, "demo"), 0, 1)
+    take = threading.Timer(0.2, lambda: redis_client.lpop(keys.ready(BATCH, "demo")))
+    take.start()
+    began = time.monotonic()
+    _wait(redis_client, 60.0, running=0)
+    assert 0.1 < time.monotonic() - began < 30.0
+
+
+def test_a_redis_that_is_away_when_the_control_plane_is_looked_for_is_waited_for(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = Away(redis_client, 2)
+    monkeypatch.setattr(redis_client, "exists", away)
+    assert _follow(redis_client, tmp_path, patience=60.0).state == "cancelled"
+    assert away.times_left == 0
+
+
+def test_a_redis_that_stays_away_then_ends_the_run_with_what_to_do(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_client, "exists", Away(redis_client, 1000))
+    with pytest.raises(Unfinished, match=r"^Redis cannot be used: gone; what is finished is kept, run the same command again to go on$"):
+        _follow(redis_client, tmp_path, patience=0.0)
+
+
+class Away:
+    """EXISTS of a Redis that is away some times; when it is back, somebody cancels the batch."""
+
+    def __init__(self, client: redis.Redis, times: int) -> None:
+        self.times_left = times
+        self._client = client
+
+    def __call__(self, name: str) -> Literal[True]:
+        if self.times_left:
+            self.times_left -= 1
+            raise redis.ConnectionError("gone")
+        self._client.hset(keys.batch(BATCH), "state", "cancelled")
+        return True
+
+
+def _follow(client: redis.Redis, folder: Path, patience: float) -> BatchRecord:
+    """A run of a fleet's batch that nobody has validated yet."""
+    source = folder / "in.jsonl"
+    source.write_text("{}\n")
+    spec = BatchSpec(input=str(source), root=str(folder / "root"), output=str(folder / "out.jsonl"), error_file="inline")
+    create_batch(client, spec, BATCH)
+    task: Any = SimpleNamespace(redis_url="given", starts_worker=False, queue=SimpleNamespace(redis_retry_seconds=patience))
+    stack: Any = SimpleNamespace(check=lambda: 5.0, queue=SimpleNamespace(redis=client))
+    progress: Any = SimpleNamespace(update=lambda counts: None)
+    with Signals() as signals:
+        return BatchRun(task, [], time.monotonic())._follow(BATCH, spec, stack, signals, progress)
+
+
+def _wait(client: redis.Redis, seconds: float, running: int = 1) -> None:
+    record: Any = SimpleNamespace(id=BATCH, state="in_progress", running=running, models=["demo"], waiting=2)
     stack: Any = SimpleNamespace(queue=SimpleNamespace(redis=client))
     with Signals() as signals:
         BatchRun._wait(record, seconds, stack, signals)
