@@ -213,7 +213,7 @@ def make_runner(place: Place) -> ModelRunner:
     checkpoint = open_checkpoint(str(folder("llama")))
     model = load_weights(checkpoint, torch.float32, torch.device(place.device), 40, make_ops(place.attention_backend))
     assert isinstance(model, RotaryDecoder)
-    del model.layers[1:]
+    model.stack.layers = model.stack.layers[:1]
     runner = ModelRunner(config, model, BLOCKS)
     for cache in runner.caches:
         cache.fill_(torch.nan)
