@@ -45,7 +45,8 @@ T = TypeVar("T")
 
 
 def main(settings: WorkerSettings, launched: LaunchedCore | None = None) -> int:
-    """Runs a worker to its end; returns the exit code: 0 when it was told to stop, 1 when it could not go on, 2 when it could not start.
+    """Runs a worker to its end; returns the exit code: 0 when it was told to stop, 1 when it could not go on or Redis was away, 2 when it
+    could not start.
 
     `launched`: its first core, if it was launched before all of this was imported.
     """
@@ -54,7 +55,7 @@ def main(settings: WorkerSettings, launched: LaunchedCore | None = None) -> int:
         asyncio.run(worker.run())
     except WorkerError as error:
         print(f"Error: {error}", file=sys.stderr)
-        return 1 if worker.was_ready else 2
+        return 1 if worker.was_ready or error.passing else 2
     return 0
 
 
@@ -129,7 +130,7 @@ class Worker:
         except ServerError as error:
             raise WorkerError(str(error)) from error
         except (redis.RedisError, QueueUnavailable) as error:
-            raise WorkerError(f"Redis cannot be used: {error}") from error
+            raise WorkerError(f"Redis cannot be used: {error}", passing=True) from error
 
 
 class Deaths:
