@@ -118,7 +118,7 @@ static void gather_rows(const bf16 *x, ptrdiff_t k, int rows, bf16 *to) {
         gather_pairs(x + j, k, rows, k - j < CHUNK ? (int)(k - j) / 2 : CHUNK / 2, to + j * rows);
 }
 
-/* x / (1 + 2**t), with a relative error of about 3e-7; 0 for t of 126 and more. */
+/* x / (1 + 2**t), with a relative error of about 3e-7; 0 for t of 126 and more, for x of -inf too, where torch has no number. */
 ALWAYS_INLINE __m512 gated_by(__m512 x, __m512 t) {
     __m512 limited = _mm512_max_ps(_mm512_set1_ps(-126.0f), t);
     __m512 n = _mm512_roundscale_ps(limited, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(limited, n);
