@@ -49,15 +49,14 @@ def test_small_ones_are_apart_and_aligned() -> None:
 
 
 def test_what_is_made_together_goes_back_together() -> None:
-    before = resident()
     tensors = zeros_together((1, 32 * MIB, 0, 1000), torch.bfloat16)
     assert [len(tensor) for tensor in tensors] == [1, 32 * MIB, 0, 1000]
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)
-    assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors))
-    assert resident() - before > 60 * MIB
+    assert all(bool((end == number).all()) for number, tensor in enumerate(tensors) for end in (tensor[:9], tensor[-9:]))
+    before = resident()
     del tensor, tensors
-    assert resident() - before < 8 * MIB
+    assert before - resident() > 48 * MIB
 
 
 def test_pages_are_huge() -> None:
