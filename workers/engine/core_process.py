@@ -5,7 +5,6 @@ Reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the
 """
 
 import argparse
-import gc
 import logging
 import os
 import socket
@@ -64,9 +63,6 @@ def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender
 
     executor = Executor(config, on_rank_death)
     core = EngineCore(executor)
-    # What loading left behind lives as long as the process; without this each full collection walks through it, at the cost of a step.
-    gc.collect()
-    gc.freeze()
     settle_heap()
     sender.put(core.ready)
     core.run(inbox, sender.put)

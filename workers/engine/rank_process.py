@@ -5,7 +5,6 @@ Reads a `RankSetup`, then runs the step of every `PlanFrame`, until rank 0 close
 """
 
 import argparse
-import gc
 import logging
 import socket
 import traceback
@@ -50,8 +49,6 @@ def _serve(reader: FrameReader) -> None:
     rank = Rank(setup.config, open_shard(setup.config))
     config, _ = rank.settle(rank_parallel(setup, rank.device))
     assert config.depth is not None
-    gc.collect()
-    gc.freeze()
     settle_heap()
     launched: deque[LaunchedStep] = deque()
     plans = msgspec.msgpack.Decoder(PlanFrame)
