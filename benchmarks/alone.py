@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks.driving import running_engine
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.peers import LlamaCpp, NoPeer, llama_cpp_version, running_llama_cpp
-from benchmarks.report import arguments, write_report
+from benchmarks.report import arguments, by_turns, write_report
 from workers.engine.async_engine import AsyncEngine
 from workers.engine.messages import SamplingParams
 
@@ -63,9 +63,7 @@ async def measure(model: str, requests: int, seed: int, peer: LlamaCpp | None = 
                 theirs.append(_times(peer.run_one(prompt, OUTPUT)["arrivals"]))
     figures = _summary(ours)
     if theirs:
-        ratios = [their[1] / our[1] for our, their in zip(ours, theirs, strict=True)]
-        figures |= {"llama_cpp": _summary(theirs), "ratio": round(statistics.median(ratios), 3)}
-        figures["ratios"] = [round(ratio, 3) for ratio in ratios]
+        figures |= {"llama_cpp": _summary(theirs)} | by_turns([our[1] for our in ours], [their[1] for their in theirs])
     elif model in LLAMA_CPP:
         figures["llama_cpp_tokens_per_second"] = LLAMA_CPP[model]
         figures["ratio"] = round(figures["tokens_per_second"] / LLAMA_CPP[model]["bf16"], 3)

@@ -18,7 +18,7 @@ from benchmarks.driving import run_pass, running_engine, workload
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.peak import matrix_peak
 from benchmarks.peers import NoPeer, Vllm, running_vllm, vllm_version
-from benchmarks.report import arguments, write_report
+from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.work import shape_of, share_of
 from workers.engine.messages import EngineRequest
 
@@ -70,9 +70,8 @@ def measure(model: str, requests: list[EngineRequest], turns: int, peer: Vllm | 
         "bound_tokens_per_second": round(_bound(model, ours[0], statistics.median(peaks)), 1),
     }
     if peer is not None:
-        ratios = [one["seconds"] / our["seconds"] for one, our in zip(theirs, ours, strict=True)]
         figures["vllm"] = summary(theirs) | {"start_up_seconds": peer.start_up_seconds}
-        figures |= {"ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
+        figures |= by_turns([our["seconds"] for our in ours], [one["seconds"] for one in theirs])
     return figures
 
 

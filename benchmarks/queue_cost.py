@@ -9,7 +9,6 @@ which it has the requests to the last token. Both are warm by then: a worker run
 
 import asyncio
 import re
-import statistics
 import subprocess
 import tempfile
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 from benchmarks.driving import run_pass, running_engine, tokenised
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.processes import command_line, family, own_cpu_seconds
-from benchmarks.report import arguments, write_report
+from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.run_batch import output_tokens, pipeline_run_batch
 from benchmarks.workload import write_workload
 from jobs.plan import PLAN_NAME, read_plan
@@ -56,13 +55,11 @@ def measure(source: Path, model: str, turns: int) -> dict[str, Any]:
             assert output_tokens(results) == sum(request.sampling.max_tokens for request in requests)
             order = planned_lines(results)
         alone.append(asyncio.run(_engine_alone(model, [requests[line - 1] for line in order])))
-    ratios = [engine["seconds"] / run["seconds"] for run, engine in zip(runs, alone, strict=True)]
     return {
         "run_batch_seconds": [round(run["seconds"], 2) for run in runs],
         "engine_seconds": [engine["seconds"] for engine in alone],
         "engine_computed_tokens": [engine["computed_tokens"] for engine in alone],
-        "ratios": [round(ratio, 3) for ratio in ratios],
-        "ratio": round(statistics.median(ratios), 3),
+        **by_turns([run["seconds"] for run in runs], [engine["seconds"] for engine in alone]),
         "engine_steps": alone[-1]["steps"],
         "claims": runs[-1]["claims"],
         "commits": runs[-1]["commits"],

@@ -4,7 +4,9 @@ import argparse
 import json
 import os
 import platform
+import statistics
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +38,12 @@ def write_report(name: str, figures: dict[str, Any], out: Path = RESULTS, seed: 
     path = out / f"{name}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     return path
+
+
+def by_turns(seconds: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    """How many times as fast as its neighbour each turn was, and the median of that."""
+    ratios = [other / one for one, other in zip(seconds, others, strict=True)]
+    return {"ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
 
 
 def machine() -> dict[str, Any]:

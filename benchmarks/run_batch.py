@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.driving import CONTEXT
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.peers import NoPeer, vllm_environment, vllm_run_batch, vllm_version
-from benchmarks.report import arguments, write_report
+from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.workload import write_workload
 
 
@@ -59,8 +59,7 @@ def measure(source: Path, model: str, turns: int, with_vllm: bool) -> dict[str, 
     figures = {"output_tokens": ours[0][1], "pipeline": _summary(ours)}
     if theirs:
         assert {tokens for _, tokens in ours} == {tokens for _, tokens in theirs}
-        ratios = [one[0] / our[0] for one, our in zip(theirs, ours, strict=True)]
-        figures |= {"vllm": _summary(theirs), "ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
+        figures |= {"vllm": _summary(theirs)} | by_turns([our[0] for our in ours], [one[0] for one in theirs])
     return figures
 
 

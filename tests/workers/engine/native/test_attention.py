@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,13 +27,6 @@ Rows = list[tuple[int, int]]  # tokens of this step, context
 DECODE: Rows = [(1, 1), (1, 16), (1, 17), (1, 255), (1, 256), (1, 257), (1, 700)]
 MIXED: Rows = [(1, 31), (7, 7), (40, 40), (3, 190), (1, 600), (33, 100), (5, 513)]
 LONG: Rows = [(1, 2100), (130, 2100), (2, 1025)]
-
-
-@pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,23 +14,13 @@ from torch import Tensor
 from tests.workers.engine.native.available import needs_native
 from workers.engine.errors import ModelLoadError
 from workers.engine.layers.activation import activation
-from workers.engine.native.library import load
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.usefixtures("products")]
 
 SHAPES = [(1, 32, 2), (2, 33, 6), (12, 100, 64), (13, 31, 770), (64, 96, 130), (100, 2304, 768), (700, 65, 1026), (30, 70, 6000)]
 # rows, outputs, inputs: the last but one takes three blocks of rows, the last has rows too long for blocks
-
-
-@pytest.fixture(autouse=True)
-def instructions_and_threads() -> Iterator[None]:
-    if not load().matmul_supported():
-        pytest.skip("this processor has no AVX512-BF16")
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def operands(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:

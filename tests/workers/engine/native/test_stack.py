@@ -1,6 +1,5 @@
 """A decoder's layers in one call against the same kernels called one by one: the same bits."""
 
-from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
@@ -15,12 +14,11 @@ from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.rotary import Rotary
 from workers.engine.layers.stack import DecoderLayer, Rotation, Stack
 from workers.engine.models.config import RopeConfig
-from workers.engine.native.library import load
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.stack import NativeStack
 from workers.engine.weights import Weights
 
-pytestmark = needs_native
+pytestmark = [needs_native, pytest.mark.usefixtures("products")]
 
 CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, BLOCK, BLOCKS = 48, 80, 3, 16, 160
@@ -28,15 +26,6 @@ WINDOWS = (None, 24, None)
 ROPE = Rotary(RopeConfig(1e4, "default", {}, 1024), 16, 1024, torch.bfloat16, CPU)
 STEPS = [[(0, 700), (700, 30)], [(700, 1), (730, 1)], [(701, 5), (731, 1)], [(706, 1)]]  # tokens computed before and now, by row
 FAMILIES = ["gpt2", "llama", "qwen3"]
-
-
-@pytest.fixture(autouse=True)
-def instructions_and_threads() -> Iterator[None]:
-    if not load().matmul_supported():
-        pytest.skip("this processor has no AVX512-BF16")
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def random(*shape: int, width: float = 1.0) -> Tensor:
