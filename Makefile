@@ -36,6 +36,7 @@ chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everythi
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

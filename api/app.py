@@ -46,7 +46,9 @@ def create_app(settings: ApiSettings) -> FastAPI:
             queue.close()
             client.close()
 
-    app = FastAPI(title="Batch inference pipeline", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Batch inference pipeline", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None
+    )
     for middleware in (Lingering, Stoppable, RequestIds):  # the last one is outermost
         app.add_middleware(middleware)
     install_error_handlers(app)

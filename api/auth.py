@@ -49,7 +49,9 @@ async def authorise(
         else:
             caller = _caller(state.keys, state.settings, secret)
     except KeysUnreadable:
-        raise ApiError(503, "API keys cannot be checked at the moment; try again.", "server_error", code="keys_unavailable") from None
+        raise ApiError(
+            503, "API keys cannot be checked at the moment; try again.", "server_error", code="keys_unavailable"
+        ) from None
     request.state.caller = caller
     if caller.key_id is not None and caller.requests_per_minute is not None:
         admission = await asyncio.to_thread(state.queue.admit, caller.key_id, caller.requests_per_minute)
@@ -95,7 +97,10 @@ def _rate_headers(admission: Admission, limit: int) -> dict[str, str]:
         "x-ratelimit-reset-requests": _span(admission.full_seconds),
     }
     if not admission.admitted:
-        headers |= {"retry-after": str(math.ceil(admission.wait_seconds)), "retry-after-ms": str(math.ceil(1000 * admission.wait_seconds))}
+        headers |= {
+            "retry-after": str(math.ceil(admission.wait_seconds)),
+            "retry-after-ms": str(math.ceil(1000 * admission.wait_seconds)),
+        }
     return headers
 
 

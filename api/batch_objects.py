@@ -55,7 +55,9 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
         expired_at=times.get("expired"),
         cancelling_at=times.get("cancelling"),
         cancelled_at=times.get("cancelled"),
-        request_counts=BatchRequestCounts(total=record.total, completed=record.stored_completed, failed=record.stored_failed),
+        request_counts=BatchRequestCounts(
+            total=record.total, completed=record.stored_completed, failed=record.stored_failed
+        ),
         usage=_usage(record.usage),
         metadata=spec.metadata,
     )
@@ -83,7 +85,10 @@ def _times(record: BatchRecord) -> dict[str, int]:
 def _errors(record: BatchRecord) -> Errors | None:
     if not record.errors:
         return None
-    data = [BatchError(code=error.code, line=error.line, message=error.message, param=error.param) for error in record.errors]
+    data = [
+        BatchError(code=error.code, line=error.line, message=error.message, param=error.param)
+        for error in record.errors
+    ]
     return Errors(object="list", data=data)
 
 

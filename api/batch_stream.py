@@ -75,7 +75,9 @@ class Follower:
         while True:
             if not self._record.ended:
                 await self._watch.renew()
-            entries = None if after is None else await asyncio.to_thread(self._state.queue.read_batch, self._batch, after)
+            entries = (
+                None if after is None else await asyncio.to_thread(self._state.queue.read_batch, self._batch, after)
+            )
             if entries:
                 for value, entry_id in await self._values(entries):
                     yield event(value, entry_id)
@@ -113,7 +115,11 @@ class Follower:
 
     async def _values(self, entries: Sequence[BatchEntry]) -> list[tuple[dict[str, Any], str]]:
         """What clients are told, and under which id."""
-        told = [(entry.key, entry) for entry in entries if entry.key is not None and (entry.chunks or entry.succeeded is not None)]
+        told = [
+            (entry.key, entry)
+            for entry in entries
+            if entry.key is not None and (entry.chunks or entry.succeeded is not None)
+        ]
         unnamed = {key for key, _ in told} - self._custom_ids.keys()
         if unnamed:
             self._custom_ids |= await asyncio.to_thread(self._find_custom_ids, sorted(unnamed))
@@ -121,7 +127,12 @@ class Follower:
         for key, entry in told:
             status = None if entry.succeeded is None else "completed" if entry.succeeded else "failed"
             choices = [shown(chunk) for chunk in entry.chunks]
-            values.append(({"custom_id": self._custom_ids.get(key), "line": key.line, "choices": choices, "status": status}, entry.id))
+            values.append(
+                (
+                    {"custom_id": self._custom_ids.get(key), "line": key.line, "choices": choices, "status": status},
+                    entry.id,
+                )
+            )
         for key, entry in told:
             if entry.succeeded is not None:
                 self._custom_ids.pop(key, None)

@@ -56,7 +56,11 @@ _BODY = json_body(
 )
 _PAGE = [
     query("after", "a batch's id; the page begins behind it", {"type": "string"}),
-    query("limit", "batches of one page", {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT, "default": _USUAL_LIMIT}),
+    query(
+        "limit",
+        "batches of one page",
+        {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT, "default": _USUAL_LIMIT},
+    ),
 ]
 
 router = APIRouter()
@@ -155,7 +159,9 @@ def _expiry_seconds(value: Any, param: str) -> int:
     anchor = fields.text(fields.required(expiry, "anchor", f"{param}."), f"{param}.anchor")
     if anchor != "created_at":
         fields.unknown_choice(anchor, f"{param}.anchor", ("created_at",))
-    return fields.integer(fields.required(expiry, "seconds", f"{param}."), f"{param}.seconds", MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS)
+    return fields.integer(
+        fields.required(expiry, "seconds", f"{param}."), f"{param}.seconds", MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS
+    )
 
 
 def _too_late(record: BatchRecord) -> ApiError:

@@ -65,7 +65,9 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
 
 def queue_unavailable() -> ApiError:
     """The error of calls that Redis keeps from being answered."""
-    return ApiError(503, "The queue is out of reach at the moment; try again.", "server_error", code="queue_unavailable")
+    return ApiError(
+        503, "The queue is out of reach at the moment; try again.", "server_error", code="queue_unavailable"
+    )
 
 
 async def _api_error(_request: Request, error: Exception) -> Response:
@@ -79,7 +81,9 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         return error_response(ApiError(404, f"Unknown request URL: {call}.", code="unknown_url"))
     if error.status_code == 405:
-        return error_response(ApiError(405, f"Not allowed to {call}.", code="method_not_allowed"), {"allow": _allowed(request)})
+        return error_response(
+            ApiError(405, f"Not allowed to {call}.", code="method_not_allowed"), {"allow": _allowed(request)}
+        )
     kind: ErrorType = "server_error" if error.status_code >= 500 else "invalid_request_error"
     message = str(error.detail) or HTTPStatus(error.status_code).phrase
     return error_response(ApiError(error.status_code, message, kind), dict(error.headers or {}))
@@ -88,7 +92,11 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 def _allowed(request: Request) -> str:
     """The methods of a path. The framework names those of the first route alone."""
     scopes = {method: {**request.scope, "method": method} for method in _METHODS}
-    found = [method for method, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)]
+    found = [
+        method
+        for method, scope in scopes.items()
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    ]
     return ", ".join(found)
 
 
@@ -108,9 +116,13 @@ async def _store_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, StoreError)
     log.error("the file store cannot be used: %s", error)
     if error.full:
-        refused = ApiError(507, "The file store has no room left; nothing was stored.", "server_error", code="insufficient_storage")
+        refused = ApiError(
+            507, "The file store has no room left; nothing was stored.", "server_error", code="insufficient_storage"
+        )
         return error_response(refused, {"x-should-retry": "false"})
-    return error_response(ApiError(503, "The file store cannot be used at the moment.", "server_error", code="file_store_unavailable"))
+    return error_response(
+        ApiError(503, "The file store cannot be used at the moment.", "server_error", code="file_store_unavailable")
+    )
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:

@@ -49,12 +49,18 @@ _FORM = {
 }
 _LIST = [
     query("after", "a file's id; the page begins behind it", {"type": "string", "pattern": "^file-[0-9a-f]{24}$"}),
-    query("limit", "files of one page", {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT, "default": _MAX_LIMIT}),
+    query(
+        "limit", "files of one page", {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT, "default": _MAX_LIMIT}
+    ),
     query("order", "by creation", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
     query("purpose", "only files of this one", {"type": "string"}),
 ]
 _EXTENT = [
-    query("offset", "lines of a batch's output to pass over", {"type": "integer", "minimum": 0, "maximum": INT32, "default": 0}),
+    query(
+        "offset",
+        "lines of a batch's output to pass over",
+        {"type": "integer", "minimum": 0, "maximum": INT32, "default": 0},
+    ),
     query("limit", "lines of a batch's output", {"type": "integer", "minimum": 1, "maximum": INT32}),
 ]
 _ANY_BYTES = "application/octet-stream"
@@ -65,8 +71,14 @@ _BYTES: dict[int | str, dict[str, Any]] = {
         "content": _CONTENT,
         "headers": {
             "Content-Disposition": {"description": "its name", "schema": {"type": "string"}},
-            "X-Last-Line": {"description": "where lines were asked for, the offset to go on from", "schema": {"type": "integer"}},
-            "X-Incomplete": {"description": "with X-Last-Line: whether there is or will be more", "schema": {"enum": ["true", "false"]}},
+            "X-Last-Line": {
+                "description": "where lines were asked for, the offset to go on from",
+                "schema": {"type": "integer"},
+            },
+            "X-Incomplete": {
+                "description": "with X-Last-Line: whether there is or will be more",
+                "schema": {"enum": ["true", "false"]},
+            },
         },
     },
     206: {"description": "What `Range` asked for", "content": {**_CONTENT, "multipart/byteranges": {}}},
@@ -109,7 +121,9 @@ def delete_file(request: Request, file_id: str) -> Response:
     """Removes a file. Batches that read it go on: they have their own."""
     record = _found(request, file_id)
     manifest = _manifest(_files(request), record)
-    if not record.complete or (manifest is not None and manifest.state not in END_STATES):  # it would write the file again
+    if not record.complete or (
+        manifest is not None and manifest.state not in END_STATES
+    ):  # it would write the file again
         message = f"The batch {record.batch_id} is still writing the file {file_id}; cancel that first."
         return error_response(ApiError(409, message, param="id"), {"x-should-retry": "false"})
     try:
@@ -119,7 +133,9 @@ def delete_file(request: Request, file_id: str) -> Response:
     return json_response(FileDeleted(id=file_id, object="file", deleted=True).model_dump())
 
 
-@router.get("/v1/files/{file_id}/content", responses=_BYTES, response_class=Response, openapi_extra={"parameters": _EXTENT})
+@router.get(
+    "/v1/files/{file_id}/content", responses=_BYTES, response_class=Response, openapi_extra={"parameters": _EXTENT}
+)
 def read_file(request: Request, file_id: str) -> Response:
     """The bytes of a file.
 
@@ -149,7 +165,11 @@ def _by_lines(files: FileStore, record: FileRecord, offset: int, limit: int | No
     if manifest is None and record.batch_id is not None:
         raise _unknown(record.id)
     if manifest is None or manifest.spec.output_file_id != record.id:
-        fields.fail("Only the output file of a batch is read by lines.", "limit" if limit is not None else "offset", "invalid_value")
+        fields.fail(
+            "Only the output file of a batch is read by lines.",
+            "limit" if limit is not None else "offset",
+            "invalid_value",
+        )
     lines, last = read_log(manifest.spec.root, manifest.logged, offset, limit)
     more = not record.complete or last < manifest.logged_lines
     headers = {
@@ -176,7 +196,9 @@ class _StoredFile(FileResponse):
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 refusal = message["status"]
                 if refusal == 416:
-                    error = ApiError(416, "Invalid 'Range': it is not within the file.", param="Range", code="invalid_value")
+                    error = ApiError(
+                        416, "Invalid 'Range': it is not within the file.", param="Range", code="invalid_value"
+                    )
                     headers = {"content-range": Headers(raw=message["headers"])["content-range"]}
                     await error_response(error, headers)(scope, receive, send)
             elif refusal is None:

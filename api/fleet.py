@@ -54,9 +54,15 @@ class Fleet:
         if model in snapshot.names("ready"):
             return
         if model in snapshot.names("loading", "initializing"):
-            raise ApiError(503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading")
-        if model in snapshot.models or not snapshot.models:  # no models at all: Redis is new, or came back empty a moment ago
-            raise ApiError(503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker")
+            raise ApiError(
+                503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading"
+            )
+        if (
+            model in snapshot.models or not snapshot.models
+        ):  # no models at all: Redis is new, or came back empty a moment ago
+            raise ApiError(
+                503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker"
+            )
         raise model_not_found(model, [record.name for record in snapshot.served])
 
     def _read(self) -> Snapshot:

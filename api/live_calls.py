@@ -56,7 +56,12 @@ _SAMPLING: dict[str, Any] = {  # the most used of docs/requests.md
     "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2},
     "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
     "seed": {"type": ["integer", "null"]},
-    "stop": {"type": ["string", "array", "null"], "items": {"type": "string", "minLength": 1}, "minLength": 1, "maxItems": 16},
+    "stop": {
+        "type": ["string", "array", "null"],
+        "items": {"type": "string", "minLength": 1},
+        "minLength": 1,
+        "maxItems": 16,
+    },
 }
 
 log = logging.getLogger("api")
@@ -76,7 +81,9 @@ async def completions(request: Request) -> Response:
 @router.post(
     CHAT,
     responses={200: {"model": ChatCompletion, "content": EVENTS}},
-    openapi_extra=json_body(["model", "messages"], {**_SAMPLING, "messages": {"type": "array", "minItems": 1, "items": _MESSAGE}}),
+    openapi_extra=json_body(
+        ["model", "messages"], {**_SAMPLING, "messages": {"type": "array", "minItems": 1, "items": _MESSAGE}}
+    ),
 )
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
@@ -123,7 +130,12 @@ class LiveCall:
         """Hands the call in, to be answered to this process."""
         self._inbox = self._reader.open(self.key)
         self._request = requests.Request(
-            self._call.endpoint, self._call.model, raw, secrets.randbits(63), created=self._created, reply_to=self._reader.api_id
+            self._call.endpoint,
+            self._call.model,
+            raw,
+            secrets.randbits(63),
+            created=self._created,
+            reply_to=self._reader.api_id,
         )
         try:
             await self._hand_in()
@@ -199,7 +211,9 @@ class LiveCall:
 
     async def _ask_after(self, inbox: Inbox) -> None:
         """Hands the call in again if Redis lost it and came back empty; the tokens that come again are not shown twice."""
-        with contextlib.suppress(redis.RedisError, OSError, QueueUnavailable):  # the reader sees to a Redis that stays away
+        with contextlib.suppress(
+            redis.RedisError, OSError, QueueUnavailable
+        ):  # the reader sees to a Redis that stays away
             if await self._state.knows(self.key):
                 inbox.look()
             else:
@@ -220,11 +234,16 @@ class Chunks:
         if self._call.endpoint != CHAT:
             return []
         answers = range(self._call.n)
-        return [self._with_usage(chat_chunk(self._id, self._call.model, "", None, self._created, index=i, first=True)) for i in answers]
+        return [
+            self._with_usage(chat_chunk(self._id, self._call.model, "", None, self._created, index=i, first=True))
+            for i in answers
+        ]
 
     def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
         """The chunks for one entry: text, then at the end the reasons and, if it was asked for, the usage."""
-        chunks = [self._tokens(chunk) for chunk in entry.chunks if chunk.text or chunk.logprobs or chunk.prompt_logprobs]
+        chunks = [
+            self._tokens(chunk) for chunk in entry.chunks if chunk.text or chunk.logprobs or chunk.prompt_logprobs
+        ]
         if entry.result is not None:
             chunks += self._ending(entry.result)
         return [self._with_usage(chunk) for chunk in chunks]
@@ -249,9 +268,15 @@ class Chunks:
         positions = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
         if self._call.endpoint == CHAT:
             logprobs = chat_logprobs(positions) if positions else None
-            return chat_chunk(self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs)
-        logprobs = completion_logprobs(positions, self._offsets[chunk.choice].of(positions, chunk.text)) if positions else None
-        return completion_chunk(self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs)
+            return chat_chunk(
+                self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs
+            )
+        logprobs = (
+            completion_logprobs(positions, self._offsets[chunk.choice].of(positions, chunk.text)) if positions else None
+        )
+        return completion_chunk(
+            self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs
+        )
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """With include_usage every chunk but the last carries `usage: null`."""

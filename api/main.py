@@ -36,7 +36,9 @@ def _exit(number: int, frame: FrameType | None) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises OSError whose text names the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only where TCP is named
+    listener = socket.socket(
+        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # asyncio sets TCP_NODELAY only where TCP is named
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))

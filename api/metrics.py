@@ -61,7 +61,11 @@ def collect(queue: Queue) -> list[Metric]:
 def _of_queue(queue: Queue) -> Iterator[Metric]:
     models = [record.name for record in queue.models()]
     depths, totals = queue.depths(models), queue.token_totals()
-    waiting = Metric("pipeline_requests_waiting", "gauge", "Requests that wait for a worker: live, batch (in the ready lists), suspect.")
+    waiting = Metric(
+        "pipeline_requests_waiting",
+        "gauge",
+        "Requests that wait for a worker: live, batch (in the ready lists), suspect.",
+    )
     for kind, by_model in (("live", depths.live), ("batch", depths.batch), ("suspect", depths.suspects)):
         for model, count in sorted(by_model.items()):
             waiting.add(count, model=model, kind=kind)
@@ -109,15 +113,45 @@ def _labels(worker: WorkerRecord) -> dict[str, str]:
 
 _ENGINE: list[tuple[str, str, str, Callable[[WorkerGauges], float]]] = [
     ("pipeline_engine_running", "gauge", "Sequences that the engine computes.", lambda engine: engine.running),
-    ("pipeline_engine_waiting", "gauge", "Sequences that the engine holds and has no room for.", lambda engine: engine.waiting),
-    ("pipeline_engine_free_blocks", "gauge", "Blocks of the KV cache that are free.", lambda engine: engine.free_blocks),
+    (
+        "pipeline_engine_waiting",
+        "gauge",
+        "Sequences that the engine holds and has no room for.",
+        lambda engine: engine.waiting,
+    ),
+    (
+        "pipeline_engine_free_blocks",
+        "gauge",
+        "Blocks of the KV cache that are free.",
+        lambda engine: engine.free_blocks,
+    ),
     ("pipeline_engine_blocks", "gauge", "Blocks of the KV cache.", lambda engine: engine.num_blocks),
-    ("pipeline_engine_tokens_total", "counter", "Output tokens that the engine generated in its life.", lambda engine: engine.tokens),
-    ("pipeline_engine_tokens_per_second", "gauge", "Output tokens per second of late.", lambda engine: engine.tokens_per_second),
+    (
+        "pipeline_engine_tokens_total",
+        "counter",
+        "Output tokens that the engine generated in its life.",
+        lambda engine: engine.tokens,
+    ),
+    (
+        "pipeline_engine_tokens_per_second",
+        "gauge",
+        "Output tokens per second of late.",
+        lambda engine: engine.tokens_per_second,
+    ),
 ]
 _CARD: list[tuple[str, str, str, Callable[[CardGauges], float | None]]] = [
-    ("pipeline_gpu_busy_ratio", "gauge", "Share of the last moments in which something ran on the GPU.", lambda card: card.busy),
-    ("pipeline_gpu_memory_used_bytes", "gauge", "Memory of the GPU in use, by whomever.", lambda card: card.memory_used),
+    (
+        "pipeline_gpu_busy_ratio",
+        "gauge",
+        "Share of the last moments in which something ran on the GPU.",
+        lambda card: card.busy,
+    ),
+    (
+        "pipeline_gpu_memory_used_bytes",
+        "gauge",
+        "Memory of the GPU in use, by whomever.",
+        lambda card: card.memory_used,
+    ),
     ("pipeline_gpu_memory_bytes", "gauge", "Memory of the GPU.", lambda card: card.memory_total),
     ("pipeline_gpu_power_watts", "gauge", "What the GPU draws.", lambda card: card.watts),
 ]

@@ -30,7 +30,11 @@ def query_integer(request: Request, name: str, low: int, high: int) -> int | Non
     if text is None:
         return None
     if not _INTEGER.fullmatch(text):
-        fields.fail(f"Invalid value for '{name}': expected an integer, but got '{fields.shown(text)}' instead.", name, "invalid_value")
+        fields.fail(
+            f"Invalid value for '{name}': expected an integer, but got '{fields.shown(text)}' instead.",
+            name,
+            "invalid_value",
+        )
     return fields.integer(int(text), name, low, high)
 
 

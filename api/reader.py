@@ -44,7 +44,10 @@ class Inbox:
 
     def put(self, entry: StreamEntry) -> None:
         """Called by the reader; never waits. After a gap, `get` goes on in the request's stream."""
-        gap = position(entry.entry_id)[0] - sum(len(chunk.token_ids) for chunk in entry.chunks) > position(self._arrived)[0]
+        gap = (
+            position(entry.entry_id)[0] - sum(len(chunk.token_ids) for chunk in entry.chunks)
+            > position(self._arrived)[0]
+        )
         self._arrived = max(self._arrived, entry.entry_id, key=position)
         if gap or len(self._entries) >= QUEUE_LENGTH:
             self._entries.clear()
@@ -109,7 +112,14 @@ class Inbox:
         if not old and not known:
             return chunk
         logprobs = None if chunk.logprobs is None else chunk.logprobs[old:]
-        return TokenChunk(chunk.choice, chunk.index + old, chunk.token_ids[old:], chunk.text[known:], chunk.text_offset + known, logprobs)
+        return TokenChunk(
+            chunk.choice,
+            chunk.index + old,
+            chunk.token_ids[old:],
+            chunk.text[known:],
+            chunk.text_offset + known,
+            logprobs,
+        )
 
 
 class Reader:
@@ -161,7 +171,9 @@ class Reader:
                 await self._client.delete(keys.api(self.api_id))
 
     async def _read(self, last_id: str) -> str:
-        answer: Any = await self._client.xread({keys.api(self.api_id): last_id}, count=1000, block=int(MAX_BLOCK_SECONDS * 1000))
+        answer: Any = await self._client.xread(
+            {keys.api(self.api_id): last_id}, count=1000, block=int(MAX_BLOCK_SECONDS * 1000)
+        )
         for _, entries in answer:
             for entry_id, fields in entries:
                 last_id, entry = parse_api_entry(entry_id.decode(), fields)

@@ -31,7 +31,9 @@ class ApiState:
     async def knows(self, key: RequestKey) -> bool:
         """Whether the request waits, runs, or left a stream."""
         client = self.stream_client
-        return bool(await client.exists(keys.tokens(str(key)))) or bool(await client.hexists(keys.bodies(key.batch), str(key.line)))
+        return bool(await client.exists(keys.tokens(str(key)))) or bool(
+            await client.hexists(keys.bodies(key.batch), str(key.line))
+        )
 
     async def is_of(self, tenant: str, key: RequestKey) -> bool:
         """Whether the request may be shown to this tenant's callers."""

@@ -53,7 +53,9 @@ async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator
         for entry in entries:
             after = entry.entry_id
             yield event(_as_json(entry), entry.entry_id)
-        if (entries and entries[-1].result is not None) or (not entries and not await patiently(state, lambda: state.knows(key))):
+        if (entries and entries[-1].result is not None) or (
+            not entries and not await patiently(state, lambda: state.knows(key))
+        ):
             break
 
 
@@ -71,4 +73,6 @@ def _parse_key(name: str) -> RequestKey:
     try:
         return RequestKey.parse(name)
     except ValueError:
-        raise ApiError(404, f"Not the name of a request: {fields.shown(name)}", "not_found_error", code="stream_not_found") from None
+        raise ApiError(
+            404, f"Not the name of a request: {fields.shown(name)}", "not_found_error", code="stream_not_found"
+        ) from None

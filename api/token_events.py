@@ -36,7 +36,12 @@ def last_event_id(request: Request) -> str | None:
     """The id after which a reader wants to go on; None for one that begins. Raises `ApiError`."""
     given = request.headers.get("last-event-id")
     if given and not _EVENT_ID.fullmatch(given):
-        raise ApiError(400, f"Last-Event-ID is not the id of an event: {fields.shown(given)}", param="Last-Event-ID", code="invalid_value")
+        raise ApiError(
+            400,
+            f"Last-Event-ID is not the id of an event: {fields.shown(given)}",
+            param="Last-Event-ID",
+            code="invalid_value",
+        )
     return given or None
 
 
@@ -61,7 +66,9 @@ async def next_entries(
     state: ApiState, name: str, last_id: str, count: int, seconds: float = MAX_BLOCK_SECONDS
 ) -> list[tuple[str, dict[bytes, bytes]]]:
     """Entries of a stream after `last_id`; empty when none comes for as long."""
-    answer: Any = await patiently(state, lambda: state.stream_client.xread({name: last_id}, count=count, block=int(seconds * 1000)))
+    answer: Any = await patiently(
+        state, lambda: state.stream_client.xread({name: last_id}, count=count, block=int(seconds * 1000))
+    )
     return [(entry_id.decode(), fields) for _, entries in answer for entry_id, fields in entries]
 
 

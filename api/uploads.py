@@ -16,7 +16,15 @@ from api.multipart import MultipartReader, Part
 from api.request_body import chunks_of
 from api.settings import ApiSettings
 from jobs import fields
-from jobs.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES, FileRecord, FileStore, Upload, batch_suffix
+from jobs.file_store import (
+    MAX_EXPIRY_SECONDS,
+    MIN_EXPIRY_SECONDS,
+    PURPOSES,
+    FileRecord,
+    FileStore,
+    Upload,
+    batch_suffix,
+)
 from jobs.results import ApiError
 
 P = ParamSpec("P")
@@ -83,13 +91,22 @@ class _Form:
         elif self._part.name in _FIELDS:
             self._fields[self._part.name] += piece
             if len(self._fields[self._part.name]) > _FIELD_BYTES:
-                fields.fail(f"Invalid '{self._part.name}': longer than {_FIELD_BYTES} bytes.", self._part.name, "string_above_max_length")
+                fields.fail(
+                    f"Invalid '{self._part.name}': longer than {_FIELD_BYTES} bytes.",
+                    self._part.name,
+                    "string_above_max_length",
+                )
 
     def check_size(self) -> None:
         """Raises the 413 as soon as it is certain: by what the client announced, or by what came."""
         limit = self._limit()
         if max(self._announced, self.received) > limit + _FORM_BYTES or self._size > limit:
-            raise ApiError(413, f"The file is too large: files may have up to {limit} bytes.", param="file", code="request_too_large")
+            raise ApiError(
+                413,
+                f"The file is too large: files may have up to {limit} bytes.",
+                param="file",
+                code="request_too_large",
+            )
 
     async def commit(self) -> FileRecord:
         """The file as it is stored, once the form is whole."""

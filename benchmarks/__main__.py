@@ -17,8 +17,12 @@ from benchmarks.rows import FULL, QUICK
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--full", action="store_true", help="also by turns with vLLM's CPU build, from the folder PEERS")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=sorted({row[0] for row in QUICK + FULL}), help="these rows alone")
+    parser.add_argument(
+        "--full", action="store_true", help="also by turns with vLLM's CPU build, from the folder PEERS"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", choices=sorted({row[0] for row in QUICK + FULL}), help="these rows alone"
+    )
     args = parser.parse_args()
     rows = [row for row in (FULL if args.full else QUICK) if args.only is None or row[0] in args.only]
     if any("vllm" in row for row in rows):
@@ -36,7 +40,16 @@ def main() -> int:
     failed = []
     for module, *words in rows:
         print(" ".join([module, *words]), flush=True)
-        command = [sys.executable, "-m", f"benchmarks.{module}", *words, "--out", str(args.out), "--seed", str(args.seed)]
+        command = [
+            sys.executable,
+            "-m",
+            f"benchmarks.{module}",
+            *words,
+            "--out",
+            str(args.out),
+            "--seed",
+            str(args.seed),
+        ]
         if subprocess.run(command).returncode:
             failed.append(" ".join([module, *words]))
     if args.out == RESULTS:

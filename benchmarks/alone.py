@@ -32,7 +32,9 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
     parser.add_argument("--requests", type=int, default=7, help="one after the other; the median counts")
-    parser.add_argument("--against", choices=("llama.cpp",), help="the program to take turns with, for shapes of GPT-2's family")
+    parser.add_argument(
+        "--against", choices=("llama.cpp",), help="the program to take turns with, for shapes of GPT-2's family"
+    )
     args = parser.parse_args()
     if args.against and SHAPES[args.model]["model_type"] != "gpt2":
         parser.error("--against llama.cpp takes shapes of GPT-2's family alone")

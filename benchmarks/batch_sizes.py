@@ -54,7 +54,10 @@ def measure(model: str, rows: int, context: int, seconds: float) -> float:
 def describe(model: str, rows: int, context: int, median: float, peak: float, bandwidth: float) -> dict[str, Any]:
     """The step beside its bound by `peak` (operations a second) and `bandwidth` (bytes a second)."""
     shape = shape_of(model)
-    bound = max(shape.operations(rows, rows) / peak, shape.weight_bytes / bandwidth) + rows * context * shape.kv_bytes_per_token / bandwidth
+    bound = (
+        max(shape.operations(rows, rows) / peak, shape.weight_bytes / bandwidth)
+        + rows * context * shape.kv_bytes_per_token / bandwidth
+    )
     return {
         "model": model,
         "rows": rows,

@@ -49,11 +49,15 @@ class Pass:
 @asynccontextmanager
 async def running_engine(model: str, **settings: Any) -> AsyncIterator[AsyncEngine]:
     """An engine with `model` of `SHAPES`, warm: it has answered some short requests that share nothing with any workload."""
-    engine = AsyncEngine(EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, "dtype": "bfloat16", **settings}))
+    engine = AsyncEngine(
+        EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, "dtype": "bfloat16", **settings})
+    )
     await engine.start()
     try:
         sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        await run_pass(engine, [EngineRequest(row, [1000 + row] * 40, [], sampling) for row in range(_WARM_UP_REQUESTS)])
+        await run_pass(
+            engine, [EngineRequest(row, [1000 + row] * 40, [], sampling) for row in range(_WARM_UP_REQUESTS)]
+        )
         yield engine
     finally:
         await engine.stop()
@@ -101,7 +105,11 @@ def tokenised(path: Path, model: str) -> list[EngineRequest]:
         else:
             text = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, tokenize=False)
             token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        requests.append(EngineRequest(index, token_ids, [], SamplingParams(max_tokens=body["max_tokens"], temperature=0, ignore_eos=True)))
+        requests.append(
+            EngineRequest(
+                index, token_ids, [], SamplingParams(max_tokens=body["max_tokens"], temperature=0, ignore_eos=True)
+            )
+        )
     return requests
 
 

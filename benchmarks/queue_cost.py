@@ -26,7 +26,12 @@ from jobs.plan import PLAN_NAME, read_plan
 from workers.engine.messages import EngineRequest
 
 _LINE = re.compile(r"(\d+):(\d+):(\d+\.\d+) worker DEBUG (claimed \d+ requests|committed \d+ results)$")
-_ROLES = {"core_process": "engine core", "pipeline worker": "worker's front", "jobs.": "control plane", "server": "Redis"}
+_ROLES = {
+    "core_process": "engine core",
+    "pipeline worker": "worker's front",
+    "jobs.": "control plane",
+    "server": "Redis",
+}
 _LOOK_SECONDS = 0.2
 
 
@@ -128,7 +133,11 @@ class Usage:
 
     def _role(self, pid: int) -> str:
         words = command_line(pid)
-        return "the command" if pid == self._pid else next((role for part, role in _ROLES.items() if part in words), "other")
+        return (
+            "the command"
+            if pid == self._pid
+            else next((role for part, role in _ROLES.items() if part in words), "other")
+        )
 
 
 def planned_lines(results: Path) -> list[int]:

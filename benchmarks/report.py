@@ -18,12 +18,16 @@ RESULTS = Path(__file__).parent / "results"
 def arguments(about: str | None) -> argparse.ArgumentParser:
     """A command line with what every benchmark takes: where its file of results goes, and the seed of its workload."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the file of results [default: benchmarks/results]")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="folder of the file of results [default: benchmarks/results]"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the workload [default: 1]")
     return parser
 
 
-def write_report(name: str, figures: dict[str, Any], out: Path = RESULTS, seed: int | None = None, **more_versions: str) -> Path:
+def write_report(
+    name: str, figures: dict[str, Any], out: Path = RESULTS, seed: int | None = None, **more_versions: str
+) -> Path:
     """Prints the figures and writes them to `out/name.json`. `more_versions` are those of programs that are not installed here."""
     report = {
         "benchmark": name,

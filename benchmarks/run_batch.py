@@ -27,7 +27,12 @@ from benchmarks.workload import write_workload
 def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
-    parser.add_argument("--kind", choices=("random", "shared"), default="shared", help="prompts with nothing or a system prompt in common")
+    parser.add_argument(
+        "--kind",
+        choices=("random", "shared"),
+        default="shared",
+        help="prompts with nothing or a system prompt in common",
+    )
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--against", choices=("vllm",), help="the program to take turns with")
@@ -55,7 +60,9 @@ def measure(source: Path, model: str, turns: int, with_vllm: bool) -> dict[str, 
             ours.append((timed(pipeline_run_batch(source, results, model)), output_tokens(results)))
             if with_vllm:
                 results = Path(scratch) / "vllm.jsonl"
-                theirs.append((timed(vllm_run_batch(source, results, model), vllm_environment()), output_tokens(results)))
+                theirs.append(
+                    (timed(vllm_run_batch(source, results, model), vllm_environment()), output_tokens(results))
+                )
     figures = {"output_tokens": ours[0][1], "pipeline": _summary(ours)}
     if theirs:
         assert {tokens for _, tokens in ours} == {tokens for _, tokens in theirs}

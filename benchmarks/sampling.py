@@ -57,7 +57,9 @@ def main() -> None:
     write_report(f"sampling-{args.model}-{ROWS}", setting | figures, args.out)
 
 
-def _compare(runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage: dict[str, Any], pairs: int) -> dict[str, Any]:
+def _compare(
+    runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage: dict[str, Any], pairs: int
+) -> dict[str, Any]:
     """The sampler with the stage against the sampler without it, over a step without it. A step's own time varies by more than a stage."""
     vocab, prompts = runner.model.config.vocab_size, np.full(ROWS, PROMPT, np.int64)
     tokens = torch.randint(0, vocab, (ROWS, CONTEXT), dtype=torch.int32, device=runner.device)
@@ -68,13 +70,18 @@ def _compare(runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage
     turns = []
     for _ in range(pairs + 1):
         _ask(runner, without)
-        turn = [_seconds(lambda: runner.retire(runner.launch(step))), _seconds(lambda: _sample(runner, logits.clone(), rows))]
+        turn = [
+            _seconds(lambda: runner.retire(runner.launch(step))),
+            _seconds(lambda: _sample(runner, logits.clone(), rows)),
+        ]
         _ask(runner, without | stage)
         turn.append(_seconds(lambda: _sample(runner, logits.clone(), rows)))
         turns.append(turn)
     figures = {}
     for number, clock in enumerate(("wall", "processor")):
-        whole, off, on = (statistics.median(turn[part][number] for turn in turns[1:]) for part in range(3))  # the first turn warms up
+        whole, off, on = (
+            statistics.median(turn[part][number] for turn in turns[1:]) for part in range(3)
+        )  # the first turn warms up
         added = on - off
         figures[clock] = {
             "step_ms": round(1e3 * whole, 1),

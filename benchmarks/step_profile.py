@@ -47,7 +47,9 @@ _MATRIX = ("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "matmul")
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--model", choices=SHAPES, default="gpt2-124m")
-    parser.add_argument("--lines", type=int, default=128, help="of the run-batch that the queue's part is measured on; 0 for none")
+    parser.add_argument(
+        "--lines", type=int, default=128, help="of the run-batch that the queue's part is measured on; 0 for none"
+    )
     args = parser.parse_args()
     folder = str(model_folder(args.model))
     peak, bandwidth = matrix_peak(), memory_peak()
@@ -147,7 +149,9 @@ def _marked(function: Any) -> Any:
 
 
 def _step_events(profiler: Any) -> list[Any]:
-    return sorted((event for event in profiler.events() if event.name == _STEP), key=lambda event: event.time_range.start)
+    return sorted(
+        (event for event in profiler.events() if event.name == _STEP), key=lambda event: event.time_range.start
+    )
 
 
 def _span_seconds(times: int = 1000) -> float:

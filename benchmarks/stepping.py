@@ -9,7 +9,9 @@ from workers.engine.executor import Executor
 from workers.engine.messages import SamplingParams
 from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
-_OWN_TOKENS = 64 * 1024  # of context in all; rows beyond share blocks with others, which is too much memory for any cache all the same
+_OWN_TOKENS = (
+    64 * 1024
+)  # of context in all; rows beyond share blocks with others, which is too much memory for any cache all the same
 _SPARE_TOKENS = 64  # of a row, since its last block may not be full
 
 
@@ -30,9 +32,14 @@ def decode_step(executor: Executor, rows: int, context: int, prompt: int | None 
     ones = np.ones(rows, np.int32)
     step = StepPlan(1, [], [], numbers, ones * (context - 2), ones, ones.astype(np.bool_))
     tokens = draw.integers(0, executor.vocab_size, (rows, context - 1)).tolist()
-    added = [AddedRequest(row, tokens[row], prompt or context // 2, SamplingParams(1, temperature=0.0)) for row in range(rows)]
+    added = [
+        AddedRequest(row, tokens[row], prompt or context // 2, SamplingParams(1, temperature=0.0))
+        for row in range(rows)
+    ]
     per_row, own = -(-context // executor.config.block_size), _own_rows(rows, context)
-    blocks = [NewBlocks(row, 0, list(range(1 + row % own * per_row, 1 + (row % own + 1) * per_row))) for row in range(rows)]
+    blocks = [
+        NewBlocks(row, 0, list(range(1 + row % own * per_row, 1 + (row % own + 1) * per_row))) for row in range(rows)
+    ]
     executor.retire(executor.launch(StepPlan(0, added, blocks, numbers, step.starts, step.counts, step.samples)))
     return step
 

@@ -13,7 +13,9 @@ SYSTEM_PROMPT = (
 ) * 3
 
 
-def write_workload(path: Path, kind: str, requests: int, model: str, seed: int = 1, tokens: tuple[int, int] = (16, 96)) -> Path:
+def write_workload(
+    path: Path, kind: str, requests: int, model: str, seed: int = 1, tokens: tuple[int, int] = (16, 96)
+) -> Path:
     """Write `requests` lines that all ignore end-of-text, so that every run makes the same number of tokens.
 
     kind: "shared" (chat, one system prompt) or "random" (completions of random words).
@@ -24,7 +26,12 @@ def write_workload(path: Path, kind: str, requests: int, model: str, seed: int =
     words = sorted({word for passage in passages for word in passage.split() if word.isalpha()})
     with path.open("w") as file:
         for index in range(requests):
-            body: dict[str, object] = {"model": model, "max_tokens": rng.randint(*tokens), "temperature": 0, "ignore_eos": True}
+            body: dict[str, object] = {
+                "model": model,
+                "max_tokens": rng.randint(*tokens),
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             if kind == "shared":
                 url = "/v1/chat/completions"
                 body["messages"] = [

@@ -144,7 +144,11 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
     most_bytes = _window_bytes(queue)
     start = cursor
     with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest) as source:
-        while cursor < total and min(ready_lengths(queue, batch, models).values()) < window and queue.window_bytes(batch) < most_bytes:
+        while (
+            cursor < total
+            and min(ready_lengths(queue, batch, models).values()) < window
+            and queue.window_bytes(batch) < most_bytes
+        ):
             held.beat()
             entries = read_plan(plan, cursor, MAX_ITEMS)
             if not entries:
@@ -190,7 +194,11 @@ def _without_full(
         return rows
     size = queue.window_bytes(batch) / max(1, queue.window_lines(batch))
     share = most_bytes / len(_names(fields["line_models"]))
-    full = {model for model, length in ready_lengths(queue, batch, idle).items() if length >= window or length * size >= share}
+    full = {
+        model
+        for model, length in ready_lengths(queue, batch, idle).items()
+        if length >= window or length * size >= share
+    }
     noted = set(_names(held.record().get("passed_over", "[]")))
     if full - noted:
         held.note({"passed_over": msgspec.json.encode(sorted(full | noted)).decode()})
@@ -269,7 +277,9 @@ def _next_name(held: Slice) -> str:
     return f"{held.manifest.next_part:06d}-{held.generation}"
 
 
-def _read_rows(held: Slice, source: BinaryIO, entries: list[PlanEntry], done: Bitmap) -> tuple[list[tuple[int, Request]], int]:
+def _read_rows(
+    held: Slice, source: BinaryIO, entries: list[PlanEntry], done: Bitmap
+) -> tuple[list[tuple[int, Request]], int]:
     """Requests for the plan's next entries, less those done already, up to some megabytes; and how many entries that took."""
     rows: list[tuple[int, Request]] = []
     size = taken = 0

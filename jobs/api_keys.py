@@ -58,7 +58,9 @@ def create_key(
 ) -> tuple[KeyRecord, str]:
     """A new key, on disk when this returns, and its secret, which nobody can find out later. Raises ValueError and `StoreError`."""
     if not TENANT.fullmatch(tenant):
-        raise ValueError(f"a tenant is named by up to 64 letters, digits, dots, dashes, underscores and @, not {tenant!r}")
+        raise ValueError(
+            f"a tenant is named by up to 64 letters, digits, dots, dashes, underscores and @, not {tenant!r}"
+        )
     for limit in (requests_per_minute, queued_tokens, open_batches):
         if limit is not None and not 1 <= limit <= MAX_LIMIT:
             raise ValueError(f"a limit is a number from 1 to {MAX_LIMIT:,}, not {limit:,}")

@@ -22,14 +22,25 @@ class BatchQueue(QueueBase):
     """Batches in Redis. A record is a hash of text fields; `state` moves only by `transition`, counts only by commits."""
 
     def create_batch(
-        self, batch: str, total: int, *, tenant: str = "", state: str = "validating", fields: Mapping[str, Any] | None = None
+        self,
+        batch: str,
+        total: int,
+        *,
+        tenant: str = "",
+        state: str = "validating",
+        fields: Mapping[str, Any] | None = None,
     ) -> bool:
         """Makes the record of a batch that has none. False when it has one. `fields` may hold counts and cursor of a rebuilt batch."""
         start = {"tenant": tenant, "total": total, "generation": 0, "completed": 0, "failed": 0, "cursor": 0}
         return self.transition(batch, [""], state, {**start, **(fields or {})})
 
     def transition(
-        self, batch: str, from_states: Sequence[str], to_state: str, fields: Mapping[str, Any] | None = None, generation: int | None = None
+        self,
+        batch: str,
+        from_states: Sequence[str],
+        to_state: str,
+        fields: Mapping[str, Any] | None = None,
+        generation: int | None = None,
     ) -> bool:
         """Moves the state, if it is one of `from_states` ("" for no record) and the generation is the given one, and sets `fields`.
 
@@ -88,7 +99,9 @@ class BatchQueue(QueueBase):
         for first in range(0, len(lines), MAX_ITEMS):
             group = lines[first : first + MAX_ITEMS]
             values = self._command("HMGET", keys.results(batch), *group)
-            found += [(line, unpack_result(value)) for line, value in zip(group, values, strict=True) if value is not None]
+            found += [
+                (line, unpack_result(value)) for line, value in zip(group, values, strict=True) if value is not None
+            ]
         return found
 
     def drained(self, batch: str, part: str, lines: Sequence[int]) -> bool:

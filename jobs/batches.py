@@ -19,7 +19,17 @@ from jobs import keys
 from jobs.batch_queue import FORGOTTEN
 from jobs.bitmap import Bitmap
 from jobs.control import CANCELLABLE, begin_cancel
-from jobs.manifest import END_STATES, BatchSpec, EndState, LineProblem, Manifest, State, load_manifest, mark_cancelled, unmark_cancelled
+from jobs.manifest import (
+    END_STATES,
+    BatchSpec,
+    EndState,
+    LineProblem,
+    Manifest,
+    State,
+    load_manifest,
+    mark_cancelled,
+    unmark_cancelled,
+)
 from jobs.parts import drop_unlisted, merge_parts, write_records
 from jobs.plan import PLAN_NAME
 from jobs.queue import Queue
@@ -29,7 +39,19 @@ from jobs.results import Usage
 from jobs.scripts import persistently
 from jobs.settings import QueueSettings
 from jobs.source import is_whole
-from jobs.storage import Busy, StoreError, absolute, exclusive, join, local_path, make_folder, open_input, sha256_of, size_of, sweep
+from jobs.storage import (
+    Busy,
+    StoreError,
+    absolute,
+    exclusive,
+    join,
+    local_path,
+    make_folder,
+    open_input,
+    sha256_of,
+    size_of,
+    sweep,
+)
 
 __all__ = [
     "BatchRecord", "BatchRefused", "BatchSpec", "Busy", "InputChanged", "LineProblem", "StoreError", "cancel_batch", "create_batch",
@@ -40,7 +62,9 @@ _POLL_SECONDS = 0.03
 _SLOW_POLL_SECONDS = 0.25  # where nothing changes
 _PATIENCE_SECONDS = 5.0
 _COMPRESSED = (".gz", ".zst")
-_UNREADABLE = LineProblem("errors_unavailable", "The list of what is wrong with the input file cannot be read just now.")
+_UNREADABLE = LineProblem(
+    "errors_unavailable", "The list of what is wrong with the input file cannot be read just now."
+)
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +114,9 @@ class Page(NamedTuple):
     has_more: bool
 
 
-def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = None, retry_failed: bool = False) -> BatchRecord:
+def create_batch(
+    client: redis.Redis, spec: BatchSpec, batch_id: str | None = None, retry_failed: bool = False
+) -> BatchRecord:
     """Makes a batch, or takes up the one in `spec.root`: what is done of it stays done, except answers of status 500 and above.
 
     With `retry_failed` every failed line runs again. A batch that runs already is returned as it is. The manifest is on disk before
@@ -99,7 +125,9 @@ def create_batch(client: redis.Redis, spec: BatchSpec, batch_id: str | None = No
     spec = _with_absolute_locations(spec)
     _check_locations(spec)
     queue = Queue(client)
-    if running := _running(queue, spec, retry_failed):  # asked first without the lock, which a long job of its own may hold
+    if running := _running(
+        queue, spec, retry_failed
+    ):  # asked first without the lock, which a long job of its own may hold
         return get_batch(client, running)
     with exclusive(spec.root, _PATIENCE_SECONDS):
         if running := _running(queue, spec, retry_failed):
@@ -142,7 +170,9 @@ def list_batches(queue: Queue, tenant: str, after: str | None, limit: int) -> Pa
     return Page(found[:limit], len(found) > limit)
 
 
-def _read_records(client: redis.Redis, batches: list[str], retry_seconds: float | None = None) -> list[BatchRecord | None]:
+def _read_records(
+    client: redis.Redis, batches: list[str], retry_seconds: float | None = None
+) -> list[BatchRecord | None]:
     """None for a batch without a record."""
     patience = QueueSettings().redis_retry_seconds if retry_seconds is None else retry_seconds
     rows = persistently(lambda: _read(client, batches), patience)
@@ -174,7 +204,9 @@ def _record(batch_id: str, fields: dict[str, str], held: int, waiting: int) -> B
         timestamps={name.removesuffix("_at"): float(value) for name, value in fields.items() if name.endswith("_at")},
         output=fields.get("output") or None,
         error_output=fields.get("error_output") or None,
-        output_file_id=spec.output_file_id if fields.get("output") or (logged and fields["state"] not in END_STATES) else None,
+        output_file_id=spec.output_file_id
+        if fields.get("output") or (logged and fields["state"] not in END_STATES)
+        else None,
         error_file_id=spec.error_file_id if fields.get("error_output") else None,
         problem=fields.get("problem") or None,
     )
@@ -306,7 +338,9 @@ def _running(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
         return None
     _check_same(found, spec)
     if retry_failed:
-        raise BatchRefused(f"{found.batch_id} is at work on {spec.root}: failed lines can be run again when it has ended")
+        raise BatchRefused(
+            f"{found.batch_id} is at work on {spec.root}: failed lines can be run again when it has ended"
+        )
     return found.batch_id
 
 
@@ -318,11 +352,15 @@ def _check_same(found: Manifest, spec: BatchSpec) -> None:
     """Raises `InputChanged` if results in the folder would not fit what is asked now."""
     size = size_of(spec.input)
     if found.input_sha256 is not None and (size != found.input_bytes or sha256_of(spec.input) != found.input_sha256):
-        raise InputChanged(f"{spec.input} has changed since {spec.root} was begun; remove that folder, or name another output")
+        raise InputChanged(
+            f"{spec.input} has changed since {spec.root} was begun; remove that folder, or name another output"
+        )
     for name in ("default_model", "endpoint", "seed"):
         before, now = getattr(found.spec, name), getattr(spec, name)
         if before != now:
-            raise InputChanged(f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output")
+            raise InputChanged(
+                f"{spec.root} was begun with {name} {before}, not {now}; remove that folder, or name another output"
+            )
 
 
 def _taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) -> Manifest | None:

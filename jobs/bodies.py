@@ -15,7 +15,9 @@ def new_body_id(endpoint: str) -> str:
     return ("chatcmpl-" if endpoint == _CHAT else "cmpl-") + uuid.uuid4().hex
 
 
-def response_body(endpoint: str, body_id: str, model: str, choices: Sequence[Choice], usage: Usage, created: int) -> dict[str, Any]:
+def response_body(
+    endpoint: str, body_id: str, model: str, choices: Sequence[Choice], usage: Usage, created: int
+) -> dict[str, Any]:
     """The body of either endpoint; `created` in unix seconds."""
     build = chat_body if endpoint == _CHAT else completion_body
     return build(body_id, model, choices, usage, created)
@@ -23,12 +25,16 @@ def response_body(endpoint: str, body_id: str, model: str, choices: Sequence[Cho
 
 def completion_body(body_id: str, model: str, choices: Sequence[Choice], usage: Usage, created: int) -> dict[str, Any]:
     """The body of `/v1/completions`."""
-    return _envelope(body_id, "text_completion", model, created, list(map(_completion_choice, choices))) | {"usage": usage.as_openai()}
+    return _envelope(body_id, "text_completion", model, created, list(map(_completion_choice, choices))) | {
+        "usage": usage.as_openai()
+    }
 
 
 def chat_body(body_id: str, model: str, choices: Sequence[Choice], usage: Usage, created: int) -> dict[str, Any]:
     """The body of `/v1/chat/completions`."""
-    body = _envelope(body_id, "chat.completion", model, created, list(map(_chat_choice, choices))) | {"usage": usage.as_openai()}
+    body = _envelope(body_id, "chat.completion", model, created, list(map(_chat_choice, choices))) | {
+        "usage": usage.as_openai()
+    }
     if choices and (prompt := choices[0].prompt_logprobs) is not None:  # all choices have the same prompt
         body["prompt_logprobs"] = prompt_logprobs(prompt)
     return body
@@ -45,7 +51,13 @@ def completion_chunk(
     logprobs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One server-sent event of a streamed `/v1/completions`, of choice `index`."""
-    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, "stop_reason": stop_reason}
+    choice = {
+        "index": index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+    }
     return _envelope(body_id, "text_completion", model, created, [choice])
 
 
@@ -61,7 +73,9 @@ def chat_chunk(
     first: bool = False,
 ) -> dict[str, Any]:
     """One server-sent event of a streamed `/v1/chat/completions`, of choice `index`; a choice's `first` one carries the role."""
-    delta: dict[str, Any] = {"role": "assistant", "content": text or ""} if first else {} if text is None else {"content": text}
+    delta: dict[str, Any] = (
+        {"role": "assistant", "content": text or ""} if first else {} if text is None else {"content": text}
+    )
     choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
     if finish_reason is not None:
         choice["stop_reason"] = stop_reason
@@ -95,4 +109,11 @@ def _ending(choice: Choice) -> dict[str, Any]:
 
 
 def _envelope(body_id: str, kind: str, model: str, created: int, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"id": body_id, "object": kind, "created": created, "model": model, "choices": choices, "system_fingerprint": None}
+    return {
+        "id": body_id,
+        "object": kind,
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "system_fingerprint": None,
+    }

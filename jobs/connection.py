@@ -31,7 +31,9 @@ def connect(url: str) -> redis.Redis:
 
 def connect_async(url: str) -> redis.asyncio.Redis:
     """An asyncio client, with timeouts that also suit blocking reads of up to `MAX_BLOCK_SECONDS`."""
-    return redis.asyncio.Redis.from_url(url, retry=AsyncRetry(NoBackoff(), 0), socket_timeout=_CALL_TIMEOUT, **_common(url))
+    return redis.asyncio.Redis.from_url(
+        url, retry=AsyncRetry(NoBackoff(), 0), socket_timeout=_CALL_TIMEOUT, **_common(url)
+    )
 
 
 def blocking_twin(client: redis.Redis) -> redis.Redis:
@@ -47,13 +49,19 @@ def check_server(client: redis.Redis) -> None:
     name, version = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", info["redis_version"])
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < _OLDEST_VERSION:
-        raise ServerError(f"The server is {name} {version}; the queue needs Redis 7.0 or Valkey 7.2 or later: upgrade it.")
+        raise ServerError(
+            f"The server is {name} {version}; the queue needs Redis 7.0 or Valkey 7.2 or later: upgrade it."
+        )
     policy = _config(client, "maxmemory-policy")
     limit = _config(client, "maxmemory")
     if policy not in (None, "noeviction") and limit != "0":
-        raise ServerError(f"The server may evict keys (maxmemory-policy {policy}), which loses requests: set it to noeviction.")
+        raise ServerError(
+            f"The server may evict keys (maxmemory-policy {policy}), which loses requests: set it to noeviction."
+        )
     if _config(client, "appendonly") == "no":
-        log.warning("the server keeps nothing on disk (appendonly no): what stands only in Redis is lost when it restarts, and runs again")
+        log.warning(
+            "the server keeps nothing on disk (appendonly no): what stands only in Redis is lost when it restarts, and runs again"
+        )
     if not client.exists(keys.SCHEMA):  # asked first, because a server that is full refuses to be written to
         client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True)
     stored: Any = client.get(keys.SCHEMA)
@@ -65,7 +73,12 @@ def check_server(client: redis.Redis) -> None:
 
 
 def _common(url: str) -> dict[str, Any]:
-    common: dict[str, Any] = {"protocol": 2, "socket_connect_timeout": _CONNECT_TIMEOUT, "decode_responses": False, "max_connections": 256}
+    common: dict[str, Any] = {
+        "protocol": 2,
+        "socket_connect_timeout": _CONNECT_TIMEOUT,
+        "decode_responses": False,
+        "max_connections": 256,
+    }
     if not url.startswith("unix:"):
         common["socket_keepalive"] = True
     return common

@@ -59,7 +59,13 @@ def enqueue(client: redis.Redis, job: JobName, batch: str, generation: int) -> b
     for _ in range(2):
         try:
             queue.enqueue_call(
-                f"jobs.{job}.run", args=(batch, generation), job_id=name, timeout=-1, result_ttl=0, failure_ttl=_FAILURE_TTL, unique=True
+                f"jobs.{job}.run",
+                args=(batch, generation),
+                job_id=name,
+                timeout=-1,
+                result_ttl=0,
+                failure_ttl=_FAILURE_TTL,
+                unique=True,
             )
             return True
         except DuplicateJobError:
@@ -112,7 +118,11 @@ class Execution(NamedTuple):
 def executions(client: redis.Redis) -> set[Execution]:
     """What RQ takes for running: also what ran in processes that were killed, which it would keep for over an hour."""
     queues = set(QUEUES.values())
-    return {Execution(queue, *ids) for queue in queues for ids in _started(client, queue).get_job_and_execution_ids(cleanup=False)}
+    return {
+        Execution(queue, *ids)
+        for queue in queues
+        for ids in _started(client, queue).get_job_and_execution_ids(cleanup=False)
+    }
 
 
 def forget_execution(client: redis.Redis, execution: Execution) -> None:
@@ -120,7 +130,9 @@ def forget_execution(client: redis.Redis, execution: Execution) -> None:
     with contextlib.suppress(NoSuchJobError):
         _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
     client.unlink(rq.executions.Execution(execution.run, execution.job, connection=client).key)
-    client.zrem(_started(client, execution.queue).key, f"{execution.job}:{execution.run}")  # also where RQ's job is gone already
+    client.zrem(
+        _started(client, execution.queue).key, f"{execution.job}:{execution.run}"
+    )  # also where RQ's job is gone already
 
 
 def _delete(job: Job) -> None:
@@ -323,7 +335,9 @@ def use_threads(count: int) -> None:
     _slots = threading.Semaphore(count)
 
 
-def run_long(queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None]) -> None:
+def run_long(
+    queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None]
+) -> None:
     """As `run_slice`, but after `use_threads` in a thread of its own; waits for a free one.
 
     RQ takes such a job for done when it has begun; the batch's heartbeat says that it is alive.
@@ -344,7 +358,12 @@ def run_long(queue: Queue, batch: str, generation: int, states: tuple[State, ...
 
 
 def run_slice(
-    queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None], patience: float = 0.0
+    queue: Queue,
+    batch: str,
+    generation: int,
+    states: tuple[State, ...],
+    work: Callable[[Slice], None],
+    patience: float = 0.0,
 ) -> None:
     """Runs `work` under `hold`. A failure that a person can mend becomes the record's `problem`; the ticker has the job run again.
 
@@ -356,7 +375,9 @@ def run_slice(
         log.warning("%s: Redis cannot be used: %s", batch, error)
 
 
-def _run(queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None], patience: float) -> None:
+def _run(
+    queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None], patience: float
+) -> None:
     try:
         with hold(queue, batch, generation, states, patience) as held:
             if held.manifest.state in END_STATES:

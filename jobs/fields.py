@@ -73,7 +73,11 @@ def text(value: Any, param: str, most: int | None = None, least: int = 0) -> str
     try:
         value.encode()
     except UnicodeEncodeError:
-        fail(f"Invalid '{param}': the text holds half of a surrogate pair, which is no character.", param, "invalid_value")
+        fail(
+            f"Invalid '{param}': the text holds half of a surrogate pair, which is no character.",
+            param,
+            "invalid_value",
+        )
     return value
 
 

@@ -34,7 +34,13 @@ MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 24 * 3600
 _FOLDER = "files"
 _RECORD = "record.json"
 _PART = "content.part"
-_SUFFIXES = {".jsonl": ".jsonl", ".jsonl.gz": ".jsonl.gz", ".jsonl.zst": ".jsonl.zst", ".parquet": ".parquet", ".pq": ".parquet"}
+_SUFFIXES = {
+    ".jsonl": ".jsonl",
+    ".jsonl.gz": ".jsonl.gz",
+    ".jsonl.zst": ".jsonl.zst",
+    ".parquet": ".parquet",
+    ".pq": ".parquet",
+}
 _RETRY_SECONDS = 3600  # after which what could not be read or removed is looked at again
 _UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is nobody's
 _PLACE_SECONDS = 6 * 3600
@@ -177,7 +183,9 @@ class FileStore:
             return [("ZADD", keys.FILE_EXPIRY, "NX", now + _RETRY_SECONDS, file_id)]
         return [("ZADD", keys.FILE_EXPIRY, "NX", now + _UPLOAD_SECONDS, file_id)] if record is None else _index(record)
 
-    def list(self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None) -> Page:
+    def list(
+        self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None
+    ) -> Page:
         """Complete files by creation, those behind `after`, which may be deleted by now. Raises KeyError if `after` is no file's id."""
         name = keys.files(tenant, purpose or "")
         place = None if after is None else self._place(tenant, after)
@@ -269,7 +277,9 @@ class FileStore:
 class Upload:
     """A file on its way in. Not thread-safe. Methods raise `StoreError`, also for a full disk (`StoreError.full`)."""
 
-    def __init__(self, store: FileStore, file_id: str, filename: str, purpose: str, tenant: str, expires_seconds: int | None) -> None:
+    def __init__(
+        self, store: FileStore, file_id: str, filename: str, purpose: str, tenant: str, expires_seconds: int | None
+    ) -> None:
         self.purpose = purpose
         self.expires_seconds = expires_seconds
         self.bytes = 0
@@ -323,7 +333,9 @@ class Upload:
     def __enter__(self) -> "Upload":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -358,7 +370,9 @@ def _listings(record: FileRecord) -> tuple[str, str]:
 
 def _member(record: FileRecord) -> str:
     """A result file's id is older than the file, so its place comes from its record."""
-    return _named_member(micros_of(FILE, record.id) if record.batch_id is None else record.created_at * 1_000_000, record.id)
+    return _named_member(
+        micros_of(FILE, record.id) if record.batch_id is None else record.created_at * 1_000_000, record.id
+    )
 
 
 def _named_member(micros: int, file_id: str) -> str:

@@ -64,7 +64,9 @@ def needs_spool(location: str) -> bool:
     return location.lower().endswith((*_PARQUET_SUFFIXES, ".gz", ".zst"))
 
 
-def read_lines(file: BinaryIO, note: Callable[[bytes], object] = len, most_blank: int | None = None) -> Iterator[InputLine]:
+def read_lines(
+    file: BinaryIO, note: Callable[[bytes], object] = len, most_blank: int | None = None
+) -> Iterator[InputLine]:
     """Every line that is not blank, in order, holding one at a time; a byte order mark at the start is passed over.
 
     `note` is handed every byte of the file, which a hash of it is made from. Raises `InputError` where more than `most_blank` lines are.
@@ -97,7 +99,11 @@ def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, beat: Call
 
     Raises `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `beat` raises.
     """
-    with open_input(location) as file, AtomicWriter(spool) as writer, contextlib.closing(_as_jsonl(location, file, bounds)) as chunks:
+    with (
+        open_input(location) as file,
+        AtomicWriter(spool) as writer,
+        contextlib.closing(_as_jsonl(location, file, bounds)) as chunks,
+    ):
         try:
             for chunk in chunks:
                 beat()

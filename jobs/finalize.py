@@ -118,14 +118,24 @@ def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
             counts[succeeded] += 1
             if answer.result is not None:
                 spent = answer.result.usage
-                usage = [usage[0] + spent.prompt_tokens, usage[1] + spent.completion_tokens, usage[2] + spent.cached_tokens]
+                usage = [
+                    usage[0] + spent.prompt_tokens,
+                    usage[1] + spent.completion_tokens,
+                    usage[2] + spent.cached_tokens,
+                ]
             (good if succeeded or inline else bad).add(answer)
         with_output, with_errors = inline or counts[True] > 0, not inline and counts[False] > 0
         if with_output:
             good.commit()
         if with_errors:
             bad.commit()
-    return Outcome(counts[True], counts[False], Usage(*usage), output if with_output else None, error_output if with_errors else None)
+    return Outcome(
+        counts[True],
+        counts[False],
+        Usage(*usage),
+        output if with_output else None,
+        error_output if with_errors else None,
+    )
 
 
 def _answers(manifest: Manifest) -> Iterator[_Answer]:
@@ -247,7 +257,12 @@ class _ParquetWriter:
             code, message = answer.reason
             return row | {"error_code": code, "error_message": message}
         body = self._decoder.decode(result.body)
-        row |= {"status_code": result.status, "request_id": result.request_id, "response": result.body.decode(), "model": body.model}
+        row |= {
+            "status_code": result.status,
+            "request_id": result.request_id,
+            "response": result.body.decode(),
+            "model": body.model,
+        }
         row |= {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens}
         row |= {"cached_tokens": result.usage.cached_tokens}
         if body.choices:

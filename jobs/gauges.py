@@ -59,17 +59,27 @@ class Gauges(QueueBase):
         """Of those that reported lately."""
         packed = self._command("MGET", *map(keys.gauges, workers)) if workers else []
         found = zip(workers, packed, strict=True)
-        return {worker: msgspec.msgpack.decode(value, type=WorkerGauges) for worker, value in found if value is not None}
+        return {
+            worker: msgspec.msgpack.decode(value, type=WorkerGauges) for worker, value in found if value is not None
+        }
 
     def depths(self, models: list[str]) -> Depths:
         """How much waits, of live calls and suspects for these models. Three round trips, and nothing is asked for a batch that ended."""
         ends = sorted(END_STATES)
-        of_models = [[command, name(model)] for model in models for command, name in (("LLEN", keys.live), ("ZCARD", keys.suspects))]
+        of_models = [
+            [command, name(model)]
+            for model in models
+            for command, name in (("LLEN", keys.live), ("ZCARD", keys.suspects))
+        ]
         active, ended, *counts = self.commands([["SMEMBERS", keys.ACTIVE], ["HMGET", keys.ENTERED, *ends], *of_models])
         batches = sorted(map(text, active))
         replies = self.commands([command for batch in batches for command in _of_batch(batch)])
         states = Counter(text(state) for state in replies[::2])
-        lists = [(batch, model) for batch, members in zip(batches, replies[1::2], strict=True) for model in map(text, members)]
+        lists = [
+            (batch, model)
+            for batch, members in zip(batches, replies[1::2], strict=True)
+            for model in map(text, members)
+        ]
         waiting: Counter[str] = Counter()
         for (_, model), length in zip(lists, self.commands(["LLEN", keys.ready(*of)] for of in lists), strict=True):
             waiting[model] += length

@@ -28,7 +28,9 @@ def control_plane_fault(client: redis.Redis, host: str) -> str | None:
     alive = {
         name
         for worker in Worker.all(client)
-        if worker.hostname == host and worker.last_heartbeat and (now - worker.last_heartbeat).total_seconds() < SILENT_SECONDS
+        if worker.hostname == host
+        and worker.last_heartbeat
+        and (now - worker.last_heartbeat).total_seconds() < SILENT_SECONDS
         for name in worker.queue_names()
     }
     if silent := [name for name in _QUEUES if name not in alive]:

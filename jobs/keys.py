@@ -183,5 +183,9 @@ def lua_table(names: set[str]) -> str:
             continue
         arguments = ["a", "b"][: value.__code__.co_argcount]
         text = value(*(f"' .. {argument} .. '" for argument in arguments))
-        lines.append(f"key.{name} = function({', '.join(arguments)}) return '{text}' end".replace(" .. ''", "").replace("\0", "\\0"))
+        lines.append(
+            f"key.{name} = function({', '.join(arguments)}) return '{text}' end".replace(" .. ''", "").replace(
+                "\0", "\\0"
+            )
+        )
     return "\n".join(lines)

@@ -72,7 +72,9 @@ def completion_logprobs(positions: Sequence[PositionLogprobs], text_offset: list
     names = _Names()
     return {
         "text_offset": text_offset,
-        "token_logprobs": [None if (logprob := position.chosen.logprob) is None else _number(logprob) for position in positions],
+        "token_logprobs": [
+            None if (logprob := position.chosen.logprob) is None else _number(logprob) for position in positions
+        ],
         "tokens": [names[position.chosen.token] for position in positions],
         "top_logprobs": [_by_name(position, names) for position in positions],
     }

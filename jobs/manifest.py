@@ -33,7 +33,9 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
     completion_window_seconds: float | None = None  # None: it never expires
     seed: int = 0  # from it and the line number comes the seed of a line that names none
-    input_file_id: str | None = None  # of a batch that came through the API, whose lines are checked as OpenAI's are; so the rest
+    input_file_id: str | None = (
+        None  # of a batch that came through the API, whose lines are checked as OpenAI's are; so the rest
+    )
     output_file_id: str | None = None  # this and the next are set aside when the batch is made
     error_file_id: str | None = None
     completion_window: str | None = None  # as it was asked for
@@ -114,7 +116,9 @@ def load_manifest(root: str) -> Manifest | None:
     try:
         return msgspec.json.decode(read_bytes(location), type=Manifest)
     except msgspec.DecodeError as error:
-        raise ManifestDamaged(f"{location} is not a batch manifest ({error}); remove the folder to start again") from error
+        raise ManifestDamaged(
+            f"{location} is not a batch manifest ({error}); remove the folder to start again"
+        ) from error
 
 
 def save_manifest(manifest: Manifest) -> None:

@@ -87,7 +87,11 @@ def truncation(value: Any, param: str) -> int:
     """How many of the prompt's last tokens are kept; -1: as many as the model can take."""
     kept = fields.integer(value, param, -1, fields.INT32)
     if kept == 0:
-        fields.fail(f"Invalid '{param}': it must be at least 1, or -1 for as many tokens as the model can take.", param, "invalid_value")
+        fields.fail(
+            f"Invalid '{param}': it must be at least 1, or -1 for as many tokens as the model can take.",
+            param,
+            "invalid_value",
+        )
     return kept
 
 
@@ -116,7 +120,10 @@ def logit_bias(value: Any, param: str) -> dict[int, float]:
             f"Invalid '{param}': too many properties. Expected an object with at most {MOST_BIASED_TOKENS} properties, but got an object "
             f"with {len(entries)} properties instead.", param, "object_above_max_properties",
         )  # fmt: skip
-    return {_token_id(key, param): fields.number(bias, f"{param}.{fields.shown(key)}", -100, 100) for key, bias in entries.items()}
+    return {
+        _token_id(key, param): fields.number(bias, f"{param}.{fields.shown(key)}", -100, 100)
+        for key, bias in entries.items()
+    }
 
 
 def logprobs(body: dict[str, Any], chat: bool) -> int | None:
@@ -136,7 +143,11 @@ def prompt_logprobs(body: dict[str, Any], stream: bool) -> int | None:
     """The same for the prompt's tokens, in vLLM's field."""
     count = fields.optional(body, "prompt_logprobs", most_likely, None)
     if count is not None and stream:
-        fields.fail("The 'prompt_logprobs' parameter is not allowed when 'stream' is enabled.", "prompt_logprobs", "invalid_value")
+        fields.fail(
+            "The 'prompt_logprobs' parameter is not allowed when 'stream' is enabled.",
+            "prompt_logprobs",
+            "invalid_value",
+        )
     return count
 
 
@@ -168,7 +179,11 @@ def include_usage(body: dict[str, Any], stream: bool) -> bool:
     if options is None:
         return False
     if not stream:
-        fields.fail("The 'stream_options' parameter is only allowed when 'stream' is enabled.", "stream_options", "invalid_value")
+        fields.fail(
+            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+            "stream_options",
+            "invalid_value",
+        )
     wanted = fields.mapping(options, "stream_options")
     continuous, value = (wanted.get(name) for name in ("continuous_usage_stats", "include_usage"))
     if continuous is not None and fields.boolean(continuous, "stream_options.continuous_usage_stats"):
@@ -186,5 +201,7 @@ def _token_id(key: str, param: str) -> int:
         fields.fail(f"Invalid key in '{param}': {fields.shown(key)}. You should only be submitting non-negative integers, without leading "
                     "zeros.", param, "invalid_value")  # fmt: skip
     if len(key) > len(str(fields.INT32)) or int(key) > fields.INT32:
-        fields.fail(f"Invalid key in '{param}': {fields.shown(key)}. Maximum value is {fields.INT32}.", param, "invalid_value")
+        fields.fail(
+            f"Invalid key in '{param}': {fields.shown(key)}. Maximum value is {fields.INT32}.", param, "invalid_value"
+        )
     return int(key)

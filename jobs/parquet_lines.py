@@ -56,7 +56,10 @@ def main() -> None:
         pass  # and so is what holds the memory
     else:
         os._exit(0)
-    _fail(f"{location} needs more than {memory >> 20} MiB of memory to be read: write it with smaller pages", PARQUET_REFUSED)
+    _fail(
+        f"{location} needs more than {memory >> 20} MiB of memory to be read: write it with smaller pages",
+        PARQUET_REFUSED,
+    )
 
 
 def _limit(what: int, most: int, always: bool = False) -> None:
@@ -80,7 +83,9 @@ def _lines(location: str, file: BinaryIO) -> Iterator[bytes]:
         names = set(table.schema_arrow.names)
         if "custom_id" not in names or not names & {"body", "prompt", "messages"}:
             found = ", ".join(fields.shown(name) for name in sorted(names)[:_SHOWN_COLUMNS])
-            raise InputError(f"{location} needs a column custom_id, and one of body, prompt and messages; it has: {found}")
+            raise InputError(
+                f"{location} needs a column custom_id, and one of body, prompt and messages; it has: {found}"
+            )
         columns = [name for name in (*_LINE_COLUMNS, *_BODY_COLUMNS) if name in names]
         for rows in table.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False):
             for row in rows.to_pylist():
@@ -97,7 +102,9 @@ def _lines(location: str, file: BinaryIO) -> Iterator[bytes]:
 
 def _line_of(row: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's line for one row; what the row lacks stays absent, so that validation names it."""
-    row = {name: _plain(value, name) for name, value in row.items() if value is not None and value == value}  # NaN: pandas' null
+    row = {
+        name: _plain(value, name) for name, value in row.items() if value is not None and value == value
+    }  # NaN: pandas' null
     body = _parsed(row["body"]) if "body" in row else _body_of(row)
     line: dict[str, Any] = {"method": row.get("method", "POST"), "body": body}
     if "custom_id" in row:

@@ -82,7 +82,9 @@ def merge_parts(root: str, parts: list[Part]) -> Iterator[Record]:
     with ExitStack() as stack:
         level = [part.name for part in parts]
         while len(level) > MAX_OPEN:
-            level = [_merge_round(root, level[start : start + MAX_OPEN], stack) for start in range(0, len(level), MAX_OPEN)]
+            level = [
+                _merge_round(root, level[start : start + MAX_OPEN], stack) for start in range(0, len(level), MAX_OPEN)
+            ]
         yield from _merged(root, level)
 
 

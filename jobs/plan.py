@@ -27,7 +27,9 @@ _MAX = 0xFFFFFFFF
 
 _ENTRY = struct.Struct("<IQI")
 _BY_PREFIX = struct.Struct(">IIIIIQI")  # three prefixes, longest first within, line, offset, length
-_BY_ORDER = struct.Struct(">IIIIIIIIQI")  # three times (longest in group first, prefix), longest first, line, offset, length
+_BY_ORDER = struct.Struct(
+    ">IIIIIIIIQI"
+)  # three times (longest in group first, prefix), longest first, line, offset, length
 _RUN_RECORDS = 100_000
 _FAN_IN = 24
 
@@ -89,7 +91,9 @@ class Sorter:
             run.writelines(pieces)
             run.flush()
         except OSError as error:
-            raise StoreError(f"cannot sort in {self._folder or tempfile.gettempdir()}: {error.strerror or error}") from error
+            raise StoreError(
+                f"cannot sort in {self._folder or tempfile.gettempdir()}: {error.strerror or error}"
+            ) from error
         return cast(BinaryIO, run)
 
     def _read(self, run: BinaryIO) -> Iterator[bytes]:
@@ -127,7 +131,9 @@ class PlanBuilder:
         try:
             for record, maxima in zip(self._by_prefix, _expand(longest), strict=True):
                 first, second, third, rest, line, offset, length = _BY_PREFIX.unpack(record)
-                ordered.add(_BY_ORDER.pack(maxima[0], first, maxima[1], second, maxima[2], third, rest, line, offset, length))
+                ordered.add(
+                    _BY_ORDER.pack(maxima[0], first, maxima[1], second, maxima[2], third, rest, line, offset, length)
+                )
             self._by_prefix.close()
             with AtomicWriter(location) as writer:
                 for record in ordered:
@@ -212,7 +218,9 @@ def _pieces(body: dict[str, Any]) -> Iterator[str]:
 def _text_of(content: Any) -> str:
     """The text of a message, without a look into what is nested however deeply."""
     if isinstance(content, list):
-        return "\0".join(part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str))
+        return "\0".join(
+            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
     return content if isinstance(content, str) else ""
 
 

@@ -25,7 +25,9 @@ def die_with_parent(parent: int | None = None) -> None:
 def add_redis_url(parser: argparse.ArgumentParser) -> None:
     """`--redis-url`, and REDIS_URL in its place, which unlike an argument cannot be read by every user of the machine."""
     given = os.environ.get("REDIS_URL")
-    parser.add_argument("--redis-url", default=given, required=not given, help="where the queue is [environment: REDIS_URL]")
+    parser.add_argument(
+        "--redis-url", default=given, required=not given, help="where the queue is [environment: REDIS_URL]"
+    )
 
 
 def set_up_log(name: str) -> None:

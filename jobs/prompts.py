@@ -31,7 +31,10 @@ def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
 
 def read_messages(value: Any, param: str) -> list[dict[str, Any]]:
     """Messages with a role and a content that is a string. Raises `ApiError`."""
-    return [_message(message, f"{param}[{i}]") for i, message in enumerate(fields.array(value, param, MOST_MESSAGES, least=1))]
+    return [
+        _message(message, f"{param}[{i}]")
+        for i, message in enumerate(fields.array(value, param, MOST_MESSAGES, least=1))
+    ]
 
 
 def _prompt(value: Any, param: str, like: Any = None) -> str | list[int]:

@@ -34,7 +34,9 @@ __all__ = ["Queue", "QueueFull", "QueueUnavailable"]
 Held = tuple[RequestKey, int]
 """A request and the fence of the lease on it."""
 
-WORKER_LOST = ApiError(500, "The request was given up: too many workers vanished while running it.", "server_error", code="worker_lost")
+WORKER_LOST = ApiError(
+    500, "The request was given up: too many workers vanished while running it.", "server_error", code="worker_lost"
+)
 
 
 class TokenTotals(NamedTuple):
@@ -57,7 +59,9 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
             raise ValueError(f"a live id starts with live_: {live_id!r}")
         self._scripts.call("submit", [live_id, request.model, pack(request), request.reply_to or ""])
 
-    def claim(self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None) -> list[Claim]:
+    def claim(
+        self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None
+    ) -> list[Claim]:
         """Takes up to `limit` requests for one of `models`, live ones first; `live_limit` (default `limit`) gives live calls more room.
 
         A worker that holds nothing may get suspects (`Claim.suspicions` above 0), and then nothing else until it holds none of them.
@@ -70,7 +74,9 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         room = min(limit, MAX_ITEMS)
         live_room = room if live_limit is None else min(max(live_limit, room), MAX_ITEMS)
         settings = [self._lease_ms, self.settings.undrained_bytes]
-        return [_read_claim(row) for row in self._scripts.call("claim", [worker, seq, room, live_room, *settings, *models])]
+        return [
+            _read_claim(row) for row in self._scripts.call("claim", [worker, seq, room, live_room, *settings, *models])
+        ]
 
     def publish(self, worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
         """Appends tokens to the requests' streams and to those of the API processes. Returns the requests whose lease is lost.
@@ -154,7 +160,15 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
 
 def _delta_arguments(delta: Delta) -> list[Any]:
     before = delta.total - sum(len(chunk.token_ids) for chunk in delta.chunks)
-    return [str(delta.key), delta.fence, before, delta.total, pack(delta.chunks), delta.reply_to or "", int(delta.accepted)]
+    return [
+        str(delta.key),
+        delta.fence,
+        before,
+        delta.total,
+        pack(delta.chunks),
+        delta.reply_to or "",
+        int(delta.accepted),
+    ]
 
 
 def _finished_arguments(finished: Finished) -> list[Any]:

@@ -11,7 +11,16 @@ import redis
 
 from jobs.batch_queue import FORGOTTEN
 from jobs.control import clean_up, enqueue
-from jobs.manifest import END_STATES, Manifest, State, end_fields, is_marked_cancelled, load_manifest, progress_fields, save_manifest
+from jobs.manifest import (
+    END_STATES,
+    Manifest,
+    State,
+    end_fields,
+    is_marked_cancelled,
+    load_manifest,
+    progress_fields,
+    save_manifest,
+)
 from jobs.queue import Queue
 from jobs.retention import BATCHES_FOLDER
 from jobs.scripts import passing_reason
@@ -26,7 +35,9 @@ def unknown_folders(queue: Queue, file_store: str) -> list[str]:
     return [name for name in reversed(list_names(join(file_store, BATCHES_FOLDER))) if name not in known]
 
 
-def rebuild_all(queue: Queue, file_store: str, names: list[str] | None = None, seconds: float = math.inf) -> tuple[int, list[str]]:
+def rebuild_all(
+    queue: Queue, file_store: str, names: list[str] | None = None, seconds: float = math.inf
+) -> tuple[int, list[str]]:
     """Rebuilds the batches without a record in these folders (default: `unknown_folders`), passing over what cannot be read.
 
     Returns how many it rebuilt, and the folders to be tried again: in other hands, or left when `seconds` were over. Raises `StoreError`.
@@ -90,7 +101,9 @@ def register(queue: Queue, manifest: Manifest) -> None:
         clean_up(queue, manifest.batch_id)
         return
     try:
-        enqueue(queue.redis, "validate" if state == "validating" else "finalize", manifest.batch_id, manifest.generation)
+        enqueue(
+            queue.redis, "validate" if state == "validating" else "finalize", manifest.batch_id, manifest.generation
+        )
     except redis.RedisError as error:  # the batch is made: the ticker hands in its job when Redis takes one again
         if passing_reason(error) is None:
             raise

@@ -17,6 +17,7 @@ WorkerState = Literal["loading", "initializing", "ready", "draining", "stopped"]
 STOPPED_SECONDS = 10.0
 """How long a worker that ended in good order is still shown."""
 
+
 class WorkerRecord(msgspec.Struct):
     """One worker, as `pipeline status` shows it."""
 
@@ -83,7 +84,9 @@ class Registry(QueueBase):
     def models(self) -> list[ModelRecord]:
         """Models that are or were served, by name."""
         packed = self._command("HVALS", keys.MODELS)
-        return sorted((msgspec.msgpack.decode(value, type=ModelRecord) for value in packed), key=lambda model: model.name)
+        return sorted(
+            (msgspec.msgpack.decode(value, type=ModelRecord) for value in packed), key=lambda model: model.name
+        )
 
     def _forget_record(self, worker: str) -> None:
         """Once this returns, it is not written again and not being written."""

@@ -97,7 +97,9 @@ class TokenChunk(msgspec.Struct, array_like=True):
     text_offset: int  # characters of the choice's text before `text`
     logprobs: list[PositionLogprobs] | None = None  # one per token, when asked for
     prompt_logprobs: list[PositionLogprobs] | None = None  # with a choice's first chunk, when echo asks for them
-    cached_tokens: int = 0  # with a choice's first chunk: tokens of the prompt that its first worker had in its prefix cache
+    cached_tokens: int = (
+        0  # with a choice's first chunk: tokens of the prompt that its first worker had in its prefix cache
+    )
 
 
 class Delta(msgspec.Struct):

@@ -32,7 +32,9 @@ class LoggedLines:
         return line in self._lines
 
 
-def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines) -> list[tuple[int, Result]]:
+def log_successes(
+    queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines
+) -> list[tuple[int, Result]]:
     """Appends to the log those successes that it lacks; they count once the manifest is saved. Raises `StoreError`.
 
     Returns the results less those that are logged already: they came once more, since Redis lost what it had been told.
@@ -60,7 +62,9 @@ def begin_result_files(queue: Queue, manifest: Manifest) -> None:
         make_folder(str(store.folder(file_id)))
 
 
-def publish_result_files(queue: Queue, manifest: Manifest, output: str | None, error_output: str | None, ended_at: float) -> None:
+def publish_result_files(
+    queue: Queue, manifest: Manifest, output: str | None, error_output: str | None, ended_at: float
+) -> None:
     """Makes the written files known to clients, and removes what stands for one that has no lines. Raises `StoreError`."""
     store = _store(queue, manifest)
     for file_id, kind, location in zip(_file_ids(manifest), ("output", "error"), (output, error_output), strict=True):
@@ -93,7 +97,9 @@ def _output_line(manifest: Manifest, index: LineIndex, line: int, result: Result
 
 
 def _partial(manifest: Manifest) -> FileRecord:
-    return _record(manifest, _file_ids(manifest)[0], "output", ".jsonl", int(manifest.timestamps["in_progress"]), complete=False)
+    return _record(
+        manifest, _file_ids(manifest)[0], "output", ".jsonl", int(manifest.timestamps["in_progress"]), complete=False
+    )
 
 
 def _complete(manifest: Manifest, file_id: str, kind: str, location: str, now: int) -> FileRecord:
@@ -103,7 +109,14 @@ def _complete(manifest: Manifest, file_id: str, kind: str, location: str, now: i
 
 
 def _record(
-    manifest: Manifest, file_id: str, kind: str, suffix: str, now: int, bytes: int = 0, expires_at: int | None = None, complete: bool = True
+    manifest: Manifest,
+    file_id: str,
+    kind: str,
+    suffix: str,
+    now: int,
+    bytes: int = 0,
+    expires_at: int | None = None,
+    complete: bool = True,
 ) -> FileRecord:
     return FileRecord(
         id=file_id, bytes=bytes, created_at=now, filename=f"{manifest.batch_id}_{kind}{suffix}", purpose=RESULT_PURPOSE,

@@ -72,7 +72,12 @@ class ApiError(Exception):
     """An error in OpenAI's shape; every field but the message may be what a client branches on."""
 
     def __init__(
-        self, status: int, message: str, type: ErrorType = "invalid_request_error", param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        type: ErrorType = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -119,7 +124,12 @@ def output_line(custom_id: str, result: Result, batch_request_id: str) -> bytes:
 
 def unanswered_line(custom_id: str, code: str, message: str, batch_request_id: str) -> bytes:
     """One line of an error file for a request that never ran, such as `batch_cancelled` or `batch_expired`."""
-    line = {"id": batch_request_id, "custom_id": custom_id, "response": None, "error": {"code": code, "message": message}}
+    line = {
+        "id": batch_request_id,
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
     return _unbroken(encode_json(line))
 
 
@@ -127,9 +137,16 @@ def _unbroken(line: bytes) -> bytes:
     """Escapes what JSON allows inside a line and Python's `splitlines`, by which many read result files, takes for its end."""
     if line.isascii():
         return line
-    return line.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    return (
+        line.replace(b"\xc2\x85", b"\\u0085").replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029")
+    )
 
 
 def _line_error(body: bytes) -> bytes:
     error = msgspec.json.decode(body).get("error") or {}
-    return encode_json({"code": error.get("code") or error.get("type") or "server_error", "message": error.get("message") or "no message"})
+    return encode_json(
+        {
+            "code": error.get("code") or error.get("type") or "server_error",
+            "message": error.get("message") or "no message",
+        }
+    )

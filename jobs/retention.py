@@ -19,7 +19,9 @@ from jobs.storage import StoreError, delete, join, list_names
 
 BATCHES_FOLDER = "batches"
 _UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is nobody's
-_UNMADE_CHECKED_SECONDS = 3600  # for so long after that it is looked for, and then with what is old enough to have ended long ago
+_UNMADE_CHECKED_SECONDS = (
+    3600  # for so long after that it is looked for, and then with what is old enough to have ended long ago
+)
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,9 @@ def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = mat
         if made is None or time.monotonic() >= deadline:
             continue
         age, root = now - made, join(folder, name)
-        unmade = _UNMADE_SECONDS < age < _UNMADE_SECONDS + _UNMADE_CHECKED_SECONDS and not Path(root, MANIFEST_NAME).exists()
+        unmade = (
+            _UNMADE_SECONDS < age < _UNMADE_SECONDS + _UNMADE_CHECKED_SECONDS and not Path(root, MANIFEST_NAME).exists()
+        )
         if unmade or age > queue.settings.ended_batch_seconds:
             removed += _remove_if_due(queue, name, root, made, now)
     return removed
@@ -87,7 +91,9 @@ def _remove_if_due(queue: Queue, batch: str, root: str, made: float, now: float)
     except StoreError as error:
         log.error("cannot look after a batch: %s", error)
         return False
-    if now < (made + _UNMADE_SECONDS if manifest is None else _kept_until(manifest, queue.settings.ended_batch_seconds)):
+    if now < (
+        made + _UNMADE_SECONDS if manifest is None else _kept_until(manifest, queue.settings.ended_batch_seconds)
+    ):
         return False
     if manifest is not None:
         queue.unlist_batch(manifest.spec.tenant, batch)

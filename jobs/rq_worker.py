@@ -36,7 +36,9 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Runs until SIGTERM or SIGINT, through outages of Redis."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.rq_worker", description="Runs the jobs of one queue of the control plane.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.rq_worker", description="Runs the jobs of one queue of the control plane."
+    )
     parser.add_argument("--queue", choices=("advance", "bulk"), required=True)
     add_redis_url(parser)
     options = parser.parse_args()

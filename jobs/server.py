@@ -99,7 +99,9 @@ class PrivateServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def _take_lock(self) -> None:
@@ -108,7 +110,9 @@ class PrivateServer:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             lock.close()
-            raise ServerError(f"Another process runs a private Redis in {self.directory}: wait for it or stop it.") from error
+            raise ServerError(
+                f"Another process runs a private Redis in {self.directory}: wait for it or stop it."
+            ) from error
         self._lock = lock
 
     def _make_socket_folder(self) -> Path:

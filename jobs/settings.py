@@ -27,7 +27,9 @@ class QueueSettings:
     redis_url: str | None = _setting(None)  # none: a private server is started
     lease_seconds: float = _setting(30.0)  # how long a claim lasts without being renewed
     stream_interval: float = _setting(2.0)  # between the checkpoints of a request that nobody watches
-    redis_retry_seconds: float = _setting(20.0, may_be_zero=True)  # how long one call tries again while Redis cannot answer
+    redis_retry_seconds: float = _setting(
+        20.0, may_be_zero=True
+    )  # how long one call tries again while Redis cannot answer
     file_store: str = _setting("./store")  # folder under which files, manifests, parts and outputs stand
     window_bytes: int = _setting(64 * 1024 * 1024)  # request bodies of one batch that stand in Redis at once
     undrained_bytes: int = _setting(64 * 1024 * 1024)  # results of a batch in Redis above which none of its lines start
@@ -56,4 +58,6 @@ def _checked(setting: Field[Any], given: Any) -> Any:
     if 0 < value < math.inf or (value == 0 and may_be_zero):
         return value
     wanted = f"{'a whole number' if kind is int else 'a number'} {'from 0 up' if may_be_zero else 'above 0'}"
-    raise SettingsError(f"{setting.name.upper()} must be {wanted}, got {given!r}: give one, or leave it out for {default}")
+    raise SettingsError(
+        f"{setting.name.upper()} must be {wanted}, got {given!r}: give one, or leave it out for {default}"
+    )

@@ -24,7 +24,9 @@ class ControlMessage(msgspec.Struct, frozen=True):
     id: str  # of the stream entry; reading goes on after it
     kind: Literal["bell", "cancel", "drain", "watch", "trial", "batch"]
     keys: list[RequestKey] = []
-    batch: str = ""  # cancel, watch: every request of this batch; batch: its ready list fell low, or its last line was committed
+    batch: str = (
+        ""  # cancel, watch: every request of this batch; batch: its ready list fell low, or its last line was committed
+    )
     seconds: int = 0  # watch: for how long
 
 
@@ -43,7 +45,10 @@ class Streams(QueueBase):
 
     def read_api(self, api_id: str, last_id: str, timeout: float) -> list[tuple[str, StreamEntry]]:
         """What came for an API process after `last_id`, as (id in its stream, entry)."""
-        return [parse_api_entry(entry_id, fields) for _, entry_id, fields in self._read_streams({keys.api(api_id): last_id}, timeout)]
+        return [
+            parse_api_entry(entry_id, fields)
+            for _, entry_id, fields in self._read_streams({keys.api(api_id): last_id}, timeout)
+        ]
 
     def control_messages(self, worker: str, last_id: str, timeout: float) -> list[ControlMessage]:
         """Orders to a worker after `last_id` (`FIRST_ID` at first); waits up to `timeout` seconds for one.
@@ -67,7 +72,10 @@ class Streams(QueueBase):
 
     def running(self, batch: str, limit: int | None = None) -> list[RequestKey]:
         """Requests of a batch that workers began, whoever holds them now, to read along with `read_tokens`; the first `limit` of them."""
-        begun = (RequestKey.parse(name) for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)})
+        begun = (
+            RequestKey.parse(name)
+            for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}
+        )
         return sorted(key for key in begun if key.batch == batch)[:limit]
 
     def read_ranges(self, ranges: Sequence[tuple[RequestKey, str, str]]) -> list[list[StreamEntry]]:
@@ -87,8 +95,14 @@ class Streams(QueueBase):
         if not found or text(found[0][0]) != last_id:
             return None
         entries = [_parse_batch_entry(text(entry_id), fields) for entry_id, fields in found[1:]]
-        large = [entry for entry, (_, fields) in zip(entries, found[1:], strict=True) if entry.key is not None and not fields[b"p"]]
-        own = self.read_ranges([(entry.key, entry.entry_id, entry.entry_id) for entry in large if entry.key is not None])
+        large = [
+            entry
+            for entry, (_, fields) in zip(entries, found[1:], strict=True)
+            if entry.key is not None and not fields[b"p"]
+        ]
+        own = self.read_ranges(
+            [(entry.key, entry.entry_id, entry.entry_id) for entry in large if entry.key is not None]
+        )
         for entry, same in zip(large, own, strict=True):
             entry.chunks.extend(chunk for one in same for chunk in one.chunks)
         return entries

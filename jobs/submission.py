@@ -56,7 +56,9 @@ def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
         raise TooManyBatches(new.tenant)
     root = files.root / BATCHES_FOLDER / batch
     try:
-        return _make(queue, files, new, Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(root))))
+        return _make(
+            queue, files, new, Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(root)))
+        )
     except (StoreError, QueueFull):
         shutil.rmtree(root, ignore_errors=True)
         queue.forget(batch)
@@ -100,7 +102,9 @@ def _gone(queue: Queue, tenant: str) -> list[str]:
     """Batches that count as open and never came to be, or ended just now."""
     made_before = queue.now() - _MAKING_SECONDS
     states = queue.open_states(tenant).items()
-    return [batch for batch, state in states if state in END_STATES or (not state and (time_of(batch) or 0.0) < made_before)]
+    return [
+        batch for batch, state in states if state in END_STATES or (not state and (time_of(batch) or 0.0) < made_before)
+    ]
 
 
 def _spec(queue: Queue, files: FileStore, new: NewBatch, root: Path) -> BatchSpec:

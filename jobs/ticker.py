@@ -50,7 +50,12 @@ MOMENT_SECONDS = 0.5
 
 _FIRST_RETRY_SECONDS = 0.02
 _LONGEST_RETRY_SECONDS = 0.25
-_JOBS: dict[str, JobName] = {"validating": "validate", "in_progress": "advance", "finalizing": "finalize", "cancelling": "finalize"}
+_JOBS: dict[str, JobName] = {
+    "validating": "validate",
+    "in_progress": "advance",
+    "finalizing": "finalize",
+    "cancelling": "finalize",
+}
 _RECORD = (
     "state",
     "generation",
@@ -114,7 +119,9 @@ class Ticker:
         self._last_id = FIRST_ID
         self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
         self._suspects: set[str] = set()  # the same of the tick before
-        self._orphans: dict[Execution, float] = {}  # what RQ takes for running and no batch waits for, since when (monotonic seconds)
+        self._orphans: dict[
+            Execution, float
+        ] = {}  # what RQ takes for running and no batch waits for, since when (monotonic seconds)
         self._server: Any = None  # run id of the server that was looked at since it was restarted or emptied
         self._seen = ""  # the last batch that the tick before had time for
         self._unknown: list[str] = []  # folders of batches that may lack a record, to be looked into
@@ -192,7 +199,9 @@ class Ticker:
         if fields.get("state") != "in_progress":
             return
         generation = int(fields["generation"])
-        if not enqueue(self._client, "advance", batch, generation) and not is_waiting(self._client, "advance", batch, generation):
+        if not enqueue(self._client, "advance", batch, generation) and not is_waiting(
+            self._client, "advance", batch, generation
+        ):
             self._pending[batch] = _Retry(time.monotonic() + pause, pause)
 
     def _look_after_all(self, now: float) -> None:
@@ -277,10 +286,17 @@ class Ticker:
         }
 
     def _sweep(self, files: FileStore, now: float) -> None:
-        now = min(now, time.time())  # what is removed is gone for good, and so must be over by the clock of this machine too
+        now = min(
+            now, time.time()
+        )  # what is removed is gone for good, and so must be over by the clock of this machine too
         try:
-            swept, ended = files.sweep(now, MOMENT_SECONDS), remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
-            self._unknown = unknown_folders(self._queue, str(files.root))  # also of makers that were killed before Redis knew of it
+            swept, ended = (
+                files.sweep(now, MOMENT_SECONDS),
+                remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS),
+            )
+            self._unknown = unknown_folders(
+                self._queue, str(files.root)
+            )  # also of makers that were killed before Redis knew of it
         except StoreError as error:
             log.error("%s", error)
             return

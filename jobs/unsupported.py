@@ -48,7 +48,10 @@ def _text_alone(value: Any, param: str) -> None:
 
 
 def _code(_value: Any, param: str) -> None:
-    fields.unsupported(param, "is code and cannot come with a request: the model's own is used, or that of the worker's --chat-template.")
+    fields.unsupported(
+        param,
+        "is code and cannot come with a request: the model's own is used, or that of the worker's --chat-template.",
+    )
 
 
 def _template_values(value: Any, param: str) -> None:

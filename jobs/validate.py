@@ -13,7 +13,17 @@ import msgspec
 
 from jobs import fields
 from jobs.control import Slice, enqueue, process_queue, run_long
-from jobs.files import MAX_LINE_BYTES, OWN_FILE, SPOOL_NAME, Bounds, InputError, InputLine, needs_spool, read_lines, write_spool
+from jobs.files import (
+    MAX_LINE_BYTES,
+    OWN_FILE,
+    SPOOL_NAME,
+    Bounds,
+    InputError,
+    InputLine,
+    needs_spool,
+    read_lines,
+    write_spool,
+)
 from jobs.line_index import LineIndexWriter
 from jobs.lines import decode_json, read_line
 from jobs.manifest import BatchSpec, LineProblem
@@ -77,7 +87,9 @@ def _check(held: Slice) -> Checked:
     except InputError as error:
         if spec.input_file_id is None:
             return _refused(LineProblem("invalid_file", str(error)))
-        return _refused(LineProblem("invalid_request", str(error).replace(spec.input, "The input file"), None, "file_id"))
+        return _refused(
+            LineProblem("invalid_request", str(error).replace(spec.input, "The input file"), None, "file_id")
+        )
     if spec.input_file_id is not None and not checked.problems and not checked.total:
         return _refused(LineProblem("empty_file", "The input file holds no requests."))
     return checked
@@ -137,7 +149,9 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
             if count % _BEAT_LINES == 0:
                 held.beat()
             if spec.max_lines is not None and count == spec.max_lines:
-                return _refused(LineProblem("too_many_tasks", f"The input file holds more than {spec.max_lines} requests."))
+                return _refused(
+                    LineProblem("too_many_tasks", f"The input file holds more than {spec.max_lines} requests.")
+                )
             found = _check_line(line, spec, served)
             if isinstance(found, LineError):
                 bad += 1
@@ -210,7 +224,9 @@ class _CustomIds:
 
     def add(self, custom_id: str, entry: PlanEntry) -> None:
         digest = hashlib.blake2b(custom_id.encode(), digest_size=8).digest()
-        self._sorter.add(digest + entry.line.to_bytes(4, "big") + entry.offset.to_bytes(8, "big") + entry.length.to_bytes(4, "big"))
+        self._sorter.add(
+            digest + entry.line.to_bytes(4, "big") + entry.offset.to_bytes(8, "big") + entry.length.to_bytes(4, "big")
+        )
 
     def duplicates(self, source: str) -> tuple[int, list[LineProblem]]:
         """How many lines repeat an earlier one's, and problems for the first `MAX_PROBLEMS` of them."""
@@ -235,7 +251,9 @@ class _CustomIds:
 
 
 def _entry(record: bytes) -> PlanEntry:
-    return PlanEntry(int.from_bytes(record[8:12], "big"), int.from_bytes(record[12:20], "big"), int.from_bytes(record[20:24], "big"))
+    return PlanEntry(
+        int.from_bytes(record[8:12], "big"), int.from_bytes(record[12:20], "big"), int.from_bytes(record[20:24], "big")
+    )
 
 
 def _describe(source: str, found: list[tuple[int, PlanEntry, PlanEntry]]) -> list[LineProblem]:

@@ -66,7 +66,9 @@ class Call(msgspec.Struct, frozen=True):
     logprobs: int | None  # how many of the most likely tokens beside the answer's own; None: no log probabilities
     prompt_logprobs: int | None  # the same for the prompt's, in vLLM's field
     echo: bool
-    truncate_prompt_tokens: int | None  # how many of the prompt's last tokens are kept; -1: as many as the model can take
+    truncate_prompt_tokens: (
+        int | None
+    )  # how many of the prompt's last tokens are kept; -1: as many as the model can take
     priority: int  # lower ones first
     stream: bool
     include_usage: bool
@@ -78,7 +80,11 @@ class Call(msgspec.Struct, frozen=True):
 
 
 def check_line(
-    raw: bytes, number: int, endpoint: str | None = None, models: Collection[str] | None = None, default_model: str | None = None
+    raw: bytes,
+    number: int,
+    endpoint: str | None = None,
+    models: Collection[str] | None = None,
+    default_model: str | None = None,
 ) -> LineRequest | LineError:
     """Checks the structure of line `number` (from 1) of a batch file: what it lacks makes the whole file be refused.
 
@@ -184,11 +190,15 @@ def _read_line(
         fields.fail(f"Invalid url: expected {endpoint or ' or '.join(ENDPOINTS)}.", "url", "invalid_url")
     body = fields.mapping(fields.required(line, "body"), "body")
     if body.get("stream") is True:
-        fields.fail("A batch cannot stream: leave out 'stream' or set it to false.", "body.stream", "streaming_unsupported")
+        fields.fail(
+            "A batch cannot stream: leave out 'stream' or set it to false.", "body.stream", "streaming_unsupported"
+        )
     model = default_model if body.get("model") is None else None
     if model is None:
         model = fields.text(fields.required(body, "model", "body."), "body.model")
     if models is not None and model not in models:
         served = ", ".join(sorted(models)) or "none"
-        fields.fail(f"The model '{fields.shown(model)}' is not served; there is: {served}.", "body.model", "model_not_found")
+        fields.fail(
+            f"The model '{fields.shown(model)}' is not served; there is: {served}.", "body.model", "model_not_found"
+        )
     return LineRequest(custom_id, url, model, read_line(raw).body)

@@ -20,7 +20,11 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _NO_KEY = "none"  # the client insists on one; a server without keys looks at none
 _PASSING = (408, 425, 429)
-_CUTS = (("httpx", "RequestError"), ("httpx2", "RequestError"), ("h11", "LocalProtocolError"))  # h11: a file grew while it was sent
+_CUTS = (
+    ("httpx", "RequestError"),
+    ("httpx2", "RequestError"),
+    ("h11", "LocalProtocolError"),
+)  # h11: a file grew while it was sent
 _LONGEST_MESSAGE = 500
 
 
@@ -72,7 +76,9 @@ def api_client(base_url: str) -> Iterator["openai.OpenAI"]:
         with openai.OpenAI(base_url=base_url, api_key=key, http_client=http) as client:
             yield client
     except openai.APIConnectionError as error:
-        raise Unfinished(f"no answer from {base_url}: {_cause(error)}; is the server running, and is --base-url right?") from None
+        raise Unfinished(
+            f"no answer from {base_url}: {_cause(error)}; is the server running, and is --base-url right?"
+        ) from None
     except openai.APIStatusError as error:
         raise _as_exit(error, base_url) from None
     except openai.APIError as error:
@@ -109,7 +115,11 @@ def _check_answer(response: Any) -> None:
 def _as_exit(error: "openai.APIStatusError", base_url: str) -> click.ClickException:
     message = _message(error)
     if error.status_code == 401:
-        hint = "set OPENAI_API_KEY" if not os.environ.get("OPENAI_API_KEY") else "OPENAI_API_KEY holds no key of this server"
+        hint = (
+            "set OPENAI_API_KEY"
+            if not os.environ.get("OPENAI_API_KEY")
+            else "OPENAI_API_KEY holds no key of this server"
+        )
         return Refused(f"{base_url} lets nobody in without a valid key: {hint}")
     if error.code == "unknown_url":
         return Refused(f"{message}; --base-url usually ends in /v1")

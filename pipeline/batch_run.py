@@ -23,7 +23,9 @@ from pipeline.summary import Summary, print_problems, print_summary
 
 # Between two looks: a tenth of what the whole record takes goes to the state, and little more to what waits.
 _STATE_SECONDS = 0.05
-_BEGINNING_SECONDS = 0.02  # at the state and at what waits, while nothing runs: from then on the output tokens/s are counted
+_BEGINNING_SECONDS = (
+    0.02  # at the state and at what waits, while nothing runs: from then on the output tokens/s are counted
+)
 _IDLE_RECORD_SECONDS = 0.15
 _BUSY_RECORD_SECONDS = 0.5
 _REDIS_AWAY_SECONDS = 0.2
@@ -79,7 +81,12 @@ class BatchRun:
         spec = self._spec(None if self._is_under_way(stack.queue.redis) else stack.queue)
         batch_id = self._create(stack.queue.redis, spec).id
         if task.redis_url is None:
-            log.info("batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s", batch_id, stack.redis_url, batch_id)
+            log.info(
+                "batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s",
+                batch_id,
+                stack.redis_url,
+                batch_id,
+            )
         else:
             log.info("batch %s", batch_id)
         ended = False
@@ -94,7 +101,11 @@ class BatchRun:
         """Whether the fleet has this run's batch already, so that it matters no more who is there to answer."""
         manifest = load_manifest(str(self._task.root))
         try:
-            return self._task.redis_url is not None and manifest is not None and not get_batch(client, manifest.batch_id).ended
+            return (
+                self._task.redis_url is not None
+                and manifest is not None
+                and not get_batch(client, manifest.batch_id).ended
+            )
         except KeyError:
             return False
 
@@ -123,7 +134,9 @@ class BatchRun:
     def _create(self, client: redis.Redis, spec: BatchSpec) -> BatchRecord:
         return create_batch(client, spec, retry_failed=self._task.retry_failed)
 
-    def _follow(self, batch_id: str, spec: BatchSpec, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
+    def _follow(
+        self, batch_id: str, spec: BatchSpec, stack: Stack, signals: Signals, progress: Progress
+    ) -> BatchRecord:
         """Supervises until the batch has ended; the worker starts once the input has been found good and something is left to do.
 
         A Redis that came back empty gets the batch again, from its manifest.
@@ -158,7 +171,9 @@ class BatchRun:
             troubled_since = (troubled_since or now) if record.problem else None
             if troubled_since is not None and now - troubled_since > _PROBLEM_SECONDS:
                 raise Unfinished(f"{record.problem}; {self._shared_files()}{_RESUMES}")
-            self._wait(record, min(pause, _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS), stack, signals)
+            self._wait(
+                record, min(pause, _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS), stack, signals
+            )
 
     @staticmethod
     def _wait(record: BatchRecord, seconds: float, stack: Stack, signals: Signals) -> None:
@@ -242,7 +257,9 @@ def _has_moved(client: redis.Redis, record: BatchRecord) -> bool:
 
 def count_of(errors: list[Any]) -> str:
     """How many bad lines were found, in words."""
-    return f"{len(errors)} bad line{'s' if len(errors) != 1 else ''}" if errors and errors[0].line else "it cannot be used"
+    return (
+        f"{len(errors)} bad line{'s' if len(errors) != 1 else ''}" if errors and errors[0].line else "it cannot be used"
+    )
 
 
 @contextlib.contextmanager

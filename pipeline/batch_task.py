@@ -59,7 +59,11 @@ def run_task(task: Task) -> None:
     served = _checked(task)
     with Signals() as signals, make_progress() as progress, _failures(), _folder(task):
         with Stack(task.redis_url, task.queue, progress.say, task.log_level) as stack:
-            if task.redis_url is None and load_manifest(str(task.root)) is None and task.source.stat().st_size < _SMALL_BYTES:
+            if (
+                task.redis_url is None
+                and load_manifest(str(task.root)) is None
+                and task.source.stat().st_size < _SMALL_BYTES
+            ):
                 start_worker(task, stack)  # it still loads its model when the check of so small a file is over
             from pipeline.batch_run import BatchRun
 
@@ -161,6 +165,11 @@ def check_output(output: Path, source: Path) -> None:
 def start_over_if_removed(root: Path) -> None:
     """A finished run whose output somebody removed is not brought back from its parts: it is run anew."""
     manifest = load_manifest(str(root))
-    if manifest is not None and manifest.state == "completed" and manifest.output and not Path(manifest.output).exists():
+    if (
+        manifest is not None
+        and manifest.state == "completed"
+        and manifest.output
+        and not Path(manifest.output).exists()
+    ):
         log.info("%s is gone since it was finished: starting over", manifest.output)
         shutil.rmtree(root)

@@ -20,7 +20,9 @@ _DEATH_WINDOW = 60.0
 _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 8.0
 _STOP_POLL = 0.01
-_LAST_WORDS_SECONDS = 2.0  # in which what an ended child had printed is read; a child of its own may hold its output open
+_LAST_WORDS_SECONDS = (
+    2.0  # in which what an ended child had printed is read; a child of its own may hold its output open
+)
 
 
 class ChildFailed(Exception):
@@ -83,7 +85,9 @@ class Child:
             self._command(), env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
         )  # fmt: skip
-        self._reader = threading.Thread(target=self._listen, args=(self._process,), name=f"log-{self.name}", daemon=True)
+        self._reader = threading.Thread(
+            target=self._listen, args=(self._process,), name=f"log-{self.name}", daemon=True
+        )
         self._reader.start()
 
     def check(self) -> None:
@@ -132,7 +136,9 @@ class Child:
         if len(self._deaths) > _DEATHS_ALLOWED:
             words = self._errors or self._last_lines
             last = f"; its last words: {' | '.join(words)}" if words else ""
-            raise ChildFailed(f"the {self.name} process {how} and has ended {len(self._deaths)} times within a minute{last}", 1)
+            raise ChildFailed(
+                f"the {self.name} process {how} and has ended {len(self._deaths)} times within a minute{last}", 1
+            )
         pause = 0.0 if len(self._deaths) == 1 else min(_FIRST_PAUSE * 2 ** (len(self._deaths) - 2), _LONGEST_PAUSE)
         self._start_at = now + pause
         self._say(f"the {self.name} process {how}; it is started again" + (f" in {pause:.1f} s" if pause else ""))

@@ -6,7 +6,11 @@ import sys
 import click
 
 INTERRUPTED = 130
-_OF_THE_SURROUNDINGS = (("jobs.server", "ServerError"), ("jobs.scripts", "QueueUnavailable"), ("jobs.storage", "StoreError"))
+_OF_THE_SURROUNDINGS = (
+    ("jobs.server", "ServerError"),
+    ("jobs.scripts", "QueueUnavailable"),
+    ("jobs.storage", "StoreError"),
+)
 
 
 class Refused(click.ClickException):

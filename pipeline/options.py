@@ -22,7 +22,11 @@ CHILD_VARIABLE = "PIPELINE_CHILD"
 _PASSWORD = "pipeline.redis_password"  # in a command's `meta`: what --redis-password-file holds
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
-_SOURCES = {ParameterSource.COMMANDLINE: "flag", ParameterSource.ENVIRONMENT: "environment", ParameterSource.DEFAULT_MAP: "config file"}
+_SOURCES = {
+    ParameterSource.COMMANDLINE: "flag",
+    ParameterSource.ENVIRONMENT: "environment",
+    ParameterSource.DEFAULT_MAP: "config file",
+}
 
 
 class Size(click.ParamType[int]):
@@ -49,7 +53,9 @@ class Device(click.ParamType[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value)
-        if text not in ("auto", "cpu", "cuda") and not (text.startswith("cuda:") and text.removeprefix("cuda:").isdecimal()):
+        if text not in ("auto", "cpu", "cuda") and not (
+            text.startswith("cuda:") and text.removeprefix("cuda:").isdecimal()
+        ):
             self.fail(f"{text!r} is none of auto, cpu, cuda and cuda:N", param, ctx)
         return text
 
@@ -118,6 +124,7 @@ common_options = all_of(
     flag("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="What the log says."),
 )  # fmt: skip
 
+
 def _check_url(ctx: click.Context, _param: click.Parameter, url: str | None) -> str | None:
     if not url:
         return None
@@ -127,7 +134,9 @@ def _check_url(ctx: click.Context, _param: click.Parameter, url: str | None) -> 
     except ValueError:
         usable = False
     if not usable:
-        raise click.BadParameter("it must look like redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/redis.sock")
+        raise click.BadParameter(
+            "it must look like redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/redis.sock"
+        )
     return _with_password(url, ctx.meta.get(_PASSWORD))
 
 
@@ -161,6 +170,7 @@ redis_option = all_of(
          help="File that holds the password for a --redis-url that names none."),
 )  # fmt: skip
 
+
 def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) -> str:
     from jobs.file_store import store_folder
     from jobs.storage import StoreError
@@ -186,27 +196,84 @@ queue_options = all_of(
 )  # fmt: skip
 
 model_options = all_of(
-    flag("--served-model-name", multiple=True, help="Name that requests use for the model; may be repeated. [default: the --model given]"),
+    flag(
+        "--served-model-name",
+        multiple=True,
+        help="Name that requests use for the model; may be repeated. [default: the --model given]",
+    ),
     flag("--tokenizer", help="Folder or hub name of the tokenizer. [default: the model's]"),
-    flag("--model-impl", type=click.Choice(["auto", "own", "transformers"]), default="auto",
-         help="Whose code runs the model; auto: the engine's own where it has a file for the architecture, else transformers'."),
-    flag("--device", type=Device(), default="auto", help="cuda (any free GPU), cuda:1 (that one) or cpu; auto: a GPU if there is one."),
-    flag("--tensor-parallel-size", type=click.IntRange(min=1), default=1,
-         help="Cards (on a CPU, processes) that share one copy of the model; a number that divides its attention heads."),
-    flag("--device-lock-folder", type=click.Path(file_okay=False),
-         help="Where workers of this host say which card they have; one for all, containers too. [default: /run/lock or /tmp]"),
-    flag("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "float16"]), default="auto", help="Type of weights and activations."),
-    flag("--max-model-len", type=Size(), help="Longest prompt and answer together, in tokens. [default: what the model's config says]"),
+    flag(
+        "--model-impl",
+        type=click.Choice(["auto", "own", "transformers"]),
+        default="auto",
+        help="Whose code runs the model; auto: the engine's own where it has a file for the architecture, else transformers'.",
+    ),
+    flag(
+        "--device",
+        type=Device(),
+        default="auto",
+        help="cuda (any free GPU), cuda:1 (that one) or cpu; auto: a GPU if there is one.",
+    ),
+    flag(
+        "--tensor-parallel-size",
+        type=click.IntRange(min=1),
+        default=1,
+        help="Cards (on a CPU, processes) that share one copy of the model; a number that divides its attention heads.",
+    ),
+    flag(
+        "--device-lock-folder",
+        type=click.Path(file_okay=False),
+        help="Where workers of this host say which card they have; one for all, containers too. [default: /run/lock or /tmp]",
+    ),
+    flag(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        help="Type of weights and activations.",
+    ),
+    flag(
+        "--max-model-len",
+        type=Size(),
+        help="Longest prompt and answer together, in tokens. [default: what the model's config says]",
+    ),
     flag("--max-num-seqs", type=Size(), help="Requests that run at once. [default: 64 on a CPU, 1024 on a GPU]"),
-    flag("--max-num-batched-tokens", type=Size(), help="Tokens computed in one step. [default: 2048 on a CPU, 16384 on a GPU]"),
+    flag(
+        "--max-num-batched-tokens",
+        type=Size(),
+        help="Tokens computed in one step. [default: 2048 on a CPU, 16384 on a GPU]",
+    ),
     flag("--block-size", type=Size(), help="Tokens per block of the KV cache."),
-    flag("--enable-prefix-caching/--no-enable-prefix-caching", default=True, help="Reuse the KV cache of shared prompt beginnings."),
-    flag("--gpu-memory-utilization", type=click.FloatRange(0.0, 1.0, min_open=True), default=0.9, help="Share of the GPU's memory to use."),
-    flag("--kv-cache-memory-bytes", type=Size(), help="Size of the KV cache on each card. [default: what the machine allows]"),
-    flag("--enforce-eager", is_flag=True, help="Launch every kernel by itself in place of CUDA graphs; saves the graphs' memory."),
-    flag("--step-timeout", type=click.FloatRange(min=1),
-         help="Seconds without a step after which the engine core counts as hung. [default: 300, and less once steps have been seen]"),
-    flag("--profile", type=click.Path(file_okay=False), help="Folder for a trace of some steps of the engine core, in Chrome's format."),
+    flag(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        default=True,
+        help="Reuse the KV cache of shared prompt beginnings.",
+    ),
+    flag(
+        "--gpu-memory-utilization",
+        type=click.FloatRange(0.0, 1.0, min_open=True),
+        default=0.9,
+        help="Share of the GPU's memory to use.",
+    ),
+    flag(
+        "--kv-cache-memory-bytes",
+        type=Size(),
+        help="Size of the KV cache on each card. [default: what the machine allows]",
+    ),
+    flag(
+        "--enforce-eager",
+        is_flag=True,
+        help="Launch every kernel by itself in place of CUDA graphs; saves the graphs' memory.",
+    ),
+    flag(
+        "--step-timeout",
+        type=click.FloatRange(min=1),
+        help="Seconds without a step after which the engine core counts as hung. [default: 300, and less once steps have been seen]",
+    ),
+    flag(
+        "--profile",
+        type=click.Path(file_okay=False),
+        help="Folder for a trace of some steps of the engine core, in Chrome's format.",
+    ),
     flag("--nvtx", is_flag=True, help="Name the parts of each step for Nsight Systems."),
     flag("--chat-template", help="Jinja file, or the template itself. [default: the tokenizer's]"),
 )
@@ -247,10 +314,14 @@ def check_model_flags(ctx: click.Context) -> None:
     values = ctx.params
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if ":" in values["device"] and values.get(name, 1) > 1:
-            raise Refused(f"--device {values['device']} names one card, and {as_flag(name)} {values[name]} needs more: give --device cuda")
+            raise Refused(
+                f"--device {values['device']} names one card, and {as_flag(name)} {values[name]} needs more: give --device cuda"
+            )
     tokens, requests = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
     if tokens is not None and requests is not None and tokens < requests:
-        raise Refused(f"--max-num-batched-tokens {tokens} is below --max-num-seqs {requests}: a step gives each running request one token")
+        raise Refused(
+            f"--max-num-batched-tokens {tokens} is below --max-num-seqs {requests}: a step gives each running request one token"
+        )
     if values.get("kv_cache_memory_bytes") is not None and given(ctx, "gpu_memory_utilization"):
         raise Refused("--kv-cache-memory-bytes and --gpu-memory-utilization both size the KV cache: give one of them")
 

@@ -64,7 +64,9 @@ class Progress(Protocol):
     """Where a command shows how far it is, and prints what must be seen meanwhile."""
 
     def __enter__(self) -> "Progress": ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
     def update(self, counts: Counts) -> None: ...
     def say(self, line: str) -> None: ...
 
@@ -86,7 +88,9 @@ class PlainProgress:
     def __enter__(self) -> "PlainProgress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     def update(self, counts: Counts) -> None:
@@ -119,7 +123,9 @@ class BarProgress:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.refresh()
         self._bar.stop()
 

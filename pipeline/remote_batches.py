@@ -74,7 +74,9 @@ def _create(client: "openai.OpenAI", new: NewBatch, file_id: str, endpoint: str 
 def endpoint_of(path: Path) -> str | None:
     """What the first request of a file is for; None if it does not say. Raises `Refused` for a file that cannot be read."""
     if not path.is_file():
-        raise Refused(f"{path} is a folder" if path.is_dir() else f"there is no file {path}, and no id of one begins so")
+        raise Refused(
+            f"{path} is a folder" if path.is_dir() else f"there is no file {path}, and no id of one begins so"
+        )
     try:
         line = first_line(str(path))
     except (InputError, StoreError) as error:
@@ -101,20 +103,31 @@ def wait_for(client: "openai.OpenAI", batch_id: str) -> "Batch":
                 if not is_passing(error) or now - away_since > _PATIENCE_SECONDS:
                     raise
                 wanted = _requested_pause(error)
-                progress.update(Counts(counts.total, counts.done, counts.failed, None, counts.tokens, "the server does not answer yet"))
+                progress.update(
+                    Counts(
+                        counts.total, counts.done, counts.failed, None, counts.tokens, "the server does not answer yet"
+                    )
+                )
             else:
                 away_since, counts = None, counts_of(batch)
                 progress.update(counts)
                 if batch.status in END_STATES:
                     return batch
             if signals.stops:
-                raise Interrupted(f"Interrupted: {batch_id} goes on; come back with `pipeline batches wait {batch_id}`.")
+                raise Interrupted(
+                    f"Interrupted: {batch_id} goes on; come back with `pipeline batches wait {batch_id}`."
+                )
             signals.wait(max(pause, wanted))
             pause = min(1.3 * pause, _LONGEST_PAUSE)
 
 
 def see_to_the_end(
-    client: "openai.OpenAI", batch_id: str, output: Path | None, fail_on_error: bool, as_json: bool, source: str | None = None
+    client: "openai.OpenAI",
+    batch_id: str,
+    output: Path | None,
+    fail_on_error: bool,
+    as_json: bool,
+    source: str | None = None,
 ) -> None:
     """Waits, says on stdout how the batch ended, saves its answers if asked to. Raises `Refused`, `Unfinished` and `Interrupted`.
 
@@ -148,7 +161,9 @@ def save_results(client: "openai.OpenAI", batch: "Batch", output: Path | None, e
         raise Refused(_why_nothing(batch, errors))
     whole = remote_files.download(client, file_id, output)
     if not whole:
-        click.echo(f"{batch.id} is {batch.status}: these are the answers so far, in the order in which they came", err=True)
+        click.echo(
+            f"{batch.id} is {batch.status}: these are the answers so far, in the order in which they came", err=True
+        )
     if output is not None:
         click.echo(f"results: {output}", err=True)
 
@@ -159,7 +174,9 @@ def _why_nothing(batch: "Batch", errors: bool) -> str:
     if batch.status not in END_STATES:
         kind = "errors are written when it has ended" if errors else "no request of it is answered yet"
         return f"{batch.id} is {batch.status}: {kind}"
-    return f"no request of {batch.id} failed" if errors else f"no request of {batch.id} was answered; see --errors for why"
+    return (
+        f"no request of {batch.id} failed" if errors else f"no request of {batch.id} was answered; see --errors for why"
+    )
 
 
 def _requested_pause(error: Exception) -> float:

@@ -21,7 +21,13 @@ def upload(client: "openai.OpenAI", path: Path, purpose: str = "batch", expires_
     if expires_after is not None:
         options["expires_after"] = {"anchor": "created_at", "seconds": expires_after}
     if not path.is_file():
-        reason = f"{path} is a folder" if path.is_dir() else f"{path} is no regular file" if path.exists() else f"there is no file {path}"
+        reason = (
+            f"{path} is a folder"
+            if path.is_dir()
+            else f"{path} is no regular file"
+            if path.exists()
+            else f"there is no file {path}"
+        )
         raise Refused(reason)
     with path.open("rb") as file:
         return client.files.create(file=(path.name, file), purpose=purpose, **options)  # type: ignore[arg-type]

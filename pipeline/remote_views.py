@@ -23,7 +23,9 @@ def show_object(value: dict[str, Any], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(value))
         return
-    fields = {name: field for name, field in value.items() if field not in (None, {}) and name not in ("object", "errors")}
+    fields = {
+        name: field for name, field in value.items() if field not in (None, {}) and name not in ("object", "errors")
+    }
     width = max(map(len, fields), default=0)
     for name, field in fields.items():
         shown = f"{moment(field)} ({field})" if name.endswith("_at") else _plain(field)
@@ -58,8 +60,14 @@ def describe(batch: "Batch") -> str:
     if batch.usage is not None and batch.usage.total_tokens:
         usage = batch.usage
         cached = usage.input_tokens_details.cached_tokens
-        parts.append(f"{usage.input_tokens:,} prompt tokens ({cached:,} from the cache), {usage.output_tokens:,} output tokens")
-    files = [f"{name} {file_id}" for name, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id)) if file_id]
+        parts.append(
+            f"{usage.input_tokens:,} prompt tokens ({cached:,} from the cache), {usage.output_tokens:,} output tokens"
+        )
+    files = [
+        f"{name} {file_id}"
+        for name, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id))
+        if file_id
+    ]
     return "; ".join([*parts, *files])
 
 

@@ -29,7 +29,9 @@ class Signals:
         self._before_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         signal.set_wakeup_fd(self._before_fd)
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -67,7 +67,9 @@ class Stack:
             self._exit = self._exit.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self.stop()
         finally:
@@ -98,7 +100,9 @@ class Stack:
     def start_workers(self, arguments: list[str], replicas: int = 1) -> None:
         """Model replicas, each with a front and an engine core; they take different cards. `arguments` are flags of `pipeline worker`."""
         # Said in any case, for the environment, which a child inherits, may say something else.
-        command = partial(_python, "pipeline", "worker", "--log-level", self._log_level, "--data-parallel-size", "1", *arguments)
+        command = partial(
+            _python, "pipeline", "worker", "--log-level", self._log_level, "--data-parallel-size", "1", *arguments
+        )
         if replicas == 1:
             self._add("worker", command, on_death=self._bury)
             return

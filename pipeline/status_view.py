@@ -20,7 +20,9 @@ def workers_table(queue: Queue) -> Table:
         up = duration(max(0.0, time.time() - worker.started))
         said = gauges.get(worker.id)
         lately = [f"{said.tokens_per_second:.0f}", "\n".join(map(_card, said.cards))] if said else ["", ""]
-        table.add_row(worker.id, worker.state, ", ".join(worker.models), context, worker.host, str(worker.pid), up, *lately)
+        table.add_row(
+            worker.id, worker.state, ", ".join(worker.models), context, worker.host, str(worker.pid), up, *lately
+        )
     return table
 
 
@@ -29,7 +31,9 @@ def models_table(queue: Queue) -> Table:
     served = {name for worker in queue.workers() if worker.state == "ready" for name in worker.models}
     table = new_table("Models", "name", "context", "served now", "endpoints")
     for model in queue.models():
-        table.add_row(model.name, str(model.max_model_len), "yes" if model.name in served else "no", ", ".join(model.endpoints))
+        table.add_row(
+            model.name, str(model.max_model_len), "yes" if model.name in served else "no", ", ".join(model.endpoints)
+        )
     return table
 
 

@@ -82,7 +82,10 @@ def _parquet_rows(output: Path) -> list[tuple[str, str]]:
     columns = ["custom_id", "text", "error_message"]
     batch = next(parquet.ParquetFile(output).iter_batches(batch_size=_ANSWERS, columns=columns), None)
     rows = [] if batch is None else batch.to_pylist()
-    return [(row["custom_id"], row["text"] if row["error_message"] is None else f"error: {row['error_message']}") for row in rows]
+    return [
+        (row["custom_id"], row["text"] if row["error_message"] is None else f"error: {row['error_message']}")
+        for row in rows
+    ]
 
 
 def _shorten(text: str) -> str:

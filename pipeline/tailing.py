@@ -94,7 +94,9 @@ class _Watch:
 
 def _is_known(queue: Queue, key: RequestKey) -> bool:
     """Whether the request waits, runs, or left a stream."""
-    return bool(queue.redis.exists(keys.tokens(str(key)))) or bool(queue.redis.hexists(keys.bodies(key.batch), str(key.line)))
+    return bool(queue.redis.exists(keys.tokens(str(key)))) or bool(
+        queue.redis.hexists(keys.bodies(key.batch), str(key.line))
+    )
 
 
 def _parse(target: str) -> RequestKey:
@@ -103,7 +105,9 @@ def _parse(target: str) -> RequestKey:
     try:
         return RequestKey.parse(target)
     except ValueError:
-        raise Refused(f"{target} names no request: it is a batch id, a slash and a line number, such as batch_x/17") from None
+        raise Refused(
+            f"{target} names no request: it is a batch id, a slash and a line number, such as batch_x/17"
+        ) from None
 
 
 def _failure(entry: StreamEntry) -> str:

@@ -25,7 +25,9 @@ def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]
         return WorkerSettings(
             redis_url=redis_url,
             engine=EngineConfig(model=model or DEMO_MODEL, **{name: values[name] for name in _ENGINE}),
-            queue=QueueSettings(redis_url=redis_url, lease_seconds=values["lease_seconds"], stream_interval=values["stream_interval"]),
+            queue=QueueSettings(
+                redis_url=redis_url, lease_seconds=values["lease_seconds"], stream_interval=values["stream_interval"]
+            ),
             served_model_names=tuple(values["served_model_name"]),
             chat_template=values["chat_template"],
             **{name: values[name] for name in ("shutdown_timeout",) if name in values},

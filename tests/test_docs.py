@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CHANGELOG.md", "benchmarks/README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [
+    "README.md",
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+]
 _NAME = re.compile(r"`([\w./-]+\.(?:py|lua|md|json|gz|jsonl))`")
 _TEST = re.compile(r"`(test_\w+)`")
 
@@ -15,7 +20,12 @@ _TEST = re.compile(r"`(test_\w+)`")
 @cache
 def _files() -> list[str]:
     folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
-    return [str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*") if "node_modules" not in path.parts]
+    return [
+        str(path.relative_to(ROOT))
+        for folder in folders
+        for path in folder.rglob("*")
+        if "node_modules" not in path.parts
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)

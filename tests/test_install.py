@@ -21,7 +21,9 @@ for absent in ("torch", "transformers", "triton"):
 def test_api_and_jobs_install_and_start_without_torch(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    ours = shutil.ignore_patterns(".*", "__pycache__", "build", "node_modules", "*.egg-info", "*.parts")  # what others write meanwhile
+    ours = shutil.ignore_patterns(
+        ".*", "__pycache__", "build", "node_modules", "*.egg-info", "*.parts"
+    )  # what others write meanwhile
     source = shutil.copytree(REPOSITORY, tmp_path / "source", ignore=ours)
     _run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", source)
     _run(python, "-c", PROGRAM)
@@ -32,7 +34,9 @@ def test_api_and_jobs_install_and_start_without_torch(tmp_path: Path) -> None:
 
 def test_the_worker_extra_holds_torch_and_the_rest_does_not() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert not any(requirement.startswith(("torch", "transformers", "triton")) for requirement in project["dependencies"])
+    assert not any(
+        requirement.startswith(("torch", "transformers", "triton")) for requirement in project["dependencies"]
+    )
     assert "torch>=2.11,<2.14" in project["optional-dependencies"]["worker"]
 
 

@@ -41,11 +41,17 @@ EngineCore(Executor(config))
 def test_what_the_front_imports_loads_neither_torch_nor_transformers() -> None:
     """All in one interpreter first, since each alone takes most of a second; one that fails is then found by name."""
     if loaded_by(import_of(*TORCH_FREE)):
-        pytest.fail("\n".join(f"{module}: {loaded}" for module in TORCH_FREE if (loaded := loaded_by(import_of(module)))))
+        pytest.fail(
+            "\n".join(f"{module}: {loaded}" for module in TORCH_FREE if (loaded := loaded_by(import_of(module))))
+        )
 
 
 def test_modules_that_say_they_import_no_torch_do_not() -> None:
-    files = [file for package in ("jobs", "workers", "api", "pipeline", "benchmarks") for file in (REPOSITORY / package).rglob("*.py")]
+    files = [
+        file
+        for package in ("jobs", "workers", "api", "pipeline", "benchmarks")
+        for file in (REPOSITORY / package).rglob("*.py")
+    ]
     modules = [
         ".".join(file.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
         for file in files

@@ -63,7 +63,9 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=MODEL_FOLDER, help="folder of the demo model (default: %(default)s)")
+    parser.add_argument(
+        "--model", type=Path, default=MODEL_FOLDER, help="folder of the demo model (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="seed of the questions (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     return parser.parse_args()
@@ -82,7 +84,10 @@ def checked_rows(model, tokenizer, drawn: dict[str, tuple[int, Iterator[dict]]],
             outcomes[outcome] += 1
             if outcome == "kept":
                 kept.append(row)
-    print(f"{len(kept)} questions: {dict(outcomes)}, {sum(row['answer_tokens'] for row in kept)} answer tokens", flush=True)
+    print(
+        f"{len(kept)} questions: {dict(outcomes)}, {sum(row['answer_tokens'] for row in kept)} answer tokens",
+        flush=True,
+    )
     return kept
 
 
@@ -103,7 +108,9 @@ def answer_alone(model, tokenizer, row: dict) -> tuple[str, float]:
     return answer, round((best[:, 0] - best[:, 1]).min().item(), 2)
 
 
-def drawn_rows(tokenizer, shares: Shares, seed: str, seen: set[str] | None = None) -> dict[str, tuple[int, Iterator[dict]]]:
+def drawn_rows(
+    tokenizer, shares: Shares, seed: str, seen: set[str] | None = None
+) -> dict[str, tuple[int, Iterator[dict]]]:
     """For each kind of question how many are wanted and an endless supply of distinct ones."""
     seen = set() if seen is None else set(seen)
     rng = random.Random(seed)
@@ -159,13 +166,18 @@ def write_examples(rows: list[dict]) -> None:
 def write_pool(rows: list[dict]) -> None:
     random.Random(len(rows)).shuffle(rows)
     columns = ("messages", "answer", "max_tokens", "answer_tokens", "min_margin")
-    named = [{"id": f"{row['task']}-{place:04d}", **{name: row[name] for name in columns}} for place, row in enumerate(rows, 1)]
+    named = [
+        {"id": f"{row['task']}-{place:04d}", **{name: row[name] for name in columns}}
+        for place, row in enumerate(rows, 1)
+    ]
     packed = gzip.compress(json_lines(named).encode(), compresslevel=9, mtime=0)
     (ROOT / "tests" / "data" / "pool.jsonl.gz").write_bytes(packed)
     long_answers = sum(row["answer_tokens"] > LONG_ANSWER_TOKENS for row in rows)
     long_prompts = sum(row["prompt_tokens"] > LONG_PROMPT_TOKENS for row in rows)
     margins = sorted(row["min_margin"] for row in rows)
-    print(f"pool: {len(packed)} bytes, {long_answers} long answers, {long_prompts} long prompts, smallest margin {margins[0]}")
+    print(
+        f"pool: {len(packed)} bytes, {long_answers} long answers, {long_prompts} long prompts, smallest margin {margins[0]}"
+    )
     print(f"margins: median {margins[len(margins) // 2]}, per task {dict(Counter(row['task'] for row in rows))}")
 
 

@@ -73,14 +73,22 @@ def _sum(rng: random.Random, size: float) -> Exercise:
     a, b = _number(rng), _number(rng)
     while a + b >= 10**DIGIT_COLUMNS:
         a, b = _number(rng), _number(rng)
-    wordings = ["What is {} + {}?", "Add {} and {}.", "Calculate {} + {}.", "How much is {} plus {}?", "Find the sum of {} and {}."]
+    wordings = [
+        "What is {} + {}?",
+        "Add {} and {}.",
+        "Calculate {} + {}.",
+        "How much is {} plus {}?",
+        "Find the sum of {} and {}.",
+    ]
     phrasing = rng.choice(wordings)
     return Exercise((a, b), phrasing.format(a, b), f"{_columns(a, b, '+', 'carry')}\nAnswer: {a + b}")
 
 
 def _difference(rng: random.Random, size: float) -> Exercise:
     b, a = sorted((_number(rng), _number(rng)))
-    phrasing = rng.choice(["What is {} - {}?", "Calculate {} - {}.", "How much is {} minus {}?", "What is {} minus {}?"])
+    phrasing = rng.choice(
+        ["What is {} - {}?", "Calculate {} - {}.", "How much is {} minus {}?", "What is {} minus {}?"]
+    )
     return Exercise((a, b), phrasing.format(a, b), f"{_columns(a, b, '-', 'borrow')}\nAnswer: {a - b}")
 
 
@@ -102,7 +110,9 @@ def _compare(rng: random.Random, size: float) -> Exercise:
     if a == b:
         return _compare(rng, size)
     word, result = rng.choice([("larger", max(a, b)), ("smaller", min(a, b))])
-    phrasing = rng.choice(["Which number is {0}, {1} or {2}?", "Which is {0}: {1} or {2}?", "Compare {1} and {2}. Which one is {0}?"])
+    phrasing = rng.choice(
+        ["Which number is {0}, {1} or {2}?", "Which is {0}: {1} or {2}?", "Compare {1} and {2}. Which one is {0}?"]
+    )
     lines = [f"{a:04d}, {b:04d}"]
     for x, y in zip(f"{a:04d}", f"{b:04d}", strict=True):
         lines.append(f"{x}{'=' if x == y else '<' if x < y else '>'}{y}")
@@ -119,14 +129,18 @@ def _number_beginning_like(rng: random.Random, number: int) -> int:
 
 def _sort_numbers(rng: random.Random, size: float) -> Exercise:
     numbers = [10 * tens + rng.randrange(10) for tens in rng.sample(range(1, 10), rng.randint(3, 5))]
-    phrasing = rng.choice(["Sort these numbers: {}", "Sort from smallest to largest: {}", "Put these numbers in ascending order: {}"])
+    phrasing = rng.choice(
+        ["Sort these numbers: {}", "Sort from smallest to largest: {}", "Put these numbers in ascending order: {}"]
+    )
     return Exercise(tuple(numbers), phrasing.format(_commas(numbers)), f"Sorted: {_commas(sorted(numbers))}")
 
 
 def _sort_words(rng: random.Random, size: float) -> Exercise:
     by_initial = {word[0]: word for word in rng.sample(WORDS, 40)}
     words = [by_initial[initial] for initial in rng.sample(sorted(by_initial), rng.randint(3, 4))]
-    phrasing = rng.choice(["Sort these words alphabetically: {}", "Put these words in alphabetical order: {}", "Sort from A to Z: {}"])
+    phrasing = rng.choice(
+        ["Sort these words alphabetically: {}", "Put these words in alphabetical order: {}", "Sort from A to Z: {}"]
+    )
     initials = [word[0] for word in words]
     working = f"Initials: {' '.join(initials)}\nIn order: {' '.join(sorted(initials))}"
     return Exercise(tuple(words), phrasing.format(_commas(words)), f"{working}\nSorted: {_commas(sorted(words))}")
@@ -145,14 +159,23 @@ def _repeat_numbers(rng: random.Random, size: float) -> Exercise:
 
 
 def _repeat(rng: random.Random, items: list, numbered: bool) -> Exercise:
-    phrasing = rng.choice(["Repeat this list in the same order:{}", "Copy this list:{}", "Write this list again, in order:{}", "Repeat:{}"])
+    phrasing = rng.choice(
+        [
+            "Repeat this list in the same order:{}",
+            "Copy this list:{}",
+            "Write this list again, in order:{}",
+            "Repeat:{}",
+        ]
+    )
     answer = _lines(items) if numbered else f"List: {_commas(items)}"
     return Exercise(tuple(items), phrasing.format(_listing(items, numbered)), answer)
 
 
 def _spell(rng: random.Random, size: float) -> Exercise:
     words = rng.sample(WORDS, _length(rng, size, 1, 5, 14))
-    phrasing = rng.choice(["Spell letter by letter:{}", "Spell each word:{}", "Spell these words letter by letter:{}", "Please spell:{}"])
+    phrasing = rng.choice(
+        ["Spell letter by letter:{}", "Spell each word:{}", "Spell these words letter by letter:{}", "Please spell:{}"]
+    )
     text = phrasing.format(_listing(words, numbered=len(words) > 5 or rng.random() < 0.5))
     return Exercise(tuple(words), text, _lines([f"{word}: {' '.join(word)}" for word in words]))
 
@@ -160,26 +183,36 @@ def _spell(rng: random.Random, size: float) -> Exercise:
 def _count(rng: random.Random, size: float) -> Exercise:
     first = _number(rng, widest=3)
     last = first + rng.randint(3, 10) - 1
-    phrasing = rng.choice(["Count from {} to {}.", "List the numbers from {} to {}.", "Write all whole numbers from {} to {}."])
+    phrasing = rng.choice(
+        ["Count from {} to {}.", "List the numbers from {} to {}.", "Write all whole numbers from {} to {}."]
+    )
     return Exercise((first, last), phrasing.format(first, last), f"Count: {_commas(range(first, last + 1))}")
 
 
 def _pick(rng: random.Random, size: float) -> Exercise:
     words = rng.sample(WORDS, rng.randint(4, 9))
     place = rng.randint(1, len(words))
-    phrasing = rng.choice(["Which word is number {} in this list?{}", "What is item {} of this list?{}", "Give me word number {}.{}"])
-    return Exercise((place, *words), phrasing.format(place, _listing(words, numbered=True)), f"{place}. {words[place - 1]}")
+    phrasing = rng.choice(
+        ["Which word is number {} in this list?{}", "What is item {} of this list?{}", "Give me word number {}.{}"]
+    )
+    return Exercise(
+        (place, *words), phrasing.format(place, _listing(words, numbered=True)), f"{place}. {words[place - 1]}"
+    )
 
 
 def _reverse(rng: random.Random, size: float) -> Exercise:
     words = rng.sample(WORDS, rng.randint(2, 7))
-    phrasing = rng.choice(["Reverse this list: {}", "Write these words in reverse order: {}", "List these words backwards: {}"])
+    phrasing = rng.choice(
+        ["Reverse this list: {}", "Write these words in reverse order: {}", "List these words backwards: {}"]
+    )
     return Exercise(tuple(words), phrasing.format(_commas(words)), f"Reversed: {_commas(reversed(words))}")
 
 
 def _tally(rng: random.Random, size: float) -> Exercise:
     words = rng.sample(WORDS, _length(rng, size, 2, 9, 28))
-    phrasing = rng.choice(["How many words are in this list: {}", "Count these words: {}", "Number these words and give the total: {}"])
+    phrasing = rng.choice(
+        ["How many words are in this list: {}", "Count these words: {}", "Number these words and give the total: {}"]
+    )
     return Exercise(tuple(words), phrasing.format(_commas(words)), f"{_lines(words)}\nTotal: {len(words)}")
 
 

@@ -64,13 +64,19 @@ def main() -> None:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=MODEL_FOLDER, help="where the model is written (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=Path, default=MODEL_FOLDER, help="where the model is written (default: %(default)s)"
+    )
     parser.add_argument("--steps", type=int, default=4000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights and questions (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--report-every", type=int, default=500, help="steps between checkpoints (default: %(default)s)")
-    parser.add_argument("--checkpoint", type=Path, default=Path("demo_model.checkpoint"), help="file of the training state")
+    parser.add_argument(
+        "--report-every", type=int, default=500, help="steps between checkpoints (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("demo_model.checkpoint"), help="file of the training state"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     return parser.parse_args()
 
@@ -229,7 +235,9 @@ def answer_loss(model: LlamaForCausalLM, inputs: torch.Tensor, targets: torch.Te
 
 
 @torch.no_grad()
-def update(optimizers: list[torch.optim.Optimizer], masters: list[torch.Tensor], parameters: list[torch.nn.Parameter]) -> None:
+def update(
+    optimizers: list[torch.optim.Optimizer], masters: list[torch.Tensor], parameters: list[torch.nn.Parameter]
+) -> None:
     for master, parameter in zip(masters, parameters, strict=True):
         master.grad = parameter.grad.float()
         parameter.grad = None
@@ -240,9 +248,14 @@ def update(optimizers: list[torch.optim.Optimizer], masters: list[torch.Tensor],
         parameter.copy_(master)
 
 
-def save_checkpoint(path: Path, masters: list[torch.Tensor], optimizers: list[torch.optim.Optimizer], step: int) -> None:
+def save_checkpoint(
+    path: Path, masters: list[torch.Tensor], optimizers: list[torch.optim.Optimizer], step: int
+) -> None:
     unfinished = path.with_suffix(".new")
-    torch.save({"masters": masters, "optimizers": [optimizer.state_dict() for optimizer in optimizers], "step": step}, unfinished)
+    torch.save(
+        {"masters": masters, "optimizers": [optimizer.state_dict() for optimizer in optimizers], "step": step},
+        unfinished,
+    )
     os.replace(unfinished, path)
 
 

@@ -48,7 +48,8 @@ def _of_card(nvml: Any, uuid: str) -> CardGauges:
             return None
 
     rates, memory, milliwatts = (
-        told(ask) for ask in (nvml.nvmlDeviceGetUtilizationRates, nvml.nvmlDeviceGetMemoryInfo, nvml.nvmlDeviceGetPowerUsage)
+        told(ask)
+        for ask in (nvml.nvmlDeviceGetUtilizationRates, nvml.nvmlDeviceGetMemoryInfo, nvml.nvmlDeviceGetPowerUsage)
     )
     return CardGauges(
         name=str(nvml.nvmlDeviceGetName(card)),

@@ -58,7 +58,9 @@ class Intake:
         self._rung = True
         self._more = True
         self._failing = False
-        self._seq = time.time_ns() // 1000  # rises over the life of the worker's name, whatever happened to earlier claims
+        self._seq = (
+            time.time_ns() // 1000
+        )  # rises over the life of the worker's name, whatever happened to earlier claims
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
 
     def bell(self) -> None:
@@ -128,7 +130,10 @@ class Intake:
         """Claims once, and hands on what was given; False when Redis cannot answer."""
         loop = asyncio.get_running_loop()
         load = self._load()
-        room, live_room = self._requests_for(self._free(load), load), self._requests_for(self._free_for_live(load), load)
+        room, live_room = (
+            self._requests_for(self._free(load), load),
+            self._requests_for(self._free_for_live(load), load),
+        )
         self._idle.clear()
         try:
             rung, self._rung = self._rung, False
@@ -163,7 +168,9 @@ class Intake:
 
     async def _sleep(self, seconds: float) -> None:
         try:
-            async with asyncio.timeout(seconds):  # Python 3.11's wait_for may lose a cancellation that comes with the bell
+            async with asyncio.timeout(
+                seconds
+            ):  # Python 3.11's wait_for may lose a cancellation that comes with the bell
                 await self._wake.wait()
         except TimeoutError:
             self._rung = True

@@ -18,7 +18,12 @@ class Leases:
     """Which requests the worker answers for, from claim to commit. Thread-safe."""
 
     def __init__(
-        self, queue: Queue, worker: str, lease_seconds: float, generated: Callable[[], int], on_lost: Callable[[list[Held]], None]
+        self,
+        queue: Queue,
+        worker: str,
+        lease_seconds: float,
+        generated: Callable[[], int],
+        on_lost: Callable[[list[Held]], None],
     ) -> None:
         """`generated` says how many tokens the worker has generated in its life; `on_lost` is called in the renewing thread."""
         self._queue = queue

@@ -140,7 +140,12 @@ class Outbox:
         loop = asyncio.get_running_loop()
         if when <= loop.time():
             self._wake.set()
-        elif self._timer is None or self._timer.cancelled() or self._timer.when() > when or self._timer.when() <= loop.time():
+        elif (
+            self._timer is None
+            or self._timer.cancelled()
+            or self._timer.when() > when
+            or self._timer.when() <= loop.time()
+        ):
             if self._timer is not None:
                 self._timer.cancel()
             self._timer = loop.call_at(when, self._wake.set)
@@ -152,7 +157,10 @@ def with_their_tokens(finished: list[Finished], deltas: list[Delta]) -> tuple[li
     left: list[Delta] = []
     for delta in deltas:
         by_lease.get((delta.key, delta.fence), left).append(delta)
-    joined = [(item, [*by_lease[item.key, item.fence], *([item.delta] if item.delta is not None else [])]) for item in finished]
+    joined = [
+        (item, [*by_lease[item.key, item.fence], *([item.delta] if item.delta is not None else [])])
+        for item in finished
+    ]
     return [msgspec.structs.replace(item, delta=_join(parts)) for item, parts in joined], left
 
 

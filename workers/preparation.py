@@ -60,7 +60,9 @@ class Preparation:
             except Exception as error:
                 errors.append(rejected(claim, _answer_for(error, claim)))
         for chats in (True, False):
-            self._tokenise([item for item in pending if (item.call.endpoint == CHAT) == chats], special_tokens=not chats)
+            self._tokenise(
+                [item for item in pending if (item.call.endpoint == CHAT) == chats], special_tokens=not chats
+            )
         prepared: list[Prepared] = []
         for item in pending:
             try:
@@ -111,7 +113,9 @@ class Preparation:
         """Raises ApiError for a text of so many bytes that it certainly does not fit."""
         longest = self._tokenizer.longest_token
         if longest is not None and size // longest > self._limits.max_model_len:
-            too_long(f"your {param} resulted in at least {size // longest} tokens", param, self._limits.max_model_len, param)
+            too_long(
+                f"your {param} resulted in at least {size // longest} tokens", param, self._limits.max_model_len, param
+            )
 
     def _kept(self, call: Call) -> int | None:
         """How many of a prompt's last tokens the call wants to keep at most."""
@@ -145,7 +149,9 @@ class Preparation:
         call, param = item.call, item.param(number)
         kept = self._kept(call)
         if kept is not None and len(token_ids) > kept:
-            token_ids = self._last(token_ids, kept, framed=call.endpoint != CHAT and isinstance(item.given[number], str))
+            token_ids = self._last(
+                token_ids, kept, framed=call.endpoint != CHAT and isinstance(item.given[number], str)
+            )
         token_ids = token_ids or self._tokenizer.empty_prompt
         if not token_ids:
             message = f"Invalid '{param}': it has no tokens, and the model has none to begin with."
@@ -153,7 +159,11 @@ class Preparation:
         if max(token_ids) >= self._limits.vocab_size:
             place = next(i for i, token in enumerate(token_ids) if token >= self._limits.vocab_size)
             check_token(token_ids[place], self._limits.vocab_size, f"{param}[{place}]")
-        return Prompt(token_ids, item.sampling.make(len(token_ids), param), self._echo(call, number, token_ids) if call.echo else "")
+        return Prompt(
+            token_ids,
+            item.sampling.make(len(token_ids), param),
+            self._echo(call, number, token_ids) if call.echo else "",
+        )
 
     def _last(self, token_ids: list[int], kept: int, framed: bool) -> list[int]:
         """The last tokens; where the tokenizer puts special ones in front (`framed`), they stay there and count."""

@@ -83,9 +83,13 @@ class Replica:
         self._tokenizer = tokenizer
         self._stopping = stopping
         self._loop = asyncio.get_running_loop()
-        self._record = WorkerRecord(self.id, settings.models, "loading", 0, time.time(), socket.gethostname(), os.getpid())
+        self._record = WorkerRecord(
+            self.id, settings.models, "loading", 0, time.time(), socket.gethostname(), os.getpid()
+        )
         self._engine = AsyncEngine(settings.engine, patience, launched)
-        self._leases = Leases(queue, self.id, settings.queue.lease_seconds, self._generated, self._from_thread(self._on_lost))
+        self._leases = Leases(
+            queue, self.id, settings.queue.lease_seconds, self._generated, self._from_thread(self._on_lost)
+        )
         self._control = Control(queue, self.id, self._from_thread(self._on_orders))
         interval = settings.queue.stream_interval
         self._outbox = Outbox(queue, self.id, interval, self._generated, self._leases.drop, self._on_lost)
@@ -154,7 +158,9 @@ class Replica:
             stopping.cancel()
             engine.cancel()
         await self._become_ready(self._tokenizer.result())
-        logger.info("ready after %.1f s as %s: %s", time.monotonic() - started, self.id, ", ".join(self._settings.models))
+        logger.info(
+            "ready after %.1f s as %s: %s", time.monotonic() - started, self.id, ", ".join(self._settings.models)
+        )
         return True
 
     async def _load_engine(self) -> None:
@@ -162,12 +168,22 @@ class Replica:
         info = self._engine.info
         logger.info(
             "engine on %s (%s): %d requests at once, context of %d tokens, cache of %d blocks of %d; weights read in %.1f s",
-            *(info.device, info.dtype, info.max_num_seqs, info.max_model_len, info.num_blocks, info.block_size, info.weights_seconds),
+            *(
+                info.device,
+                info.dtype,
+                info.max_num_seqs,
+                info.max_model_len,
+                info.num_blocks,
+                info.block_size,
+                info.weights_seconds,
+            ),
         )
         try:
             await self._try_engine(info.max_model_len)
         except EngineRequestError as error:
-            raise EngineDeadError(f"the engine core failed at the first request, which was the worker's own: {error}", None) from error
+            raise EngineDeadError(
+                f"the engine core failed at the first request, which was the worker's own: {error}", None
+            ) from error
 
     async def _try_engine(self, max_model_len: int) -> None:
         """A request of its own before anything is claimed: a device that fails at everything must not have requests condemned for it.
@@ -180,7 +196,9 @@ class Replica:
         prompt = [0] * min(length, max_model_len - tokens)
         if tokens > 0:
             try:
-                async for _ in self._engine.generate(prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)):
+                async for _ in self._engine.generate(
+                    prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+                ):
                     pass
             except EngineDeadError as error:
                 if not error.by_itself:
@@ -190,10 +208,19 @@ class Replica:
 
     async def _become_ready(self, tokenizer: TextTokenizer) -> None:
         info, models = self._engine.info, self._settings.models
-        preparation = Preparation(tokenizer, models, Limits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids)))
+        preparation = Preparation(
+            tokenizer, models, Limits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
+        )
         leases, running = self._leases, self._running
         self._intake = Intake(
-            self._queue, self.id, models, info.max_num_seqs, leases, preparation, lambda: running.load, self._start_requests
+            self._queue,
+            self.id,
+            models,
+            info.max_num_seqs,
+            leases,
+            preparation,
+            lambda: running.load,
+            self._start_requests,
         )
         self._trials = Trials(self._intake, self._running, self._give_up)
         self._record = msgspec.structs.replace(self._record, max_model_len=info.max_model_len)
@@ -247,14 +274,22 @@ class Replica:
         unstarted = self._running.drop_unstarted()
         await self._give_back(unstarted)
         if len(self._running):
-            logger.info("draining: %d requests have %.0f s to finish", len(self._running.keys()), self._settings.shutdown_timeout)
+            logger.info(
+                "draining: %d requests have %.0f s to finish",
+                len(self._running.keys()),
+                self._settings.shutdown_timeout,
+            )
         begun, start, looked = 0, self._loop.time(), False
         deadline = start + self._settings.shutdown_timeout
         before, steps_before = self._running.tokens_left(), self._running.steps
         while len(self._running) and not steps.done() and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
             seconds = self._loop.time() - start
-            if not looked and seconds >= PACE_SECONDS and (self._running.steps >= steps_before + PACE_STEPS or self._engine.is_stopped()):
+            if (
+                not looked
+                and seconds >= PACE_SECONDS
+                and (self._running.steps >= steps_before + PACE_STEPS or self._engine.is_stopped())
+            ):
                 begun += await self._give_up(self._running.hopeless(before, (deadline - start - seconds) / seconds))
                 looked = True
         if steps.done() and isinstance(death := steps.exception(), EngineDeadError) and death.by_itself:

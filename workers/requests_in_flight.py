@@ -31,7 +31,9 @@ class RequestInFlight:
         self.announced = prepared.claim.checkpoint is not None  # whether any of its tokens were published
         self.next_publish = next_publish
         self.running: dict[int, Sequence] = {}  # by engine id
-        self.waiting: dict[int, list[EngineRequest]] = {}  # what the engine is to have later, by the id of the choice that goes ahead
+        self.waiting: dict[
+            int, list[EngineRequest]
+        ] = {}  # what the engine is to have later, by the id of the choice that goes ahead
         self._at_once: list[EngineRequest] = []
         self._call = prepared.call
         self._prompts = prepared.prompts

@@ -104,7 +104,9 @@ class Running:
         over: list[int] = []
         waiting = first = False
         sequences, watched, logprobs = self._sequences, self._watched, output.logprobs
-        rows = zip(output.request_ids, output.counts, output.finish, output.stop_token, output.cached_tokens, strict=True)
+        rows = zip(
+            output.request_ids, output.counts, output.finish, output.stop_token, output.cached_tokens, strict=True
+        )
         for request_id, count, finish, stop_token, cached in rows:
             token_ids = output.token_ids[position : position + count]
             position += count
@@ -119,7 +121,9 @@ class Running:
             try:
                 if output.prompt_logprobs and request_id in output.prompt_logprobs:
                     request.take_prompt_logprobs(request_id, output.prompt_logprobs[request_id])
-                stopped = not sequence.ended and sequence.take(token_ids, stop_token, logprobs.get(request_id) if logprobs else None)
+                stopped = not sequence.ended and sequence.take(
+                    token_ids, stop_token, logprobs.get(request_id) if logprobs else None
+                )
                 if finish or stopped:
                     over += self._end_choice(request_id, finish, stop_token, output.errors.get(request_id))
                 if request in watched and request.running:
@@ -138,7 +142,9 @@ class Running:
         deltas = self._deltas(self._watched)
         if now >= self._next_sweep:
             self._next_sweep = now + self._stream_interval / 8
-            late = [request for request in self._requests.values() if request.next_publish <= now and request.fresh_tokens]
+            late = [
+                request for request in self._requests.values() if request.next_publish <= now and request.fresh_tokens
+            ]
             for request in late:
                 request.next_publish = now + self._stream_interval
             deltas += self._deltas(late)
@@ -200,11 +206,17 @@ class Running:
 
     def _named(self, order: ControlMessage) -> list[RequestInFlight]:
         named = set(order.keys)
-        return [request for key, request in self._requests.items() if key in named or (order.batch and key.batch == order.batch)]
+        return [
+            request
+            for key, request in self._requests.items()
+            if key in named or (order.batch and key.batch == order.batch)
+        ]
 
     def _add(self, requests: list[EngineRequest]) -> None:
         if requests:
-            with contextlib.suppress(EngineDeadError):  # whoever takes its steps hears of that, and gives all of this up
+            with contextlib.suppress(
+                EngineDeadError
+            ):  # whoever takes its steps hears of that, and gives all of this up
                 self._engine.add(requests)
 
     def _abort(self, request_ids: list[int]) -> None:
@@ -273,4 +285,6 @@ class Running:
 def _unforeseen(claim: Claim, error: Exception) -> ApiError:
     """What nobody foresaw ends one request, not the worker with all of them."""
     logger.error("%s cannot go on", claim.key, exc_info=error)
-    return ApiError(500, f"The answer cannot be made: {' '.join(str(error).split())[:500]}", "server_error", code="internal_error")
+    return ApiError(
+        500, f"The answer cannot be made: {' '.join(str(error).split())[:500]}", "server_error", code="internal_error"
+    )

@@ -55,7 +55,11 @@ class SamplingMaker:
         echoed = -1 if call.logprobs is None or not call.echo else call.logprobs
         max_tokens = self._max_tokens(prompt_tokens, param)
         if call.min_tokens > max_tokens:
-            room = f"which the prompt leaves room for {max_tokens} of" if call.max_tokens is None else f"which is {max_tokens}"
+            room = (
+                f"which the prompt leaves room for {max_tokens} of"
+                if call.max_tokens is None
+                else f"which is {max_tokens}"
+            )
             raise ApiError(
                 400, f"Invalid 'min_tokens': it must be at most 'max_tokens', {room}, but is {call.min_tokens}.",
                 param="min_tokens", code="invalid_value",
@@ -114,16 +118,27 @@ def check_logprobs(call: Call, prompts: Sequence[Prompt]) -> None:
         count += call.best_of * tokens * (sampling.logprobs + 1)
         count += len(prompt.token_ids) * (sampling.prompt_logprobs + 1)
     if count > MOST_LOGPROBS:
-        param = "logprobs" if call.logprobs is not None else "prompt_logprobs" if call.prompt_logprobs is not None else "best_of"
+        param = (
+            "logprobs"
+            if call.logprobs is not None
+            else "prompt_logprobs"
+            if call.prompt_logprobs is not None
+            else "best_of"
+        )
         message = f"You requested up to {count} log probabilities, of which at most {MOST_LOGPROBS} can be given."
-        raise ApiError(400, f"{message} Please reduce 'max_tokens', 'n' or '{param}'.", param=param, code="invalid_value")
+        raise ApiError(
+            400, f"{message} Please reduce 'max_tokens', 'n' or '{param}'.", param=param, code="invalid_value"
+        )
 
 
 def _check_vocabulary(call: Call, vocab_size: int) -> None:
     for token in call.logit_bias:
         if token >= vocab_size:
             raise ApiError(
-                400, f"Invalid key in 'logit_bias': {token}. Maximum value is {vocab_size - 1}.", param="logit_bias", code="invalid_value"
+                400,
+                f"Invalid key in 'logit_bias': {token}. Maximum value is {vocab_size - 1}.",
+                param="logit_bias",
+                code="invalid_value",
             )
     for i, token in enumerate(call.stop_token_ids):
         check_token(token, vocab_size, f"stop_token_ids[{i}]")
@@ -148,7 +163,9 @@ def _bad_words(words: list[str], tokenizer: TextTokenizer, vocab_size: int) -> t
         except EncodingError as error:
             raise ApiError(400, f"Invalid '{param}': {error}", param=param, code="invalid_value") from None
         if not written or any(token >= vocab_size for run in written for token in run):
-            raise ApiError(400, f"Invalid '{param}': the model has no tokens for it.", param=param, code="invalid_value")
+            raise ApiError(
+                400, f"Invalid '{param}': the model has no tokens for it.", param=param, code="invalid_value"
+            )
         runs.update(dict.fromkeys(map(tuple, written)))
     count = sum(map(len, runs))
     if count > MOST_BAD_WORD_TOKENS:

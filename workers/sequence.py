@@ -27,12 +27,16 @@ class Sequence:
         "_stops", "_text", "_token_bytes", "announced", "cached_tokens", "ended", "logprobs", "number", "published_tokens", "token_ids",
     )  # fmt: skip
 
-    def __init__(self, number: int, prompt: Prompt, call: Call, tokenizer: TextTokenizer, checkpoint: ChoiceCheckpoint | None) -> None:
+    def __init__(
+        self, number: int, prompt: Prompt, call: Call, tokenizer: TextTokenizer, checkpoint: ChoiceCheckpoint | None
+    ) -> None:
         """`number` counts the choices of all prompts of a request; it is the `choice` of the noise."""
         self.number = number
         self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
         self.published_tokens = self._resumed_tokens = len(self.token_ids)
-        self.cached_tokens = 0 if checkpoint is None else checkpoint.cached_tokens  # of the prompt, from its first engine's prefix cache
+        self.cached_tokens = (
+            0 if checkpoint is None else checkpoint.cached_tokens
+        )  # of the prompt, from its first engine's prefix cache
         self._prompt = prompt
         self._call = call
         self._sampling = prompt.sampling
@@ -82,7 +86,9 @@ class Sequence:
         chosen = [position.chosen.logprob or 0.0 for position in self.logprobs or ()]
         return sum(chosen) / max(1, len(chosen))
 
-    def engine_request(self, request_id: int, *, live: bool, with_prompt_logprobs: bool, job: str = "") -> EngineRequest:
+    def engine_request(
+        self, request_id: int, *, live: bool, with_prompt_logprobs: bool, job: str = ""
+    ) -> EngineRequest:
         """What the engine is to do: go on from here or, when nothing is left to generate, look at the prompt alone.
 
         `job` names requests whose outputs may be about as long.
@@ -96,7 +102,16 @@ class Sequence:
             sampling = self._sampling
             if (self.number, prompt_logprobs) != (sampling.choice, sampling.prompt_logprobs):
                 sampling = msgspec.structs.replace(sampling, choice=self.number, prompt_logprobs=prompt_logprobs)
-        return EngineRequest(request_id, self._prompt.token_ids, output, sampling, live, self._call.priority, job, self._stops is not None)
+        return EngineRequest(
+            request_id,
+            self._prompt.token_ids,
+            output,
+            sampling,
+            live,
+            self._call.priority,
+            job,
+            self._stops is not None,
+        )
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
         """Adds generated tokens, in order; whether a stop string ended it, after which it keeps no more of them.
@@ -135,7 +150,9 @@ class Sequence:
         text, token_ids = self._text[offset:], self.token_ids[index:]
         if not (token_ids or text) and self.announced:
             return None
-        chunk = TokenChunk(self.number, index, token_ids, text, offset, None if self.logprobs is None else self.logprobs[index:])
+        chunk = TokenChunk(
+            self.number, index, token_ids, text, offset, None if self.logprobs is None else self.logprobs[index:]
+        )
         if not self.announced:
             self.announced = True
             chunk.cached_tokens = self.cached_tokens

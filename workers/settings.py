@@ -24,7 +24,9 @@ class WorkerSettings:
     redis_url: str
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=DEMO_MODEL))
     queue: QueueSettings = field(default_factory=QueueSettings)
-    served_model_names: tuple[str, ...] = ()  # none: the model as it was given, a folder's own name too, "demo" for the one that ships
+    served_model_names: tuple[
+        str, ...
+    ] = ()  # none: the model as it was given, a folder's own name too, "demo" for the one that ships
     chat_template: str | None = None  # a file, or Jinja text
     start_timeout: float = 600.0
     shutdown_timeout: float = 10.0  # what running requests get to finish in, before the rest is handed back
@@ -44,7 +46,9 @@ class WorkerSettings:
         if self.engine.model == DEMO_MODEL:
             return [DEMO_NAME]
         folder = Path(self.engine.model)
-        return list(dict.fromkeys([self.engine.model, folder.resolve().name] if folder.is_dir() else [self.engine.model]))
+        return list(
+            dict.fromkeys([self.engine.model, folder.resolve().name] if folder.is_dir() else [self.engine.model])
+        )
 
     @property
     def tokenizer(self) -> str:

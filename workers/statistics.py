@@ -71,5 +71,7 @@ async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
 
 def _tell(worker: str, info: Ready, stats: Stats, rate: float, queue: Queue) -> None:
     cards = card_gauges(info.cards)
-    gauges = WorkerGauges(stats.running, stats.waiting, stats.free_blocks, info.num_blocks, stats.tokens, round(rate, 1), cards)
+    gauges = WorkerGauges(
+        stats.running, stats.waiting, stats.free_blocks, info.num_blocks, stats.tokens, round(rate, 1), cards
+    )
     queue.report_gauges(worker, gauges)

@@ -41,7 +41,9 @@ class TrialRequests(Protocol):
 class Trials:
     """Watches over the trials of one replica, and makes room for one when told to."""
 
-    def __init__(self, intake: TrialIntake, running: TrialRequests, give_up: Callable[[list[RequestKey], bool], Awaitable[int]]) -> None:
+    def __init__(
+        self, intake: TrialIntake, running: TrialRequests, give_up: Callable[[list[RequestKey], bool], Awaitable[int]]
+    ) -> None:
         """`give_up` hands requests back with what they have so far, acquitted or not, after all results that wait for Redis."""
         self._intake = intake
         self._running = running
@@ -84,7 +86,9 @@ class Trials:
         await self._ended.wait()
 
     async def _hold(self) -> None:
-        logger.info("%d requests run by themselves: an engine core has ended with them before", len(self._running.keys()))
+        logger.info(
+            "%d requests run by themselves: an engine core has ended with them before", len(self._running.keys())
+        )
         while not self._running.all_have(HARMLESS_TOKENS):
             if self._closed:
                 return

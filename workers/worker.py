@@ -66,7 +66,9 @@ class Worker:
         self.settings = settings
         self._launched = launched
         self.was_ready = False
-        self._queue = Queue(connect(settings.redis_url), replace(settings.queue, redis_retry_seconds=CALL_RETRY_SECONDS))
+        self._queue = Queue(
+            connect(settings.redis_url), replace(settings.queue, redis_retry_seconds=CALL_RETRY_SECONDS)
+        )
         self._stop_orders = 0
 
     async def run(self) -> None:
@@ -87,7 +89,9 @@ class Worker:
         patience = Patience(self.settings.engine.step_timeout)
         while not self._stopping.is_set():
             launched, self._launched = self._launched, None
-            replica = Replica(self.settings, self._queue, tokenizer, patience, self._stopping, longest_at_death, launched)
+            replica = Replica(
+                self.settings, self._queue, tokenizer, patience, self._stopping, longest_at_death, launched
+            )
             try:
                 await replica.run(pause)
                 return
@@ -99,9 +103,13 @@ class Worker:
                     if not self._may_start_yet(error):
                         raise WorkerError(str(error)) from error
                     logger.error("%s", error)
-                pause = deaths.count(in_trial=replica.in_trial, answered=replica.got_something_done, acquitted=replica.acquitted_someone)
+                pause = deaths.count(
+                    in_trial=replica.in_trial, answered=replica.got_something_done, acquitted=replica.acquitted_someone
+                )
                 if deaths.in_a_row > MAX_ENGINE_RESTARTS:
-                    raise WorkerError(f"{error}; {deaths.in_a_row} engine cores in a row have died, and no more are started") from error
+                    raise WorkerError(
+                        f"{error}; {deaths.in_a_row} engine cores in a row have died, and no more are started"
+                    ) from error
                 logger.warning("another engine core is started%s", f" in {pause:g} s" if pause else "")
             finally:
                 self.was_ready = self.was_ready or replica.was_ready

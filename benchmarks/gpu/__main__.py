@@ -40,10 +40,14 @@ _PLENTY = 64 << 30  # bytes of memory
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if every row could be measured, 1 if one could not, 2 where there is no card to measure."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="which rows; bounds need `card`")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="folder for the JSON and the table [default: benchmarks/results; none on a CPU]")
+    parser.add_argument(
+        "--out", type=Path, help="folder for the JSON and the table [default: benchmarks/results; none on a CPU]"
+    )
     parser.add_argument("--one", nargs=2, metavar=("SETTING", "FILE"), help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.one:
@@ -68,7 +72,11 @@ def _measure_all(names: list[str], device: str, began: float) -> dict[str, Outco
             left = TOTAL_SECONDS - (time.monotonic() - began)
             print(f"{name}: at most {min(ROWS[name].seconds, left):.0f} s", flush=True)
             row_began = time.monotonic()
-            outcomes[name] = _in_a_process(name, setting, min(ROWS[name].seconds, left)) if left > 0 else {"failed": "no time was left"}
+            outcomes[name] = (
+                _in_a_process(name, setting, min(ROWS[name].seconds, left))
+                if left > 0
+                else {"failed": "no time was left"}
+            )
             outcomes[name]["row_seconds"] = round(time.monotonic() - row_began, 1)
             print(f"{name}: {json.dumps(outcomes[name])}", flush=True)
             if name == "card" and "failed" not in outcomes[name]:
@@ -88,7 +96,16 @@ def _roomy_folder() -> str | None:
 def _in_a_process(name: str, setting: Setting, seconds: float) -> Outcome:
     """The row's figures, or why there are none. Its engine core dies with its process."""
     file = Path(setting.scratch) / f"{name}.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rows", name, "--one", json.dumps(dataclasses.asdict(setting)), str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--rows",
+        name,
+        "--one",
+        json.dumps(dataclasses.asdict(setting)),
+        str(file),
+    ]
     environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if setting.tiny else {})}
     process = subprocess.Popen(command, env=environment, stdout=2)
     try:
@@ -160,5 +177,7 @@ def _end(number: int, _: FrameType | None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)  # what was written to the scratch folder, gigabytes of memory, goes with an orderly end only
+    signal.signal(
+        signal.SIGTERM, _end
+    )  # what was written to the scratch folder, gigabytes of memory, goes with an orderly end only
     sys.exit(main())

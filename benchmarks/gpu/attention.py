@@ -42,12 +42,16 @@ class PagedLayer:
         blocks = self.tables.long()[rows[:, None], positions // BLOCK]
         starts = torch.arange(len(contexts) + 1, dtype=torch.int32, device=self.device) * query
         mapping = (blocks * BLOCK + positions % BLOCK).flatten()
-        return DeviceMetadata(mapping, starts, lengths, rows.int(), self.tables, max_query=query, max_context=max(contexts))
+        return DeviceMetadata(
+            mapping, starts, lengths, rows.int(), self.tables, max_query=query, max_context=max(contexts)
+        )
 
     def seconds(self, metadata: DeviceMetadata, calls: int) -> float:
         """Of one call for the step."""
         q, k, v = self.inputs(metadata.slot_mapping.shape[0])
-        return median_seconds(lambda: self.attention.forward(q, k, v, self.cache, metadata, self.dim**-0.5, None), self.device, calls)
+        return median_seconds(
+            lambda: self.attention.forward(q, k, v, self.cache, metadata, self.dim**-0.5, None), self.device, calls
+        )
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a step's tokens."""
@@ -65,7 +69,10 @@ def decode(setting: Setting) -> dict[str, Any]:
     cases = {str(length): [length] * rows for length in lengths}
     cases["mixed"] = torch.randint(min(lengths), max(lengths) + 1, (rows,), generator=draw).tolist()
     per_token = 2 * layer.kv_heads * layer.dim * layer.dtype.itemsize
-    rates = {name: sum(contexts) * per_token / layer.seconds(layer.step(contexts, 1), calls) for name, contexts in cases.items()}
+    rates = {
+        name: sum(contexts) * per_token / layer.seconds(layer.step(contexts, 1), calls)
+        for name, contexts in cases.items()
+    }
     figures: dict[str, Any] = {
         "gigabytes_per_second": {name: round(rate / 1e9, 1) for name, rate in rates.items()},
         "rows": rows,
@@ -108,4 +115,6 @@ def _sdpa_seconds(layer: PagedLayer, length: int, calls: int) -> float:
         k, v = (part.repeat_interleave(layer.heads // layer.kv_heads, 1) for part in (k, v))
     grouped = k.shape[1] != q.shape[1]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return median_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped), layer.device, calls)
+        return median_seconds(
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped), layer.device, calls
+        )

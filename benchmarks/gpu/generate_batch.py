@@ -47,12 +47,20 @@ def _theirs(setting: Setting, folder: str, work: Workload) -> float:
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     dtype = torch.float32 if setting.tiny else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(setting.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(setting.device).eval()
+    )
     lengths = GenerationConfig(max_new_tokens=work.output_lengths[0], do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64) if setting.tiny else None
     for prompts in (work.prompts[:8], work.prompts):  # the first call loads what later ones find
-        results = list(model.generate_batch(prompts, generation_config=lengths, continuous_batching_config=sizes).values())
-    if len(results) < len(work.prompts) or any(len(result.generated_tokens) != work.output_lengths[0] for result in results):
-        raise RuntimeError(f"generate_batch answered {len(results)} of {len(work.prompts)} requests, or not with all tokens")
+        results = list(
+            model.generate_batch(prompts, generation_config=lengths, continuous_batching_config=sizes).values()
+        )
+    if len(results) < len(work.prompts) or any(
+        len(result.generated_tokens) != work.output_lengths[0] for result in results
+    ):
+        raise RuntimeError(
+            f"generate_batch answered {len(results)} of {len(work.prompts)} requests, or not with all tokens"
+        )
     seconds = max(result.lifespan[1] for result in results) - min(result.lifespan[0] for result in results)
     return work.output_tokens / seconds

@@ -45,7 +45,9 @@ def cost_of(shape: Mapping[str, Any]) -> ModelCost:
     )
     kv_heads, head_dim = shape["num_key_value_heads"], shape.get("head_dim", hidden // heads)
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    return ModelCost(layers * (attention + 3 * hidden * inner), hidden * shape["vocab_size"], layers * 2 * 2 * kv_heads * head_dim)
+    return ModelCost(
+        layers * (attention + 3 * hidden * inner), hidden * shape["vocab_size"], layers * 2 * 2 * kv_heads * head_dim
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ class Row:
     def measure(self, setting: Setting) -> dict[str, Any]:
         """The row's figures; `value` is the one in the table, `how` says how it was measured."""
         module, function = self.measured_by.split(":")
-        measure: Callable[[Setting], dict[str, Any]] = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), function)
+        measure: Callable[[Setting], dict[str, Any]] = getattr(
+            importlib.import_module(f"benchmarks.gpu.{module}"), function
+        )
         return measure(setting)
 
     def met(self, figures: dict[str, Any]) -> bool | None:
@@ -39,14 +41,26 @@ ROWS = {
     "card": Row("copy bandwidth and bf16 matrix rate", "card:measure", 40, "TB/s"),
     "qwen3-0.6b": Row("Qwen3-0.6B, bf16", "engine:qwen3_06b", 110, "tok/s", 25_000, 30_000),
     "qwen2.5-0.5b": Row("Qwen2.5-0.5B, bf16 (tests the host)", "engine:qwen25_05b", 80, "tok/s", 40_000, 60_000),
-    "decode-attention": Row("decode attention, 256 rows × 1–8k context", "attention:decode", 40, "GB/s", 0.8, 0.9, of_bound=True),
+    "decode-attention": Row(
+        "decode attention, 256 rows × 1–8k context", "attention:decode", 40, "GB/s", 0.8, 0.9, of_bound=True
+    ),
     "prefill-attention": Row(
         "prefill attention, 4–16k tokens, against SDPA with FLASH_ATTENTION", "attention:prefill", 40, "x", 0.9, 1.1
     ),
-    "idle": Row("device idle between decode steps, 0.6B, 256 rows", "idle:measure", 50, "% of the step", 5, 2, less_is_better=True),
+    "idle": Row(
+        "device idle between decode steps, 0.6B, 256 rows",
+        "idle:measure",
+        50,
+        "% of the step",
+        5,
+        2,
+        less_is_better=True,
+    ),
     "start-up": Row("start-up to first token, 0.6B, warm disk", "engine:start_up", 40, "s", 15, 8, less_is_better=True),
     "qwen3-8b": Row("Qwen3-8B shape, bf16, 1,024 requests", "engine:qwen3_8b", 150, "tok/s", 0.75, 0.85, of_bound=True),
-    "generate-batch": Row("against transformers `generate_batch` on the same card", "generate_batch:measure", 100, "x", 3, 8),
+    "generate-batch": Row(
+        "against transformers `generate_batch` on the same card", "generate_batch:measure", 100, "x", 3, 8
+    ),
     "qwen3-0.6b-queued": Row("Qwen3-0.6B, bf16, 1,024 requests, 256 at a time", "engine:qwen3_06b_queued", 80, "tok/s"),
 }
 """Those with a wide limit come last: on a card whose kernels have not been compiled and tuned yet, what comes first takes longer."""

@@ -28,7 +28,9 @@ def _line(row: Row, outcome: Outcome) -> str:
     if "failed" in outcome:
         return f"| {row.title} | {_goal(row, row.at_least)} | {_goal(row, row.hoped)} | failed | | |"
     verdict = {True: "", False: " (short)", None: ""}[row.met(outcome)]
-    measured = f"{_number(outcome['value'])} {row.unit}{verdict}" + (f", {outcome['also']}" if "also" in outcome else "")
+    measured = f"{_number(outcome['value'])} {row.unit}{verdict}" + (
+        f", {outcome['also']}" if "also" in outcome else ""
+    )
     bound = outcome.get("bound")
     share = f"{100 * outcome['value'] / bound:.1f} %" if bound else ""
     limit = f"{_number(bound)} {row.unit}" if bound else "–"

@@ -44,7 +44,9 @@ def drawn(requests: int, shortest: int, longest: int, seed: int = 0, token_limit
     return Workload(prompts, [draw.randint(shortest, longest) for _ in range(requests)])
 
 
-def even(requests: int, prompt_length: int, output_length: int, seed: int = 0, token_limit: int = TOKEN_LIMIT) -> Workload:
+def even(
+    requests: int, prompt_length: int, output_length: int, seed: int = 0, token_limit: int = TOKEN_LIMIT
+) -> Workload:
     """All prompts of one length, all answers of another."""
     draw = Random(seed)
     prompts = [[draw.randint(0, token_limit) for _ in range(prompt_length)] for _ in range(requests)]
@@ -54,4 +56,6 @@ def even(requests: int, prompt_length: int, output_length: int, seed: int = 0, t
 def staircase(steps: Mapping[int, int], prompt_length: int, seed: int = 1, token_limit: int = TOKEN_LIMIT) -> Workload:
     """Answers that end so that `steps[size]` decode steps have `size` rows, the largest first."""
     flat = even(max(steps), prompt_length, 1, seed, token_limit)
-    return Workload(flat.prompts, [1 + sum(steps[size] for size in steps if size > number) for number in range(max(steps))])
+    return Workload(
+        flat.prompts, [1 + sum(steps[size] for size in steps if size > number) for number in range(max(steps))]
+    )

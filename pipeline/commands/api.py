@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import Size, all_of, common_options, flag, flag_arguments, log_settings, redis_option, store_option
+from pipeline.options import (
+    Size,
+    all_of,
+    common_options,
+    flag,
+    flag_arguments,
+    log_settings,
+    redis_option,
+    store_option,
+)
 
 if TYPE_CHECKING:
     from api.settings import ApiSettings
@@ -51,12 +60,16 @@ def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level
     configure_logs("api", log_level)
     log_settings(ctx)
     if redis_url is None:
-        raise Refused("`pipeline api` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)")
+        raise Refused(
+            "`pipeline api` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)"
+        )
     check_open(flags["host"], flags["insecure"], file_store)
     from api.main import main
     from jobs.connection import check_server, connect
 
-    settings = _settings(redis_url=redis_url, file_store=file_store, completion_windows=flags.pop("completion_window"), **flags)
+    settings = _settings(
+        redis_url=redis_url, file_store=file_store, completion_windows=flags.pop("completion_window"), **flags
+    )
     with connect(redis_url) as client:
         check_server(client)
     try:
@@ -76,7 +89,9 @@ def _settings(**given: Any) -> "ApiSettings":
     except ValidationError as error:
         fault = error.errors()[0]
         variable = f"{ApiSettings.model_config['env_prefix']}{fault['loc'][0]}".upper()
-        raise Refused(f"{variable} cannot be {fault['input']!r}: {fault['msg']}; give such a one, or leave it out") from None
+        raise Refused(
+            f"{variable} cannot be {fault['input']!r}: {fault['msg']}; give such a one, or leave it out"
+        ) from None
 
 
 def check_open(host: str, insecure: bool, file_store: str) -> None:
@@ -93,7 +108,9 @@ def check_open(host: str, insecure: bool, file_store: str) -> None:
             "or add --insecure to answer everybody"
         )
     if ring.known():
-        log.warning("every API key is revoked, so nobody is let in: make one (`pipeline keys create`), or add --insecure")
+        log.warning(
+            "every API key is revoked, so nobody is let in: make one (`pipeline keys create`), or add --insecure"
+        )
 
 
 def api_arguments(values: dict[str, Any]) -> list[str]:

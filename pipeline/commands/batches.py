@@ -9,7 +9,9 @@ import click
 from pipeline.api_client import api_client, client_options, object_id, output_option, server_option
 from pipeline.options import Size, flag
 
-save_option = flag("-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Save the answers there.")
+save_option = flag(
+    "-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Save the answers there."
+)
 fail_option = flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 
 
@@ -31,10 +33,15 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...])
 
 @batches.command()
 @click.argument("source", metavar="FILE_OR_ID")
-@flag("--endpoint", help="What the requests are for. [default: what the first line of a local file says, else /v1/chat/completions]")
+@flag(
+    "--endpoint",
+    help="What the requests are for. [default: what the first line of a local file says, else /v1/chat/completions]",
+)
 @flag("--completion-window", default="24h", help="How long it may take; the server says which there are.")
 @flag("--metadata", multiple=True, callback=_pairs, metavar="KEY=VALUE", help="Noted with the batch; may be repeated.")
-@flag("--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]")
+@flag(
+    "--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]"
+)
 @flag("--wait", is_flag=True, help="Stay until it has ended, and end as `pipeline batches wait` does.")
 @save_option
 @fail_option
@@ -49,7 +56,11 @@ def submit(
     if (output_file is not None or fail_on_error) and not wait:
         raise click.UsageError("--output-file and --fail-on-error need --wait: until then there are no answers")
     new = remote_batches.NewBatch(
-        source=source, endpoint=endpoint, completion_window=completion_window, metadata=metadata, output_expires_after=output_expires_after
+        source=source,
+        endpoint=endpoint,
+        completion_window=completion_window,
+        metadata=metadata,
+        output_expires_after=output_expires_after,
     )
     with api_client(base_url) as client:
         batch = remote_batches.submit(client, new)
@@ -77,7 +88,9 @@ def list_(limit: int, base_url: str, as_json: bool) -> None:
     table = new_listing("id", "status", "total", "completed", "failed", "created", "endpoint")
     for batch in found:
         counts = batch.request_counts
-        numbers = ("", "", "") if counts is None else (f"{counts.total:,}", f"{counts.completed:,}", f"{counts.failed:,}")
+        numbers = (
+            ("", "", "") if counts is None else (f"{counts.total:,}", f"{counts.completed:,}", f"{counts.failed:,}")
+        )
         table.add_row(batch.id, batch.status, *numbers, moment(batch.created_at), batch.endpoint)
     print_table(table)
 

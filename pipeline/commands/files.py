@@ -19,7 +19,11 @@ def files() -> None:
 @files.command()
 @click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
 @flag("--purpose", default="batch", help="What for; batch for the input of a batch.")
-@flag("--expires-after", type=click.IntRange(min=1), help="Seconds after which it goes. [default: 30 days for purpose batch, else never]")
+@flag(
+    "--expires-after",
+    type=click.IntRange(min=1),
+    help="Seconds after which it goes. [default: 30 days for purpose batch, else never]",
+)
 @client_options
 def upload(path: Path, purpose: str, expires_after: int | None, base_url: str, as_json: bool) -> None:
     """Sends FILE and prints its id."""
@@ -47,7 +51,9 @@ def list_(purpose: str | None, limit: int, base_url: str, as_json: bool) -> None
 
     table = new_listing("id", "bytes", "purpose", "created", "expires", "name")
     for file in found:
-        table.add_row(file.id, f"{file.bytes:,}", file.purpose, moment(file.created_at), moment(file.expires_at), file.filename)
+        table.add_row(
+            file.id, f"{file.bytes:,}", file.purpose, moment(file.created_at), moment(file.expires_at), file.filename
+        )
     print_table(table)
 
 

@@ -23,6 +23,8 @@ def health(process: str, redis_url: str | None, log_level: str) -> None:
 
     host, impatient = socket.gethostname(), QueueSettings(redis_retry_seconds=0)
     with connect(redis_url) as client:
-        fault = worker_fault(Queue(client, impatient), host) if process == "worker" else control_plane_fault(client, host)
+        fault = (
+            worker_fault(Queue(client, impatient), host) if process == "worker" else control_plane_fault(client, host)
+        )
     if fault is not None:
         raise Unfinished(fault)

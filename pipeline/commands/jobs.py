@@ -12,20 +12,31 @@ from pipeline.options import common_options, log_settings, queue_options, redis_
 @queue_options
 @common_options
 @click.pass_context
-def jobs(ctx: click.Context, file_store: str, redis_url: str | None, lease_seconds: float, stream_interval: float, log_level: str) -> None:
+def jobs(
+    ctx: click.Context,
+    file_store: str,
+    redis_url: str | None,
+    lease_seconds: float,
+    stream_interval: float,
+    log_level: str,
+) -> None:
     """Validates, feeds and finishes batches: RQ workers for two queues, and the ticker."""
     from pipeline.logs import configure_logs
 
     configure_logs("jobs", log_level)
     log_settings(ctx)
     if redis_url is None:
-        raise Refused("`pipeline jobs` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)")
+        raise Refused(
+            "`pipeline jobs` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)"
+        )
     from jobs.settings import QueueSettings
     from pipeline.child import ChildFailed
     from pipeline.run import print_line, run_until_stopped
     from pipeline.stack import Stack
 
-    settings = QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store)
+    settings = QueueSettings(
+        redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store
+    )
     try:
         with Stack(redis_url, settings, print_line, log_level) as stack:
             stack.start_jobs(file_store)

@@ -19,14 +19,31 @@ def keys() -> None:
 
 
 @keys.command()
-@flag("--tenant", env="PIPELINE_KEY_TENANT", default="default",
-      help="Whose key it is; all keys of a tenant see the same files and batches, and no others.")
+@flag(
+    "--tenant",
+    env="PIPELINE_KEY_TENANT",
+    default="default",
+    help="Whose key it is; all keys of a tenant see the same files and batches, and no others.",
+)
 @flag("--name", env="PIPELINE_KEY_NAME", default="", help="What the key is for, to know it again by.")
-@flag("--requests-per-minute", env="PIPELINE_KEY_REQUESTS_PER_MINUTE", type=Size(), help="Most requests in a minute. [default: any number]")
-@flag("--queued-tokens", env="PIPELINE_KEY_QUEUED_TOKENS", type=Size(),
-      help="Most tokens in the tenant's batches that have not ended; one above that fails. [default: any number]")
-@flag("--open-batches", env="PIPELINE_KEY_OPEN_BATCHES", type=Size(),
-      help="Most batches of the tenant that have not ended. [default: any number]")
+@flag(
+    "--requests-per-minute",
+    env="PIPELINE_KEY_REQUESTS_PER_MINUTE",
+    type=Size(),
+    help="Most requests in a minute. [default: any number]",
+)
+@flag(
+    "--queued-tokens",
+    env="PIPELINE_KEY_QUEUED_TOKENS",
+    type=Size(),
+    help="Most tokens in the tenant's batches that have not ended; one above that fails. [default: any number]",
+)
+@flag(
+    "--open-batches",
+    env="PIPELINE_KEY_OPEN_BATCHES",
+    type=Size(),
+    help="Most batches of the tenant that have not ended. [default: any number]",
+)
 @store_option
 @json_option
 def create(tenant: str, name: str, file_store: str, as_json: bool, **limits: int | None) -> None:  # fmt: skip
@@ -64,7 +81,9 @@ def list_(file_store: str, as_json: bool) -> None:
     for record in records:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created_at))
         limits = (record.requests_per_minute, record.queued_tokens, record.open_batches)
-        rows.add_row(record.id, record.tenant, record.name, created, *("" if limit is None else f"{limit:,}" for limit in limits))
+        rows.add_row(
+            record.id, record.tenant, record.name, created, *("" if limit is None else f"{limit:,}" for limit in limits)
+        )
     print_table(rows)
 
 

@@ -22,10 +22,28 @@ from pipeline.options import (
 
 @click.command("run-batch")
 @click.argument("input", required=False, type=click.Path(path_type=Path))
-@flag("-i", "--input-file", type=click.Path(path_type=Path), help="The file of requests, JSONL or Parquet; the same as INPUT.")
-@flag("-o", "--output-file", type=click.Path(path_type=Path), help="The file of results. [default: INPUT with .results before its suffix]")
-@flag("--model", help="Folder or hub name of the model; with REDIS_URL, the name of a served one. [default: the demo model]")
-@flag("--seed", type=click.IntRange(min=0), default=0, help="From it and its number comes the seed of a line that names none.")
+@flag(
+    "-i",
+    "--input-file",
+    type=click.Path(path_type=Path),
+    help="The file of requests, JSONL or Parquet; the same as INPUT.",
+)
+@flag(
+    "-o",
+    "--output-file",
+    type=click.Path(path_type=Path),
+    help="The file of results. [default: INPUT with .results before its suffix]",
+)
+@flag(
+    "--model",
+    help="Folder or hub name of the model; with REDIS_URL, the name of a served one. [default: the demo model]",
+)
+@flag(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    help="From it and its number comes the seed of a line that names none.",
+)
 @flag("--retry-failed", is_flag=True, help="Run the lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 @flag("--local-worker", is_flag=True, help="With REDIS_URL: start a worker on this machine too.")
@@ -99,4 +117,6 @@ def _check_fleet_flags(ctx: click.Context, redis_url: str | None, local_worker: 
         raise Refused("--detach leaves at once and --local-worker stays to work: give one of them")
     unused = given_as_flag(ctx, [*MODEL_FLAGS, "data_parallel_size"])
     if redis_url is not None and not local_worker and unused:
-        raise Refused(f"{unused[0]} is for a worker that is started here, but with REDIS_URL the fleet answers: add --local-worker")
+        raise Refused(
+            f"{unused[0]} is for a worker that is started here, but with REDIS_URL the fleet answers: add --local-worker"
+        )

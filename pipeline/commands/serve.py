@@ -26,7 +26,9 @@ _PATIENCE_SECONDS = 5.0  # in which a server that was told to stop may end
 
 @click.command()
 @click.argument("model", required=False)
-@flag("--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]")
+@flag(
+    "--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]"
+)
 @api_options
 @store_option
 @model_options
@@ -62,7 +64,9 @@ def serve(
     except OSError as error:
         raise Refused(error.strerror or str(error)) from None
     check_open(host, insecure, file_store)
-    settings = QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store)
+    settings = QueueSettings(
+        redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store
+    )
     try:
         with _alone(file_store, redis_url), Stack(redis_url, settings, print_line, log_level) as stack:
             stack.start_api([*api_arguments(ctx.params), "--file-store", file_store])
@@ -86,5 +90,7 @@ def _alone(file_store: str, redis_url: str | None) -> Iterator[None]:
         try:
             held.enter_context(exclusive(file_store, _PATIENCE_SECONDS))
         except Busy:
-            raise Refused(f"another `pipeline serve` has the file store {file_store}: give each a --file-store of its own") from None
+            raise Refused(
+                f"another `pipeline serve` has the file store {file_store}: give each a --file-store of its own"
+            ) from None
         yield

@@ -31,8 +31,15 @@ _BESIDES = 10.0  # seconds that a replica may take to stop in beyond what its re
 
 @click.command()
 @click.argument("model", required=False)
-@flag("--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]")
-@flag("--shutdown-timeout", type=click.FloatRange(min=0), default=10.0, help="Seconds that running requests get to end in after SIGTERM.")
+@flag(
+    "--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]"
+)
+@flag(
+    "--shutdown-timeout",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    help="Seconds that running requests get to end in after SIGTERM.",
+)
 @model_options
 @replicas_option
 @redis_option
@@ -53,7 +60,9 @@ def worker(
     log_settings(ctx)
     check_model_flags(ctx)
     if redis_url is None:
-        raise Refused("`pipeline worker` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)")
+        raise Refused(
+            "`pipeline worker` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)"
+        )
     name = one_model(ctx, model, model_option)
     if data_parallel_size > 1:
         _supervise(ctx, name, redis_url, data_parallel_size, log_level)
@@ -61,7 +70,10 @@ def worker(
     from pipeline.worker_settings import worker_settings
 
     settings = worker_settings(name, redis_url, ctx.params)
-    with _sigterm_as_exit(), _launched(settings.engine) as core:  # first: it takes longer to be ready, and waits for nothing here
+    with (
+        _sigterm_as_exit(),
+        _launched(settings.engine) as core,
+    ):  # first: it takes longer to be ready, and waits for nothing here
         from jobs.connection import check_server, connect
         from workers.worker import main
 
@@ -106,9 +118,16 @@ def _supervise(ctx: click.Context, model: str | None, redis_url: str, replicas: 
     from pipeline.worker_settings import worker_settings
 
     settings = worker_settings(model, redis_url, ctx.params)  # refuses before anything is started
-    arguments = [*([model] if model else []), "--shutdown-timeout", str(settings.shutdown_timeout), *model_arguments(ctx.params)]
+    arguments = [
+        *([model] if model else []),
+        "--shutdown-timeout",
+        str(settings.shutdown_timeout),
+        *model_arguments(ctx.params),
+    ]
     try:
-        with Stack(redis_url, settings.queue, print_line, log_level, stop_seconds=settings.shutdown_timeout + _BESIDES) as stack:
+        with Stack(
+            redis_url, settings.queue, print_line, log_level, stop_seconds=settings.shutdown_timeout + _BESIDES
+        ) as stack:
             stack.start_workers(arguments, replicas)
             run_until_stopped(stack)
     except ChildFailed as error:

@@ -72,4 +72,8 @@ class Steps:
 
 def ends(events: Iterable[Event]) -> list[tuple[str, str]]:
     """Which lines ended, and how."""
-    return sorted((value["custom_id"], value["status"]) for _, value in events if value and value.get("status") and "custom_id" in value)
+    return sorted(
+        (value["custom_id"], value["status"])
+        for _, value in events
+        if value and value.get("status") and "custom_id" in value
+    )

@@ -60,7 +60,9 @@ class ScriptedWorker:
         reply_to = claim.request.reply_to
         answer = self._script(claim)
         if isinstance(answer, ApiError):
-            self.queue.commit(self.id, [Finished(claim.key, claim.fence, answer.result(new_request_id()), None, reply_to)])
+            self.queue.commit(
+                self.id, [Finished(claim.key, claim.fence, answer.result(new_request_id()), None, reply_to)]
+            )
             return
         self.queue.publish(self.id, [Delta(claim.key, claim.fence, 0, [], reply_to, accepted=True)])
         text, index = "", 0
@@ -69,7 +71,9 @@ class ScriptedWorker:
                 if self._stopping.is_set() or self.queue.renew(self.id, [(claim.key, claim.fence)]):
                     self.cancelled.append(claim.key)
                     return
-            delta = Delta(claim.key, claim.fence, index + 1, [TokenChunk(0, index, [index], piece, len(text))], reply_to)
+            delta = Delta(
+                claim.key, claim.fence, index + 1, [TokenChunk(0, index, [index], piece, len(text))], reply_to
+            )
             if self.queue.publish(self.id, [delta]):
                 self.cancelled.append(claim.key)
                 return
@@ -77,6 +81,8 @@ class ScriptedWorker:
         usage = Usage(7, index, 3)
         endpoint = claim.request.endpoint
         created = int(claim.request.created)
-        body = response_body(endpoint, new_body_id(endpoint), claim.request.model, [Choice(0, text, "stop")], usage, created)
+        body = response_body(
+            endpoint, new_body_id(endpoint), claim.request.model, [Choice(0, text, "stop")], usage, created
+        )
         result = Result(200, encode_json(body), usage, new_request_id())
         self.queue.commit(self.id, [Finished(claim.key, claim.fence, result, None, reply_to)])

@@ -53,8 +53,18 @@ def test_a_key_lets_its_holder_in_and_nobody_else(serve: Serve, tmp_path: Path) 
     official_client(url, secret).models.list()
     with pytest.raises(openai.AuthenticationError) as caught:
         official_client(url, "sk-" + "x" * 43).models.list()
-    assert (caught.value.code, caught.value.type, caught.value.param) == ("invalid_api_key", "invalid_request_error", None)
-    for headers in ({}, {"authorization": secret}, {"authorization": f"Basic {secret}"}, {"authorization": "Bearer"}, {"api-key": secret}):
+    assert (caught.value.code, caught.value.type, caught.value.param) == (
+        "invalid_api_key",
+        "invalid_request_error",
+        None,
+    )
+    for headers in (
+        {},
+        {"authorization": secret},
+        {"authorization": f"Basic {secret}"},
+        {"authorization": "Bearer"},
+        {"api-key": secret},
+    ):
         answer = get(url, **headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), headers
 
@@ -138,7 +148,9 @@ def test_the_official_client_waits_as_long_as_it_is_told(serve: Serve, tmp_path:
     official_client(url, secret).with_options(max_retries=2).models.list()
 
 
-def test_a_live_stream_is_shown_to_its_tenant_alone(serve: Serve, tmp_path: Path, scripted: Callable[..., ScriptedWorker]) -> None:
+def test_a_live_stream_is_shown_to_its_tenant_alone(
+    serve: Serve, tmp_path: Path, scripted: Callable[..., ScriptedWorker]
+) -> None:
     secrets = [create_key(str(tmp_path), tenant=tenant)[1] for tenant in ("a", "a", "b")]
     url = serve()
     scripted(lambda claim: ["one ", "two"])

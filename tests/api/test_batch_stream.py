@@ -68,7 +68,11 @@ def test_all_tokens_come_under_the_names_of_their_lines_and_then_the_batch(
     assert batch_texts(events) == WHOLE
     assert ends(events) == COMPLETED
     assert {value["line"]: value["custom_id"] for _, value in events} == {1: "c1", 2: "c2", 3: "c3"}
-    assert all(set(choice) == {"index", "token_offset", "text", "text_offset"} for _, value in events for choice in value["choices"])
+    assert all(
+        set(choice) == {"index", "token_offset", "text", "text_offset"}
+        for _, value in events
+        for choice in value["choices"]
+    )
     assert (end.value["object"], end.value["id"], end.value["status"]) == ("batch", batch.id, "completed")
     assert done.value is None
 
@@ -112,7 +116,9 @@ def published(batch: Batch) -> int:
     return Queue(batch.client).tokens_in_flight()
 
 
-def test_a_cut_reader_goes_on_at_any_event_on_any_api_process(batch: Batch, path: str, settings: ApiSettings, steps: Steps) -> None:
+def test_a_cut_reader_goes_on_at_any_event_on_any_api_process(
+    batch: Batch, path: str, settings: ApiSettings, steps: Steps
+) -> None:
     steps.go_on(1)
     batch.start()
     wait_until(lambda: published(batch) >= LINES, 60, "some tokens")
@@ -180,7 +186,9 @@ def test_a_batch_that_is_cancelled_ends_its_stream(batch: Batch, path: str, step
     assert (end.value["status"], done.value) == ("cancelled", None)
 
 
-def test_of_a_batch_that_ended_there_is_its_end(batch: Batch, path: str, scripted: Callable[..., ScriptedWorker]) -> None:
+def test_of_a_batch_that_ended_there_is_its_end(
+    batch: Batch, path: str, scripted: Callable[..., ScriptedWorker]
+) -> None:
     scripted(lambda claim: PIECES)
     batch.start()
     batch.finish()
@@ -223,7 +231,9 @@ def test_a_batch_of_another_tenant_is_not_found(
         pass
 
 
-def test_a_reader_that_does_not_read_holds_up_nothing_and_is_shown_later_what_there_is(batch: Batch, api_url: str, queue: Queue) -> None:
+def test_a_reader_that_does_not_read_holds_up_nothing_and_is_shown_later_what_there_is(
+    batch: Batch, api_url: str, queue: Queue
+) -> None:
     """Far more comes than sockets hold: what is not sent is not kept for it either."""
     batch.start()
     count, text = 16_000, "x" * 700
@@ -234,7 +244,9 @@ def test_a_reader_that_does_not_read_holds_up_nothing_and_is_shown_later_what_th
         wait_until(lambda: batch.client.exists(keys.batch_tokens(batch.id)), 60, "the reader")
         [claim, *_] = queue.claim("known", 1, LINES, models=[MODEL])
         for first in range(0, count, 100):
-            queue.publish("known", [delta(claim, index, [1], text, index * len(text)) for index in range(first, first + 100)])
+            queue.publish(
+                "known", [delta(claim, index, [1], text, index * len(text)) for index in range(first, first + 100)]
+            )
         batch.client.xtrim(keys.batch_tokens(batch.id), maxlen=10, approximate=False)
         events = []
         for event in parse_events(line.rstrip("\r\n") for line in client.makefile(encoding="utf-8")):

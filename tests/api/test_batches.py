@@ -52,7 +52,11 @@ def test_states_and_counts_go_forward_through_the_loss_of_redis(
     def lose_all() -> None:
         redis_client.flushall()
         answer = http.get(f"/v1/batches/{batch.id}")
-        assert (answer.status_code, answer.headers["retry-after"], answer.json()["error"]["code"]) == (503, "1", "queue_unavailable")
+        assert (answer.status_code, answer.headers["retry-after"], answer.json()["error"]["code"]) == (
+            503,
+            "1",
+            "queue_unavailable",
+        )
         serve(redis_client, redis_url, "m")
         rebuild_all(Queue(redis_client), str(tmp_path / "store"))
         look()
@@ -115,7 +119,9 @@ def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
     assert [(one.status, one.finalizing_at) for one in seen] == [("in_progress", None), ("expired", None)]
 
 
-def test_limits_of_a_key_are_those_of_its_tenant(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path) -> None:
+def test_limits_of_a_key_are_those_of_its_tenant(
+    redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path
+) -> None:
     serve(redis_client, redis_url, "m")
     store = str(tmp_path / "store")
     first, second = (create_key(store, tenant="a", open_batches=2, queued_tokens=1500)[1] for _ in range(2))
@@ -134,7 +140,9 @@ def test_limits_of_a_key_are_those_of_its_tenant(redis_client: redis.Redis, redi
     create(official_client(api_url, second), lines_of(1))  # in the place of the one that failed
 
 
-def test_a_batch_of_another_tenant_is_unknown(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path) -> None:
+def test_a_batch_of_another_tenant_is_unknown(
+    redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path
+) -> None:
     serve(redis_client, redis_url, "m")
     store = str(tmp_path / "store")
     (_, mine), (_, theirs) = create_key(store, tenant="a"), create_key(store, tenant="b")
@@ -156,7 +164,12 @@ def test_a_batch_of_the_command_line_is_not_shown(redis_client: redis.Redis, htt
 
 @pytest.mark.parametrize("moment", ["before", "while"])
 def test_a_cancel_that_meets_the_end(
-    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis,
+    redis_url: str,
+    client: openai.OpenAI,
+    tmp_path: Path,
+    moment: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever comes first wins, and nobody is told two things."""
     batch = submit(redis_client, redis_url, tmp_path, lines_of(5))
@@ -185,7 +198,9 @@ def test_a_cancel_that_meets_the_end(
     assert len(client.files.content(ended.output_file_id or "").text.splitlines()) == 5
 
 
-def test_many_cancels_at_once_are_all_answered(redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path) -> None:
+def test_many_cancels_at_once_are_all_answered(
+    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path
+) -> None:
     batch = submit(redis_client, redis_url, tmp_path, lines_of(20))
     step(redis_client, batch.id)
     states: list[str] = []
@@ -200,7 +215,9 @@ def test_many_cancels_at_once_are_all_answered(redis_client: redis.Redis, redis_
     cancel_batch(redis_client, batch.id)
 
 
-def test_a_batch_that_is_over_for_long_is_unknown(redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path) -> None:
+def test_a_batch_that_is_over_for_long_is_unknown(
+    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path
+) -> None:
     """Its record in Redis goes by itself some moments before its folder does."""
     batch = run_to_end(redis_client, submit(redis_client, redis_url, tmp_path, lines_of(1)).id)
     redis_client.delete("{q}:batch:" + batch.id)

@@ -17,13 +17,17 @@ USAGE = Usage(3, 4)
 
 def chunks_of(endpoint: str, *entries: StreamEntry, **body: Any) -> list[dict[str, Any]]:
     """All chunks of a call, opening ones first."""
-    call = parse_call(endpoint, {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "stream": True, **body})
+    call = parse_call(
+        endpoint, {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "stream": True, **body}
+    )
     chunks = Chunks(call, 1)
     found = [*chunks.openings(), *(chunk for entry in entries for chunk in chunks.of(entry))]
     for chunk in found:
         model = ChatCompletionChunk if endpoint == CHAT else Completion
         choices = chunk.get("choices", [])
-        if "error" not in chunk and all(choice["finish_reason"] or endpoint == CHAT for choice in choices):  # Completion wants reasons
+        if "error" not in chunk and all(
+            choice["finish_reason"] or endpoint == CHAT for choice in choices
+        ):  # Completion wants reasons
             model.model_validate_json(encode_json(chunk), strict=True)
     return found
 
@@ -49,7 +53,9 @@ def test_each_answer_of_a_chat_has_its_opening_its_text_and_its_end() -> None:
         n=2,
         stream_options={"include_usage": True},
     )
-    assert [[(choice["index"], choice["delta"], choice["finish_reason"]) for choice in chunk["choices"]] for chunk in found] == [
+    assert [
+        [(choice["index"], choice["delta"], choice["finish_reason"]) for choice in chunk["choices"]] for chunk in found
+    ] == [
         [(0, {"role": "assistant", "content": ""}, None)],
         [(1, {"role": "assistant", "content": ""}, None)],
         [(0, {"content": "a"}, None)],
@@ -79,7 +85,12 @@ def test_an_echo_comes_first_with_its_logprobs_and_offsets_go_on() -> None:
     start = PositionLogprobs(TokenLogprob(1, b"x", None, 0), [])
     chunk = TokenChunk(1, 0, [1], "xab", 0, [position(b"ab")], [start])
     found = chunks_of(
-        COMPLETIONS, entry(chunk), entry(TokenChunk(1, 1, [1], "c", 3, [position(b"c")])), prompt=["y", "x"], echo=True, logprobs=1
+        COMPLETIONS,
+        entry(chunk),
+        entry(TokenChunk(1, 1, [1], "c", 3, [position(b"c")])),
+        prompt=["y", "x"],
+        echo=True,
+        logprobs=1,
     )
     assert [(one["choices"][0]["index"], one["choices"][0]["text"]) for one in found] == [(1, "xab"), (1, "c")]
     logprobs = [one["choices"][0]["logprobs"] for one in found]
@@ -90,5 +101,7 @@ def test_an_echo_comes_first_with_its_logprobs_and_offsets_go_on() -> None:
 
 def test_a_failure_in_the_midst_is_the_last_chunk() -> None:
     failed = Result(500, b'{"error":{"message":"x","type":"server_error","param":null,"code":null}}', USAGE, "req_1")
-    found = chunks_of(COMPLETIONS, entry(TokenChunk(0, 0, [1], "a", 0)), entry(result=failed), stream_options={"include_usage": True})
+    found = chunks_of(
+        COMPLETIONS, entry(TokenChunk(0, 0, [1], "a", 0)), entry(result=failed), stream_options={"include_usage": True}
+    )
     assert found[-1] == {"error": {"message": "x", "type": "server_error", "param": None, "code": None}}

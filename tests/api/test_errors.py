@@ -47,7 +47,9 @@ def test_errors_have_openais_shape(
         assert error["code"] == code
 
 
-@pytest.mark.parametrize("head", [b"GET /v1/files/\xff HTTP/1.1", b"GET /v1/files HTTP/1.1\r\ncontent-length: -1", b"rubbish"])
+@pytest.mark.parametrize(
+    "head", [b"GET /v1/files/\xff HTTP/1.1", b"GET /v1/files HTTP/1.1\r\ncontent-length: -1", b"rubbish"]
+)
 def test_what_is_no_request_is_answered_too(api_url: str, head: bytes) -> None:
     address = httpx.URL(api_url)
     with socket.create_connection((address.host, address.port or 80), 30) as connection:
@@ -55,7 +57,11 @@ def test_what_is_no_request_is_answered_too(api_url: str, head: bytes) -> None:
         answer = HTTPResponse(connection)
         answer.begin()
         error = json.loads(answer.read())["error"]
-    assert (answer.status, set(error), error["code"]) == (400, {"message", "type", "param", "code"}, "invalid_http_request")
+    assert (answer.status, set(error), error["code"]) == (
+        400,
+        {"message", "type", "param", "code"},
+        "invalid_http_request",
+    )
     assert answer.headers["x-request-id"].startswith("req_")
 
 
@@ -101,7 +107,9 @@ def test_what_the_framework_refuses_has_the_shape_too(tmp_path: Path) -> None:
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "number", "invalid_value")
 
 
-def test_an_error_of_our_own_has_the_shape_too_and_tells_nothing_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_our_own_has_the_shape_too_and_tells_nothing_of_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def broken() -> None:
         raise ZeroDivisionError("a detail")
 

@@ -25,7 +25,9 @@ _PAGE = 4096
 @contextmanager
 def api_process(redis_url: str, store: Path, *prefix: str) -> Iterator[tuple[str, RunningCommand]]:
     """An API in a process of its own, and its address."""
-    started = RunningCommand([*prefix, *command("api", "--port", 0, "--file-store", store)], command_environment(redis_url, {}))
+    started = RunningCommand(
+        [*prefix, *command("api", "--port", 0, "--file-store", store)], command_environment(redis_url, {})
+    )
     try:
         output = started.wait_for("listening on ")
         address = re.search(r"listening on (\S+)", output)
@@ -44,7 +46,10 @@ def test_a_full_disk_is_a_507_and_leaves_nothing(redis_client: redis.Redis, redi
     ):
         pytest.skip("this machine lets nobody mount a small file system")
     with (
-        api_process(redis_url, tmp_path / "store", "unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" "$@"') as (url, api),
+        api_process(redis_url, tmp_path / "store", "unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" "$@"') as (
+            url,
+            api,
+        ),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2, timeout=60) as client,
     ):
         inside = Path(f"/proc/{api.process.pid}/root{tmp_path}/store/files")
@@ -69,7 +74,9 @@ def test_a_full_disk_is_a_507_and_leaves_nothing(redis_client: redis.Redis, redi
 
 
 @pytest.mark.proof
-def test_a_killed_api_leaves_what_the_next_one_does_not_show(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_killed_api_leaves_what_the_next_one_does_not_show(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     with api_process(redis_url, tmp_path) as (url, api):
         folder = tmp_path / "files"
 
@@ -84,7 +91,10 @@ def test_a_killed_api_leaves_what_the_next_one_does_not_show(redis_client: redis
             httpx.post(f"{url}/v1/files", content=endless(), headers=KIND, timeout=60)
         api.process.wait()
     assert [path.name for path in folder.glob("*/*")] == ["content.part"]
-    with api_process(redis_url, tmp_path) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    with (
+        api_process(redis_url, tmp_path) as (url, _),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         assert client.files.list().data == []
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(os.listdir(folder)[0])

@@ -88,7 +88,13 @@ def check_error(answer: httpx.Response, status: int, code: str | None, param: st
 def test_the_official_client_s_way_through(client: openai.OpenAI, store: FileStore) -> None:
     file = client.files.create(file=("in.jsonl", LINES), purpose="batch")
     assert FileObject.model_validate(file.model_dump(), strict=True) == file
-    assert (file.object, file.filename, file.bytes, file.purpose, file.status) == ("file", "in.jsonl", len(LINES), "batch", "processed")
+    assert (file.object, file.filename, file.bytes, file.purpose, file.status) == (
+        "file",
+        "in.jsonl",
+        len(LINES),
+        "batch",
+        "processed",
+    )
     assert file.expires_at is not None
     assert file.expires_at - file.created_at == BATCH_FILE_SECONDS
     assert abs(file.created_at - time.time()) < 60
@@ -116,7 +122,12 @@ def test_nulls_are_there(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
 def test_the_parts_come_in_any_order(http: httpx.Client, order: tuple[int, ...]) -> None:
-    parts = [FILE_PART, PURPOSE_PART, part("expires_after[anchor]", b"created_at"), part("expires_after[seconds]", b"3600")]
+    parts = [
+        FILE_PART,
+        PURPOSE_PART,
+        part("expires_after[anchor]", b"created_at"),
+        part("expires_after[seconds]", b"3600"),
+    ]
     answer = upload(http, *(parts[number] for number in order), part("something else", b"\0" * 10_000, "x"), b"")
     assert answer.status_code == 200, answer.text
     file = answer.json()
@@ -125,7 +136,9 @@ def test_the_parts_come_in_any_order(http: httpx.Client, order: tuple[int, ...])
 
 
 def test_the_official_client_s_expiry(client: openai.OpenAI) -> None:
-    file = client.files.create(file=("in.jsonl", LINES), purpose="user_data", expires_after={"anchor": "created_at", "seconds": 2_592_000})
+    file = client.files.create(
+        file=("in.jsonl", LINES), purpose="user_data", expires_after={"anchor": "created_at", "seconds": 2_592_000}
+    )
     assert file.expires_at == file.created_at + 2_592_000
 
 
@@ -201,7 +214,9 @@ BAD: dict[str, tuple[list[bytes], int, str | None, str | None]] = {
 
 
 @pytest.fixture(scope="module")
-def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, FileStore]]:
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[httpx.Client, FileStore]]:
     """One API for all bad input, none of which may leave anything."""
     from jobs.connection import connect
 
@@ -246,7 +261,11 @@ NO_IDS = ["file-", "batch_" + "0" * 24, "file-" + "0" * 24, "%2e%2e", "file-..%2
 @pytest.mark.parametrize("file_id", NO_IDS)
 def test_ids_that_are_none(shared: tuple[httpx.Client, FileStore], file_id: str) -> None:
     http, _ = shared
-    for answer in (http.get(f"/v1/files/{file_id}"), http.delete(f"/v1/files/{file_id}"), http.get(f"/v1/files/{file_id}/content")):
+    for answer in (
+        http.get(f"/v1/files/{file_id}"),
+        http.delete(f"/v1/files/{file_id}"),
+        http.get(f"/v1/files/{file_id}/content"),
+    ):
         assert answer.status_code == 404
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -280,8 +299,16 @@ def test_the_client_pages_through_a_moving_list(client: openai.OpenAI) -> None:
 
 
 def test_the_envelope(client: openai.OpenAI, http: httpx.Client) -> None:
-    assert http.get("/v1/files").json() == {"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
-    made = [client.files.create(file=("in.jsonl", LINES), purpose=purpose).id for purpose in ("batch", "vision", "batch")]
+    assert http.get("/v1/files").json() == {
+        "object": "list",
+        "data": [],
+        "first_id": None,
+        "last_id": None,
+        "has_more": False,
+    }
+    made = [
+        client.files.create(file=("in.jsonl", LINES), purpose=purpose).id for purpose in ("batch", "vision", "batch")
+    ]
     page = http.get("/v1/files", params={"order": "asc", "limit": 2}).json()
     assert [file["id"] for file in page.pop("data")] == made[:2]
     assert page == {"object": "list", "first_id": made[0], "last_id": made[1], "has_more": True}
@@ -294,7 +321,11 @@ def test_a_file_is_gone_when_its_time_is_over(client: openai.OpenAI, store: File
     file_id = client.files.create(file=("in.jsonl", LINES), purpose="batch").id
     record = store.root / "files" / file_id / "record.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {"expires_at": int(time.time()) - 1}))
-    for answer in (http.get(f"/v1/files/{file_id}"), http.get(f"/v1/files/{file_id}/content"), http.delete(f"/v1/files/{file_id}")):
+    for answer in (
+        http.get(f"/v1/files/{file_id}"),
+        http.get(f"/v1/files/{file_id}/content"),
+        http.delete(f"/v1/files/{file_id}"),
+    ):
         check_error(answer, 404, None, "id")
     assert client.files.list().data == []
 
@@ -323,7 +354,9 @@ def test_a_result_that_is_being_written_is_not_deleted(client: openai.OpenAI, st
 
 
 @pytest.fixture
-def batch(client: openai.OpenAI, store: FileStore, queue: Queue, redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> str:
+def batch(
+    client: openai.OpenAI, store: FileStore, queue: Queue, redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> str:
     """A batch of 300 lines that is being fed to workers."""
     control.use_server(redis_url)
     source = write_input(tmp_path / "in.jsonl", 300)
@@ -376,8 +409,12 @@ def test_results_are_read_while_they_come(
     assert client.files.retrieve(file_id).bytes == len(whole.content)
     for wrong, param in ({"offset": -1}, "offset"), ({"limit": 0}, "limit"), ({"limit": 2**31}, "limit"):
         assert http.get(path, params=wrong).json()["error"]["param"] == param
-    check_error(http.get(f"/v1/files/{record.error_file_id}/content", params={"offset": 1}), 400, "invalid_value", "offset")
-    check_error(http.get(f"/v1/files/{record.spec.input_file_id}/content", params={"limit": 1}), 400, "invalid_value", "limit")
+    check_error(
+        http.get(f"/v1/files/{record.error_file_id}/content", params={"offset": 1}), 400, "invalid_value", "offset"
+    )
+    check_error(
+        http.get(f"/v1/files/{record.spec.input_file_id}/content", params={"limit": 1}), 400, "invalid_value", "limit"
+    )
 
     client.files.delete(file_id)
     assert http.get(path, params={"offset": 0}).status_code == 404
@@ -429,7 +466,9 @@ class Socket:
         while b"\r\n\r\n" not in data:
             data += self.socket.recv(65536)
         head, _, body = data.partition(b"\r\n\r\n")
-        length = int(next(line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")))
+        length = int(
+            next(line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
+        )
         while len(body) < length:
             body += self.socket.recv(65536)
         return int(head.split(b" ")[1]), json.loads(body)
@@ -451,7 +490,9 @@ def test_a_client_that_stops_in_the_middle_leaves_nothing(bare: Socket, store: F
     wait_until(lambda: left(store) == [], 60, "nothing stays behind")
 
 
-def test_a_client_that_falls_silent_is_told_and_leaves_nothing(redis_url: str, store: FileStore, long_linger: None) -> None:
+def test_a_client_that_falls_silent_is_told_and_leaves_nothing(
+    redis_url: str, store: FileStore, long_linger: None
+) -> None:
     with api_on(redis_url, store, upload_silence_seconds=0.2) as url:
         client = Socket(url)
         client.begin(3_000_000, start=PURPOSE_PART + part("file", b"x" * 1_500_000, "in.jsonl")[:-2])
@@ -498,7 +539,9 @@ def test_a_file_is_refused_while_it_comes(bare: Socket, store: FileStore, long_l
     bare.chunk(b"z" * 1_000_000)
 
 
-def test_an_official_client_reads_why_its_file_is_refused(client: openai.OpenAI, store: FileStore, long_linger: None) -> None:
+def test_an_official_client_reads_why_its_file_is_refused(
+    client: openai.OpenAI, store: FileStore, long_linger: None
+) -> None:
     """It sends all of the file before it looks for an answer."""
     with pytest.raises(openai.APIStatusError) as caught:
         client.files.create(file=("in.jsonl", b"x" * 60_000_000), purpose="batch")

@@ -39,7 +39,9 @@ def test_completion_answers_whole(client: openai.OpenAI, scripted: Scripted) -> 
 def test_chat_streams_each_piece_before_the_next_exists(client: openai.OpenAI, scripted: Scripted) -> None:
     worker = scripted(lambda claim: PIECES)
     worker.step = threading.Semaphore(0)
-    stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
+    stream = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )  # type: ignore[call-overload]
     chunks = []
     for chunk in stream:
         chunks.append(chunk)

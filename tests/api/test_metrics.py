@@ -19,7 +19,16 @@ def test_everything_is_told_with_its_labels(http: httpx.Client, queue: Queue, re
     for name, state in (("one", "ready"), ("two", "ready"), ("three", "loading")):
         queue.register_worker(WorkerRecord(name, ["m"], state, 128, time.time(), "host", 1))  # type: ignore[arg-type]
     queue.report_gauges(
-        "one", WorkerGauges(7, 2, 30, 40, 1000, 12.5, [CardGauges("NVIDIA H200", "GPU-1", 0.25, 10, 20, 400.5), CardGauges("MIG", "GPU-2")])
+        "one",
+        WorkerGauges(
+            7,
+            2,
+            30,
+            40,
+            1000,
+            12.5,
+            [CardGauges("NVIDIA H200", "GPU-1", 0.25, 10, 20, 400.5), CardGauges("MIG", "GPU-2")],
+        ),
     )
     queue.report_gauges("gone", WorkerGauges(1, 1, 1, 1, 1, 1.0))
     start_batch(queue, "batch_a", 3, model="m")
@@ -58,7 +67,11 @@ def test_what_a_scraper_reads_is_what_was_meant(http: httpx.Client, queue: Queue
     families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
     assert all(family.documentation and family.type in ("gauge", "counter") for family in families.values())
     (tokens,) = families["pipeline_engine_tokens"].samples
-    assert (tokens.name, tokens.labels, tokens.value) == ("pipeline_engine_tokens_total", {"worker": "one", "model": _ODD}, 10**15)
+    assert (tokens.name, tokens.labels, tokens.value) == (
+        "pipeline_engine_tokens_total",
+        {"worker": "one", "model": _ODD},
+        10**15,
+    )
     (rate,) = families["pipeline_engine_tokens_per_second"].samples
     assert rate.value == 1e-5
     (power,) = families["pipeline_gpu_power_watts"].samples

@@ -12,7 +12,9 @@ from jobs.registry import WorkerRecord
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 
 
-def test_models_are_those_of_ready_workers(client: openai.OpenAI, queue: Queue, scripted: Callable[..., ScriptedWorker]) -> None:
+def test_models_are_those_of_ready_workers(
+    client: openai.OpenAI, queue: Queue, scripted: Callable[..., ScriptedWorker]
+) -> None:
     queue.register_worker(WorkerRecord("loading", ["not-yet"], "loading", 0, time.time(), "host", 2))
     scripted(lambda claim: [], models=(MODEL, "org/another"))
     assert [model.id for model in client.models.list()] == ["org/another", MODEL]
@@ -35,7 +37,9 @@ def test_a_model_whose_workers_are_gone_is_a_503(http: httpx.Client, queue: Queu
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
 
 
-def test_health_counts_workers_by_state(http: httpx.Client, scripted: Callable[..., ScriptedWorker], redis_client: redis.Redis) -> None:
+def test_health_counts_workers_by_state(
+    http: httpx.Client, scripted: Callable[..., ScriptedWorker], redis_client: redis.Redis
+) -> None:
     scripted(lambda claim: [])
     answer = http.get("/health")
     assert answer.status_code == 200

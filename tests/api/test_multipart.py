@@ -36,5 +36,9 @@ def test_a_body_may_be_cut_anywhere(parts: list[tuple[str, str | None, bytes]], 
     body = b""
     for name, filename, content in parts:
         disposition = f'form-data; name="{name}"' + ("" if filename is None else f'; filename="{filename}"')
-        body += b"--%b\r\nContent-Disposition: %b\r\nContent-Type: x/y\r\n\r\n%b\r\n" % (BOUNDARY, disposition.encode(), content)
+        body += b"--%b\r\nContent-Disposition: %b\r\nContent-Type: x/y\r\n\r\n%b\r\n" % (
+            BOUNDARY,
+            disposition.encode(),
+            content,
+        )
     assert read(body + b"--%b--\r\n" % BOUNDARY, cuts) == parts

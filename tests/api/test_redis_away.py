@@ -52,7 +52,9 @@ def test_a_stream_that_has_begun_ends_with_an_error(
     assert caught.value.code == "queue_unavailable"
 
 
-def test_a_new_call_is_refused(client: openai.OpenAI, scripted: Callable[..., ScriptedWorker], machine: RedisMachine) -> None:
+def test_a_new_call_is_refused(
+    client: openai.OpenAI, scripted: Callable[..., ScriptedWorker], machine: RedisMachine
+) -> None:
     scripted(lambda claim: ["one"])
     with away(machine), pytest.raises(openai.InternalServerError) as caught:
         client.completions.create(model=MODEL, prompt="x")

@@ -57,7 +57,9 @@ def _events(lines: Iterator[str]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield event_id, json.loads(line[6:])
 
 
-@pytest.mark.parametrize("after", ["x", "1", "1-", "-1-1", "1-1-1", "99999999999999999999-1", "1-99999999999999999999", "²-1"])
+@pytest.mark.parametrize(
+    "after", ["x", "1", "1-", "-1-1", "1-1-1", "99999999999999999999-1", "1-99999999999999999999", "²-1"]
+)
 def test_what_is_not_the_id_of_an_event_is_refused(http: httpx.Client, queue: Queue, after: str) -> None:
     queue.submit("live_x", Request(COMPLETIONS, MODEL, b"{}", seed=0))
     answer = http.get("/v1/streams/live_x", headers={"last-event-id": after.encode("latin-1")})  # type: ignore[dict-item]
@@ -65,7 +67,20 @@ def test_what_is_not_the_id_of_an_event_is_refused(http: httpx.Client, queue: Qu
 
 
 @pytest.mark.parametrize(
-    "name", ["x", "batch_a", "batch_a/", "/1", "batch_a/x", "batch_a/-1", "batch_a/1/2", "live_a", "live_a/0", "%00/1", "a/" + "9" * 5000]
+    "name",
+    [
+        "x",
+        "batch_a",
+        "batch_a/",
+        "/1",
+        "batch_a/x",
+        "batch_a/-1",
+        "batch_a/1/2",
+        "live_a",
+        "live_a/0",
+        "%00/1",
+        "a/" + "9" * 5000,
+    ],
 )
 def test_what_names_no_request_is_not_found(http: httpx.Client, queue: Queue, name: str) -> None:
     answer = http.get(f"/v1/streams/{name}")

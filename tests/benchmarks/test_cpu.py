@@ -24,11 +24,15 @@ MODULES = sorted({row[0] for row in rows.QUICK + rows.FULL} | {"peak", "goals", 
 
 def test_pages_quote_the_committed_results() -> None:
     for path, text in pages.pages().items():
-        assert (pages.ROOT / path).read_text() == text, f"{path} is not what the results give: run python -m benchmarks.pages"
+        assert (pages.ROOT / path).read_text() == text, (
+            f"{path} is not what the results give: run python -m benchmarks.pages"
+        )
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_benchmark_says_what_it_does(module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_says_what_it_does(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{module}").main()
@@ -36,11 +40,17 @@ def test_every_benchmark_says_what_it_does(module: str, monkeypatch: pytest.Monk
     assert "--out" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["benchmarks", "--full"], ["benchmarks.engine", "--against", "vllm", "--model", "tiny"]])
+@pytest.mark.parametrize(
+    "arguments", [["benchmarks", "--full"], ["benchmarks.engine", "--against", "vllm", "--model", "tiny"]]
+)
 def test_without_the_peer_one_sentence_says_so(arguments: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "PEERS": str(tmp_path / "peers"), "BENCHMARK_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-m", *arguments, "--out", str(tmp_path)], env=environment, capture_output=True, text=True, timeout=250
+        [sys.executable, "-m", *arguments, "--out", str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"there is no vLLM in {tmp_path}/peers/vllm: ")
@@ -80,7 +90,9 @@ def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> N
     save_file(weights, tmp_path / "model.safetensors")
     config = {"n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2, "layer_norm_epsilon": 1e-5, "vocab_size": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 1, "a": 0, "ab": 2}, "merges": [["a", "b"]]}}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {"b": 1, "a": 0, "ab": 2}, "merges": [["a", "b"]]}})
+    )
     write_gguf(tmp_path, tmp_path / "model.gguf")
     content = (tmp_path / "model.gguf").read_bytes()
     assert content[:24] == b"GGUF" + struct.pack("<IQQ", 3, 3, 11)
@@ -88,7 +100,9 @@ def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> N
     assert struct.unpack_from("<IIQ", content, at) == (9, 8, 5)
 
     def tensor(name: str, dimensions: int) -> tuple[tuple[int, ...], int, int]:
-        *shape, kind, offset = struct.unpack_from(f"<{dimensions}QIQ", content, content.index(name.encode()) + len(name) + 4)
+        *shape, kind, offset = struct.unpack_from(
+            f"<{dimensions}QIQ", content, content.index(name.encode()) + len(name) + 4
+        )
         return tuple(shape), kind, offset
 
     data = len(content) - sum(-(-size // 32) * 32 for size in (5 * 8 * 2, 8 * 4, 8 * 24 * 2))
@@ -137,7 +151,9 @@ def test_the_parts_of_a_step_add_up() -> None:
         Event("aten::add", 5),
     ])  # fmt: skip
     sample = Event("sample", 20, [Event("aten::linear", 9), Event("aten::argmax", 4)])
-    step = Event("one step", 100, [Event("schedule", 5), Event("inputs", 6, [Event("aten::copy_", 2)]), forward, sample])
+    step = Event(
+        "one step", 100, [Event("schedule", 5), Event("inputs", 6, [Event("aten::copy_", 2)]), forward, sample]
+    )
     parts = {name: round(1e6 * seconds) for name, seconds in step_profile.parts_of(step).items()}
     expected = {"matrix": 39, "attention": 8, "norms and elementwise": 5, "sampling": 4, "inputs": 2, "python": 42}
     assert parts == expected
@@ -152,7 +168,9 @@ def test_a_call_of_all_layers_tells_its_parts() -> None:
 
 
 def test_the_profile_as_a_table() -> None:
-    parts = {part: {"ms": 10.0, "share": 0.1} for part in PARTS} | {"matrix": {"ms": 50.0, "share": 0.5, "bound_ms": 40.0}}
+    parts = {part: {"ms": 10.0, "share": 0.1} for part in PARTS} | {
+        "matrix": {"ms": 50.0, "share": 0.5, "bound_ms": 40.0}
+    }
     kind = {"step_ms": 100.0, "tokens": 2048, "parts": parts}
     figures = {"rows": 64, "context": 256, "decode": kind, "prefill": kind, "queue": {"processor_ms_per_step": 3.0}}
     lines = profile_table(figures).splitlines()
@@ -173,7 +191,9 @@ def results_in(folder: Path, ratio: float) -> Path:
 def test_the_table_says_what_falls_short(tmp_path: Path) -> None:
     first = "| engine, 64 random prompts, against vLLM | 1.30x | 1.50x |"
     assert goals.table(tmp_path).splitlines()[2] == f"{first} – | |"
-    assert goals.table(results_in(tmp_path, 1.25)).splitlines()[2] == f"{first} 1.25x (short) | 1250 against 1000 tok/s |"
+    assert (
+        goals.table(results_in(tmp_path, 1.25)).splitlines()[2] == f"{first} 1.25x (short) | 1250 against 1000 tok/s |"
+    )
     assert goals.table(results_in(tmp_path, 1.31)).splitlines()[2] == f"{first} 1.31x | 1310 against 1000 tok/s |"
 
 

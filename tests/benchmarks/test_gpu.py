@@ -69,7 +69,11 @@ def test_the_roofline_on_an_h200_is_what_the_documentation_says() -> None:
     least = roofline(cost_of(SHAPES["qwen2.5-0.5b"]), work, H200)
     assert work.output_tokens / least.seconds == pytest.approx(188_764, abs=1)
     least = roofline(cost_of(SHAPES["qwen3-0.6b"]), queue := drawn(1024, 100, 1024), H200)
-    assert (queue.prompt_tokens, queue.output_tokens, round(queue.output_tokens / least.seconds)) == (580_663, 583_802, 38_347)
+    assert (queue.prompt_tokens, queue.output_tokens, round(queue.output_tokens / least.seconds)) == (
+        580_663,
+        583_802,
+        38_347,
+    )
     work = drawn(1024, 50, 512)
     least = roofline(cost_of(SHAPES["qwen3-8b"]), work, H200)
     assert (work.output_tokens, round(work.output_tokens / least.seconds)) == (294_532, 24_650)
@@ -130,7 +134,10 @@ def test_a_row_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture
     assert report["rows"]["idle"]["failed"] == "it needs a card: a trace of a CPU has no device in it"
     text = (tmp_path / "gpu-cpu.md").read_text()
     assert text in capsys.readouterr().out
-    assert "| device idle between decode steps, 0.6B, 256 rows | ≤ 5 % of the step | ≤ 2 % of the step | failed | | |" in text
+    assert (
+        "| device idle between decode steps, 0.6B, 256 rows | ≤ 5 % of the step | ≤ 2 % of the step | failed | | |"
+        in text
+    )
 
 
 def bench_gpu(cache: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -172,7 +179,9 @@ def test_the_table_says_what_falls_short() -> None:
         "start-up": {"failed": "no disk"},
     }
     lines = table(outcomes).splitlines()
-    assert lines[2] == "| Qwen3-0.6B, bf16 | 25,000 tok/s | 30,000 tok/s | 24,000 tok/s (short) | 36,000 tok/s | 66.7 % |"
+    assert (
+        lines[2] == "| Qwen3-0.6B, bf16 | 25,000 tok/s | 30,000 tok/s | 24,000 tok/s (short) | 36,000 tok/s | 66.7 % |"
+    )
     assert lines[3].endswith("| 80 % of the bound | 90 % of the bound | 3,600 GB/s | 4,000 GB/s | 90.0 % |")
     assert lines[4].endswith("| 1.5 % of the step | – |  |")
     assert "not measured: no disk" in notes(outcomes)

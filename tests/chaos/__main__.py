@@ -27,7 +27,9 @@ END_SECONDS = 300.0  # in which a fleet that is left alone must get through what
 
 def main() -> int:
     """Runs from the command line; the exit code is 0 when every promise was kept."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="A fleet at work while everything that can break does.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description="A fleet at work while everything that can break does."
+    )
     parser.add_argument("--seconds", type=float, default=600.0, help="how long things break")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two of them")
@@ -45,12 +47,19 @@ def main() -> int:
     return 0
 
 
-def run(folder: Path, *, seconds: float, seed: int, every: float, requests: int, workers: int, max_num_seqs: int) -> Verdict:
+def run(
+    folder: Path, *, seconds: float, seed: int, every: float, requests: int, workers: int, max_num_seqs: int
+) -> Verdict:
     """One run in `folder`."""
     print(f"seed {seed} (repeat with --seed {seed})", flush=True)
     rng = random.Random(seed)
     others = set(descendants(os.getpid()))
-    flags = {"workers": workers, "max_num_seqs": max_num_seqs, "lease_seconds": LEASE_SECONDS, "stream_interval": STREAM_INTERVAL}
+    flags = {
+        "workers": workers,
+        "max_num_seqs": max_num_seqs,
+        "lease_seconds": LEASE_SECONDS,
+        "stream_interval": STREAM_INTERVAL,
+    }
     with running_fleet(folder, api=True, **flags) as fleet:  # type: ignore[arg-type]
         load = Load(fleet, random.Random(rng.random()))
         killers = Killers(fleet, load, random.Random(rng.random()), every)
@@ -74,7 +83,9 @@ def _break_things(fleet: Fleet, load: Load, killers: Killers, began: float, seco
             killers.finish()
         if now > said + 20:
             said = now
-            print(f"[{now - began:5.0f} s] {load.finished} lines and {load.live_answers} live calls answered", flush=True)
+            print(
+                f"[{now - began:5.0f} s] {load.finished} lines and {load.live_answers} live calls answered", flush=True
+            )
         if now > began + 3 * seconds + END_SECONDS:
             break
         time.sleep(0.02)

@@ -69,7 +69,8 @@ class Load:
         self._ending = threading.Event()
         self._threads = [threading.Thread(target=self._feed, name="feeder", daemon=True)]
         self._threads += [
-            threading.Thread(target=self._call, args=(random.Random(rng.random()),), daemon=True) for _ in range(LIVE_CALLERS)
+            threading.Thread(target=self._call, args=(random.Random(rng.random()),), daemon=True)
+            for _ in range(LIVE_CALLERS)
         ]
         self._lock = threading.Lock()
         self.batches: list[Batch] = []
@@ -83,7 +84,9 @@ class Load:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stopping.set()
         self._ending.set()
         for thread in self._threads:
@@ -105,7 +108,11 @@ class Load:
     @property
     def unfinished(self) -> list[str]:
         """Batches that have not ended, as last seen."""
-        return [f"{batch.spec.root}: {batch.record}" for batch in self.batches if batch.record is None or not batch.record.ended]
+        return [
+            f"{batch.spec.root}: {batch.record}"
+            for batch in self.batches
+            if batch.record is None or not batch.record.ended
+        ]
 
     def stop(self) -> None:
         """No more batches and calls; those that are there go on to their end."""
@@ -128,7 +135,9 @@ class Load:
     def note_empty(self) -> None:
         """The same, where it loses everything; workers that live on will tell the next one of all their tokens again."""
         generated, delivered = self.token_totals()
-        told_again = sum(int(self._fleet.client.get(keys.counted(worker.id)) or 0) for worker in self._fleet.queue.workers())
+        told_again = sum(
+            int(self._fleet.client.get(keys.counted(worker.id)) or 0) for worker in self._fleet.queue.workers()
+        )
         self._lost_totals = generated - told_again, delivered
         self.note_loss()
 
@@ -151,11 +160,22 @@ class Load:
             for line in range(self._rng.randint(*SIZES)):
                 question = self._rng.choice(self._questions)
                 custom_id = f"{number}-{line}-{question['id']}"
-                request = {"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body_of(question)}
+                request = {
+                    "custom_id": custom_id,
+                    "method": "POST",
+                    "url": "/v1/chat/completions",
+                    "body": body_of(question),
+                }
                 file.write(json.dumps(request) + "\n")
                 answers.append((custom_id, question["answer"]))
         root = self._fleet.store / "batches" / folder.name
-        spec = BatchSpec(input=str(source), root=str(root), output=str(output), tenant=TENANTS[number % len(TENANTS)], models=("demo",))
+        spec = BatchSpec(
+            input=str(source),
+            root=str(root),
+            output=str(output),
+            tenant=TENANTS[number % len(TENANTS)],
+            models=("demo",),
+        )
         cancel_at = self._rng.randrange(len(answers)) if number % CANCELLED == 1 else None
         return Batch(source, output, spec, answers, cancel_at)
 
@@ -179,7 +199,9 @@ class Load:
         if _ORDER[now.state] < _ORDER[before.state]:
             self.faults.append(f"{batch.source}: went back from {before.state} to {now.state}")
         if now.completed < before.completed or now.failed < before.failed:
-            self.faults.append(f"{batch.source}: counts fell from {before.completed}/{before.failed} to {now.completed}/{now.failed}")
+            self.faults.append(
+                f"{batch.source}: counts fell from {before.completed}/{before.failed} to {now.completed}/{now.failed}"
+            )
 
     def _call(self, rng: random.Random) -> None:
         while not self._stopping.is_set():
@@ -193,7 +215,9 @@ class Load:
         texts: list[str] = []
         stream_id = None
         try:
-            with openai.OpenAI(base_url=f"{self._fleet.api_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            with openai.OpenAI(
+                base_url=f"{self._fleet.api_url}/v1", api_key="none", max_retries=0, timeout=120
+            ) as client:
                 response = client.chat.completions.with_raw_response.create(**body_of(question), stream=True)
                 stream_id = response.headers["x-stream-id"]
                 ended = False

@@ -13,6 +13,14 @@ from tests.chaos.__main__ import run
 def test_nothing_is_lost_or_doubled_whatever_breaks(tmp_path: Path) -> None:
     folder = tmp_path / "f"  # short, for the socket in it
     folder.mkdir()
-    verdict = run(folder, seconds=90, seed=int(os.environ.get("CHAOS_SEED", 1)), every=4.5, requests=1000, workers=2, max_num_seqs=64)
+    verdict = run(
+        folder,
+        seconds=90,
+        seed=int(os.environ.get("CHAOS_SEED", 1)),
+        every=4.5,
+        requests=1000,
+        workers=2,
+        max_num_seqs=64,
+    )
     print(verdict.report())
     assert verdict.faults == []

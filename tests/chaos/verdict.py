@@ -33,7 +33,9 @@ class Verdict:
         """A table for people."""
         generated, delivered = self.tokens
         live = self.load.live
-        calls = f"{live.right}, of them {live.resumed} read on after a cut; {live.again} called again, {live.left} hung up"
+        calls = (
+            f"{live.right}, of them {live.resumed} read on after a cut; {live.again} called again, {live.left} hung up"
+        )
         cancelled = sum(batch.record is not None and batch.record.state == "cancelled" for batch in self.load.batches)
         rows = [("what was done", "times"), *((name, str(times)) for name, times in sorted(self.killers.done.items()))]
         rows += [
@@ -50,11 +52,17 @@ class Verdict:
         width = max(len(name) for name, _ in rows)
         table = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
         refused = "".join(f"\nrefused: {count} x {name}" for name, count in live.refusals.items())
-        end = "\n".join(self.faults) if self.faults else "nothing missing, nothing twice, every answer right, nothing left over"
+        end = (
+            "\n".join(self.faults)
+            if self.faults
+            else "nothing missing, nothing twice, every answer right, nothing left over"
+        )
         return f"{table}{refused}\n{len(self.faults)} faults (seed {self.seed})\n{end}"
 
 
-def judge(fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int, requests: int, others: set[int]) -> Verdict:
+def judge(
+    fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int, requests: int, others: set[int]
+) -> Verdict:
     """Stops the fleet, which has nothing to do any more, and looks at all that it leaves. `others`: processes that are none of its."""
     found = [*load.faults, *load.live.wrong]
     for batch in load.batches:
@@ -89,15 +97,25 @@ def _batch_faults(batch: Batch) -> list[str]:
         return [f"{name}: {record}"]
     found = []
     if not record.completed + record.failed == record.total == len(batch.answers):
-        found.append(f"{name}: {record.completed} completed and {record.failed} failed of {record.total}, not {len(batch.answers)}")
+        found.append(
+            f"{name}: {record.completed} completed and {record.failed} failed of {record.total}, not {len(batch.answers)}"
+        )
     answered = [] if record.output is None else read_results(Path(record.output))
     failed = [] if record.error_output is None else read_results(Path(record.error_output))
     counts = Counter(result["custom_id"] for result in [*answered, *failed])
     answers = dict(batch.answers)
-    found += [f"{name}: {custom_id} stands there {counts[custom_id]} times" for custom_id in {*counts, *answers} if counts[custom_id] != 1]
+    found += [
+        f"{name}: {custom_id} stands there {counts[custom_id]} times"
+        for custom_id in {*counts, *answers}
+        if counts[custom_id] != 1
+    ]
     if (len(answered), len(failed)) != (record.completed, record.failed):
-        found.append(f"{name}: {len(answered)} answers and {len(failed)} errors, counted {record.completed} and {record.failed}")
-    if [result["custom_id"] for result in answered] != [custom_id for custom_id, _ in batch.answers if custom_id in _ids(answered)]:
+        found.append(
+            f"{name}: {len(answered)} answers and {len(failed)} errors, counted {record.completed} and {record.failed}"
+        )
+    if [result["custom_id"] for result in answered] != [
+        custom_id for custom_id, _ in batch.answers if custom_id in _ids(answered)
+    ]:
         found.append(f"{name}: the answers are out of order")
     for result in answered:
         if text_of(result) != answers.get(result["custom_id"]):

@@ -19,7 +19,9 @@ def upload(client: openai.OpenAI, content: bytes, name: str = "input.jsonl") -> 
     return client.files.create(file=(name, content), purpose="batch").id
 
 
-def submit(client: openai.OpenAI, content: bytes, endpoint: str = CHAT, name: str = "input.jsonl", **options: Any) -> Batch:
+def submit(
+    client: openai.OpenAI, content: bytes, endpoint: str = CHAT, name: str = "input.jsonl", **options: Any
+) -> Batch:
     """A batch of this content, as it was created."""
     options = {"completion_window": WINDOW, **options}
     return client.batches.create(input_file_id=upload(client, content, name), endpoint=endpoint, **options)  # type: ignore[arg-type]

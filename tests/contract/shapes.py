@@ -63,7 +63,9 @@ class Recorder:
                 found += [] if status == 200 else [f"status {status}"]
                 if kind is Batch and not found:
                     batches = json.loads(raw)["data"] if paged else [json.loads(raw)]
-                    found += [fault for batch in batches for fault in [*batch_faults(batch), *self._history_faults(batch)]]
+                    found += [
+                        fault for batch in batches for fault in [*batch_faults(batch), *self._history_faults(batch)]
+                    ]
                 return found
         return []
 
@@ -114,8 +116,12 @@ def error_faults(raw: bytes) -> list[str]:
     error = body.get("error") if isinstance(body, dict) else None
     if not isinstance(error, dict) or set(body) != {"error"} or set(error) != {"message", "type", "param", "code"}:
         return ["not the shape of an error"]
-    found = [f"{name} is no text" for name in ("message", "type") if not isinstance(error[name], str) or not error[name]]
-    return found + [f"{name} is neither text nor null" for name in ("param", "code") if not isinstance(error[name], str | None)]
+    found = [
+        f"{name} is no text" for name in ("message", "type") if not isinstance(error[name], str) or not error[name]
+    ]
+    return found + [
+        f"{name} is neither text nor null" for name in ("param", "code") if not isinstance(error[name], str | None)
+    ]
 
 
 def batch_faults(batch: dict[str, Any]) -> list[str]:
@@ -135,7 +141,11 @@ def batch_faults(batch: dict[str, Any]) -> list[str]:
     if status in ENDED | {"cancelling"} and batch[f"{status}_at"] is None:
         found.append(f"{status} without a time")
     found += [f"{name}_at is set, and it is {status}" for name in ENDED - {status} if batch[f"{name}_at"] is not None]
-    order = [batch[f"{name}_at"] for name in ("created", "in_progress", "finalizing", "completed") if batch[f"{name}_at"] is not None]
+    order = [
+        batch[f"{name}_at"]
+        for name in ("created", "in_progress", "finalizing", "completed")
+        if batch[f"{name}_at"] is not None
+    ]
     if order != sorted(order):
         found.append("times run backwards")
     if status in ENDED and (batch["output_file_id"] is None) != (counts["completed"] == 0):
@@ -164,4 +174,8 @@ def _absent_or_unknown(value: Any, path: str) -> list[str]:
         return []
     found = [f"{path}{name} is absent" for name in type(value).model_fields if name not in value.model_fields_set]
     found += [f"{path}{name} is unknown" for name in value.model_extra or ()]
-    return found + [fault for name in type(value).model_fields for fault in _absent_or_unknown(getattr(value, name), f"{path}{name}.")]
+    return found + [
+        fault
+        for name in type(value).model_fields
+        for fault in _absent_or_unknown(getattr(value, name), f"{path}{name}.")
+    ]

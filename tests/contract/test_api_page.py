@@ -82,7 +82,10 @@ def test_the_shell_examples_run(stack: BatchStack, client: openai.OpenAI, demo: 
         if route == "POST /v1/batches":
             known["BATCH"] = json.loads(printed)["id"]
             known["OUTPUT_FILE"] = wait(client, known["BATCH"]).output_file_id or ""
-    assert [json.loads(line)["custom_id"] for line in (tmp_path / "results.jsonl").read_bytes().splitlines()] == ["a", "b"]
+    assert [json.loads(line)["custom_id"] for line in (tmp_path / "results.jsonl").read_bytes().splitlines()] == [
+        "a",
+        "b",
+    ]
     assert "x-last-line: 1" in outputs["GET /v1/files/{file_id}/content"].lower()
     assert outputs["GET /v1/batches/{batch_id}/stream"].rstrip().endswith("data: [DONE]")
     assert '"custom_id":"late"' in outputs["GET /v1/batches/{batch_id}/stream"].replace(" ", "")

@@ -86,7 +86,9 @@ def test_tokens_of_all_lines_are_counted(ended: dict[str, Batch]) -> None:
 
 def test_completions_are_served_as_well(client: openai.OpenAI, ended: dict[str, Batch]) -> None:
     assert ended["completions"].endpoint == COMPLETIONS
-    assert [line["response"]["body"]["choices"][0]["text"] for line in results(client, ended["completions"].output_file_id)] == ["Once"]
+    assert [
+        line["response"]["body"]["choices"][0]["text"] for line in results(client, ended["completions"].output_file_id)
+    ] == ["Once"]
 
 
 def test_result_files_are_files(client: openai.OpenAI, ended: dict[str, Batch]) -> None:
@@ -189,27 +191,48 @@ CREATES: list[tuple[dict[str, Any], str, str]] = [
     ({"output_expires_after": {"seconds": 3600}}, "output_expires_after.anchor", "missing_required_parameter"),
     ({"output_expires_after": {**EXPIRY, "anchor": "now"}}, "output_expires_after.anchor", "invalid_value"),
     ({"output_expires_after": {**EXPIRY, "seconds": 3599}}, "output_expires_after.seconds", "integer_below_min_value"),
-    ({"output_expires_after": {**EXPIRY, "seconds": 2592001}}, "output_expires_after.seconds", "integer_above_max_value"),
+    (
+        {"output_expires_after": {**EXPIRY, "seconds": 2592001}},
+        "output_expires_after.seconds",
+        "integer_above_max_value",
+    ),
     ({"output_expires_after": {**EXPIRY, "seconds": "3600"}}, "output_expires_after.seconds", "invalid_type"),
     ({"output_expires_after": {**EXPIRY, "seconds": 3600.5}}, "output_expires_after.seconds", "invalid_type"),
 ]
 
 
 @pytest.mark.parametrize(("change", "param", "code"), CREATES, ids=[json.dumps(case[0])[:50] for case in CREATES])
-def test_a_create_names_what_is_wrong_with_it(http: httpx.Client, change: dict[str, Any], param: str, code: str) -> None:
-    error = refused(http.post("/v1/batches", json={name: value for name, value in {**WANTED, **change}.items() if value is not None}))
+def test_a_create_names_what_is_wrong_with_it(
+    http: httpx.Client, change: dict[str, Any], param: str, code: str
+) -> None:
+    error = refused(
+        http.post(
+            "/v1/batches", json={name: value for name, value in {**WANTED, **change}.items() if value is not None}
+        )
+    )
     assert error["param"].startswith(param)
     assert error["code"] == code
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"text"', b"\xff", b"[" * 100_000, b'{"endpoint": "\\ud800"}'])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'"text"', b"\xff", b"[" * 100_000, b'{"endpoint": "\\ud800"}']
+)
 def test_a_create_that_is_no_object_is_refused(http: httpx.Client, body: bytes) -> None:
     refused(http.post("/v1/batches", content=body, headers={"content-type": "application/json"}))
 
 
 @pytest.mark.parametrize(
     "batch_id",
-    ["batch_", "batch_0123456789abcdef01234567", "file-0123456789abcdef01234567", "..", "batch_%00", "batch_%2e%2e%2f", "x" * 5000, "é"],
+    [
+        "batch_",
+        "batch_0123456789abcdef01234567",
+        "file-0123456789abcdef01234567",
+        "..",
+        "batch_%00",
+        "batch_%2e%2e%2f",
+        "x" * 5000,
+        "é",
+    ],
 )
 @pytest.mark.parametrize(("method", "end"), [("GET", ""), ("POST", "/cancel")])
 def test_ids_of_no_batch_are_unknown(http: httpx.Client, batch_id: str, method: str, end: str) -> None:

@@ -38,11 +38,24 @@ def test_results_are_read_while_the_batch_runs(client: openai.OpenAI, stack: Bat
     more, last, incomplete = read(client, output, last)
     assert (sorted(more), last, incomplete) == ([f"later {number}" for number in range(5)], 8, False)
     assert read(client, output, 0, limit=2)[0] == first
-    assert [line["custom_id"] for line in results(client, output)] == ["later 0", "c1", "c2", "c3", *(f"later {n}" for n in range(1, 5))]
+    assert [line["custom_id"] for line in results(client, output)] == [
+        "later 0",
+        "c1",
+        "c2",
+        "c3",
+        *(f"later {n}" for n in range(1, 5)),
+    ]
 
 
 @pytest.mark.parametrize(
-    "query", [{"offset": "-1"}, {"offset": "far"}, {"offset": "9" * 30}, {"limit": "0", "offset": "0"}, {"limit": "x", "offset": "0"}]
+    "query",
+    [
+        {"offset": "-1"},
+        {"offset": "far"},
+        {"offset": "9" * 30},
+        {"limit": "0", "offset": "0"},
+        {"limit": "x", "offset": "0"},
+    ],
 )
 def test_a_place_that_cannot_be_is_refused(client: openai.OpenAI, query: dict[str, str]) -> None:
     output = wait(client, submit(client, lines("one")).id).output_file_id

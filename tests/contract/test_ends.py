@@ -13,7 +13,12 @@ from tests.support.batch_stack import AWAY, BatchStack
 from tests.support.control_plane import chat_line
 from tests.support.waiting import wait_until
 
-HALF = chat_line("done", "yes") + chat_line("open", "no", AWAY) + chat_line("bad", "fail 400") + chat_line("open too", "no", AWAY)
+HALF = (
+    chat_line("done", "yes")
+    + chat_line("open", "no", AWAY)
+    + chat_line("bad", "fail 400")
+    + chat_line("open too", "no", AWAY)
+)
 
 
 @pytest.fixture
@@ -33,7 +38,9 @@ def half_done(client: openai.OpenAI) -> Callable[..., Batch]:
     return make
 
 
-def test_a_cancelled_batch_keeps_what_was_finished(client: openai.OpenAI, recorder: Recorder, half_done: Callable[..., Batch]) -> None:
+def test_a_cancelled_batch_keeps_what_was_finished(
+    client: openai.OpenAI, recorder: Recorder, half_done: Callable[..., Batch]
+) -> None:
     batch = client.batches.cancel(half_done().id)
     assert batch.status in ("cancelling", "cancelled")
     assert batch.cancelling_at is not None
@@ -87,7 +94,9 @@ def test_a_window_that_ends_leaves_a_line_for_the_rest(client: openai.OpenAI) ->
     assert batch.expired_at is not None
     assert batch.expired_at >= batch.created_at + 4
     assert batch.request_counts is not None
-    if batch.request_counts.total:  # how far a busy machine comes in that time is not said, nor whether it reads the file
+    if (
+        batch.request_counts.total
+    ):  # how far a busy machine comes in that time is not said, nor whether it reads the file
         check_rest(client, batch, "batch_expired", set())
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(batch.id)
@@ -99,7 +108,11 @@ def check_rest(client: openai.OpenAI, batch: Batch, code: str, ran: set[str]) ->
     done = results(client, batch.output_file_id) if batch.output_file_id else []
     failed = {line["custom_id"]: line for line in results(client, batch.error_file_id)}
     assert [(line["custom_id"], said(line)) for line in done] == [("done", "yes")] * len(done)
-    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (4, len(done), len(failed))
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+        4,
+        len(done),
+        len(failed),
+    )
     assert {*failed, *(line["custom_id"] for line in done)} == {"done", "open", "bad", "open too"}
     if "bad" in ran or failed["bad"]["response"]:
         assert failed.pop("bad")["response"]["status_code"] == 400

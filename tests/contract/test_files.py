@@ -30,7 +30,12 @@ def test_an_upload_is_a_processed_file_that_goes_after_thirty_days(client: opena
     before = int(time.time())
     file = client.files.create(file=("my input.jsonl", CONTENT), purpose="batch")
     assert file.id.startswith("file-")
-    assert (file.bytes, file.filename, file.purpose, file.status) == (len(CONTENT), "my input.jsonl", "batch", "processed")
+    assert (file.bytes, file.filename, file.purpose, file.status) == (
+        len(CONTENT),
+        "my input.jsonl",
+        "batch",
+        "processed",
+    )
     assert before <= file.created_at <= time.time()
     assert file.expires_at == file.created_at + 30 * DAY
     assert client.files.retrieve(file.id) == file
@@ -92,13 +97,20 @@ def test_two_files_of_one_name_are_two_files(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("seconds", [3600, 30 * DAY])
 def test_a_file_expires_when_its_owner_says(client: openai.OpenAI, seconds: int) -> None:
-    file = client.files.create(file=PART[1], purpose="batch", expires_after={"anchor": "created_at", "seconds": seconds})
+    file = client.files.create(
+        file=PART[1], purpose="batch", expires_after={"anchor": "created_at", "seconds": seconds}
+    )
     assert file.expires_at == file.created_at + seconds
 
 
 @pytest.mark.parametrize(
     "order",
-    [[PART, BATCH, ANCHOR, SECONDS], [SECONDS, ANCHOR, BATCH, PART], [BATCH, PART, SECONDS, ANCHOR], [ANCHOR, PART, SECONDS, BATCH]],
+    [
+        [PART, BATCH, ANCHOR, SECONDS],
+        [SECONDS, ANCHOR, BATCH, PART],
+        [BATCH, PART, SECONDS, ANCHOR],
+        [ANCHOR, PART, SECONDS, BATCH],
+    ],
     ids=["file first", "file last", "file second", "file among them"],
 )
 def test_fields_may_come_in_any_order(http: httpx.Client, order: Any) -> None:
@@ -107,7 +119,9 @@ def test_fields_may_come_in_any_order(http: httpx.Client, order: Any) -> None:
 
 
 def test_unknown_fields_are_ignored(client: openai.OpenAI) -> None:
-    file = client.files.create(file=PART[1], purpose="batch", extra_body={"colour": "blue"}, extra_query={"shade": "dark"})
+    file = client.files.create(
+        file=PART[1], purpose="batch", extra_body={"colour": "blue"}, extra_query={"shade": "dark"}
+    )
     assert file.bytes == len(CONTENT)
 
 
@@ -154,7 +168,10 @@ def test_an_upload_that_lacks_something_is_refused(http: httpx.Client, fields: A
         (b"", "multipart/form-data; boundary=x"),
         (b'{"purpose": "batch"}', "application/json"),
         (b"purpose=batch", "application/x-www-form-urlencoded"),
-        (b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}', "multipart/form-data; boundary=x"),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n{}',
+            "multipart/form-data; boundary=x",
+        ),
         (b"--x\r\n\r\n\r\n--x--", "multipart/form-data; boundary=x"),
         (b"\xff\xfe\x00", "multipart/form-data; boundary=x"),
     ],
@@ -164,7 +181,9 @@ def test_what_is_no_form_is_refused(http: httpx.Client, content: bytes, kind: st
     refused(http.post("/v1/files", content=content, headers={} if kind is None else {"content-type": kind}))
 
 
-@pytest.mark.parametrize("name", ["../../etc/input.jsonl", "/etc/input.jsonl", "..\\..\\input.jsonl", "a/b/input.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["../../etc/input.jsonl", "/etc/input.jsonl", "..\\..\\input.jsonl", "a/b/input.jsonl"]
+)
 def test_a_path_in_the_name_leads_nowhere(http: httpx.Client, client: openai.OpenAI, name: str) -> None:
     answer = http.post("/v1/files", files=[BATCH, ("file", (name, CONTENT))])
     if answer.status_code == 200:

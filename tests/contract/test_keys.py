@@ -59,7 +59,12 @@ def test_a_wrong_key_is_a_401(api_url: str, key: str, recorder: Recorder) -> Non
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Basic Zm9v", "bearer\tx"])
 def test_no_key_is_a_401_everywhere_below_v1(api_url: str, header: str | None) -> None:
     with plain_client(api_url, headers={} if header is None else {"authorization": header}) as http:
-        for method, path in (("GET", "/v1/files"), ("POST", "/v1/batches"), ("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
+        for method, path in (
+            ("GET", "/v1/files"),
+            ("POST", "/v1/batches"),
+            ("GET", "/v1/models"),
+            ("POST", "/v1/chat/completions"),
+        ):
             answer = http.request(method, path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), path
         assert http.get("/health").status_code == 200

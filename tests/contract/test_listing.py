@@ -35,7 +35,9 @@ def test_files_come_newest_first_and_the_other_way_round(client: openai.OpenAI, 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 10_000])
 def test_pages_of_files_follow_each_other(client: openai.OpenAI, files: list[str], order: Any, limit: int) -> None:
-    assert of(files, client.files.list(purpose="vision", order=order, limit=limit)) == (files if order == "asc" else files[::-1])
+    assert of(files, client.files.list(purpose="vision", order=order, limit=limit)) == (
+        files if order == "asc" else files[::-1]
+    )
 
 
 def test_a_page_says_whether_there_is_more(client: openai.OpenAI, files: list[str]) -> None:

@@ -19,7 +19,9 @@ SAY = [{"role": "user", "content": "a"}]
 def line(body: Any = None, **change: Any) -> bytes:
     """A chat line with some fields changed, or left out by None."""
     whole = {"custom_id": "x", "method": "POST", "url": CHAT, "body": body or {"model": "m", "messages": SAY}}
-    return json.dumps({name: value for name, value in {**whole, **change}.items() if value is not None}).encode() + b"\n"
+    return (
+        json.dumps({name: value for name, value in {**whole, **change}.items() if value is not None}).encode() + b"\n"
+    )
 
 
 FILES: dict[str, tuple[bytes, list[Entry]]] = {
@@ -27,7 +29,10 @@ FILES: dict[str, tuple[bytes, list[Entry]]] = {
     "no custom_id": (GOOD + line(custom_id=None), [("missing_required_parameter", 2, "custom_id")]),
     "no method": (line(method=None), [("missing_required_parameter", 1, "method")]),
     "no url": (line(url=None), [("missing_required_parameter", 1, "url")]),
-    "no body": (b'{"custom_id": "x", "method": "POST", "url": "/v1/chat/completions"}\n', [("missing_required_parameter", 1, "body")]),
+    "no body": (
+        b'{"custom_id": "x", "method": "POST", "url": "/v1/chat/completions"}\n',
+        [("missing_required_parameter", 1, "body")],
+    ),
     "another url": (line(url=COMPLETIONS), [("invalid_url", 1, "url")]),
     "a stream": (line({"model": "m", "messages": SAY, "stream": True}), [("streaming_unsupported", 1, "body.stream")]),
     "an unknown model": (line({"model": "nobody", "messages": SAY}), [("model_not_found", 1, "body.model")]),
@@ -70,7 +75,9 @@ def test_after_a_thousand_entries_comes_a_note(client: openai.OpenAI) -> None:
     assert found[1000][1:] == (None, None)
 
 
-@pytest.mark.parametrize("file_id", ["file-0123456789abcdef01234567", "nonsense", "batch_0123456789abcdef01234567", "../../etc/passwd"])
+@pytest.mark.parametrize(
+    "file_id", ["file-0123456789abcdef01234567", "nonsense", "batch_0123456789abcdef01234567", "../../etc/passwd"]
+)
 def test_an_unknown_file_fails_the_batch(client: openai.OpenAI, file_id: str) -> None:
     batch = client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window=WINDOW)
     assert (batch.status, batch.input_file_id) == ("validating", file_id)

@@ -40,9 +40,13 @@ def why_not() -> str | None:
     missing = [tool for tool in ("unshare", "nsenter", "ip", "setpriv", "chroot") if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         return f"containers made by hand need root{''.join(f' and {tool}' for tool in missing)}"
-    overlay = "mkdir /mnt/u /mnt/w /mnt/r && mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w /mnt/r"
+    overlay = (
+        "mkdir /mnt/u /mnt/w /mnt/r && mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/u,workdir=/mnt/w /mnt/r"
+    )
     probe = f"mount -t tmpfs tmpfs /mnt && {overlay} && ip link add type veth"
-    done = subprocess.run(["unshare", "--mount", "--net", "--pid", "--fork", "sh", "-c", probe], capture_output=True, text=True)
+    done = subprocess.run(
+        ["unshare", "--mount", "--net", "--pid", "--fork", "sh", "-c", probe], capture_output=True, text=True
+    )
     return None if done.returncode == 0 else f"this kernel makes no containers: {done.stderr.strip()}"
 
 
@@ -79,7 +83,14 @@ class Container:
 
     def run(self, *command: str) -> Done:
         """Runs a command in it, as its user."""
-        enter = ["nsenter", f"--target={self.pid}", *_ENTER_A_CONTAINER, "sh", "-c", f"exec {self._command} {shlex.join(command)}"]
+        enter = [
+            "nsenter",
+            f"--target={self.pid}",
+            *_ENTER_A_CONTAINER,
+            "sh",
+            "-c",
+            f"exec {self._command} {shlex.join(command)}",
+        ]
         return subprocess.run(enter, capture_output=True, text=True, timeout=120)
 
     def wait(self, seconds: float) -> int:
@@ -116,7 +127,9 @@ class Engine:
         )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for container in self._containers:
             container.kill()
         self._holder.kill()
@@ -150,17 +163,34 @@ class Engine:
         os.chown(self.seen(self.folder("layers", name, "data")), USER, USER)
         return Image([layer])
 
-    def start(self, name: str, service: Service, image: Image, names: dict[str, Container], **variables: str) -> Container:
+    def start(
+        self, name: str, service: Service, image: Image, names: dict[str, Container], **variables: str
+    ) -> Container:
         """A container of a service of the composition, to which `names` are known; `variables` come on top of the service's."""
         address = f"{NETWORK}.{len(self._containers) + 2}"
-        given = {**image.variables, **service.get("environment", {}), **variables, "PATH": _PATH, "HOME": "/home/pipeline"}
+        given = {
+            **image.variables,
+            **service.get("environment", {}),
+            **variables,
+            "PATH": _PATH,
+            "HOME": "/home/pipeline",
+        }
         confined = shlex.join(
-            [*shlex.split(_NO_RIGHTS), "env", "-i", *(f"{key}={value}" for key, value in given.items() if value is not None)]
+            [
+                *shlex.split(_NO_RIGHTS),
+                "env",
+                "-i",
+                *(f"{key}={value}" for key, value in given.items() if value is not None),
+            ]
         )
         command = shlex.join([*service.get("entrypoint", image.entrypoint), *service["command"]])
         root = self.folder("containers", name)
-        script = [f"read go; hostname {name}; ip link set lo up; ip address add {address}/24 dev eth0; ip link set eth0 up"]
-        script += self._mounts(root, service, image, {name: address, **{other: there.address for other, there in names.items()}})
+        script = [
+            f"read go; hostname {name}; ip link set lo up; ip address add {address}/24 dev eth0; ip link set eth0 up"
+        ]
+        script += self._mounts(
+            root, service, image, {name: address, **{other: there.address for other, there in names.items()}}
+        )
         script += [f"exec chroot {root} {confined} {command}"]
         own = ["unshare", "--mount", "--net", "--pid", "--uts", "--ipc", "--fork", "--kill-child"]
         log = self.seen(self.folder("logs")) / name
@@ -169,7 +199,8 @@ class Engine:
         self._containers.append(container)
         link = f"link{len(self._containers)}"
         self._inside(
-            f"ip link add name {link} type veth peer name eth0 netns {container.pid}; ip link set {link} master bridge0 up", "--net"
+            f"ip link add name {link} type veth peer name eth0 netns {container.pid}; ip link set {link} master bridge0 up",
+            "--net",
         )
         container.begin()
         return container
@@ -177,12 +208,16 @@ class Engine:
     def client(self, *command: object, **variables: str) -> Done:
         """Runs a command of this machine that reaches the containers' network."""
         whole = [*self._enter("--net"), *(str(part) for part in command)]
-        return subprocess.run(whole, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env={**os.environ, **variables})
+        return subprocess.run(
+            whole, capture_output=True, text=True, timeout=240, cwd=REPOSITORY, env={**os.environ, **variables}
+        )
 
     def _mounts(self, root: Path, service: Service, image: Image, addresses: dict[str, str]) -> list[str]:
         """Commands that put a container's file system together."""
         hosts = self.folder("hosts") / root.name
-        self.seen(hosts).write_text("".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items()))
+        self.seen(hosts).write_text(
+            "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items())
+        )
         commands = [
             f"mount -t overlay overlay -o lowerdir={':'.join(map(str, image.layers))}:/ {root}",
             f"mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev; mount -t tmpfs -o mode=1777 tmpfs {root}/dev/shm",
@@ -200,7 +235,9 @@ class Engine:
         """A named volume, which takes its owner from the folder that it covers first."""
         path = self._folder / "volumes" / name
         if not self.seen(path).exists():
-            covered = next(layer / place.lstrip("/") for layer in image.layers if self.seen(layer / place.lstrip("/")).exists())
+            covered = next(
+                layer / place.lstrip("/") for layer in image.layers if self.seen(layer / place.lstrip("/")).exists()
+            )
             status = self.seen(covered).stat()
             os.chown(self.seen(self.folder("volumes", name)), status.st_uid, status.st_gid)
         return path
@@ -208,7 +245,9 @@ class Engine:
     def _base(self) -> Image:
         if "" not in self._images:
             python = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
-            above = " ".join({str(folder) for prefix in (sys.base_prefix, sys.prefix) for folder in Path(prefix).parents})
+            above = " ".join(
+                {str(folder) for prefix in (sys.base_prefix, sys.prefix) for folder in Path(prefix).parents}
+            )
             made = f"{python} -m venv {_PYTHON} && chmod o+x {above}"  # for it may belong to root alone
             self._images[""] = self._build_stage("python", [("RUN", made)], Image([]))
         return self._images[""]
@@ -216,7 +255,9 @@ class Engine:
     def _build_stage(self, name: str, instructions: list[tuple[str, str]], below: Image) -> Image:
         layer, work, root = self.folder("layers", name), self.folder("work", name), self.folder("roots", name)
         lower = ":".join(map(str, [*below.layers, Path("/")]))
-        self._inside(f"mount -t overlay overlay -o lowerdir={lower},upperdir={layer},workdir={work} {root}; mount --rbind /dev {root}/dev")
+        self._inside(
+            f"mount -t overlay overlay -o lowerdir={lower},upperdir={layer},workdir={work} {root}; mount --rbind /dev {root}/dev"
+        )
         self._inside(f"mount -t proc proc {root}/proc")
         image = Image([layer, *below.layers], below.entrypoint, environment(name), below.place)
         for kind, value in instructions:
@@ -240,7 +281,10 @@ class Engine:
             after += f"; umount {root}{target}; rmdir {root}{target}"
         line = f"cd {image.place} && {re.sub(r'--mount=[^ ]+ ', '', command)}"
         known = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        self._inside(f"{before}chroot {root} sh -ec {shlex.quote(line)}{after}", variables={**known, **image.variables, "PATH": _PATH})
+        self._inside(
+            f"{before}chroot {root} sh -ec {shlex.quote(line)}{after}",
+            variables={**known, **image.variables, "PATH": _PATH},
+        )
 
     def _copy(self, names: list[str], folder: Path) -> None:
         *sources, target = names
@@ -251,7 +295,9 @@ class Engine:
                 shutil.copy(REPOSITORY / source, folder / target)
 
     def _inside(self, script: str, *namespaces: str, variables: dict[str, str] | None = None) -> None:
-        done = subprocess.run([*self._enter("--mount", *namespaces), "sh", "-ec", script], capture_output=True, text=True, env=variables)
+        done = subprocess.run(
+            [*self._enter("--mount", *namespaces), "sh", "-ec", script], capture_output=True, text=True, env=variables
+        )
         assert done.returncode == 0, f"{script}: {done.stdout}{done.stderr}"
 
     def _enter(self, *namespaces: str) -> list[str]:

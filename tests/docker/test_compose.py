@@ -32,10 +32,15 @@ def test_a_file_is_valid_by_the_compose_specification(file: Any) -> None:
 
 @pytest.mark.parametrize("files", [FILES[:1], FILES], ids=["cpu", "gpu"])
 def test_the_command_itself_reads_them(files: tuple[Any, ...]) -> None:
-    if shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+    if (
+        shutil.which("docker") is None
+        or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
+    ):
         pytest.skip("no `docker compose` on this machine")
     done = subprocess.run(
-        ["docker", "compose", *(part for file in files for part in ("-f", str(file))), "config", "--quiet"], capture_output=True, text=True
+        ["docker", "compose", *(part for file in files for part in ("-f", str(file))), "config", "--quiet"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
@@ -62,7 +67,9 @@ def test_a_service_is_watched_and_started_again(name: str) -> None:
 
 
 def test_nothing_is_published_but_the_api_and_that_to_this_host_alone() -> None:
-    assert {name: service["ports"] for name, service in SERVICES.items() if "ports" in service} == {"api": ["127.0.0.1:8000:8000"]}
+    assert {name: service["ports"] for name, service in SERVICES.items() if "ports" in service} == {
+        "api": ["127.0.0.1:8000:8000"]
+    }
 
 
 def test_every_process_has_the_time_to_stop_in_order() -> None:
@@ -78,7 +85,9 @@ def test_a_service_runs_a_command_with_settings_that_it_knows(name: str) -> None
     command, *arguments = OURS[name]["command"]
     with cli.commands[command].make_context(command, list(arguments), resilient_parsing=True) as context:
         known = {param.envvar for param in context.command.params if isinstance(param, click.Option)}
-    given = set(OURS[name]["environment"]) | {key for key in environment(OURS[name]["build"]["target"]) if key == "FILE_STORE"}
+    given = set(OURS[name]["environment"]) | {
+        key for key in environment(OURS[name]["build"]["target"]) if key == "FILE_STORE"
+    }
     unused = {"FILE_STORE"} if name == "worker" else set()
     assert given - NOT_FLAGS - unused <= known
     health = OURS[name]["healthcheck"]["test"]
@@ -110,7 +119,9 @@ def test_volumes_are_where_processes_look_for_them() -> None:
     for name in ("api", "jobs"):
         assert SERVICES[name]["volumes"] == [f"files:{environment('control')['FILE_STORE']}"]
     names = {name: volume for name, volume in yaml.safe_load(FILES[0].read_text())["volumes"].items() if volume}
-    assert names == {"locks": {"name": "inference-card-locks"}}, "workers of all projects on a host agree who has which card"
+    assert names == {"locks": {"name": "inference-card-locks"}}, (
+        "workers of all projects on a host agree who has which card"
+    )
 
 
 def test_the_queue_is_kept_on_disk_and_forgets_nothing() -> None:

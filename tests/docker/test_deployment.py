@@ -66,9 +66,15 @@ def server(engine: Engine) -> Image:
 
 
 def test_an_image_holds_every_file_of_the_packages_and_no_torch(engine: Engine, control: Image) -> None:
-    packages = [path for layer in control.layers for path in engine.seen(layer).glob("python/lib/python3*/site-packages")]
+    packages = [
+        path for layer in control.layers for path in engine.seen(layer).glob("python/lib/python3*/site-packages")
+    ]
     tracked = subprocess.run(
-        ["git", "ls-files", "jobs", "workers", "api", "pipeline"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        ["git", "ls-files", "jobs", "workers", "api", "pipeline"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert [file for file in tracked.stdout.split() if not (packages[0] / file).exists()] == []
     assert not [path for path in packages if (path / "torch").exists() or (path / "transformers").exists()]
@@ -85,18 +91,29 @@ def test_the_deployment_from_the_first_key_to_an_orderly_end(
     api = engine.start("api", SERVICES["api"], control, names)
     assert api.wait(START_SECONDS) == 2, api.log
     assert "there is no API key in /files" in api.log
-    key = engine.start("keys", {**SERVICES["api"], "command": ["keys", "create", "--name", "first", "--json"]}, control, names)
+    key = engine.start(
+        "keys", {**SERVICES["api"], "command": ["keys", "create", "--name", "first", "--json"]}, control, names
+    )
     assert key.wait(START_SECONDS) == 0, key.log
     secret = json.loads(key.log)["secret"]
 
-    started = {"api": engine.start("api", SERVICES["api"], control, names), "jobs": engine.start("jobs", SERVICES["jobs"], control, names)}
+    started = {
+        "api": engine.start("api", SERVICES["api"], control, names),
+        "jobs": engine.start("jobs", SERVICES["jobs"], control, names),
+    }
     for number in (1, 2):
-        started[f"worker-{number}"] = engine.start(f"worker-{number}", SERVICES["worker"], worker, names, OMP_NUM_THREADS="1")
+        started[f"worker-{number}"] = engine.start(
+            f"worker-{number}", SERVICES["worker"], worker, names, OMP_NUM_THREADS="1"
+        )
     for name, text in {"api": "listening on", "worker-1": "INFO ready", "worker-2": "INFO ready"}.items():
         wait_until(lambda name=name, text=text: text in started[name].log, START_SECONDS, f"{name} to be ready")
     for name, container in started.items():
         check = SERVICES[name.partition("-")[0]]["healthcheck"]["test"][1:]
-        wait_until(lambda container=container, check=check: container.run(*check).returncode == 0, START_SECONDS, f"{name} to be healthy")
+        wait_until(
+            lambda container=container, check=check: container.run(*check).returncode == 0,
+            START_SECONDS,
+            f"{name} to be healthy",
+        )
 
     imported = started["jobs"].run("python", "-c", PROGRAM)
     assert imported.returncode == 0, imported.stderr
@@ -123,7 +140,9 @@ def assert_confined(container: Container, own: set[str], service: dict[str, list
     assert status["Uid"].split() == [str(USER)] * 4
     assert {status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
     assert status["NoNewPrivs"] == "1"
-    writable = container.run("find", "/", "-path", "/proc", "-prune", "-o", "-type", "d", "-writable", "-print").stdout.split()
+    writable = container.run(
+        "find", "/", "-path", "/proc", "-prune", "-o", "-type", "d", "-writable", "-print"
+    ).stdout.split()
     volumes = {volume.partition(":")[2] for volume in service["volumes"]}
     assert volumes <= own
     assert [path for path in writable if not path.startswith((*IN_MEMORY, *volumes))] == []

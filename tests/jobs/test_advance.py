@@ -115,7 +115,10 @@ def test_lines_of_an_unserved_model_do_not_hold_up_the_others(
     monkeypatch.setattr(advance, "MAX_ITEMS", 50)
     source = tmp_path / "in.jsonl"
     source.write_bytes(
-        b"".join(chat_line(f"c{n}", f"say {n}", model="away" if n % 2 else "m", max_tokens=9 + 9 * (n % 2)) for n in range(1, 801))
+        b"".join(
+            chat_line(f"c{n}", f"say {n}", model="away" if n % 2 else "m", max_tokens=9 + 9 * (n % 2))
+            for n in range(1, 801)
+        )
     )
     batch = begin(redis_client, redis_url, source, models=("m", "away")).id
     step(redis_client, batch)
@@ -132,7 +135,10 @@ def test_an_absent_model_does_not_fill_the_window_of_the_others(
     monkeypatch.setattr(advance, "_CHUNK_BYTES", 20_000)
     source = tmp_path / "in.jsonl"
     source.write_bytes(
-        b"".join(chat_line(f"c{n}", f"say {n}", model="away" if n % 2 else "m", max_tokens=9, user="x" * 2000) for n in range(1, 401))
+        b"".join(
+            chat_line(f"c{n}", f"say {n}", model="away" if n % 2 else "m", max_tokens=9, user="x" * 2000)
+            for n in range(1, 401)
+        )
     )
     batch = begin(redis_client, redis_url, source, models=("m", "away")).id
     queue = Queue(redis_client, QueueSettings(window_bytes=100_000))
@@ -180,11 +186,15 @@ def test_a_drain_killed_anywhere_loses_and_doubles_nothing(
     assert record.usage.prompt_tokens == 60 * 7
     check_echoes(tmp_path / "out.jsonl", 60)
     assert lines_on_disk(tmp_path / "out.parts") == Counter(range(1, 61))
-    assert len(list((tmp_path / "out.parts" / "parts").iterdir())) == len(load_manifest(str(tmp_path / "out.parts")).parts)  # type: ignore[union-attr]
+    assert len(list((tmp_path / "out.parts" / "parts").iterdir())) == len(
+        load_manifest(str(tmp_path / "out.parts")).parts
+    )  # type: ignore[union-attr]
     assert faults(redis_client) == []
 
 
-def test_small_parts_are_merged(redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_parts_are_merged(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(advance, "DRAIN_SECONDS", 0)
     batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 200)).id
     step(redis_client, batch)

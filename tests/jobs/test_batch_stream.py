@@ -33,7 +33,9 @@ def test_holds_what_all_requests_of_the_batch_were_given(queue: Queue, redis_cli
     queue.commit("w1", [finished(one, last=delta(one, 3, [5], "e", 3)), finished(two, status=500)])
     queue.hand_back("w1", [(three.key, three.fence)])
     entries = read(queue, last_id)
-    told = [(entry.key, [(chunk.token_ids, chunk.text) for chunk in entry.chunks], entry.succeeded) for entry in entries]
+    told = [
+        (entry.key, [(chunk.token_ids, chunk.text) for chunk in entry.chunks], entry.succeeded) for entry in entries
+    ]
     assert told == [
         (one.key, [([1, 2], "ab")], None), (two.key, [([3], "c")], None), (one.key, [([4], "d")], None),
         (one.key, [([5], "e")], True), (two.key, [], False),
@@ -107,7 +109,9 @@ def test_what_is_large_stands_in_the_stream_of_its_request_only(queue: Queue) ->
     assert [chunk.text for chunk in entry.chunks] == [LARGE]
 
 
-@pytest.mark.parametrize("end", [Queue.hand_back, lambda queue, worker, held: pass_time(queue.redis, 100) or queue.reap()])
+@pytest.mark.parametrize(
+    "end", [Queue.hand_back, lambda queue, worker, held: pass_time(queue.redis, 100) or queue.reap()]
+)
 def test_what_was_begun_and_lies_idle_counts_as_running(queue: Queue, end: Callable[..., object]) -> None:
     one, two, three = begin(queue)
     queue.publish("w1", [delta(one, 0, [1], "a")])
@@ -120,11 +124,16 @@ def test_what_was_begun_and_lies_idle_counts_as_running(queue: Queue, end: Calla
 
 
 @pytest.mark.parametrize(("watched", "most"), [(4, 20_000), (20, 4000), (200, 1000)])
-def test_many_that_are_read_share_the_room_of_a_few(queue: Queue, redis_client: redis.Redis, watched: int, most: int) -> None:
+def test_many_that_are_read_share_the_room_of_a_few(
+    queue: Queue, redis_client: redis.Redis, watched: int, most: int
+) -> None:
     one = begin(queue)[0]
     queue.watch("batch_a", 60)
     for number in range(watched - 1):
         queue.watch(f"batch_{number}", 60)
-    queue.commands(("XADD", keys.batch_tokens("batch_a"), "*", "k", "batch_a/1", "e", "1-0", "p", "", "s", "") for _ in range(most + 1000))
+    queue.commands(
+        ("XADD", keys.batch_tokens("batch_a"), "*", "k", "batch_a/1", "e", "1-0", "p", "", "s", "")
+        for _ in range(most + 1000)
+    )
     queue.publish("w1", [delta(one, 0, [1], "a")])
     assert most <= redis_client.xlen(keys.batch_tokens("batch_a")) <= most + 100

@@ -41,7 +41,9 @@ def forget_all(client: redis.Redis) -> None:
 def answered_lines(client: redis.Redis, url: str, source: Path, **options: object) -> tuple[BatchRecord, list[int]]:
     """Runs (again) to the end; also returns the lines that a worker saw."""
     seen: list[int] = []
-    record = run_to_end(client, begin(client, url, source, **options).id, lambda claim: seen.append(claim.key.line) or failing()(claim))  # type: ignore[func-returns-value]
+    record = run_to_end(
+        client, begin(client, url, source, **options).id, lambda claim: seen.append(claim.key.line) or failing()(claim)
+    )  # type: ignore[func-returns-value]
     return record, sorted(seen)
 
 
@@ -141,7 +143,9 @@ def test_which_failures_run_again(
     assert [line["custom_id"] for line in read_jsonl(tmp_path / "out.jsonl")] == [f"c{n}" for n in range(1, 11)]
 
 
-def test_a_changed_input_is_refused_and_what_is_there_stays(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_changed_input_is_refused_and_what_is_there_stays(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     source = write_input(tmp_path / "in.jsonl", 10)
     run_to_end(redis_client, begin(redis_client, redis_url, source).id)
     forget_all(redis_client)
@@ -158,7 +162,9 @@ def test_a_changed_input_is_refused_and_what_is_there_stays(redis_client: redis.
 
 
 @pytest.mark.parametrize("option", [{"default_model": "m"}, {"seed": 3}, {"endpoint": "/v1/chat/completions"}])
-def test_changed_settings_are_refused(redis_client: redis.Redis, redis_url: str, tmp_path: Path, option: dict[str, object]) -> None:
+def test_changed_settings_are_refused(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, option: dict[str, object]
+) -> None:
     source = write_input(tmp_path / "in.jsonl", 3)
     run_to_end(redis_client, begin(redis_client, redis_url, source).id)
     with pytest.raises(InputChanged, match=f"was begun with {next(iter(option))}"):
@@ -174,7 +180,9 @@ def test_a_refused_file_may_be_mended(redis_client: redis.Redis, redis_url: str,
     assert (record.state, seen, record.errors) == ("completed", [1, 2], [])
 
 
-def test_a_model_that_is_not_served_any_more_is_named(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_model_that_is_not_served_any_more_is_named(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     source = write_input(tmp_path / "in.jsonl", 5)
     batch = begin(redis_client, redis_url, source).id
     step(redis_client, batch)
@@ -189,7 +197,9 @@ def test_a_model_that_is_not_served_any_more_is_named(redis_client: redis.Redis,
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "gone", "plan", "unlisted", "half-written"])
-def test_torn_files_are_mended_and_never_trusted(redis_client: redis.Redis, redis_url: str, tmp_path: Path, damage: str) -> None:
+def test_torn_files_are_mended_and_never_trusted(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, damage: str
+) -> None:
     source = write_input(tmp_path / "in.jsonl", 40)
     batch = begin(redis_client, redis_url, source).id
     step(redis_client, batch)
@@ -290,7 +300,11 @@ def test_two_starts_at_once_make_one_batch(redis_client: redis.Redis, redis_url:
 
 
 def test_a_folder_in_use_is_named(redis_client: redis.Redis, tmp_path: Path) -> None:
-    with exclusive(str(tmp_path), 0), pytest.raises(Busy, match="is in use by another process"), exclusive(str(tmp_path), 0):
+    with (
+        exclusive(str(tmp_path), 0),
+        pytest.raises(Busy, match="is in use by another process"),
+        exclusive(str(tmp_path), 0),
+    ):
         raise AssertionError
 
 
@@ -358,7 +372,9 @@ def test_a_kill_while_a_record_is_removed_holds_nobody_up(
     check_echoes(tmp_path / "out.jsonl", 10)
 
 
-def test_a_control_plane_that_was_left_behind_writes_nothing(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_control_plane_that_was_left_behind_writes_nothing(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     source = write_input(tmp_path / "in.jsonl", 10)
     batch = begin(redis_client, redis_url, source).id
     step(redis_client, batch)

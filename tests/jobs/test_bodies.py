@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jobs.bodies import chat_body, chat_chunk, completion_body, completion_chunk, new_body_id, response_body, usage_chunk
+from jobs.bodies import (
+    chat_body,
+    chat_chunk,
+    completion_body,
+    completion_chunk,
+    new_body_id,
+    response_body,
+    usage_chunk,
+)
 from jobs.logprobs import TextOffsets, chat_logprobs, completion_logprobs, text_offsets
 from jobs.results import Choice, PositionLogprobs, TokenLogprob, Usage, encode_json
 
@@ -45,7 +53,9 @@ def test_chat_body() -> None:
     body = chat_body(new_body_id(CHAT), "m", choices, USAGE, 1_700_000_000)
     parsed = strictly(ChatCompletion, body)
     assert parsed.id.startswith("chatcmpl-")
-    assert [(choice.index, choice.message.content, choice.finish_reason, choice.logprobs) for choice in parsed.choices] == [
+    assert [
+        (choice.index, choice.message.content, choice.finish_reason, choice.logprobs) for choice in parsed.choices
+    ] == [
         (0, "hello", "stop", None),
         (1, "world", "length", None),
     ]
@@ -60,12 +70,21 @@ def test_completion_body() -> None:
     body = completion_body(new_body_id(COMPLETIONS), "m", [Choice(0, "hello", "length")], USAGE, 1_700_000_000)
     parsed = strictly(Completion, body)
     assert parsed.id.startswith("cmpl-")
-    assert (parsed.choices[0].text, parsed.choices[0].finish_reason, parsed.choices[0].logprobs) == ("hello", "length", None)
+    assert (parsed.choices[0].text, parsed.choices[0].finish_reason, parsed.choices[0].logprobs) == (
+        "hello",
+        "length",
+        None,
+    )
     assert parsed.usage.prompt_tokens == 7
 
 
 def test_logprobs_of_a_chat() -> None:
-    choice = Choice(0, "aé", "stop", logprobs=[PositionLogprobs(A, [A, HALF]), PositionLogprobs(HALF, []), PositionLogprobs(NEVER, [A])])
+    choice = Choice(
+        0,
+        "aé",
+        "stop",
+        logprobs=[PositionLogprobs(A, [A, HALF]), PositionLogprobs(HALF, []), PositionLogprobs(NEVER, [A])],
+    )
     content = strictly(ChatCompletion, chat_body("chatcmpl-1", "m", [choice], USAGE, 1)).choices[0].logprobs.content
     assert [(token.token, token.logprob, token.bytes) for token in content] == [
         ("a", -0.5, [97]),
@@ -76,12 +95,20 @@ def test_logprobs_of_a_chat() -> None:
 
 
 def test_logprobs_of_a_completion() -> None:
-    positions = [PositionLogprobs(HALF, [A]), PositionLogprobs(OTHER_HALF, [OTHER_HALF]), PositionLogprobs(A, [A, NEVER])]
+    positions = [
+        PositionLogprobs(HALF, [A]),
+        PositionLogprobs(OTHER_HALF, [OTHER_HALF]),
+        PositionLogprobs(A, [A, NEVER]),
+    ]
     body = completion_body("cmpl-1", "m", [Choice(0, "éa", "stop", logprobs=positions)], USAGE, 1)
     logprobs = strictly(Completion, body).choices[0].logprobs
     assert logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9", "a"]
     assert logprobs.token_logprobs == [-1.5, -0.25, -0.5]
-    assert logprobs.top_logprobs == [{"a": -0.5, "bytes:\\xc3": -1.5}, {"bytes:\\xa9": -0.25}, {"a": -0.5, "z": -9999.0}]
+    assert logprobs.top_logprobs == [
+        {"a": -0.5, "bytes:\\xc3": -1.5},
+        {"bytes:\\xa9": -0.25},
+        {"a": -0.5, "z": -9999.0},
+    ]
     assert logprobs.text_offset == [0, 0, 1]
 
 
@@ -124,12 +151,16 @@ def test_a_long_answer_costs_few_objects() -> None:
     first, second = chat_logprobs([PositionLogprobs(A, [A, HALF]), PositionLogprobs(A, [HALF])])["content"]
     assert first.token is second.token is first.top_logprobs[0].token
     assert first.top_logprobs[1].bytes is second.top_logprobs[0].bytes
-    of_prompt = chat_body("chatcmpl-1", "m", [Choice(0, "x", "stop", prompt_logprobs=[PositionLogprobs(A, [A])])], USAGE, 1)
+    of_prompt = chat_body(
+        "chatcmpl-1", "m", [Choice(0, "x", "stop", prompt_logprobs=[PositionLogprobs(A, [A])])], USAGE, 1
+    )
     assert not any(map(gc.is_tracked, [A, first, *first.top_logprobs, *of_prompt["prompt_logprobs"][0].values()]))
 
 
 @pytest.mark.parametrize("build", [chat_body, completion_body])
-def test_half_a_character_in_a_model_s_name_does_not_keep_log_probabilities_from_being_written(build: Callable[..., Any]) -> None:
+def test_half_a_character_in_a_model_s_name_does_not_keep_log_probabilities_from_being_written(
+    build: Callable[..., Any],
+) -> None:
     choices = [Choice(0, "a", "stop", logprobs=[PositionLogprobs(A, [A])], prompt_logprobs=[PositionLogprobs(A, [A])])]
     whole, broken = (written(build("1", name, choices, USAGE, 1)) for name in ("m", "\ud800"))
     assert broken == whole | {"model": "\ufffd"}
@@ -153,11 +184,18 @@ def test_offsets_go_on_from_chunk_to_chunk() -> None:
     offsets = TextOffsets()
     assert offsets.of(tokens(b"a", b"b\xc3"), "ab") == [0, 1]
     assert offsets.of(tokens(b"\xa9", b"c", b"<end>"), "éc") == [2, 3, 4]
-    assert offsets.of(tokens(b"d", b"e", b"f"), "") == [9, 10, 11]  # a held back text cannot tell that a token left nothing in it
+    assert offsets.of(tokens(b"d", b"e", b"f"), "") == [
+        9,
+        10,
+        11,
+    ]  # a held back text cannot tell that a token left nothing in it
     assert offsets.of(tokens(b"g", b"h"), "defgh") == [7, 8]
 
 
-@given(st.text(st.characters(codec="utf-8"), max_size=12), st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12))
+@given(
+    st.text(st.characters(codec="utf-8"), max_size=12),
+    st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12),
+)
 def test_offsets_of_a_stream_are_those_of_the_whole(text: str, pieces: list[tuple[int, bool]]) -> None:
     """Whatever bytes the tokens have, and wherever text is held back."""
     written, decoder, offsets = text.encode(), codecs.getincrementaldecoder("utf-8")(), TextOffsets()
@@ -189,7 +227,9 @@ def test_chat_chunks() -> None:
 
 
 def test_completion_chunks() -> None:
-    body = completion_chunk("cmpl-1", "m", "a", None, 1, index=3, logprobs=completion_logprobs([PositionLogprobs(A, [])], [4]))
+    body = completion_chunk(
+        "cmpl-1", "m", "a", None, 1, index=3, logprobs=completion_logprobs([PositionLogprobs(A, [])], [4])
+    )
     assert (body["choices"][0]["index"], body["choices"][0]["finish_reason"]) == (3, None)
     assert body["choices"][0]["logprobs"]["text_offset"] == [4]
     last = strictly(Completion, completion_chunk("cmpl-1", "m", "", "stop", 1))

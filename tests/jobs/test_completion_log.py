@@ -10,7 +10,17 @@ import redis
 
 from jobs import advance, completion_log, result_files
 from jobs.batches import BatchRecord
-from jobs.completion_log import INDEX_NAME, LOG_NAME, Entry, Extent, append_log, logged_lines, read_log, remove_log, sound_extent
+from jobs.completion_log import (
+    INDEX_NAME,
+    LOG_NAME,
+    Entry,
+    Extent,
+    append_log,
+    logged_lines,
+    read_log,
+    remove_log,
+    sound_extent,
+)
 from jobs.file_store import FileStore
 from jobs.queue import Queue
 from jobs.storage import StoreError
@@ -77,11 +87,19 @@ def test_a_log_that_was_damaged_goes_on_with_what_is_left(tmp_path: Path, cut: s
     assert joined(tmp_path, append_log(str(tmp_path), sound, [Entry(4, b"four")]), left)[0] == b"four\n"
 
 
-@pytest.mark.parametrize("point", ["write_part", "put", "append_log", "_append", "save_manifest", "drained", "progress_fields"])
+@pytest.mark.parametrize(
+    "point", ["write_part", "put", "append_log", "_append", "save_manifest", "drained", "progress_fields"]
+)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_a_drain_killed_anywhere_logs_each_success_once(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool, nth: int
+    redis_client: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+    after: bool,
+    nth: int,
 ) -> None:
     record = submit(redis_client, redis_url, tmp_path, lines_of(40))
     batch = record.id
@@ -128,7 +146,9 @@ def drain(client: redis.Redis, batch: str) -> BatchRecord:
     return step(client, batch)
 
 
-def test_results_that_come_again_are_not_logged_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_results_that_come_again_are_not_logged_again(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     """What a Redis does that was brought back from an append-only file without its last second."""
     record = submit(redis_client, redis_url, tmp_path, lines_of(20))
     batch = record.id
@@ -150,7 +170,9 @@ def test_results_that_come_again_are_not_logged_again(redis_client: redis.Redis,
     assert sorted(custom_ids) == sorted(f"c{number}" for number in range(1, 21))
 
 
-def test_the_output_file_can_be_found_from_the_first_success_on(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_the_output_file_can_be_found_from_the_first_success_on(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     record = submit(redis_client, redis_url, tmp_path, lines_of(10), tenant="t")
     step(redis_client, record.id)
     step(redis_client, record.id)

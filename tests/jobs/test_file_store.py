@@ -29,7 +29,11 @@ def store(queue: Queue, tmp_path: Path) -> FileStore:
 
 
 def put(
-    store: FileStore, name: str = "in.jsonl", purpose: str = "batch", tenant: str = "", expires_seconds: int | None = None
+    store: FileStore,
+    name: str = "in.jsonl",
+    purpose: str = "batch",
+    tenant: str = "",
+    expires_seconds: int | None = None,
 ) -> FileRecord:
     with store.begin(filename=name, purpose=purpose, tenant=tenant, expires_seconds=expires_seconds) as upload:
         upload.write(b"one\n")
@@ -59,7 +63,16 @@ def test_ids_sort_by_time_and_tell_it() -> None:
     assert made == sorted(made)
     assert time_of(made[0]) == pytest.approx(now, abs=1e-5)
     assert is_id(FILE, made[0])
-    for text in (made[0][:-1], made[0] + "0", made[0].upper(), f"file-{'../' * 8}", "file-", "", new_id(BATCH, now), made[0] + "\n"):
+    for text in (
+        made[0][:-1],
+        made[0] + "0",
+        made[0].upper(),
+        f"file-{'../' * 8}",
+        "file-",
+        "",
+        new_id(BATCH, now),
+        made[0] + "\n",
+    ):
         assert not is_id(FILE, text)
     assert time_of("file-nothing") is None
 
@@ -111,7 +124,10 @@ def test_what_is_not_committed_leaves_nothing(store: FileStore, redis_client: re
         upload.write(b"x" * 1_000_000)
     assert os.listdir(store.root / "files") == []
     assert not redis_client.exists(keys.FILE_EXPIRY)
-    with pytest.raises(ValueError, match=r"a\.txt"), store.begin(filename="a.txt", purpose="batch", tenant="") as upload:
+    with (
+        pytest.raises(ValueError, match=r"a\.txt"),
+        store.begin(filename="a.txt", purpose="batch", tenant="") as upload,
+    ):
         upload.commit()
     assert os.listdir(store.root / "files") == []
 
@@ -162,7 +178,11 @@ def test_pages_are_stable(store: FileStore) -> None:
 
 def test_a_listing_of_one_purpose(store: FileStore) -> None:
     batch, other = put(store), put(store, purpose="vision")
-    assert (listed(store, purpose="batch"), listed(store, purpose="vision"), listed(store, purpose="evals")) == ([batch.id], [other.id], [])
+    assert (listed(store, purpose="batch"), listed(store, purpose="vision"), listed(store, purpose="evals")) == (
+        [batch.id],
+        [other.id],
+        [],
+    )
 
 
 def test_a_result_is_listed_by_its_own_time_once_it_is_complete(store: FileStore) -> None:
@@ -224,7 +244,11 @@ def test_an_emptied_redis_is_indexed_again(store: FileStore, redis_client: redis
     batch = put(store, tenant="t")
     (store.root / "files" / new_id(FILE, time.time())).mkdir()  # a killed upload's
     (store.root / "files" / "something else").mkdir()
-    before = {name: redis_client.zrange(name, 0, -1) for name in redis_client.scan_iter("*file*") if name != keys.FILE_EXPIRY.encode()}
+    before = {
+        name: redis_client.zrange(name, 0, -1)
+        for name in redis_client.scan_iter("*file*")
+        if name != keys.FILE_EXPIRY.encode()
+    }
     redis_client.flushall()
     assert listed(store, "t") == []
     assert store.get("t", batch.id) == batch

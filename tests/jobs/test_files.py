@@ -32,13 +32,22 @@ def test_lines_have_numbers_and_offsets_and_blank_ones_are_passed_over() -> None
     data = b'\xef\xbb\xbf{"a":1}\r\n\n   \n{"b":2}\nlast'
     lines = list(read_lines(io.BytesIO(data)))
     assert [line.number for line in lines] == [1, 4, 5]
-    assert [data[line.offset : line.offset + len(line.raw or b"")] for line in lines] == [b'{"a":1}\r\n', b'{"b":2}\n', b"last"]
+    assert [data[line.offset : line.offset + len(line.raw or b"")] for line in lines] == [
+        b'{"a":1}\r\n',
+        b'{"b":2}\n',
+        b"last",
+    ]
 
 
 def test_an_endless_line_is_named_and_passed_over_without_being_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 10)
     lines = list(read_lines(io.BytesIO(b"x" * 10 + b"\n" + b"y" * 35 + b"\nz\n" + b"w" * 99)))
-    assert [(line.number, line.offset, line.raw) for line in lines] == [(1, 0, None), (2, 11, None), (3, 47, b"z\n"), (4, 49, None)]
+    assert [(line.number, line.offset, line.raw) for line in lines] == [
+        (1, 0, None),
+        (2, 11, None),
+        (3, 47, b"z\n"),
+        (4, 49, None),
+    ]
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
@@ -60,14 +69,20 @@ def test_a_cut_gzip_file_is_named(tmp_path: Path) -> None:
 
 
 def test_parquet_with_bodies_as_text(tmp_path: Path) -> None:
-    rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": json.dumps(CHAT, indent=2)} for n in range(10)]
+    rows = [
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": json.dumps(CHAT, indent=2)}
+        for n in range(10)
+    ]
     found = spooled(write_table(tmp_path / "in.parquet", rows))
     assert [line["custom_id"] for line in found] == [f"r{n}" for n in range(10)]
     assert all(line["body"] == CHAT and line["url"] == "/v1/chat/completions" for line in found)
 
 
 def test_parquet_with_bodies_as_structs_drops_the_nulls_of_other_rows(tmp_path: Path) -> None:
-    rows = [{"custom_id": 1, "body": {"prompt": "a", "seed": 7}}, {"custom_id": 2, "body": {"prompt": "b", "seed": None}}]
+    rows = [
+        {"custom_id": 1, "body": {"prompt": "a", "seed": 7}},
+        {"custom_id": 2, "body": {"prompt": "b", "seed": None}},
+    ]
     assert spooled(write_table(tmp_path / "in.parquet", rows)) == [
         {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "seed": 7}},
         {"custom_id": "2", "method": "POST", "url": "/v1/completions", "body": {"prompt": "b"}},
@@ -76,15 +91,24 @@ def test_parquet_with_bodies_as_structs_drops_the_nulls_of_other_rows(tmp_path: 
 
 def test_parquet_with_prompts_and_sampling_columns(tmp_path: Path) -> None:
     rows = [{"custom_id": "a", "prompt": "Hello", "max_tokens": 5, "temperature": None, "note": "not a parameter"}]
-    schema = pyarrow.schema({"custom_id": "string", "prompt": "string", "max_tokens": "int32", "temperature": "float64", "note": "string"})
+    schema = pyarrow.schema(
+        {"custom_id": "string", "prompt": "string", "max_tokens": "int32", "temperature": "float64", "note": "string"}
+    )
     [line] = spooled(write_table(tmp_path / "in.pq", rows, schema))
-    assert line == {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 5}}
+    assert line == {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"prompt": "Hello", "max_tokens": 5},
+    }
 
 
 @pytest.mark.parametrize("as_text", [True, False])
 def test_parquet_with_messages(tmp_path: Path, as_text: bool) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    rows = [{"custom_id": "a", "messages": json.dumps(messages) if as_text else messages, "model": "m", "stop": ["x", "y"]}]
+    rows = [
+        {"custom_id": "a", "messages": json.dumps(messages) if as_text else messages, "model": "m", "stop": ["x", "y"]}
+    ]
     [line] = spooled(write_table(tmp_path / "in.parquet", rows))
     assert line["url"] == "/v1/chat/completions"
     assert line["body"] == {"model": "m", "stop": ["x", "y"], "messages": messages}
@@ -96,20 +120,26 @@ def test_parquet_with_binary_columns_holds_text(tmp_path: Path) -> None:
     assert line["custom_id"] == "ü"
     assert line["body"] == {"prompt": "grüß", "model": "m", "stop": ["x"]}
     rows = [{"custom_id": "a", "messages": [{"role": b"user", "content": b"hi"}]}]
-    assert spooled(write_table(tmp_path / "in.parquet", rows))[0]["body"] == {"messages": [{"role": "user", "content": "hi"}]}
+    assert spooled(write_table(tmp_path / "in.parquet", rows))[0]["body"] == {
+        "messages": [{"role": "user", "content": "hi"}]
+    }
 
 
 @pytest.mark.parametrize("column", ["custom_id", "prompt", "stop"])
 def test_parquet_bytes_that_are_no_text_are_refused_by_name(tmp_path: Path, column: str) -> None:
     row = {"custom_id": b"a", "prompt": b"b", "stop": [b"c"]}
     row[column] = [b"\xff"] if column == "stop" else b"\xff"
-    with pytest.raises(InputError, match=rf"in\.parquet has a column {column} that holds bytes which are not UTF-8 text"):
+    with pytest.raises(
+        InputError, match=rf"in\.parquet has a column {column} that holds bytes which are not UTF-8 text"
+    ):
         spooled(write_table(tmp_path / "in.parquet", [row]))
 
 
 def test_parquet_bodies_with_odd_values_stay_for_validation(tmp_path: Path) -> None:
     bodies = ['{"prompt":"\\ud800"}', '{"prompt":"a","temperature":NaN}', '{"prompt":"a","top_p":1e999}']
-    source = write_table(tmp_path / "in.parquet", [{"custom_id": str(n), "body": body} for n, body in enumerate(bodies)])
+    source = write_table(
+        tmp_path / "in.parquet", [{"custom_id": str(n), "body": body} for n, body in enumerate(bodies)]
+    )
     found = [line["body"] for line in spooled(source)]
     assert found[0] == {"prompt": "\ud800"}
     assert math.isnan(found[1]["temperature"])
@@ -117,8 +147,14 @@ def test_parquet_bodies_with_odd_values_stay_for_validation(tmp_path: Path) -> N
 
 
 def test_parquet_nulls_of_pandas_are_nulls(tmp_path: Path) -> None:
-    rows = [{"custom_id": "a", "prompt": "x", "temperature": math.nan}, {"custom_id": "b", "prompt": "x", "temperature": 0.5}]
-    assert [line["body"].get("temperature") for line in spooled(write_table(tmp_path / "in.parquet", rows))] == [None, 0.5]
+    rows = [
+        {"custom_id": "a", "prompt": "x", "temperature": math.nan},
+        {"custom_id": "b", "prompt": "x", "temperature": 0.5},
+    ]
+    assert [line["body"].get("temperature") for line in spooled(write_table(tmp_path / "in.parquet", rows))] == [
+        None,
+        0.5,
+    ]
 
 
 def test_parquet_rows_with_gaps_stay_visible_to_validation(tmp_path: Path) -> None:
@@ -129,7 +165,9 @@ def test_parquet_rows_with_gaps_stay_visible_to_validation(tmp_path: Path) -> No
 
 
 def test_parquet_without_the_columns_says_what_it_has(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="needs a column custom_id, and one of body, prompt and messages; it has: id, text"):
+    with pytest.raises(
+        InputError, match="needs a column custom_id, and one of body, prompt and messages; it has: id, text"
+    ):
         spooled(write_table(tmp_path / "in.parquet", [{"id": 1, "text": "x"}]))
 
 
@@ -152,7 +190,9 @@ def test_damaged_pages_are_named(tmp_path: Path) -> None:
 
 def repeated(path: Path, rows: int, size: int) -> Path:
     """A Parquet file of some 2 KB, each row of which holds the same text of `size` bytes."""
-    prompts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array(["x" * size]))
+    prompts = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array(["x" * size])
+    )
     table = pyarrow.table({"custom_id": [str(n) for n in range(rows)], "model": ["m"] * rows, "prompt": prompts})
     parquet.write_table(table, path, compression="zstd")
     return path

@@ -54,11 +54,15 @@ def test_inline_failures_stand_in_their_place(redis_client: redis.Redis, redis_u
 
 def test_separate_failures(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 10)
-    record = run_to_end(redis_client, begin(redis_client, redis_url, source, error_file="separate", output=None).id, failing(3, 8))
+    record = run_to_end(
+        redis_client, begin(redis_client, redis_url, source, error_file="separate", output=None).id, failing(3, 8)
+    )
     root = tmp_path / "out.parts"
     assert (record.output, record.error_output) == (f"{root}/output.jsonl", f"{root}/errors.jsonl")
     assert [line["custom_id"] for line in read_jsonl(root / "errors.jsonl")] == ["c3", "c8"]
-    assert [line["custom_id"] for line in read_jsonl(root / "output.jsonl")] == [f"c{n}" for n in (1, 2, 4, 5, 6, 7, 9, 10)]
+    assert [line["custom_id"] for line in read_jsonl(root / "output.jsonl")] == [
+        f"c{n}" for n in (1, 2, 4, 5, 6, 7, 9, 10)
+    ]
 
 
 @pytest.mark.parametrize("failures", [(), (1, 2)])
@@ -66,7 +70,9 @@ def test_a_file_with_nothing_in_it_is_not_made(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, failures: tuple[int, ...]
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 2)
-    record = run_to_end(redis_client, begin(redis_client, redis_url, source, error_file="separate").id, failing(*failures))
+    record = run_to_end(
+        redis_client, begin(redis_client, redis_url, source, error_file="separate").id, failing(*failures)
+    )
     assert (record.output is None, record.error_output is None) == (bool(failures), not failures)
     assert (tmp_path / "out.jsonl").exists() == (not failures)
     assert (tmp_path / "out.parts" / "errors.jsonl").exists() == bool(failures)
@@ -89,7 +95,9 @@ def test_parquet_in_gives_typed_columns_out(redis_client: redis.Redis, redis_url
 
 
 @pytest.mark.parametrize(("source", "output"), [("in.jsonl", "out.parquet"), ("in.parquet", "out.jsonl")])
-def test_the_output_s_name_decides_its_form(redis_client: redis.Redis, redis_url: str, tmp_path: Path, source: str, output: str) -> None:
+def test_the_output_s_name_decides_its_form(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, source: str, output: str
+) -> None:
     if source == "in.jsonl":
         write_input(tmp_path / source, 3)
     else:
@@ -105,7 +113,9 @@ def test_the_output_s_name_decides_its_form(redis_client: redis.Redis, redis_url
 
 def test_an_empty_parquet_output_has_its_columns(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"")
-    run_to_end(redis_client, begin(redis_client, redis_url, tmp_path / "in.jsonl", output=str(tmp_path / "out.parquet")).id)
+    run_to_end(
+        redis_client, begin(redis_client, redis_url, tmp_path / "in.jsonl", output=str(tmp_path / "out.parquet")).id
+    )
     table = parquet.read_table(tmp_path / "out.parquet")
     assert (table.num_rows, table.column_names[:3]) == (0, ["custom_id", "id", "status_code"])
 
@@ -135,7 +145,9 @@ def test_killed_anywhere_it_writes_the_same_bytes(
             step(redis_client, batch)
     if call == "commit":
         first = (tmp_path / "out.jsonl").read_bytes()
-    record = run_to_end(redis_client, batch) if Queue(redis_client).batch_fields(batch)["state"] == "finalizing" else None
+    record = (
+        run_to_end(redis_client, batch) if Queue(redis_client).batch_fields(batch)["state"] == "finalizing" else None
+    )
     assert record is None or (record.state, record.completed, record.usage.completion_tokens) == ("completed", 20, 60)
     assert call != "commit" or (tmp_path / "out.jsonl").read_bytes() == first
     check_echoes(tmp_path / "out.jsonl", 20)
@@ -146,7 +158,9 @@ def test_killed_anywhere_it_writes_the_same_bytes(
 def test_a_kill_leaves_nothing_beside_the_output(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
-    batch = ready_to_finalize(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5), output=str(tmp_path / output))
+    batch = ready_to_finalize(
+        redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5), output=str(tmp_path / output)
+    )
 
     def die(writer: AtomicWriter) -> None:
         raise Killed
@@ -188,7 +202,9 @@ def test_a_cancelled_batch_answers_every_line(redis_client: redis.Redis, redis_u
     assert all(line["response"] is None and line["error"]["code"] == "batch_cancelled" for line in lost)
 
 
-def test_lines_of_a_part_that_breaks_on_disk_run_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_lines_of_a_part_that_breaks_on_disk_run_again(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     batch = ready_to_finalize(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 20))
     [part] = (tmp_path / "out.parts" / "parts").iterdir()
     content = part.read_bytes()
@@ -218,7 +234,9 @@ def test_a_part_that_is_gone_runs_again(redis_client: redis.Redis, redis_url: st
     check_echoes(tmp_path / "out.jsonl", 20)
 
 
-def test_an_input_that_changed_is_not_written_against(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_an_input_that_changed_is_not_written_against(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     source = write_input(tmp_path / "in.jsonl", 5)
     batch = ready_to_finalize(redis_client, redis_url, source)
     content = source.read_bytes()
@@ -233,7 +251,9 @@ def test_no_space_for_the_output_is_a_problem_until_there_is_some(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "results"
-    batch = ready_to_finalize(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5), output=str(folder / "out.jsonl"))
+    batch = ready_to_finalize(
+        redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5), output=str(folder / "out.jsonl")
+    )
     folder.rmdir()
     record = step(redis_client, batch)
     assert record.state == "finalizing"
@@ -255,7 +275,9 @@ def test_a_line_without_a_result_in_an_unfinished_batch_is_never_left_out(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_blank_lines_and_unicode_ids_keep_their_places(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_blank_lines_and_unicode_ids_keep_their_places(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n" + chat_line("Zeile \u2028 \U0001f600") + b"\r\n" + chat_line('quo"te\\') + b"  ")
     run_to_end(redis_client, begin(redis_client, redis_url, source).id)

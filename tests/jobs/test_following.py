@@ -42,7 +42,9 @@ class Workers(threading.Thread):
                     return
                 claim = self._random.choice(held)
                 done, more = published[claim.key], self._random.randint(1, 8)
-                last = delta(claim, done, list(range(done, min(TOKENS, done + more))), "x" * min(more, TOKENS - done), done)
+                last = delta(
+                    claim, done, list(range(done, min(TOKENS, done + more))), "x" * min(more, TOKENS - done), done
+                )
                 published[claim.key] = last.total
                 if last.total == TOKENS:
                     held.remove(claim)

@@ -51,7 +51,9 @@ def test_a_clock_that_went_back_holds_nobody_up_for_more_than_a_minute(queue: Qu
 
 
 @pytest.mark.parametrize("per_minute", [1, 7, 600])
-def test_many_processes_let_in_no_more_than_one_would(redis_url: str, redis_client: redis.Redis, per_minute: int) -> None:
+def test_many_processes_let_in_no_more_than_one_would(
+    redis_url: str, redis_client: redis.Redis, per_minute: int
+) -> None:
     clients = [connect(redis_url) for _ in range(4)]
     admitted: list[bool] = []
 

@@ -22,11 +22,15 @@ def deeper(frames: int, call: Callable[[], Any]) -> Any:
 
 
 def line(depth: int, opening: bytes = b"[", closing: bytes = b"]", inside: bytes = b"") -> bytes:
-    start = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x", "u": '
+    start = (
+        b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x", "u": '
+    )
     return start + opening * depth + inside + closing * depth + b"}}"
 
 
-@pytest.mark.parametrize(("opening", "closing", "inside"), [(b"[", b"]", b""), (b'{"a":', b"}", b"1"), (b'["]",', b',"["]', b"1")])
+@pytest.mark.parametrize(
+    ("opening", "closing", "inside"), [(b"[", b"]", b""), (b'{"a":', b"}", b"1"), (b'["]",', b',"["]', b"1")]
+)
 def test_what_is_accepted_can_be_read_at_every_later_stage(opening: bytes, closing: bytes, inside: bytes) -> None:
     raw = line(MOST_NESTED - 2, opening, closing, inside)
     found = check_line(raw, 1)
@@ -68,7 +72,11 @@ def test_counting_stops_at_what_is_no_json(raw: bytes, monkeypatch: pytest.Monke
         decode_json(raw)
 
 
-@given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30))
+@given(
+    st.recursive(
+        st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30
+    )
+)
 def test_values_come_through(value: Any) -> None:
     padded = {"value": value, "pad": [[]] * MOST_NESTED}
     assert decode_json(json.dumps(padded).encode()) == padded
@@ -84,7 +92,12 @@ def test_a_line_with_some_bytes_changed_is_read_alike_by_all_or_refused(data: st
     found = check_line(bytes(raw), 1)
     if isinstance(found, LineRequest):
         line = read_line(bytes(raw))
-        assert (line.custom_id, line.url, line.model, line.body) == (found.custom_id, found.endpoint, found.model, found.body)
+        assert (line.custom_id, line.url, line.model, line.body) == (
+            found.custom_id,
+            found.endpoint,
+            found.model,
+            found.body,
+        )
         assert isinstance(decode_json(line.body), dict)
         encode_json({"custom_id": line.custom_id})
         with contextlib.suppress(ApiError):

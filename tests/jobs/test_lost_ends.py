@@ -15,7 +15,15 @@ from jobs.ticker import Ticker
 from tests.support.batch_steps import answer_all, begin, step
 from tests.support.control_plane import failing
 from tests.support.integrity import faults
-from tests.support.store_batches import check_every_line_once, finished, lines_of, manifest_of, store_of, submit, under_way
+from tests.support.store_batches import (
+    check_every_line_once,
+    finished,
+    lines_of,
+    manifest_of,
+    store_of,
+    submit,
+    under_way,
+)
 
 
 class Killed(BaseException):
@@ -52,7 +60,9 @@ def killed_before_redis_knew(client: redis.Redis, record: BatchRecord, monkeypat
 
 @pytest.mark.parametrize("expiring", [False, True])
 @pytest.mark.parametrize("lost", ["drains", "end"])
-def test_a_redis_that_lost_the_end(redis_client: redis.Redis, redis_url: str, tmp_path: Path, lost: str, expiring: bool) -> None:
+def test_a_redis_that_lost_the_end(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, lost: str, expiring: bool
+) -> None:
     if lost == "drains":
         record = submit(redis_client, redis_url, tmp_path, lines_of(20))
         step(redis_client, record.id)
@@ -68,7 +78,11 @@ def test_a_redis_that_lost_the_end(redis_client: redis.Redis, redis_url: str, tm
         redis_client.hset(keys.batch(record.id), "expires_at", 1)
         Ticker(Queue(redis_client)).tick()
     again = step(redis_client, record.id)
-    assert (again.state, again.timestamps["completed"], again.usage) == ("completed", ended.timestamps["completed"], ended.usage)
+    assert (again.state, again.timestamps["completed"], again.usage) == (
+        "completed",
+        ended.timestamps["completed"],
+        ended.usage,
+    )
     check_every_line_once(redis_client, tmp_path, again, 20)
     assert Queue(redis_client).open_batches("") == []
 
@@ -158,7 +172,9 @@ def test_a_redis_that_lost_the_cancel(redis_client: redis.Redis, redis_url: str,
     cancel_batch(redis_client, record.id)
     for generations in (5, 10):  # while it is cancelling, and when it has ended
         roll_back(redis_client, saved)
-        redis_client.hincrby(keys.batch(record.id), "generation", generations)  # as the ticker does until it is beyond the manifest's
+        redis_client.hincrby(
+            keys.batch(record.id), "generation", generations
+        )  # as the ticker does until it is beyond the manifest's
         while not (ended := step(redis_client, record.id)).ended:
             assert ended.state == "cancelling"
         assert ended.state == "cancelled"

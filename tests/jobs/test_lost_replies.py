@@ -115,7 +115,11 @@ def proxied_jobs(redis_url: str) -> Iterator[LossyProxy]:
 
 @pytest.mark.parametrize("lose", WAYS)
 def test_whatever_the_control_plane_does(
-    redis_client: redis.Redis, redis_url: str, proxied_jobs: LossyProxy, tmp_path: Path, lose: Callable[[LossyProxy, int, int], None]
+    redis_client: redis.Redis,
+    redis_url: str,
+    proxied_jobs: LossyProxy,
+    tmp_path: Path,
+    lose: Callable[[LossyProxy, int, int], None],
 ) -> None:
     """Each reply to it in turn, of whatever command, or where that takes long some of them: the batch comes out the same."""
     proxied_queue = control._process_queue
@@ -151,4 +155,6 @@ def test_whatever_the_control_plane_does(
 
 def queue_keys(client: redis.Redis, batch: str) -> list[str]:
     """What is left that has to do with batches, but for the service they received, which is soon forgotten."""
-    return sorted(name.decode() for name in client.scan_iter("*batch*") if b"rq:" not in name and b":served:" not in name)
+    return sorted(
+        name.decode() for name in client.scan_iter("*batch*") if b"rq:" not in name and b":served:" not in name
+    )

@@ -21,7 +21,17 @@ from jobs.submission import TooManyBatches
 from jobs.ticker import Ticker
 from tests.support.batch_steps import run_to_end, step
 from tests.support.integrity import faults
-from tests.support.store_batches import finished, lines_of, manifest_of, put, serve, store_of, submit, submit_file, under_way
+from tests.support.store_batches import (
+    finished,
+    lines_of,
+    manifest_of,
+    put,
+    serve,
+    store_of,
+    submit,
+    submit_file,
+    under_way,
+)
 
 DAY = 24 * 3600
 
@@ -69,7 +79,9 @@ def test_an_emptied_redis_is_rebuilt_the_newest_first_while_the_rest_goes_on(
     assert faults(redis_client) == []
 
 
-def test_what_has_ended_is_rebuilt_without_a_write_to_disk(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_what_has_ended_is_rebuilt_without_a_write_to_disk(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     before = step(redis_client, finished(redis_client, redis_url, tmp_path).id)
     manifest = Path(before.spec.root, "manifest.json")
     stamp = manifest.stat().st_ino, manifest.stat().st_mtime_ns
@@ -162,7 +174,9 @@ def test_a_dead_job_is_found_though_a_tick_has_no_time_for_all(
     assert [Queue(redis_client).batch_fields(batch)["generation"] for batch in batches] == ["2"] * 3
 
 
-def test_no_more_is_asked_of_a_refused_batch_the_more_are_open(redis_client: redis.Redis, tmp_path: Path, store: FileStore) -> None:
+def test_no_more_is_asked_of_a_refused_batch_the_more_are_open(
+    redis_client: redis.Redis, tmp_path: Path, store: FileStore
+) -> None:
     file_id = put(store, lines_of(1))
     for _ in range(5):
         submit_file(redis_client, tmp_path, file_id, open_batches=5)
@@ -217,7 +231,9 @@ def test_a_clock_of_redis_that_ran_ahead_removes_nothing(
     assert store_of(redis_client, tmp_path).get("", str(record.output_file_id)).complete
 
 
-def test_what_is_wrong_with_a_file_stands_on_disk_alone(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_file_stands_on_disk_alone(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"nonsense\n" * 1200).id)
     assert (record.state, len(record.errors)) == ("failed", 1001)
     size: Any = redis_client.memory_usage(keys.batch(record.id))

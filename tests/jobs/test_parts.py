@@ -25,7 +25,9 @@ def test_a_part_gives_back_what_went_in(tmp_path: Path) -> None:
     assert part.lines == 3
     assert part.bytes == (tmp_path / "parts" / "p1").stat().st_size
     assert verify(str(tmp_path), part)
-    assert [(record.line, record.result) for record in read_part(str(tmp_path), "p1")] == [(line, result(line)) for line in (1, 5, 9)]
+    assert [(record.line, record.result) for record in read_part(str(tmp_path), "p1")] == [
+        (line, result(line)) for line in (1, 5, 9)
+    ]
 
 
 def test_every_torn_end_is_found(tmp_path: Path) -> None:

@@ -79,7 +79,9 @@ def test_a_shared_document_below_a_shared_system_prompt_stays_together(tmp_path:
 
 
 def test_unrelated_lines_run_longest_first(tmp_path: Path) -> None:
-    bodies: list[dict[str, Any]] = [{"prompt": f"{n} is a number " * 30, "max_tokens": (n * 37) % 101} for n in range(100)]
+    bodies: list[dict[str, Any]] = [
+        {"prompt": f"{n} is a number " * 30, "max_tokens": (n * 37) % 101} for n in range(100)
+    ]
     lengths = [bodies[index]["max_tokens"] for index in planned(tmp_path, bodies)]
     assert lengths == sorted(lengths, reverse=True)
 

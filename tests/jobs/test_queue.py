@@ -31,7 +31,9 @@ def _sound(redis_client: redis.Redis):
     assert faults(redis_client) == []
 
 
-def take(queue: Queue, worker: str, seq: int, limit: int = 10, models: list[str] | None = None, live_limit: int | None = None):
+def take(
+    queue: Queue, worker: str, seq: int, limit: int = 10, models: list[str] | None = None, live_limit: int | None = None
+):
     return queue.claim(worker, seq, limit, models=models or [MODEL], live_limit=live_limit)
 
 
@@ -174,7 +176,9 @@ class TestFairness:
             for claim, usage in zip(claims, usages, strict=True):
                 received[claim.key.batch] += usage.prompt_tokens + usage.completion_tokens if seq >= 100 else 0
             results = [Result(200, b"{}", usage, "req_1") for usage in usages]
-            queue.commit("w1", [Finished(claim.key, claim.fence, result) for claim, result in zip(claims, results, strict=True)])
+            queue.commit(
+                "w1", [Finished(claim.key, claim.fence, result) for claim, result in zip(claims, results, strict=True)]
+            )
         assert received["batch_steady"] / 1.5 <= received["batch_portions"] <= received["batch_steady"] * 1.5, received
 
     def test_who_comes_anew_starts_level_with_who_was_served_alone(self, queue: Queue) -> None:
@@ -334,7 +338,10 @@ class TestCommit:
         [claim] = take(queue, "w1", 1)
         queue.publish("w1", [delta(claim, 0, [5, 6], "ab")])
         commit_all(queue, "w1", [claim])
-        assert [(entry.entry_id, entry.token_ids()) for entry in queue.read_tokens({claim.key: "0-0"})] == [("2-0", [5, 6]), ("2-2", [])]
+        assert [(entry.entry_id, entry.token_ids()) for entry in queue.read_tokens({claim.key: "0-0"})] == [
+            ("2-0", [5, 6]),
+            ("2-2", []),
+        ]
 
     def test_rejects_a_live_call_that_never_started(self, queue: Queue) -> None:
         queue.submit("live_a", request(reply_to="api1"))
@@ -553,7 +560,9 @@ class TestCancel:
             queue.cancel_batch("batch_a")
         for worker in ("w1", "w2"):
             orders = queue.control_messages(worker, "0-0", 0)
-            assert [(order.batch, order.keys) for order in orders if order.kind == "cancel"] == [("batch_a", [])] * len(orders)
+            assert [(order.batch, order.keys) for order in orders if order.kind == "cancel"] == [("batch_a", [])] * len(
+                orders
+            )
             assert 1 <= len(orders) <= 3, "one for each call of the script that found lines of the worker"
         assert (queue.ready_length("batch_a"), queue.window_bytes("batch_a")) == (0, 0)
         assert queue.renew("w1", held(claims[5:])) == [claim.key for claim in claims[5:]]

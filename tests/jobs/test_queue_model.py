@@ -12,7 +12,14 @@ import pytest
 import redis
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from jobs import keys
 from jobs.queue import Queue
@@ -108,7 +115,9 @@ class QueueModel(RuleBasedStateMachine):
 
     def held_by(self, worker: str) -> list[RequestKey]:
         """In the order of their fences."""
-        return sorted((key for key, known in self.known.items() if known.worker == worker), key=lambda key: self.known[key].fence)
+        return sorted(
+            (key for key, known in self.known.items() if known.worker == worker), key=lambda key: self.known[key].fence
+        )
 
     @initialize(dice=st.randoms(use_true_random=False))
     def make_batches(self, dice: random.Random) -> None:
@@ -207,7 +216,12 @@ class QueueModel(RuleBasedStateMachine):
         return (known.worker, known.fence) == (worker, claim.fence)
 
     @precondition(lambda self: any(self.claims))
-    @rule(data=st.data(), count=st.integers(1, 3), choices=st.sets(st.integers(0, CHOICES - 1), min_size=1), generated=st.integers(-5, 9))
+    @rule(
+        data=st.data(),
+        count=st.integers(1, 3),
+        choices=st.sets(st.integers(0, CHOICES - 1), min_size=1),
+        generated=st.integers(-5, 9),
+    )
     def publish(self, data: st.DataObject, count: int, choices: set[int], generated: int) -> None:
         """Tokens of some choices; those of the first one with their log probabilities."""
         worker, chosen, lost = self.pick(data)
@@ -215,7 +229,9 @@ class QueueModel(RuleBasedStateMachine):
         for claim in chosen:
             known = self.known[claim.key]
             chunks = [chunk_of(choice, len(known.tokens.get(choice, [])), count) for choice in sorted(choices)]
-            deltas.append(Delta(claim.key, claim.fence, known.total + count * len(chunks), chunks, claim.request.reply_to))
+            deltas.append(
+                Delta(claim.key, claim.fence, known.total + count * len(chunks), chunks, claim.request.reply_to)
+            )
         assert self.queue.publish(worker, deltas, self.say_count(worker, generated, bool(deltas))) == lost
         for item in deltas:
             for chunk in item.chunks if item.key not in lost else []:
@@ -289,7 +305,9 @@ class QueueModel(RuleBasedStateMachine):
     def core_dies(self, data: st.DataObject) -> None:
         self.blame(*self.pick(data))
 
-    @precondition(lambda self: self.free_slots() and (self.groups or any(known.waiting for known in self.known.values())))
+    @precondition(
+        lambda self: self.free_slots() and (self.groups or any(known.waiting for known in self.known.values()))
+    )
     @rule(data=st.data(), fate=st.sampled_from(["dies", "dies", "acquits", "gives back", "runs on"]))
     def run_with_nothing_else(self, data: st.DataObject, fate: str) -> None:
         """Claims, and all of it fares in the same way: how suspects get on."""
@@ -354,7 +372,9 @@ class QueueModel(RuleBasedStateMachine):
     @precondition(lambda self: any(key.live and not known.ended for key, known in self.known.items()))
     @rule(data=st.data())
     def cancel_live(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(key for key, known in self.known.items() if key.live and not known.ended)))
+        key = data.draw(
+            st.sampled_from(sorted(key for key, known in self.known.items() if key.live and not known.ended))
+        )
         self.queue.cancel([key])
         self.end(key, "cancelled")
 
@@ -374,7 +394,11 @@ class QueueModel(RuleBasedStateMachine):
     @rule(batch=st.sampled_from(BATCHES))
     def drain(self, batch: str) -> None:
         there = [line for line, _ in self.queue.results(batch)]
-        done = {key.line for key, known in self.known.items() if key.batch == batch and known.ended in ("completed", "failed")}
+        done = {
+            key.line
+            for key, known in self.known.items()
+            if key.batch == batch and known.ended in ("completed", "failed")
+        }
         assert set(there) == done - self.drained[batch]
         if there:
             part = f"part-{len(self.drained[batch])}"
@@ -414,7 +438,9 @@ class QueueModel(RuleBasedStateMachine):
         for batch in BATCHES if self.known else ():
             record = self.queue.batch_fields(batch)
             for how in ("completed", "failed"):
-                assert int(record[how]) == sum(known.ended == how for key, known in self.known.items() if key.batch == batch)
+                assert int(record[how]) == sum(
+                    known.ended == how for key, known in self.known.items() if key.batch == batch
+                )
         assert self.queue.token_totals() == (sum(self.counts.values()), self.delivered)
 
     def teardown(self) -> None:
@@ -430,7 +456,9 @@ class QueueModel(RuleBasedStateMachine):
 def chunk_of(choice: int, first: int, count: int) -> TokenChunk:
     """Tokens that are numbered, each of one character."""
     token_ids = list(range(first, first + count))
-    logprobs = [PositionLogprobs(TokenLogprob(token_id, b"x", -0.5, 1), []) for token_id in token_ids] if choice == 0 else None
+    logprobs = (
+        [PositionLogprobs(TokenLogprob(token_id, b"x", -0.5, 1), []) for token_id in token_ids] if choice == 0 else None
+    )
     return TokenChunk(choice, first, token_ids, "x" * count, first, logprobs)
 
 

@@ -40,7 +40,10 @@ class Race:
 
     def run(self, kills: int, deadline: float) -> None:
         threads = [threading.Thread(target=self.guard, args=(self.work, number)) for number in range(WORKERS)]
-        threads += [threading.Thread(target=self.guard, args=(self.tick, 0)), threading.Thread(target=self.guard, args=(self.lose, 0))]
+        threads += [
+            threading.Thread(target=self.guard, args=(self.tick, 0)),
+            threading.Thread(target=self.guard, args=(self.lose, 0)),
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -52,7 +55,11 @@ class Race:
                 self.server.start()
                 keep_all_that_is_said(self.server)
             queue = Queue(connect(self.server.url), SETTINGS)
-            wait_until(lambda: self.errors or all(self.is_done(queue, batch) for batch in self.batches), deadline, "every line is done")
+            wait_until(
+                lambda: self.errors or all(self.is_done(queue, batch) for batch in self.batches),
+                deadline,
+                "every line is done",
+            )
         finally:
             self.over.set()
             for thread in threads:
@@ -117,7 +124,10 @@ class Race:
             if before != list(range(len(before))):
                 raise AssertionError(f"{claim.key} has the checkpoint {before}")
             count = dice.randint(1, 3)
-            queue.publish(worker, [delta(claim, len(before), list(range(len(before), len(before) + count)), "x" * count, len(before))])
+            queue.publish(
+                worker,
+                [delta(claim, len(before), list(range(len(before), len(before) + count)), "x" * count, len(before))],
+            )
         queue.renew(worker, held(claims))
 
     def commit(self, queue: Queue, worker: str, claims: list[Claim]) -> None:
@@ -138,7 +148,9 @@ def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
         started = time.monotonic()
         contest = Race(server, proxy, batches, seed)
         contest.run(kills, deadline)
-        print(f"{2 * lines} requests, {proxy.lost} lost replies, {kills} killed servers, {time.monotonic() - started:.1f} s")
+        print(
+            f"{2 * lines} requests, {proxy.lost} lost replies, {kills} killed servers, {time.monotonic() - started:.1f} s"
+        )
         assert faults(client) == []
         assert [key for key, count in contest.won.items() if count > 1] == []
         for batch in batches:

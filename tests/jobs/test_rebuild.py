@@ -30,7 +30,14 @@ def in_store(client: redis.Redis, url: str, store: Path, name: str, count: int) 
     root = store / "batches" / name
     root.mkdir(parents=True)
     source = write_input(root / "in.jsonl", count)
-    spec = BatchSpec(input=str(source), root=str(root), output=str(root / "out.jsonl"), error_file="inline", models=("m",), tenant="t")
+    spec = BatchSpec(
+        input=str(source),
+        root=str(root),
+        output=str(root / "out.jsonl"),
+        error_file="inline",
+        models=("m",),
+        tenant="t",
+    )
     return create_batch(client, spec).id
 
 
@@ -65,7 +72,9 @@ def test_every_state_comes_back(redis_client: redis.Redis, redis_url: str, tmp_p
         record = run_to_end(redis_client, ids[name])
         assert (record.state, record.completed + record.failed) == ("completed", 20)
     check_echoes(tmp_path / "batches" / "finishing" / "out.jsonl", 20)
-    assert [line["custom_id"] for line in read_jsonl(tmp_path / "batches" / "running" / "out.jsonl")] == [f"c{n}" for n in range(1, 21)]
+    assert [line["custom_id"] for line in read_jsonl(tmp_path / "batches" / "running" / "out.jsonl")] == [
+        f"c{n}" for n in range(1, 21)
+    ]
     assert faults(redis_client) == []
 
 
@@ -98,7 +107,9 @@ def test_a_cancel_survives(redis_client: redis.Redis, redis_url: str, tmp_path: 
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]"])
-def test_a_broken_manifest_does_not_hold_up_the_others(redis_client: redis.Redis, redis_url: str, tmp_path: Path, content: bytes) -> None:
+def test_a_broken_manifest_does_not_hold_up_the_others(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, content: bytes
+) -> None:
     in_store(redis_client, redis_url, tmp_path, "a", 1)
     batch = in_store(redis_client, redis_url, tmp_path, "b", 1)
     (tmp_path / "batches" / "a" / "manifest.json").write_bytes(content)
@@ -131,7 +142,9 @@ def test_a_file_store_that_cannot_be_read_does_not_end_the_ticker(
     assert "Input/output error" in caplog.text
 
 
-def test_jobs_of_the_lost_record_are_of_an_old_generation(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_jobs_of_the_lost_record_are_of_an_old_generation(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     batch = in_store(redis_client, redis_url, tmp_path, "b", 1)
     old = int(Queue(redis_client).batch_fields(batch)["generation"])
     redis_client.flushall()
@@ -146,7 +159,9 @@ def test_everything_killed_and_started_again(tmp_path: Path) -> None:
     """The whole stack dies with its private server, twice; what is on disk is never done again, and every line ends once."""
     source = write_input(tmp_path / "in.jsonl", 2000)
     output = tmp_path / "out.jsonl"
-    spec = BatchSpec(input=str(source), root=str(tmp_path / "out.parts"), output=str(output), error_file="inline", models=("m",))
+    spec = BatchSpec(
+        input=str(source), root=str(tmp_path / "out.parts"), output=str(output), error_file="inline", models=("m",)
+    )
     kept: set[int] = set()
     for share in (0.2, 0.6, 1.0):
         seen: set[int] = set()

@@ -48,7 +48,9 @@ class TestWorkers:
         left = float(redis_client.zscore(keys.ALIVE, "w1")) / 1000 - time.time()
         assert 0 < left <= STOPPED_SECONDS
 
-    def test_a_state_that_did_not_arrive_is_written_by_the_next_renewal(self, redis_client: redis.Redis, redis_url: str) -> None:
+    def test_a_state_that_did_not_arrive_is_written_by_the_next_renewal(
+        self, redis_client: redis.Redis, redis_url: str
+    ) -> None:
         with tempfile.TemporaryDirectory() as folder:
             way = Path(folder) / "redis.sock"
             way.symlink_to(redis_url.removeprefix("unix://"))
@@ -81,7 +83,9 @@ class TestWorkers:
         assert [worker.id for worker in queue.workers()] == ["w1"]
         assert redis_client.smembers(keys.serving(MODEL)) == {b"w1"}
 
-    def test_a_record_that_is_being_written_again_does_not_outlast_its_removal(self, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_record_that_is_being_written_again_does_not_outlast_its_removal(
+        self, queue: Queue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         call, removal = queue._scripts.call, threading.Thread(target=queue.remove_worker, args=("w1",))
 
         def remove_meanwhile(name: str, arguments: list[Any]) -> Any:
@@ -169,7 +173,10 @@ class TestWatch:
         queue.publish("w1", [delta(claim, 0, [1], "a") for claim in claims])
         queue.commit("w1", [finished(claim, last=delta(claim, 1, [2], "b", 1)) for claim in claims])
         entries = queue.read_tokens({claim.key: FIRST_ID for claim in claims})
-        assert [(entry.key, entry.token_ids(), entry.result is not None) for entry in entries] == [(key, [1], False), (key, [2], True)]
+        assert [(entry.key, entry.token_ids(), entry.result is not None) for entry in entries] == [
+            (key, [1], False),
+            (key, [2], True),
+        ]
 
     def test_is_known_to_the_next_worker(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 2)

@@ -23,7 +23,9 @@ USAGE = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=4)
 
 
 def test_output_line_of_a_success() -> None:
-    result = Result(200, encode_json(chat_body("chatcmpl-1", "m", [Choice(0, "é\n", "stop")], USAGE, 1)), USAGE, "req_1")
+    result = Result(
+        200, encode_json(chat_body("chatcmpl-1", "m", [Choice(0, "é\n", "stop")], USAGE, 1)), USAGE, "req_1"
+    )
     line = json.loads(output_line("my id ☃", result, batch_request_id("batch_abc", 17)))
     assert list(line) == ["id", "custom_id", "response", "error"]
     assert (line["id"], line["custom_id"], line["error"]) == ("batch_req_abc_17", "my id ☃", None)
@@ -36,7 +38,12 @@ def test_output_line_of_an_error_says_it_twice() -> None:
     line = json.loads(output_line("a", error.result("req_1"), "batch_req_1"))
     assert line["response"]["status_code"] == 400
     assert line["response"]["body"] == {
-        "error": {"message": "too long", "type": "invalid_request_error", "param": "messages", "code": "context_length_exceeded"}
+        "error": {
+            "message": "too long",
+            "type": "invalid_request_error",
+            "param": "messages",
+            "code": "context_length_exceeded",
+        }
     }
     assert line["error"] == {"code": "context_length_exceeded", "message": "too long"}
 
@@ -57,7 +64,14 @@ def test_unanswered_line() -> None:
 
 @pytest.mark.parametrize(
     ("text", "read"),
-    [("\x00", "\x00"), ("\u2028", "\u2028"), ("😀", "😀"), ("\ud800", "\ufffd"), ("a\udfffb", "a\ufffdb"), ("😀\ud83d", "😀\ufffd")],
+    [
+        ("\x00", "\x00"),
+        ("\u2028", "\u2028"),
+        ("😀", "😀"),
+        ("\ud800", "\ufffd"),
+        ("a\udfffb", "a\ufffdb"),
+        ("😀\ud83d", "😀\ufffd"),
+    ],
 )
 def test_every_text_can_be_written_for_strict_readers(text: str, read: str) -> None:
     assert msgspec.json.decode(encode_json({"a": text})) == {"a": read}

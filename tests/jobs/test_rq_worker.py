@@ -53,7 +53,11 @@ def test_a_small_batch_runs_through_without_waiting(redis_client: redis.Redis, r
 
 def test_idle_processes_rest(redis_client: redis.Redis, redis_url: str) -> None:
     with control_plane(redis_url) as plane:
-        wait_until(lambda: redis_client.exists("{q}:leader") and len(redis_client.smembers("rq:workers")) == 2, 60, "processes are up")
+        wait_until(
+            lambda: redis_client.exists("{q}:leader") and len(redis_client.smembers("rq:workers")) == 2,
+            60,
+            "processes are up",
+        )
         wait_for_rest([process.pid for process in plane.processes.values()], 0.015)
 
 
@@ -72,7 +76,9 @@ def forget_everything() -> None:
     process_queue().redis.flushall()
 
 
-def test_a_job_that_redis_forgot_ends_without_a_trace(redis_client: redis.Redis, redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_redis_forgot_ends_without_a_trace(
+    redis_client: redis.Redis, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     use_server(redis_url)
     jobs = JobQueue("advance", connection=redis_client, serializer=JSONSerializer)
     jobs.enqueue_call(forget_everything, job_id="forgotten", timeout=-1, result_ttl=0)
@@ -124,7 +130,11 @@ def test_children_die_with_their_parent(redis_client: redis.Redis, redis_url: st
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    ready = (lambda: redis_client.exists("{q}:leader")) if name == "ticker" else (lambda: redis_client.smembers("rq:workers"))
+    ready = (
+        (lambda: redis_client.exists("{q}:leader"))
+        if name == "ticker"
+        else (lambda: redis_client.smembers("rq:workers"))
+    )
     wait_until(ready, 60, "the child is up")
     parent.send_signal(signal.SIGKILL)
     parent.wait()
@@ -138,7 +148,9 @@ def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
         keep_all_that_is_said(server)  # a batch of which Redis lost the record would not come back
         batch = create_batch(client, spec_of(source)).id
         for fraction in (0.1, 0.5):
-            wait_until(lambda least=2000 * fraction: get_batch(client, batch).completed > least, 60, "some lines are done")  # type: ignore[misc]
+            wait_until(
+                lambda least=2000 * fraction: get_batch(client, batch).completed > least, 60, "some lines are done"
+            )  # type: ignore[misc]
             os.kill(server.pid, signal.SIGKILL)
             server.stop()
             server.start()
@@ -151,7 +163,9 @@ def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
     check_echoes(tmp_path / "out.jsonl", 2000)
 
 
-def test_a_small_batch_does_not_wait_while_a_large_one_is_read(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_small_batch_does_not_wait_while_a_large_one_is_read(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     large = write_input(tmp_path / "large" / "in.jsonl", 200_000)
     small = write_input(tmp_path / "small" / "in.jsonl", 5)
     with control_plane(redis_url, environment=slow_reading(large, 0.0005)) as plane, Answering(redis_url):

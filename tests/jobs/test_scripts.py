@@ -31,7 +31,9 @@ def test_every_file_is_a_script_and_says_what_it_takes_and_returns() -> None:
 def test_key_names_are_the_same_in_lua(redis_client: redis.Redis) -> None:
     table = keys.lua_table({"LEASES", "tokens", "ready"})
     script = f"{table}\nreturn {{key.LEASES, key.tokens('b/1'), key.ready('b', 'm/x')}}"
-    assert redis_client.eval(script, 0) == [name.encode() for name in (keys.LEASES, keys.tokens("b/1"), keys.ready("b", "m/x"))]
+    assert redis_client.eval(script, 0) == [
+        name.encode() for name in (keys.LEASES, keys.tokens("b/1"), keys.ready("b", "m/x"))
+    ]
 
 
 def test_scripts_are_loaded_again_after_the_server_lost_them(queue: Queue, redis_client: redis.Redis) -> None:
@@ -44,7 +46,9 @@ def test_scripts_are_loaded_again_after_the_server_lost_them(queue: Queue, redis
     ("setting", "said"),
     [({"maxmemory": "1"}, "out of memory"), ({"min-replicas-to-write": "1"}, "too few replicas")],
 )
-def test_what_the_server_refuses_is_said_and_nothing_is_half_done(redis_client: redis.Redis, setting: dict[str, str], said: str) -> None:
+def test_what_the_server_refuses_is_said_and_nothing_is_half_done(
+    redis_client: redis.Redis, setting: dict[str, str], said: str
+) -> None:
     queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0))
     start_batch(queue, "batch_a", 2)
     for name, value in setting.items():

@@ -32,7 +32,9 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     ("WINDOW_BYTES", "0", "WINDOW_BYTES must be a whole number above 0, got '0'"),
     ("REDIS_RETRY_SECONDS", "-1", "REDIS_RETRY_SECONDS must be a number from 0 up, got '-1'"),
 ])  # fmt: skip
-def test_what_cannot_be_used_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str) -> None:
+def test_what_cannot_be_used_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, says: str
+) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(SettingsError, match=says):
         QueueSettings()
@@ -47,5 +49,7 @@ def test_what_its_maker_says_is_checked_too() -> None:
 
 
 def test_no_process_of_the_queue_waits_for_pydantic() -> None:
-    code = "import sys, jobs.rq_worker, jobs.ticker, workers.worker, pipeline.batch_run; print('pydantic' in sys.modules)"
+    code = (
+        "import sys, jobs.rq_worker, jobs.ticker, workers.worker, pipeline.batch_run; print('pydantic' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

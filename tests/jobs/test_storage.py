@@ -130,9 +130,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def test_a_kill_leaves_a_file_that_sweep_removes(tmp_path: Path) -> None:
-    script = (
-        f"from jobs.storage import *; w = AtomicWriter({str(tmp_path / 'a')!r}); w.write(b'x' * 10**6); import os; os.kill(os.getpid(), 9)"
-    )
+    script = f"from jobs.storage import *; w = AtomicWriter({str(tmp_path / 'a')!r}); w.write(b'x' * 10**6); import os; os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
     assert list_names(str(tmp_path)) != []
     sweep(str(tmp_path))
@@ -140,9 +138,7 @@ def test_a_kill_leaves_a_file_that_sweep_removes(tmp_path: Path) -> None:
 
 
 def test_the_kernel_lets_go_of_a_dead_holder_s_folder(tmp_path: Path) -> None:
-    script = (
-        f"import time\nfrom jobs.storage import exclusive\nwith exclusive({str(tmp_path)!r}, 0): print('held', flush=True); time.sleep(600)"
-    )
+    script = f"import time\nfrom jobs.storage import exclusive\nwith exclusive({str(tmp_path)!r}, 0): print('held', flush=True); time.sleep(600)"
     holder = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
@@ -168,14 +164,22 @@ def test_locations() -> None:
     assert storage.local_path("s3://bucket/a") is None
 
 
-def test_a_batch_whose_files_are_remote(redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_whose_files_are_remote(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     behind_pyarrow(monkeypatch)
     source = write_input(tmp_path / "in.jsonl", 50)
     begin(redis_client, redis_url, write_input(tmp_path / "other" / "in.jsonl", 1))
     store = f"store://{tmp_path}"
     with pytest.raises(BatchRefused, match="is remote: it must stand on a file system that has locks"):
         create_batch(redis_client, BatchSpec(input=f"{store}/in.jsonl", root=f"{store}/b", models=("m",)))
-    spec = BatchSpec(input=f"{store}/in.jsonl", root=str(tmp_path / "b"), output=f"{store}/out.jsonl", error_file="inline", models=("m",))
+    spec = BatchSpec(
+        input=f"{store}/in.jsonl",
+        root=str(tmp_path / "b"),
+        output=f"{store}/out.jsonl",
+        error_file="inline",
+        models=("m",),
+    )
     assert run_to_end(redis_client, create_batch(redis_client, spec).id).completed == 50
     check_echoes(source.with_name("out.jsonl"), 50)
 

@@ -73,7 +73,9 @@ def test_where_there_are_no_links_it_is_copied(
     assert run_to_end(redis_client, record.id).completed == 5
 
 
-def test_a_full_disk_makes_no_batch(redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_makes_no_batch(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -135,7 +137,9 @@ def test_a_redis_that_fills_up_while_a_batch_is_made(
     assert redis_client.smembers(keys.ACTIVE) == set()
 
 
-@pytest.mark.parametrize("point", ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "activate", "transition", "enqueue"])
+@pytest.mark.parametrize(
+    "point", ["open_batch", "mkdir", "link", "save_manifest", "list_batch", "activate", "transition", "enqueue"]
+)
 @pytest.mark.parametrize("after", [False, True])
 def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
@@ -175,7 +179,9 @@ def points_in_order(point: str, after: bool) -> int:
     return 2 * order.index(point) + after
 
 
-def test_an_input_file_that_cannot_be_used_fails_the_batch(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_an_input_file_that_cannot_be_used_fails_the_batch(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     serve(redis_client, redis_url, "m")
     store = store_of(redis_client, tmp_path)
     gone = put(store, lines_of(1))
@@ -184,8 +190,16 @@ def test_an_input_file_that_cannot_be_used_fails_the_batch(redis_client: redis.R
     for file_id in ("file-unknown", "../../../etc/passwd", "", gone, *others):
         record = step(redis_client, submit_file(redis_client, tmp_path, file_id).id)
         assert (record.state, codes(record)) == ("failed", [("invalid_request", None, "file_id")]), file_id
-        assert (record.total, record.completed, record.failed, record.output_file_id, record.error_file_id) == (0, 0, 0, None, None)
-        assert [path.name for path in Path(record.spec.root).iterdir() if not path.name.startswith(".")] == ["manifest.json"]
+        assert (record.total, record.completed, record.failed, record.output_file_id, record.error_file_id) == (
+            0,
+            0,
+            0,
+            None,
+            None,
+        )
+        assert [path.name for path in Path(record.spec.root).iterdir() if not path.name.startswith(".")] == [
+            "manifest.json"
+        ]
     assert len(list_batches(Queue(redis_client), "", None, 10).items) == 6
     assert faults(redis_client) == []
 
@@ -195,7 +209,9 @@ def changed(custom_id: str, /, **fields: Any) -> bytes:
     return json.dumps({name: value for name, value in line.items() if value is not ...}).encode() + b"\n"
 
 
-def test_every_bad_line_has_an_entry_with_openai_s_code(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_every_bad_line_has_an_entry_with_openai_s_code(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     lines = [
         chat_line("good"),
@@ -261,7 +277,12 @@ def test_completions_need_a_prompt(redis_client: redis.Redis, redis_url: str, tm
     ],
 )
 def test_a_file_that_is_bad_as_a_whole(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, data: bytes, filename: str, expected: tuple[str, None, str | None]
+    redis_client: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    data: bytes,
+    filename: str,
+    expected: tuple[str, None, str | None],
 ) -> None:
     record = step(redis_client, submit(redis_client, redis_url, tmp_path, data, filename, max_lines=5).id)
     assert (record.state, codes(record)) == ("failed", [expected])
@@ -278,11 +299,21 @@ def test_a_file_that_unfolds_fails_its_batch_in_one_sentence(
     monkeypatch.setattr(validate, "_PARQUET_MEMORY_BYTES", 300 << 20)
     if suffix == ".parquet":
         path = tmp_path / "in.parquet"
-        prompts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64, pyarrow.int32()), pyarrow.array(["x" * (4 << 20)]))
-        parquet.write_table(pyarrow.table({"custom_id": [str(n) for n in range(64)], "prompt": prompts}), path, compression="zstd")
-        data, why = path.read_bytes(), "The input file needs more than 300 MiB of memory to be read: write it with smaller pages"
+        prompts = pyarrow.DictionaryArray.from_arrays(
+            pyarrow.array([0] * 64, pyarrow.int32()), pyarrow.array(["x" * (4 << 20)])
+        )
+        parquet.write_table(
+            pyarrow.table({"custom_id": [str(n) for n in range(64)], "prompt": prompts}), path, compression="zstd"
+        )
+        data, why = (
+            path.read_bytes(),
+            "The input file needs more than 300 MiB of memory to be read: write it with smaller pages",
+        )
     elif suffix == ".jsonl.gz":
-        data, why = gzip.compress(b"\n" * 10_000_000), "The input file holds more than 5000000 bytes when it is unpacked"
+        data, why = (
+            gzip.compress(b"\n" * 10_000_000),
+            "The input file holds more than 5000000 bytes when it is unpacked",
+        )
     else:
         data, why = b"\n" * 10_001 + lines_of(1), "The input file holds more than 10000 blank lines."
     record = step(redis_client, submit(redis_client, redis_url, tmp_path, data, f"in{suffix}", max_lines=50).id)
@@ -291,21 +322,27 @@ def test_a_file_that_unfolds_fails_its_batch_in_one_sentence(
     assert not {name.name for name in Path(record.spec.root).iterdir()} & {"lines.jsonl", "lines.index"}
 
 
-def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"bad\n" * 1500).id)
     assert len(record.errors) == 1001
     assert (record.errors[999].line, record.errors[1000].line) == (1000, None)
     assert record.errors[1000].message.startswith("500 more lines are bad")
 
 
-def test_a_model_without_a_worker_is_known_and_waited_for(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_model_without_a_worker_is_known_and_waited_for(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     record = submit(redis_client, redis_url, tmp_path, lines_of(3, model="idle"))
     serve(redis_client, redis_url, "idle")
     Queue(redis_client).remove_worker("w")
     assert step(redis_client, record.id).state == "in_progress"
 
 
-def test_a_model_that_is_first_heard_of_while_the_file_is_checked(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_model_that_is_first_heard_of_while_the_file_is_checked(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     """An emptied Redis hears of models as their workers renew their leases."""
     record = submit(redis_client, redis_url, tmp_path, lines_of(3))
     redis_client.delete("{q}:models")
@@ -324,14 +361,19 @@ def test_tokens_that_may_be_queued(redis_client: redis.Redis, redis_url: str, tm
     second = submit(redis_client, redis_url, tmp_path, data, tenant="t", queued_tokens=most)
     refused = step(redis_client, second.id)
     assert (refused.state, codes(refused)) == ("failed", [("token_limit_exceeded", None, None)])
-    assert step(redis_client, submit(redis_client, redis_url, tmp_path, data, tenant="u", queued_tokens=most).id).state == "in_progress"
+    assert (
+        step(redis_client, submit(redis_client, redis_url, tmp_path, data, tenant="u", queued_tokens=most).id).state
+        == "in_progress"
+    )
     run_to_end(redis_client, first.id)
     Queue(redis_client).open_batch("t", first.id, None)  # it has ended, and is still counted for a moment
     third = submit(redis_client, redis_url, tmp_path, data, tenant="t", queued_tokens=most)
     assert step(redis_client, third.id).state == "in_progress"
 
 
-def test_a_tenant_has_no_more_open_batches_than_it_may(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_tenant_has_no_more_open_batches_than_it_may(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     serve(redis_client, redis_url, "m")
     file_id = put(store_of(redis_client, tmp_path), lines_of(2), tenant="t")
     made: list[BatchRecord] = []
@@ -350,14 +392,22 @@ def test_a_tenant_has_no_more_open_batches_than_it_may(redis_client: redis.Redis
         thread.join()
     assert (len(made), len(refused)) == (3, 5)
     assert len(list((tmp_path / "store" / "batches").iterdir())) == 3
-    submit_file(redis_client, tmp_path, put(store_of(redis_client, tmp_path), lines_of(2), tenant="u"), tenant="u", open_batches=1)
+    submit_file(
+        redis_client,
+        tmp_path,
+        put(store_of(redis_client, tmp_path), lines_of(2), tenant="u"),
+        tenant="u",
+        open_batches=1,
+    )
     run_to_end(redis_client, made[0].id)
     ask()
     ask()
     assert (len(made), len(refused)) == (4, 6)
 
 
-def test_a_place_that_a_killed_maker_took_is_given_away(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_place_that_a_killed_maker_took_is_given_away(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     serve(redis_client, redis_url, "m")
     queue = Queue(redis_client)
     old, fresh = (f"batch_{int((queue.now() - age) * 1e6):013x}{0:011x}" for age in (90, 1))
@@ -384,11 +434,16 @@ def test_lines_are_found_by_number(redis_client: redis.Redis, redis_url: str, tm
 @pytest.mark.parametrize("form", ["in.jsonl.gz", "in.jsonl.zst", "in.parquet"])
 def test_other_forms_of_input(redis_client: redis.Redis, redis_url: str, tmp_path: Path, form: str) -> None:
     if form.endswith("parquet"):
-        rows = [{"custom_id": f"c{n}", "messages": [{"role": "user", "content": f"say {n}"}], "model": "m"} for n in range(1, 8)]
+        rows = [
+            {"custom_id": f"c{n}", "messages": [{"role": "user", "content": f"say {n}"}], "model": "m"}
+            for n in range(1, 8)
+        ]
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / form)
         data = (tmp_path / form).read_bytes()
     else:
-        data = gzip.compress(lines_of(7)) if form.endswith("gz") else pyarrow.compress(lines_of(7), "zstd", asbytes=True)
+        data = (
+            gzip.compress(lines_of(7)) if form.endswith("gz") else pyarrow.compress(lines_of(7), "zstd", asbytes=True)
+        )
     record = submit(redis_client, redis_url, tmp_path, data, form)
     ended = run_to_end(redis_client, record.id, failing(3))
     assert (ended.completed, ended.failed) == (6, 1)

@@ -71,7 +71,13 @@ def test_results_expire(redis_client: redis.Redis, redis_url: str, tmp_path: Pat
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("emptied", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_finalise_killed_anywhere_writes_the_same(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool, emptied: bool
+    redis_client: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
+    after: bool,
+    emptied: bool,
 ) -> None:
     failures = () if point == "drop" else (3,)  # which is for a file without lines
     record = finished(redis_client, redis_url, tmp_path, failures)
@@ -118,7 +124,10 @@ def test_cancelled_while_it_runs(redis_client: redis.Redis, redis_url: str, tmp_
     ended = run_to_end(redis_client, record.id)
     assert (ended.state, ended.completed, ended.failed) == ("cancelled", 7, 13)
     check_every_line_once(redis_client, tmp_path, ended, 20)
-    errors = [json.loads(line)["error"]["code"] for line in content_of(redis_client, tmp_path, ended.error_file_id).splitlines()]
+    errors = [
+        json.loads(line)["error"]["code"]
+        for line in content_of(redis_client, tmp_path, ended.error_file_id).splitlines()
+    ]
     assert sorted(errors) == ["bad_luck"] + ["batch_cancelled"] * 12
     assert cancel_batch(redis_client, record.id) == ended
 
@@ -164,7 +173,9 @@ def test_a_window_that_closes(redis_client: redis.Redis, redis_url: str, tmp_pat
     check_every_line_once(redis_client, tmp_path, ended, 20)
 
 
-def test_cancelled_and_expired_before_anything_was_known(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_cancelled_and_expired_before_anything_was_known(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     first, second = (submit(redis_client, redis_url, tmp_path, lines_of(5)) for _ in range(2))
     cancel_batch(redis_client, first.id)
     redis_client.hset("{q}:batch:" + second.id, "expires_at", 1)
@@ -200,7 +211,9 @@ def test_cancelled_at_the_moment_in_which_validation_ends(
 
 
 @pytest.mark.parametrize("state", ["validating", "in_progress", "finalizing", "cancelling", "completed", "failed"])
-def test_an_emptied_redis_gets_everything_back(redis_client: redis.Redis, redis_url: str, tmp_path: Path, state: str) -> None:
+def test_an_emptied_redis_gets_everything_back(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, state: str
+) -> None:
     if state == "failed":
         record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"bad\n", tenant="t").id)
     elif state == "validating":
@@ -218,7 +231,17 @@ def test_an_emptied_redis_gets_everything_back(redis_client: redis.Redis, redis_
     serve(redis_client, redis_url, "m")
     rebuild_all(Queue(redis_client), str(tmp_path / "store"))
     again = get_batch(redis_client, record.id)
-    shown = ("spec", "models", "errors", "output_file_id", "error_file_id", "stored_completed", "stored_failed", "total", "usage")
+    shown = (
+        "spec",
+        "models",
+        "errors",
+        "output_file_id",
+        "error_file_id",
+        "stored_completed",
+        "stored_failed",
+        "total",
+        "usage",
+    )
     assert [getattr(again, name) for name in shown] == [getattr(before, name) for name in shown]
     assert set(before.timestamps) <= {*again.timestamps, "cancelling"}
     assert [found.id for found in list_batches(Queue(redis_client), "t", None, 10).items] == [record.id]
@@ -232,7 +255,9 @@ def test_an_emptied_redis_gets_everything_back(redis_client: redis.Redis, redis_
     check_every_line_once(redis_client, tmp_path, ended, 20)
 
 
-def test_batches_that_ended_long_ago_go_and_others_stay(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_batches_that_ended_long_ago_go_and_others_stay(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     old, young, running = (submit(redis_client, redis_url, tmp_path, lines_of(3)) for _ in range(3))
     run_to_end(redis_client, old.id)
     run_to_end(redis_client, young.id)
@@ -268,7 +293,9 @@ def test_a_disk_that_is_full_when_results_are_written(
     check_every_line_once(redis_client, tmp_path, run_to_end(redis_client, record.id), 20)
 
 
-def test_what_breaks_on_disk_runs_again_and_is_logged_once(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_what_breaks_on_disk_runs_again_and_is_logged_once(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     record = finished(redis_client, redis_url, tmp_path)
     seen = log_of(record)
     for part in (Path(record.spec.root) / "parts").iterdir():

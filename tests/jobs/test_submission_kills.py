@@ -22,7 +22,15 @@ from tests.support.waiting import wait_until
 
 SEED = 20261121
 LINES = 150
-FORWARD = {"validating": 0, "in_progress": 1, "finalizing": 2, "cancelling": 3, "completed": 4, "expired": 4, "cancelled": 4}
+FORWARD = {
+    "validating": 0,
+    "in_progress": 1,
+    "finalizing": 2,
+    "cancelling": 3,
+    "completed": 4,
+    "expired": 4,
+    "cancelled": 4,
+}
 
 
 class Reader(threading.Thread):
@@ -50,7 +58,9 @@ class Reader(threading.Thread):
                 record = get_batch(self._client, batch)
                 seen = (FORWARD[record.state], record.stored_completed, record.stored_failed, self._log(record))
                 before = last.get(batch, (0, 0, 0, b""))
-                if any(new < old for new, old in zip(seen[:3], before[:3], strict=True)) or not seen[3].startswith(before[3]):
+                if any(new < old for new, old in zip(seen[:3], before[:3], strict=True)) or not seen[3].startswith(
+                    before[3]
+                ):
                     self.found.append(f"{batch} went from {before} to {seen}")
                 last[batch] = seen
                 self.looks += 1
@@ -70,7 +80,9 @@ def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
         serve(client, server.url, "m")
         file_id = put(store_of(client, tmp_path), lines_of(LINES))
         plane = ControlPlane(server.url, ["--file-store", str(store)])
-        batches = [submit_file(client, tmp_path, file_id, seconds=8.0 if number % 4 == 0 else 600.0).id for number in range(12)]
+        batches = [
+            submit_file(client, tmp_path, file_id, seconds=8.0 if number % 4 == 0 else 600.0).id for number in range(12)
+        ]
         cancel_batch(client, batches[1])  # one at least in time
         plane.start()
         reader = Reader(connect(server.url), batches)
@@ -84,7 +96,9 @@ def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
                 cancel_batch(client, rng.choice(batches[1::2]))
             reader.stopping.wait(rng.uniform(0.05, 0.8))
         wait_until(lambda: all(get_batch(client, batch).ended for batch in batches), 120, "all batches end")
-        wait_until(lambda: not Queue(client).open_batches(""), 60, "what a kill left at a batch's end to be cleared away")
+        wait_until(
+            lambda: not Queue(client).open_batches(""), 60, "what a kill left at a batch's end to be cleared away"
+        )
         reader.stopping.set()
         reader.join()
         plane.stop()
@@ -99,7 +113,9 @@ def test_kills_lose_and_double_nothing(tmp_path: Path) -> None:
 
 def check(client: redis.Redis, folder: Path, record: BatchRecord) -> None:
     """Every line in one of the two files, once; the log holds what the output holds."""
-    good, bad = (content_of(client, folder, file_id).splitlines() for file_id in (record.output_file_id, record.error_file_id))
+    good, bad = (
+        content_of(client, folder, file_id).splitlines() for file_id in (record.output_file_id, record.error_file_id)
+    )
     assert (len(good), len(bad)) == (record.completed, record.failed), (SEED, record.id)
     assert record.completed + record.failed == record.total, (SEED, record.id)
     if record.total:

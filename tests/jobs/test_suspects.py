@@ -253,7 +253,9 @@ class TestCancel:
         assert take(queue, "w2", 1) == []
         assert redis_client.exists(keys.bodies("live_a"), keys.suspects(MODEL), keys.TRIALS, keys.TRIES) == 0
 
-    def test_a_batch_with_lines_waiting_tried_and_among_the_suspects(self, queue: Queue, redis_client: redis.Redis) -> None:
+    def test_a_batch_with_lines_waiting_tried_and_among_the_suspects(
+        self, queue: Queue, redis_client: redis.Redis
+    ) -> None:
         queue.create_batch("batch_a", 60, state="in_progress")
         queue.ingest("batch_a", [(line, request("ab"[line % 2])) for line in range(60)], 0, 60)
         suspect(queue, "w1", take(queue, "w1", 1, 40, models=["a", "b"]))
@@ -264,7 +266,10 @@ class TestCancel:
         assert queue.renew("w2", held(trial)) == [claim.key for claim in trial]
         assert suspect(queue, "w2", trial) == [claim.key for claim in trial]
         assert take(queue, "w3", 1, models=["a", "b"]) == []
-        assert redis_client.exists(keys.suspects("a"), keys.suspects("b"), keys.TRIALS, keys.TRIES, keys.bodies("batch_a")) == 0
+        assert (
+            redis_client.exists(keys.suspects("a"), keys.suspects("b"), keys.TRIALS, keys.TRIES, keys.bodies("batch_a"))
+            == 0
+        )
 
     def test_a_forgotten_batch_leaves_nothing(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 40)
@@ -327,7 +332,10 @@ class TestBellsAndOrders:
         assert {claim.suspicions for claim in take(queue, told, 2)} == {1}
         wait_in_vain(redis_client)
         tick(queue)
-        assert [orders(queue, worker) for worker in ("w2", "w3")] == [["trial"], ["trial"]]  # w1 is at it, and so is the first
+        assert [orders(queue, worker) for worker in ("w2", "w3")] == [
+            ["trial"],
+            ["trial"],
+        ]  # w1 is at it, and so is the first
 
     def test_no_order_while_groups_are_taken_one_after_the_other(self, queue: Queue, redis_client: redis.Redis) -> None:
         ready(queue, "w1")
@@ -345,7 +353,9 @@ class TestBellsAndOrders:
         tick(queue)
         assert "trial" not in orders(queue, "w2")
 
-    def test_a_clock_that_went_back_orders_nothing_and_waits_anew(self, queue: Queue, redis_client: redis.Redis) -> None:
+    def test_a_clock_that_went_back_orders_nothing_and_waits_anew(
+        self, queue: Queue, redis_client: redis.Redis
+    ) -> None:
         ready(queue, "w2")
         start_batch(queue, "batch_a", 2)
         take(queue, "w2", 1, 1)

@@ -18,7 +18,15 @@ from jobs.file_store import FileStore
 from jobs.queue import Queue, QueueUnavailable
 from jobs.ticker import Ticker
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
-from tests.support.control_plane import Answering, ControlPlane, check_echoes, control_plane, failing, read_jsonl, write_input
+from tests.support.control_plane import (
+    Answering,
+    ControlPlane,
+    check_echoes,
+    control_plane,
+    failing,
+    read_jsonl,
+    write_input,
+)
 from tests.support.integrity import faults
 from tests.support.slow_file import slow_reading
 from tests.support.waiting import wait_until
@@ -29,7 +37,9 @@ NAMES = ("advance", "bulk", "ticker")
 
 def spec_of(source: Path, **options: object) -> BatchSpec:
     root, output = source.with_name("out.parts"), source.with_name("out.jsonl")
-    return BatchSpec(input=str(source), root=str(root), output=str(output), error_file="inline", models=("m",), **options)  # type: ignore[arg-type]
+    return BatchSpec(
+        input=str(source), root=str(root), output=str(output), error_file="inline", models=("m",), **options
+    )  # type: ignore[arg-type]
 
 
 def test_one_leads_and_the_next_takes_over(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +126,9 @@ def test_a_batch_that_expires_before_it_is_validated(redis_client: redis.Redis, 
     assert (record.state, record.total, record.failed) == ("expired", 0, 0)
 
 
-def test_a_job_that_died_runs_again_under_a_new_generation(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_job_that_died_runs_again_under_a_new_generation(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
     queue, name = Queue(redis_client), "{q}:batch:" + record.id
     job = f"rq:job:validate-{record.id}-1"
@@ -138,7 +150,9 @@ def test_a_job_that_died_runs_again_under_a_new_generation(redis_client: redis.R
     assert run_to_end(redis_client, record.id).completed == 5
 
 
-def test_a_slice_that_redis_failed_leaves_no_job_behind(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_slice_that_redis_failed_leaves_no_job_behind(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
     step(redis_client, record.id)
 
@@ -175,18 +189,24 @@ def test_a_slice_that_does_not_end_is_asked_for_less_and_less(
     redis_client.delete("rq:queue:advance")
     redis_client.hset(f"rq:job:advance-{record.id}-1", "status", "started")
     tries: list[float] = []
-    monkeypatch.setattr(ticker, "enqueue", lambda *arguments: tries.append(time.monotonic()) or control.enqueue(*arguments))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        ticker, "enqueue", lambda *arguments: tries.append(time.monotonic()) or control.enqueue(*arguments)
+    )  # type: ignore[func-returns-value]
     leader = Ticker(Queue(redis_client))
     control.wake(redis_client, record.id)
     wait_until(lambda: leader.listen(0.1) or len(tries) > 6, 60, "some tries")  # type: ignore[func-returns-value]
     pauses = [later - earlier for earlier, later in pairwise(tries)]
-    assert all(pause >= least for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.16, 0.25, 0.25), strict=False)), pauses
+    assert all(pause >= least for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.16, 0.25, 0.25), strict=False)), (
+        pauses
+    )
     redis_client.delete(f"rq:job:advance-{record.id}-1")
     wait_until(lambda: leader.listen(0.1) or is_waiting(redis_client, "advance", record.id, 1), 60, "the next slice")  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize("name", [pytest.param("bulk", marks=pytest.mark.proof), "advance"])
-def test_a_killed_process_costs_seconds_and_nothing_else(redis_client: redis.Redis, redis_url: str, tmp_path: Path, name: str) -> None:
+def test_a_killed_process_costs_seconds_and_nothing_else(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, name: str
+) -> None:
     """SIGKILL in the middle of a job, which RQ would notice after minutes: the job reads its input so slowly that it is not through yet."""
     source = write_input(tmp_path / "in.jsonl", 5000)
     plane, slow = ControlPlane(redis_url), ControlPlane(redis_url, environment=slow_reading(source, 0.02))
@@ -231,8 +251,13 @@ def test_a_redis_that_came_back_empty_is_rebuilt(redis_client: redis.Redis, redi
     root = tmp_path / "store" / "batches" / "b"
     root.mkdir(parents=True)
     source = write_input(root / "in.jsonl", 3000)
-    spec = BatchSpec(input=str(source), root=str(root), output=str(root / "out.jsonl"), error_file="inline", models=("m",))
-    with control_plane(redis_url, ["--file-store", str(tmp_path / "store")]), Answering(redis_url, limit=20, pause=0.005):
+    spec = BatchSpec(
+        input=str(source), root=str(root), output=str(root / "out.jsonl"), error_file="inline", models=("m",)
+    )
+    with (
+        control_plane(redis_url, ["--file-store", str(tmp_path / "store")]),
+        Answering(redis_url, limit=20, pause=0.005),
+    ):
         batch = create_batch(redis_client, spec).id
         wait_until(lambda: get_batch(redis_client, batch).usage.prompt_tokens > 0, 60, "a part is registered")
         redis_client.flushall()
@@ -299,7 +324,9 @@ def test_many_small_batches_beside_a_large_one(redis_client: redis.Redis, redis_
     with control_plane(redis_url), Answering(redis_url, limit=64, pause=0.04) as worker:
         first = create_batch(redis_client, spec_of(large)).id
         wait_until(lambda: get_batch(redis_client, first).completed > 0, 60, "the large one runs")
-        small = [create_batch(redis_client, spec_of(write_input(tmp_path / f"s{n}" / "in.jsonl", 10))).id for n in range(100)]
+        small = [
+            create_batch(redis_client, spec_of(write_input(tmp_path / f"s{n}" / "in.jsonl", 10))).id for n in range(100)
+        ]
         for batch in small:
             assert wait_for(redis_client, batch, timeout=60).completed == 10
         assert not get_batch(redis_client, first).ended

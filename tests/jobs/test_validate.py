@@ -96,7 +96,9 @@ def test_at_most_a_thousand_are_listed_in_line_order_and_the_rest_counted(
     assert record.errors[-1].message.startswith("1999 more lines are bad")
 
 
-def test_all_duplicates_are_found(redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_duplicates_are_found(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(validate, "Sorter", lambda size, folder: Sorter(size, folder, 50))
     rng = random.Random(SEED)
     names = [f"id{rng.randrange(300)}" for _ in range(600)]
@@ -106,9 +108,13 @@ def test_all_duplicates_are_found(redis_client: redis.Redis, redis_url: str, tmp
     assert [problem.line for problem in record.errors] == expected, SEED
 
 
-def test_a_line_too_long_is_named(redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_too_long_is_named(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(files, "MAX_LINE_BYTES", 1000)
-    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", chat_line("a") + chat_line("b", "x" * 2000) + chat_line("c"))
+    record = validated(
+        redis_client, redis_url, tmp_path / "in.jsonl", chat_line("a") + chat_line("b", "x" * 2000) + chat_line("c")
+    )
     assert codes(record) == [(2, "line_too_long", None)]
 
 
@@ -138,9 +144,14 @@ def test_odd_lines_go_all_the_way_and_stop_nobody(
     model = None if default_model else "m"
     ids = ["plain", "\x00\u2028 \U0001f600 e\u0301", '"\\"', "\ufffe\uffff", "ﬀ\t/"]
     good = [chat_line(custom_id, "yes", model) for custom_id in ids]
-    good.append(chat_line("outer", "yes", model).replace(b'{"custom_id"', b'{"x": "\\ud800", "y": NaN, "z": 1e999, "custom_id"'))
+    good.append(
+        chat_line("outer", "yes", model).replace(b'{"custom_id"', b'{"x": "\\ud800", "y": NaN, "z": 1e999, "custom_id"')
+    )
     good.append(chat_line("ignored", "yes", model, unknown="\ud800", deep=json.loads("[" * 400 + "]" * 400)))
-    bad = [chat_line(f"bad{n}", "no", model, **{name: 0}) for n, name in enumerate(["stop", "temperature", "temperature", "seed", "top_p"])]
+    bad = [
+        chat_line(f"bad{n}", "no", model, **{name: 0})
+        for n, name in enumerate(["stop", "temperature", "temperature", "seed", "top_p"])
+    ]
     values = [b'"\\ud800"', b"1e999", b"NaN", b"9" * 5000, b"-Infinity"]
     bad = [line.replace(b": 0", b": " + value) for line, value in zip(bad, values, strict=True)]
     bad.append(chat_line("badtext", "\udfff", model))
@@ -178,7 +189,9 @@ def test_only_the_batch_s_endpoint_is_allowed(redis_client: redis.Redis, redis_u
     assert codes(record) == [(1, "invalid_url", "url")]
 
 
-def test_without_names_the_registry_says_what_is_served(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_without_names_the_registry_says_what_is_served(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
     Queue(redis_client).register_worker(WorkerRecord("w", ["served"], "ready", 100, 1.0, "h", 1))
     data = chat_line("a", model="served") + chat_line("b", model="m")
     record = validated(redis_client, redis_url, tmp_path / "in.jsonl", data, models=None)
@@ -187,7 +200,9 @@ def test_without_names_the_registry_says_what_is_served(redis_client: redis.Redi
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
-def test_an_empty_file_gives_an_empty_output(redis_client: redis.Redis, redis_url: str, tmp_path: Path, data: bytes) -> None:
+def test_an_empty_file_gives_an_empty_output(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, data: bytes
+) -> None:
     record = validated(redis_client, redis_url, tmp_path / "in.jsonl", data)
     assert (record.state, record.total) == ("in_progress", 0)
     assert run_to_end(redis_client, record.id).state == "completed"
@@ -226,6 +241,8 @@ def test_memory_does_not_follow_the_file(redis_client: redis.Redis, redis_url: s
         "imported = peak(); control.use_server(sys.argv[1]); validate.run(sys.argv[2], 1)\n"
         "print(peak() - imported)"
     )
-    done = subprocess.run([sys.executable, "-c", script, redis_url, record.id], cwd=ROOT, capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, redis_url, record.id], cwd=ROOT, capture_output=True, check=True
+    )
     assert int(done.stdout) < 60_000
     assert Queue(redis_client).batch_fields(record.id)["total"] == "300000"

@@ -31,7 +31,13 @@ class TestGoodCalls:
         call = parse_call(CHAT, chat())
         assert (call.model, call.messages, call.prompts) == ("m", MESSAGES, [])
         assert (call.max_tokens, call.temperature, call.top_p, call.top_k, call.seed) == (None, 1.0, 1.0, 0, None)
-        assert (call.stop, call.stop_token_ids, call.ignore_eos, call.stream, call.include_usage) == ([], [], False, False, False)
+        assert (call.stop, call.stop_token_ids, call.ignore_eos, call.stream, call.include_usage) == (
+            [],
+            [],
+            False,
+            False,
+            False,
+        )
 
     def test_completion_defaults(self) -> None:
         call = parse_call(COMPLETIONS, completion())
@@ -39,7 +45,14 @@ class TestGoodCalls:
 
     @pytest.mark.parametrize(
         ("prompt", "prompts"),
-        [("a", ["a"]), ([1, 2], [[1, 2]]), (["a"], ["a"]), ([[1, 2]], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
+        [
+            ("a", ["a"]),
+            ([1, 2], [[1, 2]]),
+            (["a"], ["a"]),
+            ([[1, 2]], [[1, 2]]),
+            (["a", "b"], ["a", "b"]),
+            ([[1], [2, 3]], [[1], [2, 3]]),
+        ],
     )
     def test_forms_of_prompts(self, prompt: Any, prompts: Any) -> None:
         assert parse_call(COMPLETIONS, completion(prompt=prompt)).prompts == prompts
@@ -52,12 +65,30 @@ class TestGoodCalls:
             bad_words=["fox"], skip_special_tokens=False, priority=-7, truncate_prompt_tokens=-1, response_format={"type": "text"},
             unheard_of={"a": 1}, user="me", tools=[], tool_choice="auto", modalities=["text"], length_penalty=1.0,
         ))  # fmt: skip
-        assert (call.n, call.best_of, call.sequences, call.logprobs, call.prompt_logprobs, call.echo) == (2, 2, 2, 3, None, False)
-        assert (call.min_p, call.presence_penalty, call.frequency_penalty, call.repetition_penalty) == (0.25, -2.0, 2.0, 1.5)
+        assert (call.n, call.best_of, call.sequences, call.logprobs, call.prompt_logprobs, call.echo) == (
+            2,
+            2,
+            2,
+            3,
+            None,
+            False,
+        )
+        assert (call.min_p, call.presence_penalty, call.frequency_penalty, call.repetition_penalty) == (
+            0.25,
+            -2.0,
+            2.0,
+            1.5,
+        )
         assert (call.logit_bias, call.bad_words, call.min_tokens) == ({5: -100.0, 7: 1.5}, ["fox"], 5)
         assert (call.skip_special_tokens, call.priority, call.truncate_prompt_tokens) == (False, -7, -1)
         assert (call.max_tokens, call.temperature, call.top_p, call.top_k, call.seed) == (5, 0.0, 0.5, 0, -(2**63))
-        assert (call.stop, call.stop_token_ids, call.ignore_eos, call.stream, call.include_usage) == (["x"], [1], True, True, True)
+        assert (call.stop, call.stop_token_ids, call.ignore_eos, call.stream, call.include_usage) == (
+            ["x"],
+            [1],
+            True,
+            True,
+            True,
+        )
 
     def test_what_only_completions_have(self) -> None:
         body = completion(prompt=["a", "b"], n=2, best_of=3, logprobs=0, prompt_logprobs=5, echo=True, max_tokens=0)
@@ -157,8 +188,16 @@ class TestLines:
         assert check_line(raw, 3) == LineRequest("a", CHAT, "m", body)
 
     def test_bad_values_inside_the_body_pass(self) -> None:
-        for name, value in (("temperature", -1), ("stop", "\ud800"), ("top_p", 1e300), ("top_p", float("nan")), ("seed", 10**4400)):
-            raw = json.dumps(line(body=chat(**{name: 0}))).replace(f'"{name}": 0', f'"{name}": {written(value)}').encode()
+        for name, value in (
+            ("temperature", -1),
+            ("stop", "\ud800"),
+            ("top_p", 1e300),
+            ("top_p", float("nan")),
+            ("seed", 10**4400),
+        ):
+            raw = (
+                json.dumps(line(body=chat(**{name: 0}))).replace(f'"{name}": 0', f'"{name}": {written(value)}').encode()
+            )
             checked = check_line(raw, 1)
             assert isinstance(checked, LineRequest)
             with pytest.raises(ApiError) as caught:

@@ -40,7 +40,9 @@ def check_answers(source: Path, output: Path) -> None:
     results = read_results(output)
     assert [result["custom_id"] for result in results] == custom_ids(source)
     expected = answers()
-    wrong = [(result["custom_id"], text_of(result)) for result in results if text_of(result) != expected[result["custom_id"]]]
+    wrong = [
+        (result["custom_id"], text_of(result)) for result in results if text_of(result) != expected[result["custom_id"]]
+    ]
     assert not wrong, f"{len(wrong)} of {len(results)} answers are wrong, such as {wrong[:3]}"
     assert all(result["error"] is None and result["response"]["status_code"] == 200 for result in results)
     assert len({result["id"] for result in results}) == len(results)

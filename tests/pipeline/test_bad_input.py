@@ -32,7 +32,9 @@ def line(custom_id: Any = "a", **changes: Any) -> dict[str, Any]:
 
 
 def write(path: Path, *lines: dict[str, Any] | bytes) -> Path:
-    path.write_bytes(b"".join((entry if isinstance(entry, bytes) else json.dumps(entry).encode()) + b"\n" for entry in lines))
+    path.write_bytes(
+        b"".join((entry if isinstance(entry, bytes) else json.dumps(entry).encode()) + b"\n" for entry in lines)
+    )
     return path
 
 
@@ -100,9 +102,18 @@ CASES: list[tuple[list[str], str]] = [
     (["run-batch", "{tmp}/good.jsonl", "--detach"], "set REDIS_URL"),
     (["run-batch", "{tmp}/good.jsonl", "--max-num-seqs", "0"], "below 1"),
     (["run-batch", "{tmp}/good.jsonl", "--no-such-flag"], "--no-such-flag"),
-    (["run-batch", "{tmp}/good.jsonl", "--profile", "{tmp}/good.jsonl/traces"], "traces cannot be made or written to: Not a directory"),
-    (["run-batch", "{tmp}/good.jsonl", "--tensor-parallel-size", TOO_MANY], f"{TOO_MANY}: that is {TOO_MANY} engine processes"),
-    (["serve", "--data-parallel-size", TOO_MANY, "--tensor-parallel-size", "3"], f"that is {3 * int(TOO_MANY)} engine processes"),
+    (
+        ["run-batch", "{tmp}/good.jsonl", "--profile", "{tmp}/good.jsonl/traces"],
+        "traces cannot be made or written to: Not a directory",
+    ),
+    (
+        ["run-batch", "{tmp}/good.jsonl", "--tensor-parallel-size", TOO_MANY],
+        f"{TOO_MANY}: that is {TOO_MANY} engine processes",
+    ),
+    (
+        ["serve", "--data-parallel-size", TOO_MANY, "--tensor-parallel-size", "3"],
+        f"that is {3 * int(TOO_MANY)} engine processes",
+    ),
     (["run-batch", "{tmp}/good.parquet"], "good.parquet"),
     (["serve", "{tmp}/no-such-model"], "there is no model folder"),
     (["api"], "set REDIS_URL"),
@@ -118,8 +129,12 @@ CASES: list[tuple[list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "reason"), CASES, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
-def test_what_cannot_be_done_as_asked_is_refused(tmp_path: Path, invoke: Refusal, arguments: list[str], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "reason"), CASES, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_what_cannot_be_done_as_asked_is_refused(
+    tmp_path: Path, invoke: Refusal, arguments: list[str], reason: str
+) -> None:
     write(tmp_path / "good.jsonl", line())
     write(tmp_path / "good.parquet", b"not parquet")
     code, stderr = invoke(*(argument.format(tmp=tmp_path) for argument in arguments))
@@ -138,7 +153,9 @@ def test_a_model_folder_that_cannot_be_used_is_refused(tmp_path: Path, content: 
         (folder / name).write_bytes((demo / name).read_bytes())
     if content == "pickle only":
         (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N.")
-    source = write(tmp_path / "requests.jsonl", line(body={"model": "m", "messages": [{"role": "user", "content": "x"}]}))
+    source = write(
+        tmp_path / "requests.jsonl", line(body={"model": "m", "messages": [{"role": "user", "content": "x"}]})
+    )
     done = run_pipeline("run-batch", source, "--model", folder, "--served-model-name", "m")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -155,7 +172,9 @@ def test_a_port_in_use_is_refused_before_anything_starts(invoke: Refusal) -> Non
     assert stderr.splitlines()[-1].startswith(f"Error: cannot listen on 127.0.0.1:{port}: ")
 
 
-@pytest.mark.parametrize("command", [["run-batch", "{tmp}/good.jsonl"], ["status"], ["worker"], ["jobs"], ["api"], ["wait", "batch_x"]])
+@pytest.mark.parametrize(
+    "command", [["run-batch", "{tmp}/good.jsonl"], ["status"], ["worker"], ["jobs"], ["api"], ["wait", "batch_x"]]
+)
 def test_a_redis_out_of_reach_is_one_sentence(tmp_path: Path, invoke: Refusal, command: list[str]) -> None:
     write(tmp_path / "good.jsonl", line())
     code, stderr = invoke(*(word.format(tmp=tmp_path) for word in command), REDIS_URL=f"unix://{tmp_path}/no.sock")
@@ -183,8 +202,16 @@ def test_a_redis_out_of_reach_is_one_sentence(tmp_path: Path, invoke: Refusal, c
 @pytest.mark.parametrize(
     ("variable", "value", "says"),
     [
-        ("WINDOW_BYTES", "abc", "WINDOW_BYTES must be a whole number above 0, got 'abc': give one, or leave it out for 67108864"),
-        ("WORKER_DEATHS", "-1", "WORKER_DEATHS must be a whole number above 0, got '-1': give one, or leave it out for 1000"),
+        (
+            "WINDOW_BYTES",
+            "abc",
+            "WINDOW_BYTES must be a whole number above 0, got 'abc': give one, or leave it out for 67108864",
+        ),
+        (
+            "WORKER_DEATHS",
+            "-1",
+            "WORKER_DEATHS must be a whole number above 0, got '-1': give one, or leave it out for 1000",
+        ),
     ],
 )
 def test_a_variable_of_the_queue_that_cannot_be_used_is_refused(
@@ -207,9 +234,12 @@ def test_a_variable_of_the_api_that_cannot_be_used_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("value", "says"), [("soon", "(env var: 'LEASE_SECONDS'): 'soon' is not"), ("nan", "LEASE_SECONDS must be a number")]
+    ("value", "says"),
+    [("soon", "(env var: 'LEASE_SECONDS'): 'soon' is not"), ("nan", "LEASE_SECONDS must be a number")],
 )
-def test_a_variable_that_is_a_flag_too_is_refused_by_its_name(tmp_path: Path, invoke: Refusal, value: str, says: str) -> None:
+def test_a_variable_that_is_a_flag_too_is_refused_by_its_name(
+    tmp_path: Path, invoke: Refusal, value: str, says: str
+) -> None:
     write(tmp_path / "good.jsonl", line())
     code, stderr = invoke("run-batch", tmp_path / "good.jsonl", LEASE_SECONDS=value)
     assert code == 2, stderr

@@ -13,7 +13,17 @@ import httpx
 import pytest
 
 from tests.pipeline.results import answers, examples, read_results, text_of
-from tests.support.bad_requests import ANSWERED, BAD_REQUESTS, CHAT, COMPLETIONS, HOSTILE_BUT_GOOD, NOT_JSON, BadRequest, as_json, message
+from tests.support.bad_requests import (
+    ANSWERED,
+    BAD_REQUESTS,
+    CHAT,
+    COMPLETIONS,
+    HOSTILE_BUT_GOOD,
+    NOT_JSON,
+    BadRequest,
+    as_json,
+    message,
+)
 from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
 from tests.support.waiting import wait_until
 
@@ -23,7 +33,10 @@ GOOD = 20
 def hostile() -> list[BadRequest]:
     """The requests that look like attacks, as if they were bad ones."""
     named = HOSTILE_BUT_GOOD.items()
-    return [BadRequest(name, CHAT if "messages" in body else COMPLETIONS, as_json(body), None, None, "") for name, body in named]
+    return [
+        BadRequest(name, CHAT if "messages" in body else COMPLETIONS, as_json(body), None, None, "")
+        for name, body in named
+    ]
 
 
 def check_error(case: BadRequest, status: int, body: dict[str, Any]) -> None:
@@ -31,7 +44,10 @@ def check_error(case: BadRequest, status: int, body: dict[str, Any]) -> None:
     error = body["error"]
     assert set(error) == {"message", "type", "param", "code"}, case.name
     kind = "not_found_error" if case.status == 404 else "invalid_request_error"
-    assert (status, error["type"], error["param"], error["code"]) == (case.status, kind, case.param, case.code), (case.name, error)
+    assert (status, error["type"], error["param"], error["code"]) == (case.status, kind, case.param, case.code), (
+        case.name,
+        error,
+    )
     assert case.words in error["message"], (case.name, error)
     assert len(error["message"]) < 500, case.name
 
@@ -52,7 +68,10 @@ def test_each_bad_line_gets_its_error_and_the_others_their_answers(tmp_path: Pat
     for case in bad:
         row = rows.pop(case.name)
         check_error(case, row["response"]["status_code"], row["response"]["body"])
-        assert row["error"] == {"code": case.code or "invalid_request_error", "message": row["response"]["body"]["error"]["message"]}
+        assert row["error"] == {
+            "code": case.code or "invalid_request_error",
+            "message": row["response"]["body"]["error"]["message"],
+        }
     for case in hostile():
         row = rows.pop(case.name)
         assert (row["response"]["status_code"], row["error"]) == (200, None), row
@@ -63,7 +82,9 @@ def test_each_bad_line_gets_its_error_and_the_others_their_answers(tmp_path: Pat
 def test_a_file_is_refused_for_each_line_that_cannot_stand_in_a_file(tmp_path: Path) -> None:
     source, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     cases = [(case.line, case.in_file) for case in BAD_REQUESTS if case.in_file not in (None, ANSWERED)]
-    cases += [(BadRequest(name, CHAT, body, None, None, "").line, "invalid_json_line") for name, body in NOT_JSON.items()]
+    cases += [
+        (BadRequest(name, CHAT, body, None, None, "").line, "invalid_json_line") for name, body in NOT_JSON.items()
+    ]
     source.write_bytes(b"\n".join(line for line, _ in cases))
     done = run_pipeline("run-batch", source, "-o", output)
     assert done.returncode == 2
@@ -118,11 +139,17 @@ def served() -> Iterator[tuple[RunningCommand, str]]:
         yield command, url[1]
 
 
-def test_each_bad_call_gets_its_status_and_the_others_their_answers(served: tuple[RunningCommand, str], tmp_path: Path) -> None:
+def test_each_bad_call_gets_its_status_and_the_others_their_answers(
+    served: tuple[RunningCommand, str], tmp_path: Path
+) -> None:
     command, url = served
     expected = answers()
     good = [json.loads(line) for line in examples(tmp_path / "requests.jsonl", GOOD).read_bytes().splitlines()]
-    with httpx.Client(base_url=url, timeout=120) as http, ThreadPoolExecutor(6) as beside, ThreadPoolExecutor(2) as threads:
+    with (
+        httpx.Client(base_url=url, timeout=120) as http,
+        ThreadPoolExecutor(6) as beside,
+        ThreadPoolExecutor(2) as threads,
+    ):
 
         def post(endpoint: str, body: bytes) -> httpx.Response:
             return http.post(endpoint, content=body, headers={"content-type": "application/json"})
@@ -130,7 +157,9 @@ def test_each_bad_call_gets_its_status_and_the_others_their_answers(served: tupl
         running = [beside.submit(post, row["url"], as_json(row["body"])) for row in good]
         refused = [(case, threads.submit(post, case.endpoint, case.body)) for case in BAD_REQUESTS]
         for_model = [case for case in BAD_REQUESTS if case.needs_model and b"prompt_logprobs" not in case.body]
-        refused += [(case, threads.submit(post, case.endpoint, case.body[:-1] + b', "stream": true}')) for case in for_model]
+        refused += [
+            (case, threads.submit(post, case.endpoint, case.body[:-1] + b', "stream": true}')) for case in for_model
+        ]
         no_json = [(name, threads.submit(post, CHAT, body)) for name, body in NOT_JSON.items()]
         answered = [(case, threads.submit(post, case.endpoint, case.body)) for case in hostile()]
         for case, call in refused:

@@ -44,9 +44,21 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     store, hold = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("hold") / "file"
-    flags = ["--file-store", store, "--completion-window", "24h", "--completion-window", SHORT_WINDOW, "--step-timeout", 200]
+    flags = [
+        "--file-store",
+        store,
+        "--completion-window",
+        "24h",
+        "--completion-window",
+        SHORT_WINDOW,
+        "--step-timeout",
+        200,
+    ]
     environment = poisoned_environment(HOLD, hold=hold)
-    with running_server() as server, running_pipeline("serve", "--port", 0, *flags, redis_url=server.url, **environment) as command:
+    with (
+        running_server() as server,
+        running_pipeline("serve", "--port", 0, *flags, redis_url=server.url, **environment) as command,
+    ):
         found = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert found is not None
         wait_until(lambda: httpx.get(f"{found[1]}/health").json()["models"], 120, "the model to be served")
@@ -86,16 +98,25 @@ def rows(client: openai.OpenAI, file_id: str | None, **query: object) -> list[di
 
 def line(custom_id: str, max_tokens: int, **more: Any) -> str:
     """A question that is answered with exactly so many tokens."""
-    body = {"model": "demo", "messages": [{"role": "user", "content": f"Count {custom_id}"}], "max_tokens": max_tokens, "ignore_eos": True}
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": f"Count {custom_id}"}],
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body | more}) + "\n"
 
 
 def lines(path: Path, short: int, long: int, tokens: int = 1900) -> Path:
-    path.write_text("".join([line(f"short-{n}", 4) for n in range(short)] + [line(f"long-{n}", tokens) for n in range(long)]))
+    path.write_text(
+        "".join([line(f"short-{n}", 4) for n in range(short)] + [line(f"long-{n}", tokens) for n in range(long)])
+    )
     return path
 
 
-def test_questions_are_answered_and_their_tokens_followed_through_a_cut(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
+def test_questions_are_answered_and_their_tokens_followed_through_a_cut(
+    served: Served, client: openai.OpenAI, tmp_path: Path
+) -> None:
     source = examples(tmp_path / "in.jsonl", 300)
     with ExitStack() as reading:
         with standing_still(served.command):
@@ -116,7 +137,9 @@ def test_questions_are_answered_and_their_tokens_followed_through_a_cut(served: 
     (tmp_path / "out.jsonl").write_bytes(client.files.content(batch.output_file_id or "").content)
     check_answers(source, tmp_path / "out.jsonl")
     assert batch.usage is not None
-    assert batch.usage.total_tokens == sum(row["response"]["body"]["usage"]["total_tokens"] for row in rows(client, batch.output_file_id))
+    assert batch.usage.total_tokens == sum(
+        row["response"]["body"]["usage"]["total_tokens"] for row in rows(client, batch.output_file_id)
+    )
     assert batch_texts([*seen, *more]) == answers()
     assert (Batch.model_validate(end.value), done.value) == (batch, None)
 
@@ -154,13 +177,17 @@ def test_results_can_be_read_while_the_batch_runs(served: Served, client: openai
     assert log.content.splitlines()[:position] == early
     later = rows(client, output, offset=position)
     whole = rows(client, output)
-    assert sorted([*map(json.loads, early), *later], key=lambda row: row["id"]) == sorted(whole, key=lambda row: row["id"])
+    assert sorted([*map(json.loads, early), *later], key=lambda row: row["id"]) == sorted(
+        whole, key=lambda row: row["id"]
+    )
     assert [row["custom_id"] for row in whole] == [*(f"short-{n}" for n in range(5)), *(f"long-{n}" for n in range(12))]
     assert {row["response"]["body"]["usage"]["completion_tokens"] for row in whole} == {4, 1000}
 
 
 @pytest.mark.proof
-def test_a_cancel_takes_the_work_out_of_the_engine_at_once(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
+def test_a_cancel_takes_the_work_out_of_the_engine_at_once(
+    served: Served, client: openai.OpenAI, tmp_path: Path
+) -> None:
     with held(served.hold):
         batch = submit(client, lines(tmp_path / "in.jsonl", short=3, long=40))
         wait_until(lambda: client.batches.retrieve(batch.id).output_file_id, 60, "the first results")
@@ -181,7 +208,9 @@ def test_a_cancel_takes_the_work_out_of_the_engine_at_once(served: Served, clien
 
 def engine_running(served: Served) -> float:
     """Sequences that the engine computes, as `/metrics` tells."""
-    found = re.findall(r"^pipeline_engine_running\{.*\} ([0-9.e+]+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE)
+    found = re.findall(
+        r"^pipeline_engine_running\{.*\} ([0-9.e+]+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE
+    )
     return sum(map(float, found))
 
 
@@ -285,7 +314,15 @@ def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_pa
                 following = Following(f"{url}/v1/batches/{batch.id}/stream")
                 following.start()
                 wait_until(lambda: is_watched(server.url, batch), 60, "its tokens to be watched")
-            parts = ["pipeline api", "core_process", "pipeline api", "--queue advance", "pipeline worker", "--queue bulk", "jobs.ticker"]
+            parts = [
+                "pipeline api",
+                "core_process",
+                "pipeline api",
+                "--queue advance",
+                "pipeline worker",
+                "--queue bulk",
+                "jobs.ticker",
+            ]
             sure_cuts = 0
             for number, part in enumerate(parts):
                 wait_until(lambda number=number: done_lines(client, batch) >= 35 * number, 120, "some more lines")  # type: ignore[misc]
@@ -293,7 +330,9 @@ def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_pa
                 with standing_still(command):
                     lines_left = done_lines(client, batch) < 200  # more than those that the core may have ended unseen
                     sure_cuts += lines_left and part == "pipeline api"
-                    send_all([pid for pid in descendants(command.process.pid) if part in command_line(pid)], signal.SIGKILL)
+                    send_all(
+                        [pid for pid in descendants(command.process.pid) if part in command_line(pid)], signal.SIGKILL
+                    )
             batch = wait(client, batch)
             following.join(120)
             (tmp_path / "out.jsonl").write_bytes(client.files.content(batch.output_file_id or "").content)

@@ -63,7 +63,9 @@ def test_a_redis_that_stays_away_then_ends_the_run_with_what_to_do(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_client, "exists", Away(redis_client, 1000))
-    with pytest.raises(Unfinished, match=r"^Redis cannot be used: gone; what is finished is kept, run the same command again to go on$"):
+    with pytest.raises(
+        Unfinished, match=r"^Redis cannot be used: gone; what is finished is kept, run the same command again to go on$"
+    ):
         _follow(redis_client, tmp_path, patience=0.0)
 
 
@@ -86,9 +88,13 @@ def _follow(client: redis.Redis, folder: Path, patience: float) -> BatchRecord:
     """A run of a fleet's batch that nobody has validated yet."""
     source = folder / "in.jsonl"
     source.write_text("{}\n")
-    spec = BatchSpec(input=str(source), root=str(folder / "root"), output=str(folder / "out.jsonl"), error_file="inline")
+    spec = BatchSpec(
+        input=str(source), root=str(folder / "root"), output=str(folder / "out.jsonl"), error_file="inline"
+    )
     create_batch(client, spec, BATCH)
-    task: Any = SimpleNamespace(redis_url="given", starts_worker=False, queue=SimpleNamespace(redis_retry_seconds=patience))
+    task: Any = SimpleNamespace(
+        redis_url="given", starts_worker=False, queue=SimpleNamespace(redis_retry_seconds=patience)
+    )
     stack: Any = SimpleNamespace(check=lambda: 5.0, queue=SimpleNamespace(redis=client))
     progress: Any = SimpleNamespace(update=lambda counts: None)
     with Signals() as signals:

@@ -82,11 +82,15 @@ def batches(run_here: RunHere, stack: Stack) -> Batches:
 
 def test_a_file_becomes_a_file_of_answers_in_one_command(batches: Batches, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 5)
-    done = batches("submit", source, "--wait", "-o", tmp_path / "out.jsonl", "--metadata", "run=7", "--metadata", "by=a=b")
+    done = batches(
+        "submit", source, "--wait", "-o", tmp_path / "out.jsonl", "--metadata", "run=7", "--metadata", "by=a=b"
+    )
     assert done.code == 0, done.err
     check_echoes(tmp_path / "out.jsonl", 5)
     batch_id = done.out.split()[0]
-    assert done.out.startswith(f"{batch_id} is completed; 5 requests, 0 failed; 35 prompt tokens (10 from the cache), 15 output tokens")
+    assert done.out.startswith(
+        f"{batch_id} is completed; 5 requests, 0 failed; 35 prompt tokens (10 from the cache), 15 output tokens"
+    )
     shown = json.loads(batches("get", batch_id, "--json").out)
     assert (shown["id"], shown["status"], shown["metadata"]) == (batch_id, "completed", {"run": "7", "by": "a=b"})
     assert "status             completed\n" in batches("get", batch_id).out
@@ -94,7 +98,9 @@ def test_a_file_becomes_a_file_of_answers_in_one_command(batches: Batches, tmp_p
     assert (too_late.code, too_late.err.count("\n")) == (2, 1)
 
 
-def test_a_batch_is_made_now_and_fetched_later(batches: Batches, run_here: RunHere, stack: Stack, tmp_path: Path) -> None:
+def test_a_batch_is_made_now_and_fetched_later(
+    batches: Batches, run_here: RunHere, stack: Stack, tmp_path: Path
+) -> None:
     source = write_input(tmp_path / "in.jsonl", 3)
     file_id = run_here("files", "upload", source, OPENAI_BASE_URL=stack.url).out.strip()
     batch_id = batches("submit", file_id).out.strip()
@@ -115,7 +121,9 @@ def test_every_bad_line_of_a_refused_file_is_listed(batches: Batches, tmp_path: 
     done = batches("submit", source, "--wait", "-o", tmp_path / "out.jsonl")
     assert done.code == 2
     for number, code in ((2, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "model_not_found")):
-        assert any(line.startswith(f"{source}:{number}: ") and line.endswith(f"[{code}]") for line in done.err.splitlines()), done.err
+        assert any(
+            line.startswith(f"{source}:{number}: ") and line.endswith(f"[{code}]") for line in done.err.splitlines()
+        ), done.err
     assert done.err.splitlines()[-1].endswith("was refused; nothing was run")
     assert not (tmp_path / "out.jsonl").exists()
     batch_id = done.err.splitlines()[-1].split()[1]
@@ -129,7 +137,9 @@ def test_answers_that_are_errors_can_fail_the_command(batches: Batches, tmp_path
     assert (done.code, done.err.splitlines()[-1]) == (1, "Error: 1 of 3 requests failed")
     batch_id = done.out.split()[0]
     assert [json.loads(line)["custom_id"] for line in batches("results", batch_id).out.splitlines()] == ["c1", "c3"]
-    assert [json.loads(line)["custom_id"] for line in batches("results", batch_id, "--errors").out.splitlines()] == ["c2"]
+    assert [json.loads(line)["custom_id"] for line in batches("results", batch_id, "--errors").out.splitlines()] == [
+        "c2"
+    ]
     assert batches("wait", batch_id).code == 0
 
 
@@ -159,7 +169,9 @@ def relay(stack: Stack) -> Iterator[Relay]:
         yield relay
 
 
-def test_tokens_are_shown_as_they_come_each_once_through_a_cut(batches: Batches, stack: Stack, relay: Relay, tmp_path: Path) -> None:
+def test_tokens_are_shown_as_they_come_each_once_through_a_cut(
+    batches: Batches, stack: Stack, relay: Relay, tmp_path: Path
+) -> None:
     stack.talker.step = threading.Semaphore(0)
     batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 1, model="talk")).out.strip()
     with running_pipeline("batches", "tail", batch_id, "--base-url", relay.url) as tail:
@@ -169,7 +181,13 @@ def test_tokens_are_shown_as_they_come_each_once_through_a_cut(batches: Batches,
         wait_until(lambda: relay.accepted > 1, 30, "the stream to be taken up again")
         stack.talker.step.release(2)
         assert tail.wait() == 0
-        assert tail.output.split("\n") == ["c1: one two", "c1: three four", "c1: fi\u2028ve", f"{batch_id} is completed", ""]
+        assert tail.output.split("\n") == [
+            "c1: one two",
+            "c1: three four",
+            "c1: fi\u2028ve",
+            f"{batch_id} is completed",
+            "",
+        ]
 
 
 def test_lines_of_several_answers_keep_apart(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +216,9 @@ def test_the_tokens_of_a_batch_that_ended_are_not_told(batches: Batches, tmp_pat
     assert (told.code, json.loads(told.out)["status"]) == (0, "completed")
 
 
-def test_a_server_that_is_away_for_a_while_is_waited_for(batches: Batches, stack: Stack, relay: Relay, tmp_path: Path) -> None:
+def test_a_server_that_is_away_for_a_while_is_waited_for(
+    batches: Batches, stack: Stack, relay: Relay, tmp_path: Path
+) -> None:
     batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 2, model="slow")).out.strip()
     with running_pipeline("batches", "wait", batch_id, "--base-url", relay.url) as waiting:
         stack.gate.release()
@@ -233,7 +253,9 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(batches: Batches, stack
         (["submit", "{tmp}/bad.parquet"], "bad.parquet"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(batches: Batches, tmp_path: Path, arguments: list[str], reason: str) -> None:
+def test_what_cannot_be_done_is_one_sentence(
+    batches: Batches, tmp_path: Path, arguments: list[str], reason: str
+) -> None:
     write_input(tmp_path / "in.jsonl", 1)
     (tmp_path / "bad.parquet").write_bytes(b"x")
     code, _, stderr = batches(*(argument.format(tmp=tmp_path) for argument in arguments))
@@ -242,17 +264,26 @@ def test_what_cannot_be_done_is_one_sentence(batches: Batches, tmp_path: Path, a
     assert reason in stderr
 
 
-def test_a_batch_that_is_not_made_leaves_no_file(batches: Batches, run_here: RunHere, stack: Stack, tmp_path: Path) -> None:
+def test_a_batch_that_is_not_made_leaves_no_file(
+    batches: Batches, run_here: RunHere, stack: Stack, tmp_path: Path
+) -> None:
     before = run_here("files", "list", "--json", OPENAI_BASE_URL=stack.url).out
     assert batches("submit", write_input(tmp_path / "in.jsonl", 1), "--endpoint", "/v1/embeddings").code == 2
     assert run_here("files", "list", "--json", OPENAI_BASE_URL=stack.url).out == before
 
 
-def test_the_commands_of_the_documentation(run_here: RunHere, stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_documentation(
+    run_here: RunHere, stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_input(tmp_path / "requests.jsonl", 3, model="unlucky")
     monkeypatch.chdir(tmp_path)
     page = (REPOSITORY / "docs" / "command_line.md").read_text()
-    commands = [line for block in re.findall(r"```bash\n(.*?)```", page, re.S) for line in block.splitlines() if "pipeline" in line]
+    commands = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", page, re.S)
+        for line in block.splitlines()
+        if "pipeline" in line
+    ]
     assert len(commands) >= 11
     variables, key_id = {"BATCH": ""}, ""
     for line in commands:

@@ -59,7 +59,9 @@ def test_pauses_grow_and_hope_ends(make: Make, said: list[str], monkeypatch: pyt
     monkeypatch.setattr("pipeline.child._DEATHS_ALLOWED", 3)
     monkeypatch.setattr("pipeline.child._FIRST_PAUSE", 0.01)
     child = make("print('last words'); raise SystemExit(7)")
-    with pytest.raises(ChildFailed, match=r"exit code 7 and has ended 4 times within a minute; its last words: .*last words") as caught:
+    with pytest.raises(
+        ChildFailed, match=r"exit code 7 and has ended 4 times within a minute; its last words: .*last words"
+    ) as caught:
         wait_until(lambda: child.check(), 60, "the end of hope")
     assert caught.value.exit_code == 1
     assert next(line for line in said if "started again" in line).endswith("it is started again")
@@ -75,7 +77,9 @@ def test_a_refusal_is_not_tried_again(make: Make, said: list[str]) -> None:
 
 
 def test_a_child_that_does_not_end_is_killed_at_the_deadline_or_when_insisted(make: Make, said: list[str]) -> None:
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    )
     for options in ((time.monotonic() + 0.2,), (time.monotonic() + 600, lambda: True)):
         said.clear()
         child = make(stubborn)

@@ -56,7 +56,9 @@ def test_a_file_goes_there_and_comes_back(files: Files, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_longer_than_it_was_is_not_half_sent(files: Files) -> None:
-    code, _, stderr = files("upload", "/proc/version", "--purpose", "user_data")  # says that it has no bytes, and then has some
+    code, _, stderr = files(
+        "upload", "/proc/version", "--purpose", "user_data"
+    )  # says that it has no bytes, and then has some
     assert (code, stderr.count("\n")) == (1, 1)
     assert "run the same command again" in stderr
     assert json.loads(files("list", "--json").out) == []
@@ -112,7 +114,9 @@ class _WebServer(BaseHTTPRequestHandler):
         return
 
 
-@pytest.mark.parametrize("command", ["files list", "files get x", "files content x", "batches get x", "batches wait x", "batches tail x"])
+@pytest.mark.parametrize(
+    "command", ["files list", "files get x", "files content x", "batches get x", "batches wait x", "batches tail x"]
+)
 def test_a_web_page_is_no_api(run_here: RunHere, command: str) -> None:
     with HTTPServer(("127.0.0.1", 0), _WebServer) as server:
         threading.Thread(target=server.serve_forever).start()

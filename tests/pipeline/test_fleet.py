@@ -98,7 +98,9 @@ def test_a_local_worker_joins_the_fleet_for_one_file(redis_url: str, tmp_path: P
     source, output = examples(tmp_path / "requests.jsonl", 3), tmp_path / "out.jsonl"
     with running_pipeline("jobs", redis_url=redis_url):
         wait_for_leader(redis_url)
-        done = run_pipeline("run-batch", source, "-o", output, "--local-worker", "--max-num-seqs", 2, redis_url=redis_url)
+        done = run_pipeline(
+            "run-batch", source, "-o", output, "--local-worker", "--max-num-seqs", 2, redis_url=redis_url
+        )
     assert done.returncode == 0, done.stderr
     check_answers(source, output)
     assert "ready" not in run_pipeline("status", redis_url=redis_url).stdout
@@ -111,7 +113,9 @@ def test_a_local_worker_joins_the_fleet_for_one_file(redis_url: str, tmp_path: P
         (["--detach", "--local-worker"], "give one of them"),
     ],
 )
-def test_flags_that_contradict_a_fleet_are_refused(redis_url: str, tmp_path: Path, flags: list[str], reason: str) -> None:
+def test_flags_that_contradict_a_fleet_are_refused(
+    redis_url: str, tmp_path: Path, flags: list[str], reason: str
+) -> None:
     done = run_pipeline("run-batch", examples(tmp_path / "requests.jsonl", 1), *flags, redis_url=redis_url)
     assert done.returncode == 2
     assert reason in done.stderr
@@ -123,7 +127,12 @@ def test_the_same_command_comes_back_to_a_batch_though_no_worker_is_left(redis_u
         with running_pipeline("worker", redis_url=redis_url) as worker:
             worker.wait_for("worker INFO ready")
         wait_for_leader(redis_url)
-        assert run_pipeline("run-batch", source, "-o", output, "--detach", "--model", "demo", redis_url=redis_url).returncode == 0
+        assert (
+            run_pipeline(
+                "run-batch", source, "-o", output, "--detach", "--model", "demo", redis_url=redis_url
+            ).returncode
+            == 0
+        )
         with running_pipeline("run-batch", source, "-o", output, "--model", "demo", redis_url=redis_url) as again:
             again.wait_for("waiting for a worker")
             with running_pipeline("worker", redis_url=redis_url):

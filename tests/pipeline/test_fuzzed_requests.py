@@ -23,12 +23,19 @@ from tests.support.waiting import wait_until
 
 CALLS = 300
 FLAGS = ("--served-model-name", MODEL, "--dtype", "float32")
-ALIKE = 0.99  # share of answers that must agree: arithmetic in another order may tip a token that is as likely as the next
+ALIKE = (
+    0.99  # share of answers that must agree: arithmetic in another order may tip a token that is as likely as the next
+)
 
 pytestmark = pytest.mark.proof
 
 ODD = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.integers(-3, 30) | st.floats() | st.text(st.characters(), max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-3, 30)
+    | st.floats()
+    | st.text(st.characters(), max_size=8),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.dictionaries(st.text(st.characters(), max_size=4) | st.integers(0, 2000).map(str), inner, max_size=4)
@@ -39,7 +46,11 @@ TOKEN = st.integers(0, 1023)
 TEXT = st.text(st.characters(codec="utf-8") | st.sampled_from(" the fox\n"), min_size=1, max_size=30)
 MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": TEXT},
-    optional={"name": TEXT, "tool_calls": st.lists(st.dictionaries(TEXT, ODD, max_size=2), max_size=2), "tool_call_id": TEXT},
+    optional={
+        "name": TEXT,
+        "tool_calls": st.lists(st.dictionaries(TEXT, ODD, max_size=2), max_size=2),
+        "tool_call_id": TEXT,
+    },
 )
 PROMPT = TEXT | st.lists(TEXT, min_size=1, max_size=3) | st.lists(TOKEN, min_size=1, max_size=10)
 PARAMETERS: dict[str, st.SearchStrategy[Any]] = {
@@ -79,7 +90,9 @@ def calls(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         body |= draw(st.sampled_from([{}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 3}]))
     else:
         body["prompt"] = draw(PROMPT)
-        body |= draw(st.sampled_from([{}, {"logprobs": 0}, {"logprobs": 3}, {"echo": True}, {"echo": True, "logprobs": 3}]))
+        body |= draw(
+            st.sampled_from([{}, {"logprobs": 0}, {"logprobs": 3}, {"echo": True}, {"echo": True, "logprobs": 3}])
+        )
     if draw(st.integers(0, 4)) == 0:
         body |= draw(st.dictionaries(st.sampled_from(sorted({*body, *PARAMETERS} - {"model"})), ODD, max_size=2))
     return endpoint, body
@@ -88,7 +101,11 @@ def calls(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 def of_whole(body: dict[str, Any]) -> dict[int, Any]:
     """What a response says of each choice: text, tokens of its log probabilities, and the end."""
     return {
-        choice["index"]: [choice["message"]["content"] if "message" in choice else choice["text"], _tokens(choice), _end(choice)]
+        choice["index"]: [
+            choice["message"]["content"] if "message" in choice else choice["text"],
+            _tokens(choice),
+            _end(choice),
+        ]
         for choice in body["choices"]
     }
 
@@ -132,7 +149,10 @@ def test_whatever_is_asked_is_answered_or_refused_and_alike_everywhere(tmp_path:
         if stream.status_code == 200:
             streamed.append(of_stream(stream.text) == of_whole(answer.json()))
         else:
-            assert (stream.status_code, stream.json()["error"]["param"] in ("best_of", "prompt_logprobs")) == (400, True), stream.text
+            assert (stream.status_code, stream.json()["error"]["param"] in ("best_of", "prompt_logprobs")) == (
+                400,
+                True,
+            ), stream.text
 
     with running_pipeline("serve", "--port", 0, *FLAGS) as command:
         url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
@@ -157,14 +177,19 @@ def test_whatever_is_asked_is_answered_or_refused_and_alike_everywhere(tmp_path:
     assert {number for number, row in rows.items() if row["response"]["status_code"] == 200} == answered
     alike = [of_whole(rows[number]["response"]["body"]) == of_whole(asked[number][2].json()) for number in answered]
     assert sum(alike) >= ALIKE * len(alike)
-    refusals = [(rows[number]["response"]["body"], asked[number][2].json()) for number in rows if number not in answered]
+    refusals = [
+        (rows[number]["response"]["body"], asked[number][2].json()) for number in rows if number not in answered
+    ]
     assert all(in_file == live for in_file, live in refusals)
 
 
 def from_a_file(folder: Path, calls: list[tuple[str, dict[str, Any]]]) -> dict[int, dict[str, Any]]:
     """The result lines of a batch of these, by their numbers."""
     source, output = folder / "requests.jsonl", folder / "out.jsonl"
-    lines = [{"custom_id": str(number), "method": "POST", "url": endpoint, "body": body} for number, (endpoint, body) in enumerate(calls)]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": endpoint, "body": body}
+        for number, (endpoint, body) in enumerate(calls)
+    ]
     source.write_bytes(b"\n".join(map(as_json, lines)))
     done = run_pipeline("run-batch", source, "-o", output, *FLAGS, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]

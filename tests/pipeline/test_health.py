@@ -21,7 +21,9 @@ def test_a_worker_is_healthy_once_it_is_ready_and_until_it_ends(redis_url: str) 
         assert (ready.returncode, ready.stdout, ready.stderr) == (0, "", "")
         (record,) = Queue(connect(redis_url)).workers()
         os.kill(record.pid, signal.SIGKILL)
-        wait_until(lambda: run_pipeline("health", "worker", redis_url=redis_url).returncode == 1, 60, "the record to run out")
+        wait_until(
+            lambda: run_pipeline("health", "worker", redis_url=redis_url).returncode == 1, 60, "the record to run out"
+        )
 
 
 def test_a_control_plane_is_healthy_while_all_of_its_processes_are(redis_url: str) -> None:
@@ -29,10 +31,17 @@ def test_a_control_plane_is_healthy_while_all_of_its_processes_are(redis_url: st
     plane = ControlPlane(redis_url)
     try:
         plane.start("advance", "bulk")
-        wait_until(lambda: "no ticker leads" in run_pipeline("health", "jobs", redis_url=redis_url).stderr, 60, "both RQ workers")
+        wait_until(
+            lambda: "no ticker leads" in run_pipeline("health", "jobs", redis_url=redis_url).stderr,
+            60,
+            "both RQ workers",
+        )
         plane.start("ticker")
         wait_until(lambda: run_pipeline("health", "jobs", redis_url=redis_url).returncode == 0, 60, "a leader")
-        assert control_plane_fault(connect(redis_url), "elsewhere") == "no process on elsewhere takes jobs of advance and bulk"
+        assert (
+            control_plane_fault(connect(redis_url), "elsewhere")
+            == "no process on elsewhere takes jobs of advance and bulk"
+        )
     finally:
         for name in list(plane.processes):
             plane.kill(name)

@@ -38,7 +38,11 @@ def test_a_key_comes_is_listed_and_goes(run_here: RunHere, tmp_path: Path, redis
         wait_until(lambda: status() == 401, 30, "the revoked key to be refused")
     last = json.loads(run_here("keys", "list", "--json", *store).out)[0]["id"]
     assert "that was the last one" in run_here("keys", "revoke", last, *store).err
-    assert run_here("keys", "revoke", key_id[0], *store) == (2, "", f"Error: there is no key {key_id[0]} in {tmp_path}\n")
+    assert run_here("keys", "revoke", key_id[0], *store) == (
+        2,
+        "",
+        f"Error: there is no key {key_id[0]} in {tmp_path}\n",
+    )
 
 
 def test_a_server_that_nobody_may_use_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -62,7 +66,12 @@ def test_programs_get_json(run_here: RunHere, tmp_path: Path) -> None:
     listed = json.loads(run_here("keys", "list", *store).out)
     assert made.pop("secret").startswith("sk-")
     assert listed == [made]
-    assert (made["tenant"], made["queued_tokens"], made["requests_per_minute"], made["open_batches"]) == ("default", 5_000_000, None, None)
+    assert (made["tenant"], made["queued_tokens"], made["requests_per_minute"], made["open_batches"]) == (
+        "default",
+        5_000_000,
+        None,
+        None,
+    )
     assert "sha256" not in made
 
 

@@ -29,7 +29,9 @@ TARGETS = {
 
 def round_of(number: int) -> list[str]:
     """What is killed in a round: the three that the promise names take turns, and in every fourth round it is anything."""
-    return [["core"], ["worker"], ["run-batch"], ["core", "worker", "run-batch", "control plane", "ticker", "redis"]][number % 4]
+    return [["core"], ["worker"], ["run-batch"], ["core", "worker", "run-batch", "control plane", "ticker", "redis"]][
+        number % 4
+    ]
 
 
 @pytest.mark.proof
@@ -40,7 +42,18 @@ def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, number:
     print(f"seed {seed} (set KILL_SEED to draw others)")
     rng = random.Random(seed)
     source, output = examples(tmp_path / "requests.jsonl", LINES), tmp_path / "out.jsonl"
-    flags = ("run-batch", source, "-o", output, "--lease-seconds", 2, "--stream-interval", 0.2, "--max-num-seqs", rng.choice([8, 64]))
+    flags = (
+        "run-batch",
+        source,
+        "-o",
+        output,
+        "--lease-seconds",
+        2,
+        "--stream-interval",
+        0.2,
+        "--max-num-seqs",
+        rng.choice([8, 64]),
+    )
     kills, deadline = 0, time.monotonic() + ROUND_SECONDS
     while not output.exists():
         assert time.monotonic() < deadline, "the round takes too long"

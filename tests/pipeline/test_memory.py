@@ -18,18 +18,36 @@ RUN_SECONDS = 240
 
 @pytest.mark.proof
 @pytest.mark.parametrize("model", ["gpt2-124m"])
-def test_a_worker_has_its_weights_once_and_its_cache(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_has_its_weights_once_and_its_cache(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BENCHMARK_CACHE", str(tmp_path))
     folder = model_folder(model)
     source = write_workload(tmp_path / "in.jsonl", "random", LINES, model, tokens=(2, 8))
     peaks: dict[str, int] = {}
-    arguments = ("-o", tmp_path / "out.jsonl", "--model", folder, "--served-model-name", model, "--kv-cache-memory-bytes", CACHE_BYTES)
+    arguments = (
+        "-o",
+        tmp_path / "out.jsonl",
+        "--model",
+        folder,
+        "--served-model-name",
+        model,
+        "--kv-cache-memory-bytes",
+        CACHE_BYTES,
+    )
     with running_pipeline("run-batch", source, *arguments) as command:
-        wait_until(lambda: _note(command.process.pid, peaks) or command.process.poll() is not None, RUN_SECONDS, "the end of the run")
+        wait_until(
+            lambda: _note(command.process.pid, peaks) or command.process.poll() is not None,
+            RUN_SECONDS,
+            "the end of the run",
+        )
         assert command.process.returncode == 0, command.output
     weights = (folder / "model.safetensors").stat().st_size
     spare = sum(peaks.values()) - weights - CACHE_BYTES
-    print({name: f"{size / 2**20:.0f} MB" for name, size in peaks.items()}, f"beside weights and cache: {spare / 2**20:.0f} MB")
+    print(
+        {name: f"{size / 2**20:.0f} MB" for name, size in peaks.items()},
+        f"beside weights and cache: {spare / 2**20:.0f} MB",
+    )
     assert set(peaks) == {"front", "core"}
     assert spare <= SPARE_BYTES
 

@@ -43,12 +43,16 @@ def values_of(*arguments: str, **environment: str) -> dict[str, object]:
 def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / f"config.{request.param}"
     assign = " = " if request.param == "toml" else ": "
-    path.write_text(f"max-num-seqs{assign}3\nmax_model_len{assign}100\nserved-model-name{assign}['a', 'b']\ndtype{assign}'float16'\n")
+    path.write_text(
+        f"max-num-seqs{assign}3\nmax_model_len{assign}100\nserved-model-name{assign}['a', 'b']\ndtype{assign}'float16'\n"
+    )
     return path
 
 
 def test_flag_wins_over_environment_over_config_over_default(config: Path) -> None:
-    values = values_of("--config", str(config), "--max-num-seqs", "9", PIPELINE_MAX_NUM_SEQS="5", PIPELINE_MAX_MODEL_LEN="200")
+    values = values_of(
+        "--config", str(config), "--max-num-seqs", "9", PIPELINE_MAX_NUM_SEQS="5", PIPELINE_MAX_MODEL_LEN="200"
+    )
     assert values["max_num_seqs"] == 9
     assert values["max_model_len"] == 200
     assert values["served_model_name"] == ["a", "b"]
@@ -117,11 +121,15 @@ def test_the_password_of_redis_may_stand_in_a_file(tmp_path: Path, url: str, exp
     assert values_of("--redis-password-file", file)["redis_url"] is None
 
 
-@pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), (b" \n", "it is empty"), (b"\xff", "it is not text")])
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "No such file"), (b" \n", "it is empty"), (b"\xff", "it is not text")]
+)
 def test_a_password_file_that_holds_none_is_refused(tmp_path: Path, content: bytes | None, reason: str) -> None:
     if content is not None:
         (tmp_path / "password").write_bytes(content)
-    result = CliRunner().invoke(shown, ["--redis-url", "redis://host", "--redis-password-file", str(tmp_path / "password")])
+    result = CliRunner().invoke(
+        shown, ["--redis-url", "redis://host", "--redis-password-file", str(tmp_path / "password")]
+    )
     assert result.exit_code == 2
     assert f"cannot be read from {tmp_path}/password: {reason}" in result.stderr
 
@@ -133,7 +141,16 @@ def test_sizes_have_units() -> None:
 
 def test_model_flags_reach_a_child_unchanged() -> None:
     flags = ["--served-model-name", "x", "--served-model-name", "y", "--no-enable-prefix-caching", "--block-size", "8"]
-    flags += ["--device", "cuda:1", "--device-lock-folder", "/locks", "--enforce-eager", "--nvtx", "--profile", "traces"]
+    flags += [
+        "--device",
+        "cuda:1",
+        "--device-lock-folder",
+        "/locks",
+        "--enforce-eager",
+        "--nvtx",
+        "--profile",
+        "traces",
+    ]
     before = values_of(*flags)
     after = values_of(*model_arguments(before))
     assert {name: after[name] for name in MODEL_FLAGS} == {name: before[name] for name in MODEL_FLAGS}

@@ -90,7 +90,9 @@ class Work:
         source, self._output = folder / "in.jsonl", folder / "out.jsonl"
         source.write_text("".join(json.dumps(line(number)) + "\n" for number in range(LINES)))
         root = fleet.store / "batches" / folder.name
-        self._batch = create_batch(fleet.client, BatchSpec(input=str(source), root=str(root), output=str(self._output))).id
+        self._batch = create_batch(
+            fleet.client, BatchSpec(input=str(source), root=str(root), output=str(self._output))
+        ).id
         self._live = LiveCall(fleet, question(LINES))
         fleet.wait(lambda: self.claims >= LINES + 1 and self._live.has_begun, END_SECONDS, "all to be under way")
         if not held:
@@ -173,7 +175,12 @@ def question(number: int) -> dict[str, Any]:
 
 
 def line(number: int) -> dict[str, object]:
-    return {"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": {**question(number), "ignore_eos": True}}
+    return {
+        "custom_id": f"c{number}",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {**question(number), "ignore_eos": True},
+    }
 
 
 def fences(fleet: Fleet) -> int:
@@ -263,7 +270,9 @@ def test_an_outage_of_redis_makes_nothing_run_again(
 
 @pytest.mark.parametrize("whose", ["redis", pytest.param("workers", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("seconds", [60.0, -60.0])
-def test_a_clock_that_is_set_makes_nothing_run_again(fleet: Fleet, undisturbed: list[str], whose: str, seconds: float) -> None:
+def test_a_clock_that_is_set_makes_nothing_run_again(
+    fleet: Fleet, undisturbed: list[str], whose: str, seconds: float
+) -> None:
     work = Work(fleet)
     clocks = [fleet.redis.clock] if whose == "redis" else [fleet.clocks[worker.name] for worker in fleet.workers]
     for clock in clocks:
@@ -277,7 +286,9 @@ def test_a_full_memory_lets_results_through_which_make_room(fleet: Fleet, undist
     fleet.client.config_set("maxmemory", 1)
     try:
         assert refuses_writes(fleet)
-        fleet.wait(lambda: work.record.completed == LINES and not work.undrained, END_SECONDS, "all results to be drained")
+        fleet.wait(
+            lambda: work.record.completed == LINES and not work.undrained, END_SECONDS, "all results to be drained"
+        )
     finally:
         fleet.client.config_set("maxmemory", 0)
     work.check_end(undisturbed)
@@ -310,11 +321,17 @@ def test_a_checkpoint_with_a_hole_is_never_used(fleet: Fleet, undisturbed: list[
     fleet.redis.lose_power(on_disk)
     fleet.redis.start()
     generated = fleet.queue.token_totals().generated
-    fleet.wait(lambda: work.has_ended() or fleet.queue.token_totals().generated > generated + 20 * LINES, END_SECONDS, "more tokens")
+    fleet.wait(
+        lambda: work.has_ended() or fleet.queue.token_totals().generated > generated + 20 * LINES,
+        END_SECONDS,
+        "more tokens",
+    )
     lives = {worker.id for worker in fleet.queue.workers()}
     send_all(work.cores, signal.SIGKILL)
     work.check_end(undisturbed)
-    fleet.wait(lambda: lives.isdisjoint(worker.id for worker in fleet.queue.workers()), END_SECONDS, "the deaths to be noticed")
+    fleet.wait(
+        lambda: lives.isdisjoint(worker.id for worker in fleet.queue.workers()), END_SECONDS, "the deaths to be noticed"
+    )
 
 
 @contextlib.contextmanager
@@ -348,7 +365,9 @@ def test_a_worker_that_was_away_for_longer_than_its_lease_is_refused(
     with absence(fleet, number) as stopped:
         work.go_on(*stopped)
         fleet.wait(lambda: work.claims > LINES + 1, 60, "its requests to be claimed by the other")
-    if absence is stopped_worker:  # one that is only cut off may have finished them all, and has nothing left to let go of
+    if (
+        absence is stopped_worker
+    ):  # one that is only cut off may have finished them all, and has nothing left to let go of
         fleet.wait(lambda: let_go_of(fleet, number) > let_go, END_SECONDS, "it to let go of them")
     work.check_end(undisturbed)
 
@@ -394,6 +413,10 @@ def test_lost_replies_make_nothing_run_again(fleet: Fleet, undisturbed: list[str
     lost_before = [proxy.lost for proxy in fleet.proxies]
     for proxy in fleet.proxies:
         getattr(proxy, how)(1)
-    fleet.wait(lambda: all(proxy.lost > before for proxy, before in zip(fleet.proxies, lost_before, strict=True)), 60, "replies to be lost")
+    fleet.wait(
+        lambda: all(proxy.lost > before for proxy, before in zip(fleet.proxies, lost_before, strict=True)),
+        60,
+        "replies to be lost",
+    )
     work.check_end(undisturbed)
     assert work.claims == LINES + 1 or how == "swallow"

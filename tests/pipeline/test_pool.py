@@ -35,7 +35,12 @@ def answer_pool(questions: list[dict[str, object]], folder: Path) -> None:
     source, output = folder / "requests.jsonl", folder / "results.jsonl"
     with source.open("w") as file:
         for question in questions:
-            body = {"model": "demo", "messages": question["messages"], "max_tokens": question["max_tokens"], "temperature": 0}
+            body = {
+                "model": "demo",
+                "messages": question["messages"],
+                "max_tokens": question["max_tokens"],
+                "temperature": 0,
+            }
             line = {"custom_id": question["id"], "method": "POST", "url": "/v1/chat/completions", "body": body}
             file.write(json.dumps(line) + "\n")
     done = run_pipeline("run-batch", source, "-o", output, timeout=800)

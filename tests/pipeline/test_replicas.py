@@ -53,7 +53,9 @@ def ready(queue: Queue) -> set[int]:
 def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: str, queue: Queue) -> None:
     """The number comes from the environment, which the replicas inherit too; of the threads there each has its share."""
     flags = ("--max-num-seqs", 4, "--dtype", "float32", "--stream-interval", 0.1)
-    with running_pipeline("worker", *flags, redis_url=redis_url, PIPELINE_DATA_PARALLEL_SIZE="2", OMP_NUM_THREADS="2") as run:
+    with running_pipeline(
+        "worker", *flags, redis_url=redis_url, PIPELINE_DATA_PARALLEL_SIZE="2", OMP_NUM_THREADS="2"
+    ) as run:
         wait_until(lambda: len(ready(queue)) == 2, START_SECONDS, "both replicas to be ready")
         cores = [pid for pid in descendants(run.process.pid) if "core_process" in command_line(pid)]
         send_all(cores, signal.SIGSTOP)  # so that nothing ends before both have something
@@ -95,12 +97,15 @@ def test_the_requests_of_a_rank_that_died_are_answered_by_the_next_core(tmp_path
     with running_pipeline("run-batch", source, "-o", output, *flags, **poisoned_environment(AT_WORK, hold=hold)) as run:
         queue = queue_of(run)
         wait_until(lambda: at_work(queue), START_SECONDS, "the replica at work")
-        os.kill(next(pid for pid in descendants(run.process.pid) if "rank_process" in command_line(pid)), signal.SIGKILL)
+        os.kill(
+            next(pid for pid in descendants(run.process.pid) if "rank_process" in command_line(pid)), signal.SIGKILL
+        )
         hold.unlink()
         queue.redis.close()
         assert run.wait(120) == 0, run.output
         assert re.search(
-            r"the engine core was ended by SIGKILL; the last it wrote: .*rank 1 \(process \d+\) was ended by SIGKILL", run.output
+            r"the engine core was ended by SIGKILL; the last it wrote: .*rank 1 \(process \d+\) was ended by SIGKILL",
+            run.output,
         )
     check_answers(source, output)
 
@@ -108,7 +113,10 @@ def test_the_requests_of_a_rank_that_died_are_answered_by_the_next_core(tmp_path
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--device", "cuda:1", "--data-parallel-size", 2), "--device cuda:1 names one card, and --data-parallel-size 2 needs more"),
+        (
+            ("--device", "cuda:1", "--data-parallel-size", 2),
+            "--device cuda:1 names one card, and --data-parallel-size 2 needs more",
+        ),
         pytest.param(
             ("--tensor-parallel-size", 2),
             "2 ranks cannot share the model's 6 attention heads and 3 key-value heads equally",
@@ -116,7 +124,9 @@ def test_the_requests_of_a_rank_that_died_are_answered_by_the_next_core(tmp_path
         ),
     ],
 )
-def test_what_cannot_be_shared_is_refused_in_one_sentence(tmp_path: Path, flags: tuple[object, ...], sentence: str) -> None:
+def test_what_cannot_be_shared_is_refused_in_one_sentence(
+    tmp_path: Path, flags: tuple[object, ...], sentence: str
+) -> None:
     refused = run_pipeline("run-batch", examples(tmp_path / "requests.jsonl", 2), *flags)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith(f"Error: {sentence}")

@@ -55,7 +55,11 @@ def test_the_log_names_settings_and_processes(finished: tuple[Path, Path, str, s
 
 def test_nothing_but_the_output_and_its_parts_remains(finished: tuple[Path, Path, str, str]) -> None:
     source, output, _, _ = finished
-    assert sorted(path.name for path in source.parent.iterdir()) == ["requests.jsonl", output.name, f"{output.name}.parts"]
+    assert sorted(path.name for path in source.parent.iterdir()) == [
+        "requests.jsonl",
+        output.name,
+        f"{output.name}.parts",
+    ]
     size = sum(path.stat().st_size for path in (source.parent / f"{output.name}.parts").rglob("*") if path.is_file())
     assert size < 3 * (source.stat().st_size + output.stat().st_size)
 
@@ -162,7 +166,11 @@ def test_parquet_in_gives_parquet_out(tmp_path: Path) -> None:
 
 def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path) -> None:
     """Short and long answers, two at a time and slowly: some are finished soon, and not all for half a minute."""
-    source, output, lengths = tmp_path / "requests.jsonl", tmp_path / "out.jsonl", {name: len(text) for name, text in answers().items()}
+    source, output, lengths = (
+        tmp_path / "requests.jsonl",
+        tmp_path / "out.jsonl",
+        {name: len(text) for name, text in answers().items()},
+    )
     lines = sorted(EXAMPLES.read_text().splitlines(), key=lambda line: lengths[json.loads(line)["custom_id"]])
     source.write_text("\n".join(lines[:20] + lines[-20:]) + "\n")
     flags = ("run-batch", source, "-o", output, "--max-num-seqs", 2)
@@ -170,7 +178,9 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path
         wait_until(lambda: list(tmp_path.glob("out.jsonl.parts/parts/*")), 60, "a first part")
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130
-        assert run.output.splitlines()[-1] == "Interrupted: what is finished is kept, run the same command again to go on."
+        assert (
+            run.output.splitlines()[-1] == "Interrupted: what is finished is kept, run the same command again to go on."
+        )
         assert "Traceback" not in run.output
     assert not output.exists()
     kept = kept_ids(tmp_path / "out.jsonl.parts")
@@ -193,7 +203,9 @@ def kept_ids(root: Path) -> dict[int, str]:
 def endless(path: Path) -> Path:
     """A file that is not answered before a test has done what it wants to do meanwhile."""
     body = {"model": "demo", "prompt": "x", "max_tokens": 1900, "ignore_eos": True}
-    lines = [{"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body} for number in range(100)]
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body} for number in range(100)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

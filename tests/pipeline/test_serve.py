@@ -63,7 +63,9 @@ def test_the_official_client_streams_the_right_tokens(client: openai.OpenAI) -> 
 
 def endless(client: openai.OpenAI) -> openai.Stream[Completion]:
     """The stream of a call that takes a minute and a half, however fast the machine is."""
-    return client.completions.create(model="demo", prompt="a tortoise", max_tokens=1900, stream=True, extra_body={"ignore_eos": True})
+    return client.completions.create(
+        model="demo", prompt="a tortoise", max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+    )
 
 
 def test_tokens_come_while_the_next_ones_are_computed(client: openai.OpenAI) -> None:
@@ -85,7 +87,10 @@ def test_streamed_and_whole_answers_are_the_same(client: openai.OpenAI) -> None:
 
 
 def test_a_seed_gives_the_same_text_again(client: openai.OpenAI) -> None:
-    calls = [client.completions.create(model="alias", prompt="List", max_tokens=12, temperature=1.0, seed=7) for _ in range(3)]
+    calls = [
+        client.completions.create(model="alias", prompt="List", max_tokens=12, temperature=1.0, seed=7)
+        for _ in range(3)
+    ]
     assert len({call.choices[0].text for call in calls}) == 1
 
 
@@ -106,7 +111,9 @@ def test_a_client_that_leaves_frees_its_place(served: tuple[RunningCommand, str]
 
 
 @pytest.mark.parametrize("victim", ["pipeline worker", "workers.engine.core_process"])
-def test_a_stream_goes_on_where_it_was_after_a_kill(served: tuple[RunningCommand, str], client: openai.OpenAI, victim: str) -> None:
+def test_a_stream_goes_on_where_it_was_after_a_kill(
+    served: tuple[RunningCommand, str], client: openai.OpenAI, victim: str
+) -> None:
     body, answer = longest_example()
     command = served[0]
     starts = command.output.count("worker INFO ready")
@@ -119,7 +126,9 @@ def test_a_stream_goes_on_where_it_was_after_a_kill(served: tuple[RunningCommand
             victim = ""
     assert "".join(texts) == answer
     assert not victim
-    wait_until(lambda: command.output.count("worker INFO ready") > starts, 120, "its successor, which the next test needs")
+    wait_until(
+        lambda: command.output.count("worker INFO ready") > starts, 120, "its successor, which the next test needs"
+    )
 
 
 def test_it_stops_in_order_and_at_once(tmp_path: Path) -> None:

@@ -33,11 +33,15 @@ def test_a_run_finds_nearly_all_that_its_lines_share(tmp_path: Path) -> None:
     with open(source, "w") as file:
         for number, messages in enumerate(chats):
             body = {"model": "demo", "messages": messages, "max_tokens": draw.randint(2, 12), "temperature": 0}
-            file.write(json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}) + "\n")
+            file.write(
+                json.dumps({"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body})
+                + "\n"
+            )
     tokenizer = TextTokenizer.load(DEMO_MODEL)
     prompts = tokenizer.encode([tokenizer.render(messages) for messages in chats], special_tokens=False)
     blocks = [
-        min(common(prompts[number], other) for other, same in zip(prompts, systems, strict=True) if same == system) // BLOCK_TOKENS
+        min(common(prompts[number], other) for other, same in zip(prompts, systems, strict=True) if same == system)
+        // BLOCK_TOKENS
         for number, system in enumerate(systems)
     ]
     bytes_of_two = (2 * max(blocks) + 1) * BLOCK_BYTES

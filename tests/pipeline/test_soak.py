@@ -78,9 +78,13 @@ def begin(fleet: Fleet, lines: range) -> tuple[str, range, Path]:
     with source.open("w") as file:
         for line in lines:
             body = {"model": "demo", "prompt": [40 + line % 200, 41, 42], "max_tokens": 1, "temperature": 0}
-            file.write(json.dumps({"custom_id": str(line), "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
+            file.write(
+                json.dumps({"custom_id": str(line), "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
+            )
     root = fleet.store / "batches" / folder.name
-    record = create_batch(fleet.client, BatchSpec(input=str(source), root=str(root), output=str(output), models=("demo",)))
+    record = create_batch(
+        fleet.client, BatchSpec(input=str(source), root=str(root), output=str(output), models=("demo",))
+    )
     return record.id, lines, output
 
 
@@ -129,7 +133,9 @@ class Memory:
 
     def report(self) -> str:
         rows = sorted(self._levels().items())
-        return "\n".join(f"{name:<28} {then / 2**20:8.1f} MB then, {now / 2**20:8.1f} MB at the end" for name, (then, now) in rows)
+        return "\n".join(
+            f"{name:<28} {then / 2**20:8.1f} MB then, {now / 2**20:8.1f} MB at the end" for name, (then, now) in rows
+        )
 
     def _levels(self) -> dict[str, tuple[int, int]]:
         return {name: (self._level(name, 0.4, 0.6), self._level(name, 0.8, 1.0)) for name in self._samples}
@@ -141,7 +147,16 @@ class Memory:
 def short_name(pid: int) -> str:
     """A process by what it runs."""
     words = command_line(pid).split()
-    known = ("--queue advance", "--queue bulk", "jobs.ticker", "core_process", "pipeline worker", "pipeline api", "pipeline jobs", "valkey")
+    known = (
+        "--queue advance",
+        "--queue bulk",
+        "jobs.ticker",
+        "core_process",
+        "pipeline worker",
+        "pipeline api",
+        "pipeline jobs",
+        "valkey",
+    )
     return next((part for part in known if part in " ".join(words)), " ".join(words[:3]))
 
 

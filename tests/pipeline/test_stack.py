@@ -26,7 +26,9 @@ def test_a_worker_that_dies_while_the_private_redis_is_away_ends_nothing(monkeyp
 def test_a_dead_worker_is_taken_out_of_the_registry() -> None:
     with Stack(None, QueueSettings(), lambda line: None) as stack:
         for pid in (1, 2):
-            stack.queue.register_worker(WorkerRecord(f"worker-{pid}", ["demo"], "ready", 0, 0.0, socket.gethostname(), pid))
+            stack.queue.register_worker(
+                WorkerRecord(f"worker-{pid}", ["demo"], "ready", 0, 0.0, socket.gethostname(), pid)
+            )
         stack._bury(1)
         assert [record.pid for record in stack.queue.workers()] == [2]
 

@@ -12,7 +12,12 @@ def result(custom_id: str, text: str) -> str:
 
 def test_first_answers_are_short_lines_without_what_a_terminal_obeys(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    rows = [result("a\n\x1b[2J", "one\ttwo\r\n three\x00"), result("c" * 1000, "d" * 1_000_000), result("é 🙂", ""), result("fourth", "")]
+    rows = [
+        result("a\n\x1b[2J", "one\ttwo\r\n three\x00"),
+        result("c" * 1000, "d" * 1_000_000),
+        result("é 🙂", ""),
+        result("fourth", ""),
+    ]
     output.write_text("\n".join(rows))
     found = first_answers(output)
     assert found == ["  a [2J: one two three", f"  {'c' * 99}…: {'d' * 99}…", "  é 🙂: "]

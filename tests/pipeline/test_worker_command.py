@@ -30,14 +30,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchedCore]:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
-def test_a_core_that_cannot_be_started_is_told_of(run_here: RunHere, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_core_that_cannot_be_started_is_told_of(
+    run_here: RunHere, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def fail(*_: Any, **__: Any) -> NoReturn:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(subprocess, "Popen", fail)
     done = run_here("worker", REDIS_URL="unix:///nowhere/redis.sock")
     assert done.code == 2
-    assert done.err.splitlines()[-1] == f"Error: the engine core cannot be started: [Errno {number}] {os.strerror(number)}"
+    assert (
+        done.err.splitlines()[-1] == f"Error: the engine core cannot be started: [Errno {number}] {os.strerror(number)}"
+    )
 
 
 def test_no_core_is_left_when_redis_is_away(run_here: RunHere, launched: list[LaunchedCore], tmp_path: Path) -> None:

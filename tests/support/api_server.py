@@ -38,7 +38,9 @@ def running_api(settings: ApiSettings) -> Iterator[str]:
         listener.close()
 
 
-def official_client(api_url: str, api_key: str = "none", on_answer: Callable[[Any], None] | None = None) -> openai.OpenAI:
+def official_client(
+    api_url: str, api_key: str = "none", on_answer: Callable[[Any], None] | None = None
+) -> openai.OpenAI:
     """As a user makes it, but for retries, which would hide errors, and for certificates, which take 50 ms to read."""
     transport = openai.DefaultHttpxClient(event_hooks={"response": [on_answer] if on_answer else []}, verify=False)
     return openai.OpenAI(base_url=f"{api_url}/v1", api_key=api_key, max_retries=0, timeout=60, http_client=transport)

@@ -68,11 +68,24 @@ def as_json(body: Any) -> bytes:
 
 
 def _cases() -> Iterator[BadRequest]:
-    for group in (_whole_bodies, _prompts, _messages, _numbers, _lists, _flags, _contradictions, _unsupported, _sizes, _vocabulary):
+    for group in (
+        _whole_bodies,
+        _prompts,
+        _messages,
+        _numbers,
+        _lists,
+        _flags,
+        _contradictions,
+        _unsupported,
+        _sizes,
+        _vocabulary,
+    ):
         yield from group()
 
 
-def _of(endpoint: str, body: Any, name: str, param: str | None, code: str | None, words: str, **more: Any) -> BadRequest:
+def _of(
+    endpoint: str, body: Any, name: str, param: str | None, code: str | None, words: str, **more: Any
+) -> BadRequest:
     return BadRequest(name, endpoint, body if isinstance(body, bytes) else as_json(body), param, code, words, **more)
 
 
@@ -82,13 +95,60 @@ def _whole_bodies() -> Iterator[BadRequest]:
     yield _of(CHAT, None, "body is null", "body", "invalid_type", "got null", in_file="missing_required_parameter")
     for endpoint, body in ((CHAT, chat()), (COMPLETIONS, completion())):
         missing = {"in_file": ANSWERED}
-        yield _of(endpoint, without(body, "model"), f"no model {endpoint}", "model", "missing_required_parameter", "'model'", **missing)
-        yield _of(endpoint, {**body, "model": None}, f"model null {endpoint}", "model", "missing_required_parameter", "'model'", **missing)
+        yield _of(
+            endpoint,
+            without(body, "model"),
+            f"no model {endpoint}",
+            "model",
+            "missing_required_parameter",
+            "'model'",
+            **missing,
+        )
+        yield _of(
+            endpoint,
+            {**body, "model": None},
+            f"model null {endpoint}",
+            "model",
+            "missing_required_parameter",
+            "'model'",
+            **missing,
+        )
     for name, value in (("number", 3), ("array", [MODEL]), ("object", {}), ("boolean", True)):
-        yield _of(CHAT, chat(model=value), f"model is {name}", "model", "invalid_type", "expected a string", in_file="invalid_type")
-    yield _of(CHAT, chat(model="\ud800"), "model is half a character", "model", "invalid_value", "surrogate", in_file="invalid_value")
-    for name, value in (("unknown", "other"), ("empty", ""), ("long", "m" * 100_000), ("a path", "../../etc/passwd"), ("odd", "\u0000\n")):
-        yield _of(CHAT, chat(model=value), f"model is {name}", "model", "model_not_found", "", in_file="model_not_found", status=404)
+        yield _of(
+            CHAT,
+            chat(model=value),
+            f"model is {name}",
+            "model",
+            "invalid_type",
+            "expected a string",
+            in_file="invalid_type",
+        )
+    yield _of(
+        CHAT,
+        chat(model="\ud800"),
+        "model is half a character",
+        "model",
+        "invalid_value",
+        "surrogate",
+        in_file="invalid_value",
+    )
+    for name, value in (
+        ("unknown", "other"),
+        ("empty", ""),
+        ("long", "m" * 100_000),
+        ("a path", "../../etc/passwd"),
+        ("odd", "\u0000\n"),
+    ):
+        yield _of(
+            CHAT,
+            chat(model=value),
+            f"model is {name}",
+            "model",
+            "model_not_found",
+            "",
+            in_file="model_not_found",
+            status=404,
+        )
     yield _of(CHAT, b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 0.5, "temperature": "x"}',
               "a repeated key, the last one counts", "temperature", "invalid_type", "expected a decimal")  # fmt: skip
     yield _of(CHAT, b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "seed": 1%b}' % (b"0" * 5000),
@@ -131,7 +191,9 @@ def _prompts() -> Iterator[BadRequest]:
         yield _of(COMPLETIONS, completion(prompt=value), f"prompt: {name}", param, code, words)
     for name, changes in (("n", {"n": 128}), ("best_of", {"best_of": 128})):
         body = completion(prompt=["x"] * 5, **changes)
-        yield _of(COMPLETIONS, body, f"5 prompts with {name} 128", "prompt", "array_above_max_length", "maximum length 4")
+        yield _of(
+            COMPLETIONS, body, f"5 prompts with {name} 128", "prompt", "array_above_max_length", "maximum length 4"
+        )
 
 
 def _messages() -> Iterator[BadRequest]:
@@ -197,12 +259,30 @@ def _numbers() -> Iterator[BadRequest]:
         yield _of(CHAT, chat(**{name: high + 1}), f"{name} too large", name, "integer_above_max_value", f"<= {high}")
         for kind, value in (("text", "1"), ("decimal", 1.0), ("boolean", True), ("array", [1])):
             yield _of(CHAT, chat(**{name: value}), f"{name} {kind}", name, "invalid_type", "expected an integer")
-    yield _of(CHAT, chat(max_tokens=10**40), "max_tokens of 41 digits", "max_tokens", "integer_above_max_value", "a very large one")
-    yield _of(COMPLETIONS, completion(max_tokens=-1), "max_tokens of a completion", "max_tokens", "integer_below_min_value", ">= 0")
+    yield _of(
+        CHAT,
+        chat(max_tokens=10**40),
+        "max_tokens of 41 digits",
+        "max_tokens",
+        "integer_above_max_value",
+        "a very large one",
+    )
+    yield _of(
+        COMPLETIONS,
+        completion(max_tokens=-1),
+        "max_tokens of a completion",
+        "max_tokens",
+        "integer_below_min_value",
+        ">= 0",
+    )
     yield _of(COMPLETIONS, completion(logprobs=21), "logprobs too many", "logprobs", "integer_above_max_value", "<= 20")
     yield _of(COMPLETIONS, completion(logprobs=-1), "logprobs negative", "logprobs", "integer_below_min_value", ">= 0")
-    yield _of(COMPLETIONS, completion(logprobs=True), "logprobs boolean", "logprobs", "invalid_type", "expected an integer")
-    yield _of(CHAT, chat(truncate_prompt_tokens=0), "cut to nothing", "truncate_prompt_tokens", "invalid_value", "at least 1")
+    yield _of(
+        COMPLETIONS, completion(logprobs=True), "logprobs boolean", "logprobs", "invalid_type", "expected an integer"
+    )
+    yield _of(
+        CHAT, chat(truncate_prompt_tokens=0), "cut to nothing", "truncate_prompt_tokens", "invalid_value", "at least 1"
+    )
     decimals = [
         ("temperature", "0", -0.1, "2", 2.01), ("top_p", "0", -0.5, "1", 1.01), ("min_p", "0", -0.01, "1", 1.5),
         ("presence_penalty", "-2", -2.1, "2", 2.1), ("frequency_penalty", "-2", -3, "2", 3),
@@ -212,10 +292,14 @@ def _numbers() -> Iterator[BadRequest]:
         yield _of(CHAT, chat(**{name: below}), f"{name} too small", name, "decimal_below_min_value", f">= {low_text}")
         yield _of(CHAT, chat(**{name: above}), f"{name} too large", name, "decimal_above_max_value", f"<= {high_text}")
         yield _of(CHAT, chat(**{name: _NAN}), f"{name} NaN", name, "invalid_value", "not a number")
-        yield _of(CHAT, chat(**{name: _INF}), f"{name} infinite", name, "decimal_above_max_value", "got a very large one")
+        yield _of(
+            CHAT, chat(**{name: _INF}), f"{name} infinite", name, "decimal_above_max_value", "got a very large one"
+        )
         for kind, value in (("text", "0.5"), ("boolean", False), ("object", {})):
             yield _of(CHAT, chat(**{name: value}), f"{name} {kind}", name, "invalid_type", "expected a decimal")
-    yield _of(CHAT, chat(temperature=-_INF), "temperature minus infinity", "temperature", "decimal_below_min_value", ">= 0")
+    yield _of(
+        CHAT, chat(temperature=-_INF), "temperature minus infinity", "temperature", "decimal_below_min_value", ">= 0"
+    )
     yield _of(CHAT, chat(top_p=0), "top_p 0", "top_p", "decimal_below_min_value", "> 0")
 
 
@@ -267,9 +351,13 @@ def _lists() -> Iterator[BadRequest]:
 def _flags() -> Iterator[BadRequest]:
     for name in ("ignore_eos", "skip_special_tokens", "echo", "stream"):
         for kind, value in (("1", 1), ("text", "true"), ("array", [])):
-            yield _of(COMPLETIONS, completion(**{name: value}), f"{name} {kind}", name, "invalid_type", "expected a boolean")
+            yield _of(
+                COMPLETIONS, completion(**{name: value}), f"{name} {kind}", name, "invalid_type", "expected a boolean"
+            )
     for kind, value in (("1", 1), ("text", "yes"), ("object", {})):
-        yield _of(CHAT, chat(logprobs=value), f"logprobs of a chat {kind}", "logprobs", "invalid_type", "expected a boolean")
+        yield _of(
+            CHAT, chat(logprobs=value), f"logprobs of a chat {kind}", "logprobs", "invalid_type", "expected a boolean"
+        )
     streaming = {"stream": True}
     yield _of(CHAT, chat(**streaming, stream_options=[]), "stream_options array", "stream_options", "invalid_type", "an object",
               in_file="streaming_unsupported")  # fmt: skip
@@ -284,15 +372,50 @@ def _contradictions() -> Iterator[BadRequest]:
     in_file = {"in_file": "streaming_unsupported"}
     yield _of(CHAT, chat(stream_options={"include_usage": True}), "stream_options without stream", "stream_options", "invalid_value",
               "only allowed when 'stream' is enabled")  # fmt: skip
-    yield _of(CHAT, chat(top_logprobs=2), "top_logprobs without logprobs", "top_logprobs", None, "only allowed when 'logprobs' is enabled")
-    yield _of(CHAT, chat(top_logprobs=2, logprobs=False), "top_logprobs with logprobs off", "top_logprobs", None, "'logprobs' is enabled")
-    yield _of(COMPLETIONS, completion(top_logprobs=2), "top_logprobs of a completion", "top_logprobs", "unsupported_value", "for chats")
-    yield _of(COMPLETIONS, completion(n=3, best_of=2), "best_of below n", "best_of", None, "more choices than it will generate")
+    yield _of(
+        CHAT,
+        chat(top_logprobs=2),
+        "top_logprobs without logprobs",
+        "top_logprobs",
+        None,
+        "only allowed when 'logprobs' is enabled",
+    )
+    yield _of(
+        CHAT,
+        chat(top_logprobs=2, logprobs=False),
+        "top_logprobs with logprobs off",
+        "top_logprobs",
+        None,
+        "'logprobs' is enabled",
+    )
+    yield _of(
+        COMPLETIONS,
+        completion(top_logprobs=2),
+        "top_logprobs of a completion",
+        "top_logprobs",
+        "unsupported_value",
+        "for chats",
+    )
+    yield _of(
+        COMPLETIONS,
+        completion(n=3, best_of=2),
+        "best_of below n",
+        "best_of",
+        None,
+        "more choices than it will generate",
+    )
     yield _of(COMPLETIONS, completion(best_of=2, **streaming), "best_of streamed", "best_of", "invalid_value", "'stream' is enabled",
               **in_file)  # fmt: skip
     yield _of(COMPLETIONS, completion(prompt_logprobs=1, **streaming), "prompt_logprobs streamed", "prompt_logprobs", "invalid_value",
               "'stream' is enabled", **in_file)  # fmt: skip
-    yield _of(CHAT, chat(min_tokens=2), "min_tokens above max_tokens", "min_tokens", "invalid_value", "at most 'max_tokens', which is 1")
+    yield _of(
+        CHAT,
+        chat(min_tokens=2),
+        "min_tokens above max_tokens",
+        "min_tokens",
+        "invalid_value",
+        "at most 'max_tokens', which is 1",
+    )
     yield _of(COMPLETIONS, without(completion(min_tokens=17), "max_tokens"), "min_tokens above the default of max_tokens", "min_tokens",
               "invalid_value", "which is 16")  # fmt: skip
     yield _of(CHAT, chat(echo=True), "echo of a chat", "echo", "unsupported_value", "for completions")
@@ -353,34 +476,100 @@ def _unsupported() -> Iterator[BadRequest]:
     yield _of(CHAT, chat(stream=True, stream_options={"continuous_usage_stats": True}), "usage with every chunk",
               "stream_options.continuous_usage_stats", "unsupported_value", "must be false", in_file="streaming_unsupported")  # fmt: skip
     body = completion(add_special_tokens=False)
-    yield _of(COMPLETIONS, body, "a completion without special tokens", "add_special_tokens", "unsupported_value", "must be true")
+    yield _of(
+        COMPLETIONS,
+        body,
+        "a completion without special tokens",
+        "add_special_tokens",
+        "unsupported_value",
+        "must be true",
+    )
     for kind in ("json_object", "json_schema", "xml"):
         body = chat(response_format={"type": kind})
         yield _of(CHAT, body, f"response_format {kind}", "response_format.type", "unsupported_value", "must be 'text'")
-    yield _of(CHAT, chat(response_format="json"), "response_format text", "response_format", "invalid_type", "expected an object")
+    yield _of(
+        CHAT,
+        chat(response_format="json"),
+        "response_format text",
+        "response_format",
+        "invalid_type",
+        "expected an object",
+    )
 
 
 def _sizes() -> Iterator[BadRequest]:
     too_long = {"code": "context_length_exceeded", "needs_model": True}
     words = f"maximum context length is {CONTEXT} tokens"
-    yield _of(COMPLETIONS, completion(prompt="word " * 2_000_000), "a prompt of 10 MB", "prompt", words=words, **too_long)
+    yield _of(
+        COMPLETIONS, completion(prompt="word " * 2_000_000), "a prompt of 10 MB", "prompt", words=words, **too_long
+    )
     yield _of(COMPLETIONS, completion(prompt="a" * 2_000_000), "a word of 2 MB", "prompt", words=words, **too_long)
-    yield _of(COMPLETIONS, completion(prompt=["x", "word " * 200_000]), "the second prompt of 1 MB", "prompt[1]", words=words, **too_long)
-    yield _of(COMPLETIONS, completion(prompt=[5] * 1_000_000), "a million token ids", "prompt", words="1000000 tokens", **too_long)
-    yield _of(COMPLETIONS, completion(prompt=[5] * CONTEXT), "as many token ids as the context", "prompt", words=words, **too_long)
+    yield _of(
+        COMPLETIONS,
+        completion(prompt=["x", "word " * 200_000]),
+        "the second prompt of 1 MB",
+        "prompt[1]",
+        words=words,
+        **too_long,
+    )
+    yield _of(
+        COMPLETIONS,
+        completion(prompt=[5] * 1_000_000),
+        "a million token ids",
+        "prompt",
+        words="1000000 tokens",
+        **too_long,
+    )
+    yield _of(
+        COMPLETIONS,
+        completion(prompt=[5] * CONTEXT),
+        "as many token ids as the context",
+        "prompt",
+        words=words,
+        **too_long,
+    )
     yield _of(COMPLETIONS, completion(prompt=[5] * 2000, max_tokens=49), "one token too many", "prompt", words="(2000 in the prompt, 49",
               **too_long)  # fmt: skip
-    yield _of(COMPLETIONS, completion(max_tokens=2**31 - 1), "more tokens than there are", "prompt", words="2147483647 in", **too_long)
+    yield _of(
+        COMPLETIONS,
+        completion(max_tokens=2**31 - 1),
+        "more tokens than there are",
+        "prompt",
+        words="2147483647 in",
+        **too_long,
+    )
     yield _of(CHAT, message(content="word " * 2_000_000), "a message of 10 MB", "messages", words=words, **too_long)
     yield _of(CHAT, message(content="🙂" * 2000), "a message of 2000 emoji", "messages", words=words, **too_long)
     told = {"code": "invalid_value", "words": "at most 524288 can be given", "needs_model": True}
-    yield _of(CHAT, chat(n=128, max_tokens=1000, logprobs=True, top_logprobs=20), "2.7 million logprobs", "logprobs", **told)
+    yield _of(
+        CHAT, chat(n=128, max_tokens=1000, logprobs=True, top_logprobs=20), "2.7 million logprobs", "logprobs", **told
+    )
     body = without(chat(n=128, logprobs=True, top_logprobs=20), "max_tokens")
     yield _of(CHAT, body, "logprobs of 128 answers without a limit", "logprobs", **told)
-    yield _of(COMPLETIONS, completion(prompt=[[5] * 2000] * 100, prompt_logprobs=20), "4 million of prompts", "prompt_logprobs", **told)
-    yield _of(CHAT, chat(messages=[{"role": "user", "content": "x"}] * 10_000), "10,000 messages", "messages", words=words, **too_long)
+    yield _of(
+        COMPLETIONS,
+        completion(prompt=[[5] * 2000] * 100, prompt_logprobs=20),
+        "4 million of prompts",
+        "prompt_logprobs",
+        **told,
+    )
+    yield _of(
+        CHAT,
+        chat(messages=[{"role": "user", "content": "x"}] * 10_000),
+        "10,000 messages",
+        "messages",
+        words=words,
+        **too_long,
+    )
     most = "array_above_max_length"
-    yield _of(CHAT, chat(messages=[{"role": "user", "content": "x"}] * 100_000), "100,000 messages", "messages", most, "length 100000")
+    yield _of(
+        CHAT,
+        chat(messages=[{"role": "user", "content": "x"}] * 100_000),
+        "100,000 messages",
+        "messages",
+        most,
+        "length 100000",
+    )
     parts = [{"type": "text", "text": "x"}] * 100_000
     yield _of(CHAT, message(content=parts), "100,000 parts", "messages[0].content", most, "length 100000")
     yield _of(CHAT, chat(stop=["x"] * 100_000), "100,000 stop strings", "stop", most, "length 100000")
@@ -390,7 +579,14 @@ def _sizes() -> Iterator[BadRequest]:
     yield _of(CHAT, chat(bad_words=["x"] * 100_000), "100,000 bad words", "bad_words", most, "length 100000")
     yield _of(CHAT, chat(stop_token_ids=[1] * 100_000), "100,000 stop tokens", "stop_token_ids", most, "length 100000")
     bias = {str(token): 1 for token in range(100_000)}
-    yield _of(CHAT, chat(logit_bias=bias), "100,000 biased tokens", "logit_bias", "object_above_max_properties", "100000 properties")
+    yield _of(
+        CHAT,
+        chat(logit_bias=bias),
+        "100,000 biased tokens",
+        "logit_bias",
+        "object_above_max_properties",
+        "100000 properties",
+    )
 
 
 def _vocabulary() -> Iterator[BadRequest]:
@@ -401,7 +597,15 @@ def _vocabulary() -> Iterator[BadRequest]:
         ({"logit_bias": {str(VOCABULARY): 1}}, "logit_bias", "invalid_value", "1024. Maximum value is 1023"),
     ]
     for number, (changes, param, code, words) in enumerate(table):
-        yield _of(COMPLETIONS, completion(**changes), f"outside of the vocabulary {number}", param, code, words, needs_model=True)
+        yield _of(
+            COMPLETIONS,
+            completion(**changes),
+            f"outside of the vocabulary {number}",
+            param,
+            code,
+            words,
+            needs_model=True,
+        )
 
 
 def _nested(depth: int) -> Any:
@@ -454,7 +658,11 @@ HOSTILE_BUT_GOOD: dict[str, dict[str, Any]] = {
     "noncharacters": message(content="\uffff\U0010ffff"),
     "empty content": message(content=""),
     "only spaces": message(content=" " * 500),
-    "every role": chat(messages=[{"role": role, "content": "x"} for role in ("system", "user", "assistant", "tool", "developer", "user")]),
+    "every role": chat(
+        messages=[
+            {"role": role, "content": "x"} for role in ("system", "user", "assistant", "tool", "developer", "user")
+        ]
+    ),
     "200 messages": chat(messages=[{"role": "user", "content": ""}] * 200),
     "tool calls 400 deep": chat(messages=[{"role": "assistant", "content": "x", "tool_calls": [{"a": _nested(400)}]}]),
     "a key of a thousand characters": chat(**{"k" * 1000: 1}),
@@ -464,7 +672,9 @@ HOSTILE_BUT_GOOD: dict[str, dict[str, Any]] = {
     "a tiny top_p": chat(top_p=1e-300),
     "the largest seed": chat(seed=2**63 - 1),
     "the smallest seed": chat(seed=-(2**63)),
-    "the strongest penalties": chat(presence_penalty=2, frequency_penalty=-2, repetition_penalty=100, min_p=1, logit_bias={"5": 100}),
+    "the strongest penalties": chat(
+        presence_penalty=2, frequency_penalty=-2, repetition_penalty=100, min_p=1, logit_bias={"5": 100}
+    ),
     "everything banned": completion(logit_bias={str(token): -100 for token in range(VOCABULARY)}),
     "every stop": chat(stop=["x" * 1000] * 16, stop_token_ids=list(range(1, VOCABULARY))),
     "256 bad words": chat(bad_words=[f"word {number}" for number in range(256)]),

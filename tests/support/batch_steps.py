@@ -20,7 +20,11 @@ def begin(client: redis.Redis, url: str, source: Path, **options: Any) -> BatchR
     control.use_server(url)
     options = {"models": ("m",), "error_file": "inline", "output": str(source.with_name("out.jsonl"))} | options
     retry_failed = options.pop("retry_failed", False)
-    return create_batch(client, BatchSpec(input=str(source), root=str(source.with_name("out.parts")), **options), retry_failed=retry_failed)
+    return create_batch(
+        client,
+        BatchSpec(input=str(source), root=str(source.with_name("out.parts")), **options),
+        retry_failed=retry_failed,
+    )
 
 
 def list_batches(client: redis.Redis) -> list[BatchRecord]:
@@ -35,7 +39,9 @@ def step(client: redis.Redis, batch: str) -> BatchRecord:
     return get_batch(client, batch)
 
 
-def answer_all(client: redis.Redis, answer: Answer = echo, models: tuple[str, ...] = ("m",), most: int = 1 << 30) -> int:
+def answer_all(
+    client: redis.Redis, answer: Answer = echo, models: tuple[str, ...] = ("m",), most: int = 1 << 30
+) -> int:
     """Claims and commits what waits, like a worker; returns how many."""
     queue = Queue(client)
     queue.register_worker(WorkerRecord("w", list(models), "ready", 4096, 1.0, "test", 1))
@@ -51,7 +57,9 @@ def answer_all(client: redis.Redis, answer: Answer = echo, models: tuple[str, ..
     return total
 
 
-def run_to_end(client: redis.Redis, batch: str, answer: Answer = echo, models: tuple[str, ...] = ("m",), steps: int = 50) -> BatchRecord:
+def run_to_end(
+    client: redis.Redis, batch: str, answer: Answer = echo, models: tuple[str, ...] = ("m",), steps: int = 50
+) -> BatchRecord:
     """Steps and answers until the state is final."""
     for _ in range(steps):
         record = step(client, batch)

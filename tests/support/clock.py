@@ -31,5 +31,7 @@ class Clock:
 def _library_folder() -> "tempfile.TemporaryDirectory[str]":
     """Holds the compiled library as long as this process lives."""
     folder = tempfile.TemporaryDirectory(prefix="clock-")
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", f"{folder.name}/{_LIBRARY}", str(_SOURCE), "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-O2", "-shared", "-fPIC", "-o", f"{folder.name}/{_LIBRARY}", str(_SOURCE), "-ldl"], check=True
+    )
     return folder

@@ -29,7 +29,9 @@ def run_pipeline(
 
 
 @contextmanager
-def running_pipeline(*arguments: object, redis_url: str | None = None, **environment: str) -> Iterator["RunningCommand"]:
+def running_pipeline(
+    *arguments: object, redis_url: str | None = None, **environment: str
+) -> Iterator["RunningCommand"]:
     """Starts the command; at the end it is told to stop and waited for."""
     started = RunningCommand(command(*arguments), command_environment(redis_url, environment))
     try:
@@ -44,14 +46,21 @@ class RunningCommand:
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as someone reads it
         self.process = subprocess.Popen(
-            arguments, env=environment, stdin=subprocess.DEVNULL, stdout=self._output, stderr=self._output, cwd=REPOSITORY
+            arguments,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            cwd=REPOSITORY,
         )
 
     @property
     def output(self) -> str:
         """What it printed so far."""
         file = self._output.fileno()
-        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")  # at no cost to where the command writes
+        return os.pread(file, os.fstat(file).st_size, 0).decode(
+            errors="replace"
+        )  # at no cost to where the command writes
 
     def wait_for(self, text: str, timeout: float = 150) -> str:
         """Waits until `text` was printed; returns everything so far."""
@@ -85,5 +94,13 @@ def command(*arguments: object) -> list[str]:
 def command_environment(redis_url: str | None, more: dict[str, str]) -> dict[str, str]:
     """This process' environment with one compute thread, no card (several workers could not share one) and no other queue than the one
     given."""
-    kept = {name: value for name, value in os.environ.items() if name != "REDIS_URL" and not name.startswith("PIPELINE_")}
-    return {**kept, "OMP_NUM_THREADS": "1", "PIPELINE_DEVICE": "cpu", **({"REDIS_URL": redis_url} if redis_url else {}), **more}
+    kept = {
+        name: value for name, value in os.environ.items() if name != "REDIS_URL" and not name.startswith("PIPELINE_")
+    }
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "PIPELINE_DEVICE": "cpu",
+        **({"REDIS_URL": redis_url} if redis_url else {}),
+        **more,
+    }

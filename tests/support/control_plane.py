@@ -35,8 +35,15 @@ Answer = Callable[[Claim], Result]
 
 def chat_line(custom_id: str, content: str = "hi", model: str | None = "m", **parameters: Any) -> bytes:
     """One line of an input file."""
-    body = {"messages": [{"role": "user", "content": content}], **({} if model is None else {"model": model}), **parameters}
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}).encode() + b"\n"
+    body = {
+        "messages": [{"role": "user", "content": content}],
+        **({} if model is None else {"model": model}),
+        **parameters,
+    }
+    return (
+        json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body}).encode()
+        + b"\n"
+    )
 
 
 def write_input(path: Path, count: int, **parameters: Any) -> Path:
@@ -79,7 +86,9 @@ def failing(*lines: int, status: int = 400) -> Answer:
 class Answering:
     """A thread that claims and commits like a worker."""
 
-    def __init__(self, url: str, answer: Answer = echo, models: Sequence[str] = ("m",), limit: int = 64, pause: float = 0.0) -> None:
+    def __init__(
+        self, url: str, answer: Answer = echo, models: Sequence[str] = ("m",), limit: int = 64, pause: float = 0.0
+    ) -> None:
         self._queue = Queue(connect(url), QueueSettings(redis_retry_seconds=1))
         self._answer = answer
         self._models = list(models)
@@ -112,7 +121,10 @@ class Answering:
                 if seq % 50 == 1:
                     self._register()
                 claims = self._queue.claim(self.name, seq, self._limit, models=self._models)
-                finished = [Finished(claim.key, claim.fence, self._answer(claim), None, claim.request.reply_to) for claim in claims]
+                finished = [
+                    Finished(claim.key, claim.fence, self._answer(claim), None, claim.request.reply_to)
+                    for claim in claims
+                ]
                 lost = self._queue.commit(self.name, finished) if finished else []
                 self.answered += len(finished) - len(lost)
                 seq += 1
@@ -124,7 +136,9 @@ class Answering:
 class ControlPlane:
     """RQ workers for both queues and a ticker, as processes."""
 
-    def __init__(self, url: str, ticker_options: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, url: str, ticker_options: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
         self.url = url
         self._environment = {**os.environ, **(environment or {})}
         self._commands = {
@@ -137,7 +151,9 @@ class ControlPlane:
     def start(self, *names: str) -> None:
         """Starts the named processes, by default those that do not run."""
         for name in names or [name for name in self._commands if name not in self.processes]:
-            self.processes[name] = subprocess.Popen([sys.executable, "-m", *self._commands[name]], cwd=ROOT, env=self._environment)
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", *self._commands[name]], cwd=ROOT, env=self._environment
+            )
 
     def kill(self, name: str) -> None:
         """SIGKILL; the process is gone when this returns."""

@@ -49,7 +49,9 @@ class Dump:
         if name == keys.FENCE:
             return int(value) % _SEED
         if name == keys.LEASE:
-            return {field: (int(lease.split(b" ")[0]) % _SEED, lease.split(b" ", 1)[1]) for field, lease in value.items()}
+            return {
+                field: (int(lease.split(b" ")[0]) % _SEED, lease.split(b" ", 1)[1]) for field, lease in value.items()
+            }
         if name.startswith(keys.claim("")):
             given = msgspec.msgpack.decode(value[b"set"])
             return value[b"seq"], [(request, int(fence) % _SEED) for request, fence in given]

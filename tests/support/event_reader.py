@@ -29,7 +29,9 @@ class EventReader:
         self.ended = False
         own = {} if last_event_id is None else {"last-event-id": last_event_id}
         self._client = httpx.Client(timeout=60)
-        self._answer = self._client.send(self._client.build_request("GET", url, headers={**own, **(headers or {})}), stream=True)
+        self._answer = self._client.send(
+            self._client.build_request("GET", url, headers={**own, **(headers or {})}), stream=True
+        )
         assert self._answer.status_code == 200, self._answer.read()
         self._thread = threading.Thread(target=self._read, daemon=True)
 
@@ -37,7 +39,9 @@ class EventReader:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -49,7 +53,9 @@ class EventReader:
 
     def wait(self, count: int) -> list[Event]:
         """The first `count` events."""
-        return wait_until(lambda: self.events[:count] if len(self.events) >= count else None, 60, f"{count} events") or []
+        return (
+            wait_until(lambda: self.events[:count] if len(self.events) >= count else None, 60, f"{count} events") or []
+        )
 
     def wait_ended(self) -> list[Event]:
         """All events, after the server ended the stream."""

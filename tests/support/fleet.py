@@ -105,7 +105,15 @@ class Fleet:
     """Belongs to the thread that made it, which calls `look_after` (or `wait`) often: the kernel ties processes to their thread."""
 
     def __init__(
-        self, folder: Path, stack: ExitStack, *, workers: int, lease_seconds: float, stream_interval: float, max_num_seqs: int, api: bool
+        self,
+        folder: Path,
+        stack: ExitStack,
+        *,
+        workers: int,
+        lease_seconds: float,
+        stream_interval: float,
+        max_num_seqs: int,
+        api: bool,
     ) -> None:
         self.folder = folder
         self.store = folder / "store"
@@ -160,10 +168,22 @@ class Fleet:
 
     def wait_ready(self) -> None:
         """Until no process is about to start or to end, every worker takes requests and the API serves them."""
-        self.wait(lambda: all(member.is_settled for member in self.members.values()), START_SECONDS, "the processes to be there")
-        self.wait(lambda: self.ready_workers() >= {worker.pid for worker in self.workers}, START_SECONDS, "the workers to be ready")
+        self.wait(
+            lambda: all(member.is_settled for member in self.members.values()),
+            START_SECONDS,
+            "the processes to be there",
+        )
+        self.wait(
+            lambda: self.ready_workers() >= {worker.pid for worker in self.workers},
+            START_SECONDS,
+            "the workers to be ready",
+        )
         if self.api_url is not None:
-            self.wait(lambda: httpx.get(f"{self.api_url}/health").json().get("models"), START_SECONDS, "the API to serve the model")
+            self.wait(
+                lambda: httpx.get(f"{self.api_url}/health").json().get("models"),
+                START_SECONDS,
+                "the API to serve the model",
+            )
 
     def ready_workers(self) -> set[int]:
         """Process ids of those that take requests."""
@@ -182,7 +202,9 @@ class Fleet:
 
     def _add(self, name: str, redis_url: str, *arguments: object) -> None:
         clock = self.clocks[name] = Clock(self.folder / f"{name}.clock")
-        environment = command_environment(redis_url, {**clock.environment, "REDIS_RETRY_SECONDS": str(PATIENCE_SECONDS)})
+        environment = command_environment(
+            redis_url, {**clock.environment, "REDIS_RETRY_SECONDS": str(PATIENCE_SECONDS)}
+        )
         self.members[name] = Member(name, arguments, environment, self.folder / f"{name}.log")
 
 

@@ -24,13 +24,17 @@ class _Check:
     def __init__(self, dump: Dump) -> None:
         self.dump = dump
         self.values = dump.values
-        self.leases = {RequestKey.parse(name): lease.decode().split(" ")[2] for name, lease in self.hash(keys.LEASE).items()}
+        self.leases = {
+            RequestKey.parse(name): lease.decode().split(" ")[2] for name, lease in self.hash(keys.LEASE).items()
+        }
         self.groups = {  # model -> number of a group -> its suspects
             model: _grouped((number, RequestKey.parse(name)) for name, number in members)
             for model, members in dump.starting(keys.suspects("")).items()
         }
         self.suspects = [key for groups in self.groups.values() for group in groups.values() for key in group]
-        self.suspicions = {RequestKey.parse(name): int(tries.split(b" ")[2]) for name, tries in self.hash(keys.TRIES).items()}
+        self.suspicions = {
+            RequestKey.parse(name): int(tries.split(b" ")[2]) for name, tries in self.hash(keys.TRIES).items()
+        }
         self.taken = {*self.leases, *self.suspects}
 
     def hash(self, name: str) -> Any:
@@ -48,7 +52,9 @@ class _Check:
 
     def of_open_batches(self) -> list[str]:
         tenants = self.dump.starting(keys.open_batches(""))
-        listed = {batch for tenant in tenants for batch in self.members(keys.open_batches(tenant))} - self.members(keys.ACTIVE)
+        listed = {batch for tenant in tenants for batch in self.members(keys.open_batches(tenant))} - self.members(
+            keys.ACTIVE
+        )
         states = {batch: self.hash(keys.batch(batch)).get(b"state", b"").decode() for batch in sorted(listed)}
         return [f"{batch}: {state}, and counted as open" for batch, state in states.items() if state in ENDED]
 
@@ -67,12 +73,16 @@ class _Check:
         return found
 
     def of_suspects(self) -> list[str]:
-        found = [f"{key}: {count} times among the suspects" for key, count in Counter(self.suspects).items() if count > 1]
+        found = [
+            f"{key}: {count} times among the suspects" for key, count in Counter(self.suspects).items() if count > 1
+        ]
         found += [f"{key}: among the suspects and held" for key in sorted(set(self.suspects) & set(self.leases))]
         suspected = {key for key, count in self.suspicions.items() if count > 0}
         found += [f"{key}: suspected, and not among the suspects" for key in sorted(suspected - self.taken)]
         noted = {model.decode() for model in self.hash(keys.TRIALS)}
-        found += [f"{model}: a note of a wait without suspects, or the reverse" for model in sorted(noted ^ set(self.groups))]
+        found += [
+            f"{model}: a note of a wait without suspects, or the reverse" for model in sorted(noted ^ set(self.groups))
+        ]
         for model, groups in self.groups.items():
             for group in groups.values():
                 counts = {self.suspicions.get(key, 0) for key in group}
@@ -103,7 +113,11 @@ class _Check:
             tenant, _, purpose = name.partition("\0")
             (listed if purpose else every).setdefault(tenant, Counter()).update(self.members(prefix + name))
         tenants = sorted({*listed, *every})
-        return [f"tenant {name!r}: its files are not each in one listing" for name in tenants if listed.get(name) != every.get(name)]
+        return [
+            f"tenant {name!r}: its files are not each in one listing"
+            for name in tenants
+            if listed.get(name) != every.get(name)
+        ]
 
     def of_batch(self, batch: str) -> list[str]:
         found: list[str] = []
@@ -115,7 +129,11 @@ class _Check:
         for model in self.members(keys.batch_models(batch)):
             lines = [int(line) for line in self.values.get(keys.ready(batch, model), ())]
             waiting += lines
-            found += [f"{batch}/{line}: waits for another model" for line in lines if self.model(RequestKey(batch, line)) != model]
+            found += [
+                f"{batch}/{line}: waits for another model"
+                for line in lines
+                if self.model(RequestKey(batch, line)) != model
+            ]
             in_ring = batch in self.members(keys.ring(model, record["tenant"]))
             if in_ring and record["tenant"] not in self.members(keys.tenants(model)):
                 found.append(f"{batch}: in the ring of tenant {record['tenant']!r}, which takes no turns")
@@ -124,7 +142,10 @@ class _Check:
         done = _bits(self.values.get(keys.done(batch), b""))
         found += [f"{batch}/{line}: waits {count} times" for line, count in Counter(waiting).items() if count > 1]
         found += [f"{batch}/{line}: waits and is held or suspected" for line in sorted(set(waiting) & taken)]
-        found += [f"{batch}/{line}: waiting or held without a body, or the reverse" for line in sorted({*waiting, *taken} ^ set(bodies))]
+        found += [
+            f"{batch}/{line}: waiting or held without a body, or the reverse"
+            for line in sorted({*waiting, *taken} ^ set(bodies))
+        ]
         found += [f"{batch}/{line}: done and still here" for line in sorted(done & set(bodies))]
         found += [f"{batch}/{line}: a result without its bit" for line in sorted(set(results) - done)]
         for name, values in (("body_bytes", bodies), ("result_bytes", results)):
@@ -132,16 +153,22 @@ class _Check:
             if int(record.get(name, 0)) != size:
                 found.append(f"{batch}: {name} is {record.get(name)}, not {size}")
         if record["state"] not in ENDED and int(record["completed"]) + int(record["failed"]) != len(done):
-            found.append(f"{batch}: {record['completed']} completed and {record['failed']} failed, but {len(done)} bits")
+            found.append(
+                f"{batch}: {record['completed']} completed and {record['failed']} failed, but {len(done)} bits"
+            )
         return found
 
     def of_live_calls(self) -> list[str]:
-        waiting = Counter(RequestKey.parse(name) for names in self.dump.starting(keys.live("")).values() for name in names)
+        waiting = Counter(
+            RequestKey.parse(name) for names in self.dump.starting(keys.live("")).values() for name in names
+        )
         taken = {key for key in self.taken if key.live}
         present = {RequestKey(f"live_{rest}", 0) for rest in self.dump.starting(keys.bodies("live_"))}
         found = [f"{key}: waits {count} times" for key, count in waiting.items() if count > 1]
         found += [f"{key}: waits and is held or suspected" for key in sorted(set(waiting) & taken)]
-        found += [f"{key}: waiting or held without a body, or the reverse" for key in sorted((set(waiting) | taken) ^ present)]
+        found += [
+            f"{key}: waiting or held without a body, or the reverse" for key in sorted((set(waiting) | taken) ^ present)
+        ]
         return found
 
     def model(self, key: RequestKey) -> str:

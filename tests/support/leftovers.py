@@ -29,7 +29,9 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
 def leftovers(client: Any, patience: float = 60.0) -> list[str]:
     """Sentences about keys that nobody accounts for; those of workers that just stopped get the time to go away."""
     deadline = time.monotonic() + patience
-    while (found := list(filter(None, (_fault(client, key) for key in client.keys("*"))))) and time.monotonic() < deadline:
+    while (
+        found := list(filter(None, (_fault(client, key) for key in client.keys("*"))))
+    ) and time.monotonic() < deadline:
         time.sleep(0.5)
     return found
 

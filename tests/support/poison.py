@@ -34,7 +34,10 @@ def poisoned_environment(*poisons: Poison, hold: Path | None = None) -> dict[str
     """What a worker's environment needs beside the usual for these words to do harm. `hold` is the file that holds requests."""
     tokenizer = TextTokenizer.load(DEMO_MODEL)
     words = tokenizer.encode([poison.word and f" {poison.word}" for poison in poisons], special_tokens=False)
-    found = [{"token_ids": ids, "harm": poison.harm, "from": poison.start} for poison, ids in zip(poisons, words, strict=True)]
+    found = [
+        {"token_ids": ids, "harm": poison.harm, "from": poison.start}
+        for poison, ids in zip(poisons, words, strict=True)
+    ]
     path = os.pathsep.join([str(_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, "POISONS": json.dumps(found), "HOLD_FILE": str(hold or "")}
 

@@ -31,7 +31,10 @@ def command_line(pid: int) -> str:
 def is_running(pid: int) -> bool:
     """Whether a process is there and not merely waiting to be noted as ended."""
     try:
-        return os.readlink(f"/proc/{pid}/exe") != "" and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return (
+            os.readlink(f"/proc/{pid}/exe") != ""
+            and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
     except OSError:
         return False
 
@@ -39,7 +42,9 @@ def is_running(pid: int) -> bool:
 def catches(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal, as it has not while it starts."""
     try:
-        caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:"))
+        caught = next(
+            line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt:")
+        )
     except (OSError, StopIteration):
         return False
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

@@ -118,7 +118,7 @@ class RedisMachine:
         environment = shlex.join(f"{name}={value}" for name, value in self.clock.environment.items())
         wrapper.parent.mkdir()
         wrapper.write_text(
-            f"#!/bin/sh\ntrap '' XFSZ\neval \"set -- \\\"\\$@\\\" $(cat {shlex.quote(str(self._options))})\"\n"
+            f'#!/bin/sh\ntrap \'\' XFSZ\neval "set -- \\"\\$@\\" $(cat {shlex.quote(str(self._options))})"\n'
             f'exec env {environment} {shlex.quote(str(find_server()))} "$@"\n'
         )
         wrapper.chmod(0o755)

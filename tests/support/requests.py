@@ -22,7 +22,9 @@ def start_batch(queue: Queue, batch: str, lines: int, *, tenant: str = "", model
         assert queue.ingest(batch, [(first + line, request(model)) for line in range(start, end)], start, end)
 
 
-def delta(claim: Claim, index: int, token_ids: list[int], text: str = "", offset: int = 0, accepted: bool = False) -> Delta:
+def delta(
+    claim: Claim, index: int, token_ids: list[int], text: str = "", offset: int = 0, accepted: bool = False
+) -> Delta:
     """The next tokens of a request with one choice."""
     chunks = [TokenChunk(0, index, token_ids, text, offset)] if token_ids or text else []
     return Delta(claim.key, claim.fence, index + len(token_ids), chunks, claim.request.reply_to, accepted)

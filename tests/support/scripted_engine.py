@@ -58,7 +58,9 @@ class ScriptedEngine:
                 logprobs_of(token, sampling.prompt_logprobs) for token in request.prompt_token_ids[1:]
             ]
         if sampling.logprobs >= 0:
-            output.logprobs[request.request_id] = [logprobs_of(token, sampling.logprobs, sampling.choice) for token in tokens]
+            output.logprobs[request.request_id] = [
+                logprobs_of(token, sampling.logprobs, sampling.choice) for token in tokens
+            ]
         output.request_ids.append(request.request_id)
         output.counts.append(len(tokens))
         output.token_ids += tokens

@@ -22,7 +22,10 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken("→added←", special=False)])
@@ -43,7 +46,9 @@ def byte_fallback() -> Tokenizer:
         )
     )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
 
@@ -52,7 +57,9 @@ def metaspace() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", *SPECIAL], show_progress=False))
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", *SPECIAL], show_progress=False)
+    )
     return tokenizer
 
 
@@ -76,7 +83,9 @@ def panicking() -> Tokenizer:
     return tokenizer
 
 
-def write_folder(folder: Path, tokenizer: Tokenizer, config: dict[str, Any] | None = None, template: str | None = None) -> Path:
+def write_folder(
+    folder: Path, tokenizer: Tokenizer, config: dict[str, Any] | None = None, template: str | None = None
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<|begin|>", "eos_token": "<|end|>"} if config is None else config

@@ -43,10 +43,14 @@ def lines_of(count: int, **parameters: Any) -> bytes:
     return b"".join(chat_line(f"c{number}", f"say {number}", **parameters) for number in range(1, count + 1))
 
 
-def submit(client: redis.Redis, url: str, folder: Path, data: bytes, filename: str = "in.jsonl", **asked: Any) -> BatchRecord:
+def submit(
+    client: redis.Redis, url: str, folder: Path, data: bytes, filename: str = "in.jsonl", **asked: Any
+) -> BatchRecord:
     """A new batch of a file that is uploaded first; `m` is served. `asked` are fields of `NewBatch`."""
     serve(client, url, "m")
-    return submit_file(client, folder, put(store_of(client, folder), data, filename, tenant=asked.get("tenant", "")), **asked)
+    return submit_file(
+        client, folder, put(store_of(client, folder), data, filename, tenant=asked.get("tenant", "")), **asked
+    )
 
 
 def submit_file(client: redis.Redis, folder: Path, file_id: str, **asked: Any) -> BatchRecord:
@@ -102,7 +106,9 @@ def under_way(client: redis.Redis, url: str, folder: Path, count: int = 20, done
     return record
 
 
-def finished(client: redis.Redis, url: str, folder: Path, failures: tuple[int, ...] = (3,), **asked: Any) -> BatchRecord:
+def finished(
+    client: redis.Redis, url: str, folder: Path, failures: tuple[int, ...] = (3,), **asked: Any
+) -> BatchRecord:
     """A batch of 20 lines whose results are still to be written."""
     record = submit(client, url, folder, lines_of(20), **asked)
     while (record := step(client, record.id)).state != "finalizing":

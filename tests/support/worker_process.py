@@ -33,14 +33,22 @@ class WorkerProcess:
     @property
     def record(self) -> WorkerRecord | None:
         """The newest in the registry: none until the first is written, and for a moment while another engine core follows a dead one."""
-        return max((record for record in self._queue.workers() if record.pid == self.pid), key=lambda record: record.started, default=None)
+        return max(
+            (record for record in self._queue.workers() if record.pid == self.pid),
+            key=lambda record: record.started,
+            default=None,
+        )
 
     def wait_ready(self, instead_of: WorkerRecord | None = None) -> WorkerRecord:
         """Its record once that says ready. After the death of a core, only what is not `instead_of` tells of the next one."""
 
         def ready() -> WorkerRecord | None:
             record = self.record
-            return record if record is not None and record.state == "ready" and (instead_of is None or record.id != instead_of.id) else None
+            return (
+                record
+                if record is not None and record.state == "ready" and (instead_of is None or record.id != instead_of.id)
+                else None
+            )
 
         record = wait_until(lambda: self.process.poll() is not None or ready(), START_SECONDS, "the worker to be ready")
         assert isinstance(record, WorkerRecord), self.log()
@@ -78,7 +86,9 @@ class WorkerProcess:
 
 
 @contextmanager
-def running_worker(queue: Queue, redis_url: str, *flags: str, ready: bool = True, **environment: str) -> Iterator[WorkerProcess]:
+def running_worker(
+    queue: Queue, redis_url: str, *flags: str, ready: bool = True, **environment: str
+) -> Iterator[WorkerProcess]:
     """A worker with these flags of `pipeline worker` and more in its environment; killed at the end if it still runs."""
     with tempfile.NamedTemporaryFile("wb", suffix=".log") as log:
         process = subprocess.Popen(

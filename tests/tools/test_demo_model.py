@@ -95,7 +95,10 @@ def test_held_out_questions_are_answered(model, tokenizer, capsys, per_task):
     right = Counter(asked.task for asked, answer in zip(questions, answers, strict=True) if answer == asked.answer)
     accuracy = right.total() / len(questions)
     with capsys.disabled():
-        print(f"\nheld-out accuracy {accuracy:.1%} of {len(questions)}: " + ", ".join(f"{task} {right[task]}" for task in TASKS))
+        print(
+            f"\nheld-out accuracy {accuracy:.1%} of {len(questions)}: "
+            + ", ".join(f"{task} {right[task]}" for task in TASKS)
+        )
     assert accuracy >= SMALLEST_ACCURACY
 
 
@@ -118,7 +121,9 @@ def test_the_pool_holds_distinct_questions_with_wide_margins(tokenizer):
     packed = (ROOT / "tests" / "data" / "pool.jsonl.gz").read_bytes()
     rows = [json.loads(line) for line in gzip.decompress(packed).splitlines()]
     assert len(packed) <= LARGEST_POOL_BYTES
-    assert len(rows) == len({row["id"] for row in rows}) == len({row["messages"][-1]["content"] for row in rows}) == 3000
+    assert (
+        len(rows) == len({row["id"] for row in rows}) == len({row["messages"][-1]["content"] for row in rows}) == 3000
+    )
     assert min(row["min_margin"] for row in rows) >= 1.5
     assert all(len(tokenizer.tokenize(row["answer"])) == row["answer_tokens"] < row["max_tokens"] for row in rows)
     assert sum(row["answer_tokens"] > 100 for row in rows) >= 300

@@ -14,7 +14,17 @@ from jobs.queue import Queue
 from jobs.results import Result
 from tests.support.redis_server import running_server
 from tests.support.worker_process import running_worker
-from tests.workers.test_worker import CHAT, COMPLETIONS, SETTINGS, answer, endless, follow, run_batch, submit_live, text_of
+from tests.workers.test_worker import (
+    CHAT,
+    COMPLETIONS,
+    SETTINGS,
+    answer,
+    endless,
+    follow,
+    run_batch,
+    submit_live,
+    text_of,
+)
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 
@@ -27,13 +37,22 @@ def queue() -> Iterator[Queue]:
     """A queue with a worker at its other end."""
     with tempfile.TemporaryDirectory() as folder, running_server(Path(folder)) as server:
         queue = Queue(connect(server.url), SETTINGS)
-        with running_worker(queue, server.url, "--lease-seconds", "2", "--stream-interval", "0.2", "--max-num-seqs", "16"):
+        with running_worker(
+            queue, server.url, "--lease-seconds", "2", "--stream-interval", "0.2", "--max-num-seqs", "16"
+        ):
             yield queue
 
 
 def complete(queue: Queue, *bodies: dict[str, Any], **common: Any) -> list[Result]:
     """Results of completions that go through all their tokens unless they say otherwise."""
-    defaults = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+    defaults = {
+        "model": "demo",
+        "prompt": PROMPTS[0],
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "seed": 11,
+        "ignore_eos": True,
+    }
     results = run_batch(queue, [{**defaults, **common, **body} for body in bodies], COMPLETIONS)
     assert [result.status for result in results] == [200] * len(bodies), [result.body for result in results]
     return results
@@ -50,7 +69,14 @@ def texts(result: Result) -> list[str]:
 
 def token_ids(queue: Queue, **body: Any) -> list[int]:
     """The output of a streamed completion."""
-    defaults = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True, "stream": True}
+    defaults = {
+        "model": "demo",
+        "prompt": PROMPTS[0],
+        "max_tokens": 24,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     _, api = submit_live(queue, {**defaults, **body}, COMPLETIONS)
     entries = follow(queue, api)
     assert entries[-1].result is not None
@@ -74,7 +100,9 @@ def test_choices_draw_by_their_numbers(queue: Queue) -> None:
 
 def test_lists_of_prompts_are_answered_in_their_order(queue: Queue) -> None:
     ids = TOKENIZER.encode(PROMPTS, special_tokens=True)
-    by_text, by_ids, *alone = complete(queue, {"prompt": PROMPTS}, {"prompt": ids}, *({"prompt": p} for p in PROMPTS), temperature=0)
+    by_text, by_ids, *alone = complete(
+        queue, {"prompt": PROMPTS}, {"prompt": ids}, *({"prompt": p} for p in PROMPTS), temperature=0
+    )
     assert texts(by_text) == texts(by_ids) == [texts(result)[0] for result in alone]
     assert by_ids.usage.prompt_tokens == sum(map(len, ids))
 
@@ -94,7 +122,10 @@ def test_chats_have_several_choices_too(queue: Queue) -> None:
 
 def test_the_best_are_those_of_the_highest_mean(queue: Queue) -> None:
     best, every = complete(queue, {"n": 2, "best_of": 5}, {"n": 5, "logprobs": 0}, stop=["e"])
-    means = [sum(choice["logprobs"]["token_logprobs"]) / len(choice["logprobs"]["token_logprobs"]) for choice in choices(every)]
+    means = [
+        sum(choice["logprobs"]["token_logprobs"]) / len(choice["logprobs"]["token_logprobs"])
+        for choice in choices(every)
+    ]
     order = sorted(range(5), key=lambda index: -means[index])
     assert texts(best) == [texts(every)[index] for index in order[:2]]
     assert choices(best)[0]["logprobs"] is None
@@ -155,7 +186,10 @@ def test_min_tokens_keeps_the_end_away(queue: Queue) -> None:
 
 def test_penalties_keep_tokens_from_coming_again(queue: Queue) -> None:
     plain = token_ids(queue)
-    for penalty in ({"repetition_penalty": 50.0}, {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {str(plain[0]): 3}}):
+    for penalty in (
+        {"repetition_penalty": 50.0},
+        {"presence_penalty": 2.0, "frequency_penalty": 2.0, "logit_bias": {str(plain[0]): 3}},
+    ):
         output = token_ids(queue, **penalty)
         assert len(set(output)) > len(set(plain)), penalty
 
@@ -191,7 +225,16 @@ def test_a_prompt_is_cut_to_its_last_tokens(queue: Queue) -> None:
 
 
 def test_a_stream_tells_every_choice(queue: Queue) -> None:
-    body = {"model": "demo", "prompt": PROMPTS[:2], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 30, "seed": 5, "stream": True}
+    body = {
+        "model": "demo",
+        "prompt": PROMPTS[:2],
+        "n": 2,
+        "logprobs": 2,
+        "echo": True,
+        "max_tokens": 30,
+        "seed": 5,
+        "stream": True,
+    }
     _, api = submit_live(queue, body, COMPLETIONS)
     entries = follow(queue, api)
     result = entries[-1].result
@@ -202,7 +245,9 @@ def test_a_stream_tells_every_choice(queue: Queue) -> None:
         chunks = [chunk for entry in entries for chunk in entry.chunks if chunk.choice == choice]
         prompt = [position.chosen.logprob for position in chunks[0].prompt_logprobs or []]
         assert all(chunk.prompt_logprobs is None for chunk in chunks[1:])
-        assert prompt + [position.chosen.logprob for chunk in chunks for position in chunk.logprobs or []] == whole[choice]
+        assert (
+            prompt + [position.chosen.logprob for chunk in chunks for position in chunk.logprobs or []] == whole[choice]
+        )
 
 
 def test_chat_answers_do_not_change_because_log_probabilities_are_told(queue: Queue) -> None:

@@ -113,7 +113,9 @@ def test_the_best_are_found_over_the_death_of_a_worker(queue: Queue, redis_url: 
 
 def test_seeds_give_the_same_in_any_company_and_through_preemption(queue: Queue, redis_url: str) -> None:
     """Twelve sequences that all fit into the cache at their beginning, and four at their end."""
-    bodies: list[dict[str, Any] | bytes] = [{**SEEDED, "n": 2, "seed": seed, "max_tokens": 100, "logprobs": 1} for seed in range(6)]
+    bodies: list[dict[str, Any] | bytes] = [
+        {**SEEDED, "n": 2, "seed": seed, "max_tokens": 100, "logprobs": 1} for seed in range(6)
+    ]
     small = ("--max-num-seqs", "12", "--kv-cache-memory-bytes", "2000000")
     with running_worker(queue, redis_url, *FLAGS[:-2], *small):
         alone = [run_batch(queue, [body], COMPLETIONS)[0] for body in bodies]

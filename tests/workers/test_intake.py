@@ -32,7 +32,11 @@ class Collector:
 
     def load(self) -> Load:
         choices = [(item.claim.live, len(item.prompts) * item.call.best_of) for item in self.taken]
-        return Load(len(choices), sum(count for live, count in choices if not live), sum(count for live, count in choices if live))
+        return Load(
+            len(choices),
+            sum(count for live, count in choices if not live),
+            sum(count for live, count in choices if live),
+        )
 
     def start(self, prepared: list[Prepared], errors: list[Finished]) -> None:
         self.taken += prepared
@@ -43,10 +47,14 @@ def add_lines(queue: Queue, batch: str, count: int, body: bytes = BODY) -> None:
     queue.create_batch(batch, count, state="in_progress")
     for first in range(0, count, 500):
         lines = range(first, min(count, first + 500))
-        assert queue.ingest(batch, [(line, Request("/v1/chat/completions", "demo", body, line)) for line in lines], first, lines.stop)
+        assert queue.ingest(
+            batch, [(line, Request("/v1/chat/completions", "demo", body, line)) for line in lines], first, lines.stop
+        )
 
 
-def with_intake(queue: Queue, max_num_seqs: int, scenario: Callable[[Intake, Collector, Leases], Awaitable[None]]) -> None:
+def with_intake(
+    queue: Queue, max_num_seqs: int, scenario: Callable[[Intake, Collector, Leases], Awaitable[None]]
+) -> None:
     async def run() -> None:
         collector = Collector()
         leases = Leases(queue, "worker", 30.0, lambda: 0, lambda lost: None)
@@ -70,7 +78,9 @@ async def until(condition: Callable[[], bool], what: str, timeout: float = 60.0)
 
 
 @pytest.mark.parametrize(("max_num_seqs", "lines"), [(16, 60), (600, 1500)])
-def test_claims_slots_and_a_little_more(queue: Queue, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, lines: int) -> None:
+def test_claims_slots_and_a_little_more(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, lines: int
+) -> None:
     """Full claims follow each other: none waits until an idle worker would look again."""
     monkeypatch.setattr("workers.claims.LOOK_SECONDS", 600.0)
     room = max_num_seqs + max_num_seqs // 8

@@ -85,7 +85,9 @@ def is_done(queue: Queue, batch: str, lines: int) -> bool:
     return len(queue.results(batch)) == lines
 
 
-def find_one(queue: Queue, redis_url: str, poison: Poison, count: int, flags: tuple[str, ...], **parameters: object) -> float:
+def find_one(
+    queue: Queue, redis_url: str, poison: Poison, count: int, flags: tuple[str, ...], **parameters: object
+) -> float:
     """One poison in the middle of `count` innocents; returns how many seconds it took to find it, and everybody to end.
 
     Without those in which cores start, one for each death, and without what a hung one is waited for beyond the shortest time because some
@@ -111,7 +113,9 @@ def find_one(queue: Queue, redis_url: str, poison: Poison, count: int, flags: tu
     return seconds - deaths * starting - sum(max(0.0, silence - SHORTEST_PATIENCE) for silence in silences)
 
 
-def test_a_request_that_kills_the_core_gets_its_error_and_the_innocent_their_answers(queue: Queue, redis_url: str) -> None:
+def test_a_request_that_kills_the_core_gets_its_error_and_the_innocent_their_answers(
+    queue: Queue, redis_url: str
+) -> None:
     find_one(queue, redis_url, SEGFAULT, 20, FLAGS)
 
 
@@ -129,7 +133,9 @@ def test_a_request_that_does_harm_late_is_found_after_it_was_acquitted(queue: Qu
 @pytest.mark.proof
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("poison", [SEGFAULT, HANG], ids=lambda poison: poison.harm)
-def test_one_among_256_is_found_within_two_minutes_with_the_defaults(queue: Queue, redis_url: str, poison: Poison) -> None:
+def test_one_among_256_is_found_within_two_minutes_with_the_defaults(
+    queue: Queue, redis_url: str, poison: Poison
+) -> None:
     seconds = find_one(queue, redis_url, poison, 256, ())
     print(f"found after {seconds:.0f} s, beside the starts of cores")
     assert seconds < 110
@@ -234,7 +240,9 @@ def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis
 def test_a_busy_worker_makes_room_for_suspects_that_wait(queue: Queue, redis_url: str) -> None:
     suspects = submit_batch(queue, [*innocents(3)])
     claims = queue.claim("gone", 1, 3, models=["demo"])
-    with running_worker(queue, redis_url, *FLAGS, "--lease-seconds", "60", **poisoned_environment(Poison("three", "slow"))) as worker:
+    with running_worker(
+        queue, redis_url, *FLAGS, "--lease-seconds", "60", **poisoned_environment(Poison("three", "slow"))
+    ) as worker:
         busy = submit_batch(queue, [endless(600) for _ in range(4)])  # half a minute
         wait_until(lambda: len(queue.running(busy)) == 4, 60, "the worker to be busy")
         queue.suspect("gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), ""))
@@ -255,7 +263,9 @@ def test_an_acquittal_is_told_until_redis_hears_it(tmp_path: Path) -> None:
         with running_worker(queue, server.url, *FLAGS, "--lease-seconds", "600") as worker:
             core = worker.core_pid
             os.kill(core, signal.SIGSTOP)  # the trial cannot end before Redis has
-            queue.suspect("gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), ""))
+            queue.suspect(
+                "gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), "")
+            )
             wait_for_trial(worker)
             server.stop()
             os.kill(core, signal.SIGCONT)
@@ -276,7 +286,9 @@ def last_error(worker: WorkerProcess) -> str:
 @pytest.mark.proof
 def test_a_worker_whose_device_fails_at_everything_has_nobody_condemned(queue: Queue, redis_url: str) -> None:
     batch = submit_batch(queue, [*innocents(5)])
-    with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "segfault"))) as worker:
+    with running_worker(
+        queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "segfault"))
+    ) as worker:
         assert worker.process.wait(200) == 2
         assert "6 engine cores in a row have died" in last_error(worker)
     assert queue.ready_length(batch) == 5
@@ -284,10 +296,14 @@ def test_a_worker_whose_device_fails_at_everything_has_nobody_condemned(queue: Q
 
 
 @pytest.mark.proof
-def test_a_worker_whose_device_fails_at_more_than_a_few_tokens_has_nobody_condemned(queue: Queue, redis_url: str) -> None:
+def test_a_worker_whose_device_fails_at_more_than_a_few_tokens_has_nobody_condemned(
+    queue: Queue, redis_url: str
+) -> None:
     """The first core is found fit, by a request that is shorter, and takes all three with it."""
     batch = submit_batch(queue, [*innocents(3)])
-    with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "segfault", start=20))) as worker:
+    with running_worker(
+        queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "segfault", start=20))
+    ) as worker:
         assert worker.process.wait(200) == 1
         last = last_error(worker)
         assert "the device or the installation is at fault, not a request" in last

@@ -41,13 +41,21 @@ def refused(preparation: Preparation, *claims: Claim) -> list[tuple[int, str | N
     """Status, param, code and message of each refusal; nothing else may be prepared."""
     prepared, errors = preparation.prepare(claims)
     assert prepared == []
-    found = [(item.result.status, json.loads(item.result.body)["error"]) for item in sorted(errors, key=lambda item: item.key)]
+    found = [
+        (item.result.status, json.loads(item.result.body)["error"])
+        for item in sorted(errors, key=lambda item: item.key)
+    ]
     return [(status, error["param"], error["code"], error["message"]) for status, error in found]
 
 
 def test_a_text_that_the_tokenizer_fails_on_ends_its_own_request_alone(tmp_path: Path) -> None:
     preparation = Preparation(word_level(tmp_path), ["m"], Limits(100, 3))
-    claims = [claim(0, prompt="one two"), claim(1, prompt="one three"), claim(2, prompt="two"), claim(3, prompt=["one", "three"])]
+    claims = [
+        claim(0, prompt="one two"),
+        claim(1, prompt="one three"),
+        claim(2, prompt="two"),
+        claim(3, prompt=["one", "three"]),
+    ]
     prepared, errors = preparation.prepare(claims)
     assert [item.claim.key.line for item in prepared] == [0, 2]
     assert [[prompt.token_ids for prompt in item.prompts] for item in prepared] == [[[0, 1]], [[1]]]
@@ -62,7 +70,11 @@ def test_a_tokenizer_that_panics_hurts_one_request(tmp_path: Path) -> None:
     prepared, errors = preparation.prepare([claim(0, prompt="fox"), claim(1, prompt="x" * 60), claim(2, prompt="fox")])
     assert [item.claim.key.line for item in prepared] == [0, 2]
     assert [item.result.status for item in errors] == [400]
-    assert refused(preparation, claim(0, prompt="fox", bad_words=["fox", "x" * 60]))[0][:3] == (400, "bad_words[1]", "invalid_value")
+    assert refused(preparation, claim(0, prompt="fox", bad_words=["fox", "x" * 60]))[0][:3] == (
+        400,
+        "bad_words[1]",
+        "invalid_value",
+    )
 
 
 def test_all_that_a_call_asks_for_reaches_the_engine() -> None:
@@ -94,7 +106,9 @@ def test_all_that_a_call_asks_for_reaches_the_engine() -> None:
         ({"prompt_logprobs": 0}, -1, 0),
     ],
 )
-def test_which_log_probabilities_the_engine_is_asked_for(body: dict[str, Any], logprobs: int, prompt_logprobs: int) -> None:
+def test_which_log_probabilities_the_engine_is_asked_for(
+    body: dict[str, Any], logprobs: int, prompt_logprobs: int
+) -> None:
     (item,), _ = demo().prepare([claim(0, prompt="a b", **body)])
     sampling = item.prompts[0].sampling
     assert (sampling.logprobs, sampling.prompt_logprobs) == (logprobs, prompt_logprobs)
@@ -103,10 +117,20 @@ def test_which_log_probabilities_the_engine_is_asked_for(body: dict[str, Any], l
 def test_every_form_of_prompt() -> None:
     tokenizer = TextTokenizer.load(DEMO_MODEL)
     one, two = tokenizer.encode(["one fox", "two"], special_tokens=True)
-    claims = [claim(0, prompt="one fox"), claim(1, prompt=one), claim(2, prompt=["one fox", "two"]), claim(3, prompt=[two, one])]
+    claims = [
+        claim(0, prompt="one fox"),
+        claim(1, prompt=one),
+        claim(2, prompt=["one fox", "two"]),
+        claim(3, prompt=[two, one]),
+    ]
     prepared, errors = demo().prepare(claims)
     assert errors == []
-    assert [[prompt.token_ids for prompt in item.prompts] for item in prepared] == [[one], [one], [one, two], [two, one]]
+    assert [[prompt.token_ids for prompt in item.prompts] for item in prepared] == [
+        [one],
+        [one],
+        [one, two],
+        [two, one],
+    ]
 
 
 def test_an_echo_is_the_prompt_as_it_was_given_or_the_text_of_its_tokens() -> None:
@@ -135,7 +159,9 @@ def test_a_prompt_of_token_ids_keeps_its_end(kept: int, expected: list[int]) -> 
 def test_a_prompt_that_is_cut_keeps_the_token_that_begins_a_text(tmp_path: Path) -> None:
     tokenizer = byte_level()
     begin = tokenizer.token_to_id("<|begin|>")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
+    )
     preparation = Preparation(TextTokenizer.load(str(write_folder(tmp_path, tokenizer))), ["m"], Limits(50, 1000))
     text = "the fox " * 1000
     ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -149,7 +175,9 @@ def test_a_prompt_that_is_cut_keeps_the_token_that_begins_a_text(tmp_path: Path)
 def test_the_two_ways_of_writing_a_bad_word() -> None:
     tokenizer = TextTokenizer.load(DEMO_MODEL)
     (item,), _ = demo().prepare([claim(0, prompt="x", bad_words=["fox", "the"])])
-    runs = [tuple(ids) for word in ("fox", " fox", "the", " the") for ids in tokenizer.encode([word], special_tokens=False)]
+    runs = [
+        tuple(ids) for word in ("fox", " fox", "the", " the") for ids in tokenizer.encode([word], special_tokens=False)
+    ]
     assert item.prompts[0].sampling.bad_words == tuple(dict.fromkeys(runs))
 
 
@@ -160,9 +188,19 @@ def test_the_two_ways_of_writing_a_bad_word() -> None:
         ({"prompt": [[1], [2, 1024]]}, "prompt[1][1]", "integer_above_max_value", "<= 1023"),
         ({"prompt": "x", "logit_bias": {"1024": 1}}, "logit_bias", "invalid_value", "1024. Maximum value is 1023"),
         ({"prompt": "x", "stop_token_ids": [3, 1024]}, "stop_token_ids[1]", "integer_above_max_value", "<= 1023"),
-        ({"prompt": "x", "min_tokens": 100, "max_tokens": None, "temperature": 0}, "min_tokens", "invalid_value", "is 16"),
+        (
+            {"prompt": "x", "min_tokens": 100, "max_tokens": None, "temperature": 0},
+            "min_tokens",
+            "invalid_value",
+            "is 16",
+        ),
         ({"prompt": [1] * 100}, "prompt", "context_length_exceeded", "resulted in 100 tokens"),
-        ({"prompt": [[1], [1] * 90], "max_tokens": 11}, "prompt[1]", "context_length_exceeded", "101 tokens (90 in the prompt, 11"),
+        (
+            {"prompt": [[1], [1] * 90], "max_tokens": 11},
+            "prompt[1]",
+            "context_length_exceeded",
+            "101 tokens (90 in the prompt, 11",
+        ),
         ({"prompt": "x " * 5_000_000}, "prompt", "context_length_exceeded", "at least 625000 tokens"),
         ({"prompt": ["x", "x " * 5_000_000]}, "prompt[1]", "context_length_exceeded", "at least 625000 tokens"),
     ],
@@ -182,11 +220,19 @@ def test_least_and_most_tokens_of_a_chat_that_names_no_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "max_tokens", "fits"), [(1, None, True), (6, None, True), (7, None, False), (1, 24_966, True), (1, 24_967, False)]
+    ("answers", "max_tokens", "fits"),
+    [(1, None, True), (6, None, True), (7, None, False), (1, 24_966, True), (1, 24_967, False)],
 )
 def test_log_probabilities_of_a_chat_with_a_long_context(answers: int, max_tokens: int | None, fits: bool) -> None:
     messages = [{"role": "user", "content": "x"}]
-    body = {"model": "m", "messages": messages, "logprobs": True, "top_logprobs": 20, "n": answers, "max_tokens": max_tokens}
+    body = {
+        "model": "m",
+        "messages": messages,
+        "logprobs": True,
+        "top_logprobs": 20,
+        "n": answers,
+        "max_tokens": max_tokens,
+    }
     chat = Claim(RequestKey("batch_a", 0), 1, Request(CHAT, "m", json.dumps(body).encode(), seed=0), None, 1, False)
     prepared, errors = demo(131_072).prepare([chat])
     assert (len(prepared), len(errors)) == (fits, not fits)
@@ -197,9 +243,12 @@ def test_log_probabilities_of_a_chat_with_a_long_context(answers: int, max_token
 
 
 @pytest.mark.parametrize(
-    ("text", "fits"), [("the fox " * 1_000_000, False), ("?" * 10_000_000, False), ("the " * 49, True), ("the fox " * 99, False)]
+    ("text", "fits"),
+    [("the fox " * 1_000_000, False), ("?" * 10_000_000, False), ("the " * 49, True), ("the fox " * 99, False)],
 )
-def test_a_long_text_of_a_vocabulary_that_says_nothing_is_not_tokenised_whole(tmp_path: Path, text: str, fits: bool) -> None:
+def test_a_long_text_of_a_vocabulary_that_says_nothing_is_not_tokenised_whole(
+    tmp_path: Path, text: str, fits: bool
+) -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken("<x>", lstrip=True)])
     preparation = Preparation(TextTokenizer.load(str(write_folder(tmp_path, tokenizer))), ["m"], Limits(100, 1000))
@@ -236,5 +285,7 @@ def test_the_tokenizers_own_end_ends_an_answer(tmp_path: Path) -> None:
 
 def test_a_seed_of_the_request_goes_before_the_stored_one() -> None:
     preparation = Preparation(TextTokenizer.load(DEMO_MODEL), ["m"], Limits(100, 1000))
-    prepared, _ = preparation.prepare([claim(7, prompt="x"), claim(7, prompt="x", seed=3), claim(7, prompt="x", seed=-1)])
+    prepared, _ = preparation.prepare(
+        [claim(7, prompt="x"), claim(7, prompt="x", seed=3), claim(7, prompt="x", seed=-1)]
+    )
     assert [item.prompts[0].sampling.seed for item in prepared] == [7, 3, 2**64 - 1]

@@ -81,10 +81,19 @@ def prepare(claim: Claim) -> Prepared:
     sampling = SamplingParams(
         max_tokens=call.max_tokens,
         stop_token_ids=(STOP_TOKEN,),
-        logprobs=0 if call.logprobs is None and call.best_of > call.n else -1 if call.logprobs is None else call.logprobs,
-        prompt_logprobs=(call.logprobs if call.echo else None) or (-1 if call.prompt_logprobs is None else call.prompt_logprobs),
+        logprobs=0
+        if call.logprobs is None and call.best_of > call.n
+        else -1
+        if call.logprobs is None
+        else call.logprobs,
+        prompt_logprobs=(call.logprobs if call.echo else None)
+        or (-1 if call.prompt_logprobs is None else call.prompt_logprobs),
     )
-    prompts = [Prompt(ids, sampling, TOKENIZER.decode(ids) if call.echo else "") for ids in call.prompts if isinstance(ids, list)]
+    prompts = [
+        Prompt(ids, sampling, TOKENIZER.decode(ids) if call.echo else "")
+        for ids in call.prompts
+        if isinstance(ids, list)
+    ]
     return Prepared(claim, call, prompts, TOKENIZER)
 
 
@@ -129,7 +138,9 @@ BODIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("body", BODIES, ids=str)
 @pytest.mark.parametrize("seed", range(4))
-def test_every_choice_goes_on_elsewhere_as_if_nothing_had_happened(queue: Queue, body: dict[str, Any], seed: int) -> None:
+def test_every_choice_goes_on_elsewhere_as_if_nothing_had_happened(
+    queue: Queue, body: dict[str, Any], seed: int
+) -> None:
     print("seed", seed)
     chance = random.Random(seed)
     bench = Bench(queue, "undisturbed")
@@ -162,7 +173,9 @@ def test_every_choice_goes_on_elsewhere_as_if_nothing_had_happened(queue: Queue,
         for chunk in chunks:
             assert (chunk.index, chunk.text_offset) == (at, characters)
             at, characters = at + len(chunk.token_ids), characters + len(chunk.text)
-            assert chunk.logprobs is None or [position.chosen.token_id for position in chunk.logprobs] == chunk.token_ids
+            assert (
+                chunk.logprobs is None or [position.chosen.token_id for position in chunk.logprobs] == chunk.token_ids
+            )
         texts.append("".join(chunk.text for chunk in chunks))
         if body.get("echo") and body.get("stream"):
             prompts = [position.chosen.token_id for chunk in chunks for position in chunk.prompt_logprobs or []]
@@ -203,7 +216,9 @@ def test_a_prompt_is_computed_once_for_all_its_choices(queue: Queue) -> None:
     assert result.usage.cached_tokens == 2 * CACHED_TOKENS
     choices = answer(bench)["choices"]
     assert [choice["index"] for choice in choices] == list(range(6))
-    assert [len(choice["prompt_logprobs"]) for choice in choices] == [len(prompt) for prompt in PROMPTS for _ in range(3)]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [
+        len(prompt) for prompt in PROMPTS for _ in range(3)
+    ]
     assert {choice["finish_reason"] for choice in choices} == {"length", "stop"}
 
 
@@ -242,7 +257,9 @@ class BrokenTokenizer(TextTokenizer):
     def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
         raised = super().detokenizer(prompt_token_ids, skip_special_tokens)
         feed = raised.feed
-        return SimpleNamespace(feed=lambda token_ids: feed(token_ids) if TOKENS[5] not in token_ids else 1 / 0, finish=raised.finish)
+        return SimpleNamespace(
+            feed=lambda token_ids: feed(token_ids) if TOKENS[5] not in token_ids else 1 / 0, finish=raised.finish
+        )
 
 
 @pytest.mark.parametrize("body", [{}, {"stop": ["never"]}, {"max_tokens": 6}], ids=str)

@@ -29,13 +29,17 @@ def sequence(
 ) -> Sequence:
     call = parse_call("/v1/completions", {"model": "demo", "prompt": PROMPT, "stop_token_ids": [STOP_TOKEN], **body})
     logprobs = -1 if call.logprobs is None else call.logprobs
-    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,), min_tokens=min_tokens, logprobs=logprobs)
+    sampling = SamplingParams(
+        max_tokens=max_tokens, stop_token_ids=(STOP_TOKEN,), min_tokens=min_tokens, logprobs=logprobs
+    )
     return Sequence(0, Prompt(PROMPT, sampling, text), call, TOKENIZER, checkpoint)
 
 
 def logprobs_of(token_ids: list[int], start: int = 0) -> list[TokenLogprobs]:
     """What an engine could say of these tokens: the two most likely ones beside each."""
-    return [TokenLogprobs([token, 10 + i, 11 + i], [-0.5 * i, -0.1, -2.0], 3) for i, token in enumerate(token_ids, start)]
+    return [
+        TokenLogprobs([token, 10 + i, 11 + i], [-0.5 * i, -0.1, -2.0], 3) for i, token in enumerate(token_ids, start)
+    ]
 
 
 def take(one: Sequence, token_ids: list[int]) -> bool:
@@ -91,8 +95,14 @@ def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(stop: l
     assert choice.text == "".join(chunk.text for chunk in chunks) == echo + (WHOLE[: min(ends)] if ends else WHOLE)
     assert stopped == bool(ends)
     assert choice.finish_reason == ("stop" if ends else "length")
-    assert [chunk.index for chunk in chunks] == [0, *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
-    assert [chunk.text_offset for chunk in chunks] == [0, *itertools.accumulate(len(chunk.text) for chunk in chunks[:-1])]
+    assert [chunk.index for chunk in chunks] == [
+        0,
+        *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1]),
+    ]
+    assert [chunk.text_offset for chunk in chunks] == [
+        0,
+        *itertools.accumulate(len(chunk.text) for chunk in chunks[:-1]),
+    ]
     published = checkpoint_of(chunks)
     assert published is not None
     assert published.token_ids == one.token_ids == TOKENS[: len(one.token_ids)]
@@ -127,7 +137,9 @@ def test_the_token_that_stops_counts_but_gives_no_text(stop: list[str]) -> None:
     one.end("stop", STOP_TOKEN)
     choice = one.choice(0, None)
     assert (choice.text, choice.stop_reason) == (TOKENIZER.decode(TOKENS[:6], PROMPT), STOP_TOKEN)
-    assert [position.chosen.token_id for position in choice.logprobs or []] == [*TOKENS[:6], STOP_TOKEN] == one.token_ids
+    assert (
+        [position.chosen.token_id for position in choice.logprobs or []] == [*TOKENS[:6], STOP_TOKEN] == one.token_ids
+    )
 
 
 def test_a_stop_string_within_one_step_keeps_no_later_token() -> None:

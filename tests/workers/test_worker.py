@@ -60,7 +60,9 @@ def run_batch(queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str 
     return [result for _, result in queue.results(batch)]
 
 
-def submit_batch(queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str = CHAT, watched: bool = False) -> str:
+def submit_batch(
+    queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str = CHAT, watched: bool = False
+) -> str:
     """One that is `watched` from before its beginning has streams that can be read to their ends, and after."""
     batch = f"batch_{next(_numbers)}"
     queue.create_batch(batch, len(bodies), state="in_progress")
@@ -141,7 +143,9 @@ def test_the_same_seed_gives_the_same_answer_in_any_company(shared: tuple[Queue,
 
 def test_completions_take_text_and_token_ids(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
-    bodies: list[dict[str, Any] | bytes] = [{"model": "demo", "prompt": prompt, "temperature": 0} for prompt in ("one two", [40, 41, 42])]
+    bodies: list[dict[str, Any] | bytes] = [
+        {"model": "demo", "prompt": prompt, "temperature": 0} for prompt in ("one two", [40, 41, 42])
+    ]
     by_text, by_ids = run_batch(queue, bodies, COMPLETIONS)
     assert answer(by_text)["object"] == "text_completion"
     assert by_text.usage.completion_tokens <= 16
@@ -162,10 +166,18 @@ def test_bad_values_become_error_results(shared: tuple[Queue, WorkerProcess]) ->
     ]
     errors = [(result.status, answer(result).get("error") or {}) for result in run_batch(queue, bodies)]
     assert [status for status, _ in errors] == [400, 400, 400, 400, 404, 400, 200]
-    assert [error.get("param") for _, error in errors[:5]] == ["temperature", "messages", "messages", "messages", "model"]
+    assert [error.get("param") for _, error in errors[:5]] == [
+        "temperature",
+        "messages",
+        "messages",
+        "messages",
+        "model",
+    ]
     assert errors[1][1]["code"] == errors[2][1]["code"] == "context_length_exceeded"
     assert errors[4][1]["code"] == "model_not_found"
-    vocabulary, long_prompt = run_batch(queue, [{"model": "demo", "prompt": [10**6]}, {"model": "demo", "prompt": long}], COMPLETIONS)
+    vocabulary, long_prompt = run_batch(
+        queue, [{"model": "demo", "prompt": [10**6]}, {"model": "demo", "prompt": long}], COMPLETIONS
+    )
     assert (vocabulary.status, long_prompt.status) == (400, 400)
     assert answer(long_prompt)["error"]["param"] == "prompt"
 
@@ -181,7 +193,10 @@ def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]
     assert result is not None
     assert "".join(entry.text() for entry in entries) == text_of(result)
     chunks = [chunk for entry in entries for chunk in entry.chunks]
-    assert [chunk.index for chunk in chunks] == [0, *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
+    assert [chunk.index for chunk in chunks] == [
+        0,
+        *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1]),
+    ]
     assert sum(len(entry.token_ids()) for entry in entries) == 120
     assert len(entries) > 2  # in pieces, not all at once
     assert answer(result)["choices"][0]["finish_reason"] == "length"

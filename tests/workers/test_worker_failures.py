@@ -78,8 +78,14 @@ def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_
         _, undisturbed_api = submit_live(queue, endless(TOKENS))
         whole = "".join(entry.text() for entry in follow(queue, undisturbed_api))
     chunks = [chunk for entry in entries for chunk in entry.chunks]
-    assert [chunk.index for chunk in chunks] == [0, *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1])]
-    assert [chunk.text_offset for chunk in chunks] == [0, *itertools.accumulate(len(chunk.text) for chunk in chunks[:-1])]
+    assert [chunk.index for chunk in chunks] == [
+        0,
+        *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1]),
+    ]
+    assert [chunk.text_offset for chunk in chunks] == [
+        0,
+        *itertools.accumulate(len(chunk.text) for chunk in chunks[:-1]),
+    ]
     assert "".join(chunk.text for chunk in chunks) == whole
 
 
@@ -129,7 +135,11 @@ def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) 
             record = worker.wait_ready(instead_of=record)
             os.kill(worker.core_pid, signal.SIGKILL)
             if death == MAX_ENGINE_RESTARTS - 1:
-                wait_until(lambda: worker.state == "loading" and not worker.has_core, 60, "the worker to be known in the longest pause")
+                wait_until(
+                    lambda: worker.state == "loading" and not worker.has_core,
+                    60,
+                    "the worker to be known in the longest pause",
+                )
         assert worker.process.wait(60) == 1
         log = worker.log()
         assert "6 engine cores in a row have died, and no more are started" in log
@@ -260,7 +270,9 @@ def test_sigterm_while_loading_ends_at_once(queue: Queue, redis_url: str) -> Non
     assert {worker.state for worker in queue.workers()} <= {"stopped"}  # which is shown for a moment
 
 
-def test_sigterm_does_not_wait_for_a_tokenizer_that_cannot_be_read(queue: Queue, redis_url: str, tmp_path: Path) -> None:
+def test_sigterm_does_not_wait_for_a_tokenizer_that_cannot_be_read(
+    queue: Queue, redis_url: str, tmp_path: Path
+) -> None:
     template = tmp_path / "endless"
     os.mkfifo(template)
     with running_worker(queue, redis_url, *FLAGS, "--chat-template", str(template), ready=False) as worker:
@@ -318,11 +330,17 @@ def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) ->
         (("--model", "/proc/self", "--tokenizer", DEMO_MODEL), 2, "has no config.json"),
         (("--redis-url", "unix:///nowhere/redis.sock"), 1, "Redis cannot be used"),
         (("--chat-template", "{% for %}"), 2, "not valid Jinja"),
-        (("--chat-template", 25 * "{% for a in messages %}" + 25 * "{% endfor %}"), 2, "too many statically nested blocks"),
+        (
+            ("--chat-template", 25 * "{% for a in messages %}" + 25 * "{% endfor %}"),
+            2,
+            "too many statically nested blocks",
+        ),
         (("--kv-cache-memory-bytes", "999999G"), 2, "do not fit into the"),
     ],
 )
-def test_a_worker_that_cannot_start_says_why_in_one_sentence(redis_url: str, flags: tuple[str, ...], code: int, words: str) -> None:
+def test_a_worker_that_cannot_start_says_why_in_one_sentence(
+    redis_url: str, flags: tuple[str, ...], code: int, words: str
+) -> None:
     command = [sys.executable, "-m", "pipeline", "worker", "--redis-url", redis_url, *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code

@@ -69,7 +69,14 @@ def body(n: int) -> dict[str, Any]:
     """One to three choices, every fifth time the best ones, some with log probabilities; about as many tokens each."""
     choices = 1 + n % 3
     asked = {"n": choices, "best_of": choices + (n % 5 == 0), "logprobs": n % 4 == 0}
-    return question(f"What is {n} + {n + 7}?", max_tokens=(100 + 7 * n) // choices, ignore_eos=True, temperature=n % 2, seed=n, **asked)
+    return question(
+        f"What is {n} + {n + 7}?",
+        max_tokens=(100 + 7 * n) // choices,
+        ignore_eos=True,
+        temperature=n % 2,
+        seed=n,
+        **asked,
+    )
 
 
 def texts(result: Result) -> list[str]:

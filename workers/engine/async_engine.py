@@ -41,7 +41,9 @@ _OWN_IDS = 1 << 62  # ids from here on belong to `generate`
 _STDERR_LINES = 5
 _LAST_WORDS = 600  # characters
 _DEATH_GRACE = 0.3  # seconds from the ended process to the end of what it said
-_LAST_WORDS_SECONDS = 2.0  # in which what an ended process had printed is read; a child of its own may hold its output open
+_LAST_WORDS_SECONDS = (
+    2.0  # in which what an ended process had printed is read; a child of its own may hold its output open
+)
 _EXIT_GRACE = 5.0  # seconds from the closed socket to the ended process, which may have a device to leave
 _GONE_LOOK = 10.0  # seconds between two complaints about a killed process that does not end
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
@@ -89,7 +91,9 @@ class TokenDelta:
 class AsyncEngine:
     """One engine core and what it says. For one event loop, which must run in a thread that outlives the engine: the core dies with it."""
 
-    def __init__(self, config: EngineConfig, patience: Patience | None = None, launched: LaunchedCore | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, patience: Patience | None = None, launched: LaunchedCore | None = None
+    ) -> None:
         """`patience` is what earlier cores of this configuration taught, `launched` one that was launched with it."""
         self.config = config
         self.patience = patience or Patience(config.step_timeout)
@@ -177,7 +181,9 @@ class AsyncEngine:
             self._wake.clear()
             await self._wake.wait()
 
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, live: bool = False) -> AsyncIterator[TokenDelta]:
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, live: bool = False
+    ) -> AsyncIterator[TokenDelta]:
         """One request's tokens as they come; left early, it is aborted. Raises EngineRequestError or EngineDeadError."""
         request_id = next(self._ids)
         arrived: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
@@ -221,7 +227,9 @@ class AsyncEngine:
         try:
             await asyncio.wait({first, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if ended.done() or (first.done() and first.result() is None):
-                await asyncio.wait({first, ended}, timeout=_DEATH_GRACE)  # the other sign of the end, or what was said before it
+                await asyncio.wait(
+                    {first, ended}, timeout=_DEATH_GRACE
+                )  # the other sign of the end, or what was said before it
             message = first.result() if first.done() else None
         finally:
             first.cancel()
@@ -233,7 +241,9 @@ class AsyncEngine:
         how = core.how_it_ended() if ended.done() or first.done() else f"was not ready after {timeout:g} s"
         if core.returncode == -signal.SIGKILL:
             how += " (the system does that when memory runs out)"
-        raise EngineStartError(f"the engine core {how} while loading {self.config.model}{core.last_words()}", core.returncode)
+        raise EngineStartError(
+            f"the engine core {how} while loading {self.config.model}{core.last_words()}", core.returncode
+        )
 
     def _send(self, message: ToCore) -> None:
         if self._death is not None:
@@ -271,7 +281,9 @@ class AsyncEngine:
         elif last:
             how, by_itself = f"{how}: {last[0]}", True
         reason = f"the engine core {how}"
-        return EngineDeadError(reason if last else reason + core.last_words(), returncode, by_itself=by_itself, reason=reason)
+        return EngineDeadError(
+            reason if last else reason + core.last_words(), returncode, by_itself=by_itself, reason=reason
+        )
 
     async def _watch_steps(self, core: "_CoreProcess") -> None:
         """Kills a core that has requests and says nothing for longer than there is patience; `_watch` sees the end."""
@@ -317,7 +329,9 @@ class AsyncEngine:
             if finish is Finish.ERROR:
                 arrived.put_nowait(EngineRequestError(output.errors[request_id]))
             else:
-                arrived.put_nowait(TokenDelta(output.token_ids[start:end], finish, output.stop_token[row], output.cached_tokens[row]))
+                arrived.put_nowait(
+                    TokenDelta(output.token_ids[start:end], finish, output.stop_token[row], output.cached_tokens[row])
+                )
 
 
 class _CoreProcess:

@@ -60,7 +60,13 @@ class BlockPool:
 
     def give_back(self, blocks: Sequence[int], live: bool) -> None:
         """Takes a holder from each of a request's blocks. Its last blocks become the first to go: a prefix is of use without its end."""
-        holders, names, wants, shelf_of, unwanted = self._holders, self._names, self._wants, self._shelf, self._kept if live else self._left
+        holders, names, wants, shelf_of, unwanted = (
+            self._holders,
+            self._names,
+            self._wants,
+            self._shelf,
+            self._kept if live else self._left,
+        )
         for block in reversed(blocks):
             holders[block] -= 1
             if not holders[block]:

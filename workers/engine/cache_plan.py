@@ -52,7 +52,9 @@ def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int
 def longest_context(config: EngineConfig, model: ModelConfig) -> int:
     """In tokens: what was asked for, else the model's own. Raises ModelLoadError where more was asked for than the model has."""
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
-        raise ModelLoadError(f"max_model_len is {config.max_model_len}, but the model's context is {model.max_model_len} tokens")
+        raise ModelLoadError(
+            f"max_model_len is {config.max_model_len}, but the model's context is {model.max_model_len} tokens"
+        )
     return config.max_model_len or model.max_model_len
 
 
@@ -61,7 +63,9 @@ def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
     return CacheShape(1, block_size, model.num_kv_heads, model.head_dim).block_bytes(dtype) * model.num_layers
 
 
-def cpu_cache_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None) -> int:
+def cpu_cache_bytes(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
+) -> int:
     """What was asked for, else what all requests at their longest need, at most a GiB and what the weights leave of the machine.
 
     Raises ModelLoadError where `weights` bytes and the cache are more than the `available` ones.
@@ -77,7 +81,9 @@ def cpu_cache_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype
     assert config.block_size is not None
     assert config.max_num_seqs is not None
     per_request = -(-(config.max_model_len or model.max_model_len) // config.block_size)
-    wanted = min(_CPU_CACHE_BYTES, (config.max_num_seqs * per_request + 1) * block_bytes(model, dtype, config.block_size))
+    wanted = min(
+        _CPU_CACHE_BYTES, (config.max_num_seqs * per_request + 1) * block_bytes(model, dtype, config.block_size)
+    )
     return wanted if available is None else min(wanted, available - weights)
 
 

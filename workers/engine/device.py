@@ -21,7 +21,10 @@ from workers.engine.out_of_memory import one_line
 logger = logging.getLogger(__name__)
 
 _BFLOAT16_SINCE = (8, 0)  # compute capability
-_KERNELS_SINCE = (8, 0)  # what Triton supports; on what came before, `attend` also takes more shared memory than there is
+_KERNELS_SINCE = (
+    8,
+    0,
+)  # what Triton supports; on what came before, `attend` also takes more shared memory than there is
 _TRITON_SINCE = (3, 6)
 _HALF = ("float16", "fp16", "half")
 _NATIVE_DTYPES = (torch.bfloat16, torch.float32)
@@ -68,7 +71,9 @@ def usable_device(name: str) -> torch.device:
             raise ModelLoadError(f"the device is {name}, but {why}")
         found = torch.cuda.device_count()
         if (device.index or 0) >= found:
-            raise ModelLoadError(f"the device is {name}, but the last GPU that torch finds here is cuda:{found - 1}; choose cuda for any")
+            raise ModelLoadError(
+                f"the device is {name}, but the last GPU that torch finds here is cuda:{found - 1}; choose cuda for any"
+            )
     return device
 
 
@@ -94,7 +99,9 @@ def unusable_gpu(error: str, cuda: str | None, visible: str | None) -> str:
         return "there is no NVIDIA driver here; install one, give a container its GPUs (--gpus all), or choose the device cpu"
     if visible is not None and "No CUDA GPUs are available" in error:
         return f"CUDA_VISIBLE_DEVICES={visible} leaves torch no GPU; unset it or choose the device cpu"
-    return f"torch cannot use a GPU here ({error.rstrip('.')}); see whether nvidia-smi lists one, or choose the device cpu"
+    return (
+        f"torch cannot use a GPU here ({error.rstrip('.')}); see whether nvidia-smi lists one, or choose the device cpu"
+    )
 
 
 def check_card(device: torch.device, backend: str) -> None:
@@ -137,9 +144,13 @@ def _too_old_for_kernels(card: str, capability: tuple[int, int]) -> str | None:
 def require_triton(device: torch.device) -> None:
     """Raises ModelLoadError where Triton is absent, too old or unable to run a kernel on the device."""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ModelLoadError("the triton backend needs a GPU; on a CPU choose the torch backend, or set TRITON_INTERPRET=1 to test kernels")
+        raise ModelLoadError(
+            "the triton backend needs a GPU; on a CPU choose the torch backend, or set TRITON_INTERPRET=1 to test kernels"
+        )
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
-        raise ModelLoadError("TRITON_INTERPRET=1 has kernels run on the CPU, one element at a time; unset it to use the GPU")
+        raise ModelLoadError(
+            "TRITON_INTERPRET=1 has kernels run on the CPU, one element at a time; unset it to use the GPU"
+        )
     needed = _triton_of_torch()
     install = f"pip install triton=={needed}" if needed else "pip install 'triton>=3.6'"
     try:
@@ -153,7 +164,9 @@ def require_triton(device: torch.device) -> None:
 
         run_trial(device)
     except Exception as error:  # whatever a compiler, a linker, a driver or a mixture of versions may say
-        raise ModelLoadError(f"Triton {installed} cannot run a kernel on {device}: {triton_trouble(error, installed, needed)}") from error
+        raise ModelLoadError(
+            f"Triton {installed} cannot run a kernel on {device}: {triton_trouble(error, installed, needed)}"
+        ) from error
 
 
 def triton_trouble(error: Exception, installed: str, needed: str | None) -> str:
@@ -171,7 +184,9 @@ def triton_trouble(error: Exception, installed: str, needed: str | None) -> str:
 def require_native(device: torch.device, dtype: torch.dtype) -> None:
     """Raises ModelLoadError where the CPU's own kernels cannot do what is asked for."""
     if device.type != "cpu":
-        raise ModelLoadError(f"the cpu backend is for the device cpu, and the device is {device}; choose the attention backend auto")
+        raise ModelLoadError(
+            f"the cpu backend is for the device cpu, and the device is {device}; choose the attention backend auto"
+        )
     why = _no_native(dtype)
     if why is not None:
         raise ModelLoadError(f"the cpu backend cannot be had: {why}; choose the attention backend auto or torch")

@@ -49,7 +49,9 @@ class DeviceInputs:
         """Brings in a step's new requests and blocks, which may be done twice, and makes its inputs."""
         self.stage(plan, len(plan.slots))
         tokens, longest = int(plan.counts.sum()), int(plan.counts.max())
-        return self.build(len(plan.slots), tokens, longest, int((plan.starts + plan.counts).max()), int(plan.samples.sum()))
+        return self.build(
+            len(plan.slots), tokens, longest, int((plan.starts + plan.counts).max()), int(plan.samples.sum())
+        )
 
     def stage(self, plan: StepPlan, rows: int) -> None:
         """Sends what the kernels need to know about a step, padded to `rows` rows; the padding needs rows of one token."""
@@ -80,7 +82,9 @@ class DeviceInputs:
         )
         input_ids, positions, lengths, slot_mapping = of_tokens
         of_row, query_start = self._view(0, num_rows), self._view(2, num_rows + 1)
-        metadata = DeviceMetadata(slot_mapping, query_start, of_rows[0], of_row, self.block_tables, max_query, max_context)
+        metadata = DeviceMetadata(
+            slot_mapping, query_start, of_rows[0], of_row, self.block_tables, max_query, max_context
+        )
         slots, ends = of_rows[1:, :num_sampling]
         return StepInputs(input_ids, positions, lengths, metadata, last[:num_sampling], slots, ends)
 

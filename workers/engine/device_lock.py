@@ -48,7 +48,9 @@ class TakenCards:
             os.close(fd)
 
 
-def take_cards(names: Sequence[str], count: int, folder: str | None, index: int | None = None, patience: float | None = None) -> TakenCards:
+def take_cards(
+    names: Sequence[str], count: int, folder: str | None, index: int | None = None, patience: float | None = None
+) -> TakenCards:
     """Takes `count` free cards of those that the host calls `names`, or the one at `index`; waits up to `patience` seconds for them.
 
     `names` are the same for everyone on the host, in whatever order. `folder` holds the locks (None: one that all users of the host
@@ -58,7 +60,9 @@ def take_cards(names: Sequence[str], count: int, folder: str | None, index: int 
     place = Path(folder) if folder else shared_folder()
     wanted = range(len(names)) if index is None else [index]
     if count > len(wanted):
-        raise ModelLoadError(f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but there {_are(len(wanted))} here")
+        raise ModelLoadError(
+            f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but there {_are(len(wanted))} here"
+        )
     deadline = time.monotonic() + (PATIENCE_SECONDS if patience is None else patience)
     try:
         place.mkdir(parents=True, exist_ok=True)

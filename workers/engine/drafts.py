@@ -59,7 +59,9 @@ class OutputDraft:
         if error:
             self.errors[request.id] = error
 
-    def message(self, step: int, fresh_hits: dict[int, int], fresh_scores: dict[int, list[TokenLogprobs]], stats: Stats) -> StepOutput:
+    def message(
+        self, step: int, fresh_hits: dict[int, int], fresh_scores: dict[int, list[TokenLogprobs]], stats: Stats
+    ) -> StepOutput:
         """Takes out of `fresh_hits` and `fresh_scores` what it tells, and what nobody will ask for any more."""
         rows = len(self.request_ids)
         counts, finish, stop_token, cached_tokens = [1] * rows, [0] * rows, [-1] * rows, [0] * rows

@@ -46,7 +46,9 @@ class Forecast:
         self._refused, self._refused_until = -1, 0.0  # who has no room before that step, unless someone leaves
         self._next = 0.0  # the step from which equal ones may come in again
 
-    def has_room(self, request: Request, prefix: Sequence[int], step: int, running: Sequence[Request], returning: int) -> bool:
+    def has_room(
+        self, request: Request, prefix: Sequence[int], step: int, running: Sequence[Request], returning: int
+    ) -> bool:
         """Whether a request that would hold the blocks `prefix` together with others has room beside all that is `running` as well.
 
         `returning`: blocks in use that nobody has any more.
@@ -66,7 +68,9 @@ class Forecast:
         if peak > self._room or (peak > _EASY * self._room and step < self._next):
             self._refused, self._refused_until = request.id, math.inf if peak > self._room else self._next
             return False
-        self._next = max(self._next, step - 1) + self._interval(request, curves[0, late:], self._times[late:] - (step - self._looked))
+        self._next = max(self._next, step - 1) + self._interval(
+            request, curves[0, late:], self._times[late:] - (step - self._looked)
+        )
         return True
 
     def enter(self, request: Request, step: int, revived: int) -> None:
@@ -91,7 +95,9 @@ class Forecast:
         """Steps from this request to the next, if those that come after it are like it."""
         alive = use / (np.ceil(np.minimum(request.known + times, request.limit) / self._size) - request.shared)
         widths = np.diff(times)
-        mean, half_square, area = (float(widths @ (curve[1:] + curve[:-1])) / 2 for curve in (alive, alive * times, use))
+        mean, half_square, area = (
+            float(widths @ (curve[1:] + curve[:-1])) / 2 for curve in (alive, alive * times, use)
+        )
         if not mean:
             return 0.0
         variance = 2 * half_square / mean**2 - 1
@@ -143,7 +149,10 @@ class Forecast:
 
     def _curves(self, requests: Sequence[Request], step: int) -> Floats:
         """Of each request's own blocks, at each point of time, the expected number, its variance and the most: [3, requests, times]."""
-        counts = np.array([(request.known, request.limit, request.prompt_length, request.shared) for request in requests], dtype=np.float64)
+        counts = np.array(
+            [(request.known, request.limit, request.prompt_length, request.shared) for request in requests],
+            dtype=np.float64,
+        )
         known, limit, prompt, shared = (counts[:, i : i + 1] for i in range(4))
         length = known + np.maximum(self._times - (step - self._looked), 0.0)
         most = np.ceil(np.minimum(length, limit) / self._size) - shared

@@ -43,7 +43,9 @@ class DecodeGraphs:
     cannot be.
     """
 
-    def __init__(self, step: Callable[[Variant, int], None], most: int, record: Callable[[Work], Work], forgiving: bool = True) -> None:
+    def __init__(
+        self, step: Callable[[Variant, int], None], most: int, record: Callable[[Work], Work], forgiving: bool = True
+    ) -> None:
         self._step = step
         self._record = record
         self._sizes = sizes(most)
@@ -84,7 +86,9 @@ class DecodeGraphs:
             if not self._forgiving or not any(is_out_of_memory(cause) for cause in _causes(error)):
                 raise
             self._short = True
-            logger.warning("no more CUDA graphs are recorded: memory is too short for one of %d rows (%s)", size, one_line(error))
+            logger.warning(
+                "no more CUDA graphs are recorded: memory is too short for one of %d rows (%s)", size, one_line(error)
+            )
         return (variant, size) in self._recorded
 
 
@@ -113,7 +117,9 @@ class CudaRecorder:
         self._graphs.append(graph)
         # Not torch.cuda.graph, which leaves this stream the current one where the recording fails.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads, such as NCCL's, may use the device
+            graph.capture_begin(
+                pool=self._pool, capture_error_mode="thread_local"
+            )  # other threads, such as NCCL's, may use the device
             try:
                 work()
             finally:

@@ -69,7 +69,10 @@ class HostInputs:
         rows = np.repeat(np.arange(len(plan.counts)), plan.counts)
         positions = (np.arange(query_start[-1]) - query_start[rows] + plan.starts[rows]).astype(np.int64)
         slots = plan.slots[rows]
-        mapping = self._block_tables[slots, positions // self._block_size] * np.int64(self._block_size) + positions % self._block_size
+        mapping = (
+            self._block_tables[slots, positions // self._block_size] * np.int64(self._block_size)
+            + positions % self._block_size
+        )
         lengths = np.maximum(self.prompt_lengths[slots], positions + 1)
         of_tokens = to_device(np.stack((slots.astype(np.int64), positions, lengths, mapping)), self._device)
         contexts = plan.starts + plan.counts
@@ -88,7 +91,9 @@ class HostInputs:
         return self._sampled[:number]
 
     def _add(self, request: AddedRequest) -> None:
-        self.tokens[request.slot, : len(request.token_ids)] = to_device(np.array(request.token_ids, np.int32), self._device)
+        self.tokens[request.slot, : len(request.token_ids)] = to_device(
+            np.array(request.token_ids, np.int32), self._device
+        )
         self._block_tables[request.slot] = 0
         self.prompt_lengths[request.slot] = request.prompt_length
 

@@ -45,7 +45,15 @@ def launch_core(config: EngineConfig) -> LaunchedCore:
     try:
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "workers.engine.core_process", "--fd", str(theirs.fileno()), *_log_and_parent()],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "workers.engine.core_process",
+                    "--fd",
+                    str(theirs.fileno()),
+                    *_log_and_parent(),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -68,13 +68,19 @@ def open_checkpoint(name: str, model_impl: str = "auto") -> Checkpoint:
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     if raw.get("quantization_config"):
-        raise ModelLoadError(f"the model {name} is quantised, which is not supported; use its float16, bfloat16 or float32 version")
+        raise ModelLoadError(
+            f"the model {name} is quantised, which is not supported; use its float16, bfloat16 or float32 version"
+        )
     family: Family | TransformersClass | None = find_family(raw, model_impl)
     if family is None:
         family = _transformers_class(folder, raw)
     config = family.config(raw) if isinstance(family, Family) else family.config
     stored = raw.get("dtype") or raw.get("torch_dtype")
-    config = replace(config, eos_token_ids=eos_token_ids(raw, generation), dtype=str(stored).removeprefix("torch.") if stored else None)
+    config = replace(
+        config,
+        eos_token_ids=eos_token_ids(raw, generation),
+        dtype=str(stored).removeprefix("torch.") if stored else None,
+    )
     return Checkpoint(folder, raw, family, config)
 
 
@@ -87,14 +93,18 @@ def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
     except ModelLoadError as error:
         if name in FAMILIES:
             raise
-        raise ModelLoadError(f"the engine has no code of its own for {name} (it has for {', '.join(FAMILIES)}), and {error}") from error
+        raise ModelLoadError(
+            f"the engine has no code of its own for {name} (it has for {', '.join(FAMILIES)}), and {error}"
+        ) from error
 
 
 def shard_checkpoint(checkpoint: Checkpoint, size: int) -> Checkpoint:
     """The checkpoint as one of `size` ranks loads it. Raises ModelLoadError where the model cannot be cut into so many parts."""
     if size > 1 and not isinstance(checkpoint.family, Family):
         name = checkpoint.config.architecture
-        raise ModelLoadError(f"a tensor parallel size of {size} needs code of the engine's own, and {name} runs by transformers'; use 1")
+        raise ModelLoadError(
+            f"a tensor parallel size of {size} needs code of the engine's own, and {name} runs by transformers'; use 1"
+        )
     return replace(checkpoint, config=shard_model(checkpoint.config, size))
 
 
@@ -120,7 +130,13 @@ def load_weights(
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
     unused = [name for name in weights.unused() if not name.endswith(derived)]
     if unused:
-        logger.warning("%s does not use %d tensors of %s, the first is %s", config.architecture, len(unused), checkpoint.folder, unused[0])
+        logger.warning(
+            "%s does not use %d tensors of %s, the first is %s",
+            config.architecture,
+            len(unused),
+            checkpoint.folder,
+            unused[0],
+        )
     return model
 
 
@@ -158,7 +174,9 @@ def find_folder(name: str) -> Path:
             raise ModelLoadError(f"the model folder {name} has no config.json")
         return path
     if path.exists():
-        raise ModelLoadError(f"the model {name} is a file; give the folder that holds config.json and the safetensors files")
+        raise ModelLoadError(
+            f"the model {name} is a file; give the folder that holds config.json and the safetensors files"
+        )
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelLoadError(f"the model folder {name} does not exist")
     return _download(name)
@@ -166,14 +184,26 @@ def find_folder(name: str) -> Path:
 
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["*/*", _CONSOLIDATED]))
+        return Path(
+            snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["*/*", _CONSOLIDATED])
+        )
     except GatedRepoError as error:
-        raise ModelLoadError(f"the model {name} needs an accepted licence; accept it on the hub and set HF_TOKEN") from error
+        raise ModelLoadError(
+            f"the model {name} needs an accepted licence; accept it on the hub and set HF_TOKEN"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise ModelLoadError(f"there is no folder {name}, and the hub has no model of that name that this user may read") from error
+        raise ModelLoadError(
+            f"there is no folder {name}, and the hub has no model of that name that this user may read"
+        ) from error
     except HFValidationError as error:
         raise ModelLoadError(f"there is no folder {name}, and it is no name of a model on the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, RuntimeError) as error:
@@ -214,11 +244,15 @@ def _weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise ModelLoadError(f"{folder} lacks {len(missing)} of the files that {_INDEX} names, the first is {missing[0]}")
+            raise ModelLoadError(
+                f"{folder} lacks {len(missing)} of the files that {_INDEX} names, the first is {missing[0]}"
+            )
     else:
         files = sorted(set(folder.glob("*.safetensors")) - set(folder.glob(_CONSOLIDATED)))
     if files:
         return files
     if any(any(folder.glob(pattern)) for pattern in _PICKLED):
-        raise ModelLoadError(f"{folder} holds pickled weights only, which are never read; convert them to safetensors first")
+        raise ModelLoadError(
+            f"{folder} holds pickled weights only, which are never read; convert them to safetensors first"
+        )
     raise ModelLoadError(f"{folder} holds no weights: there is no .safetensors file in it")

@@ -56,18 +56,26 @@ class ModelRunner:
         self.device = model.device
         self.num_slots, self._max_model_len = config.max_num_seqs, config.max_model_len
         shape = CacheShape(num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
-        self.attention: Attention = make_attention(config.attention_backend, shape, model.config.num_heads, model.dtype, model.device)
+        self.attention: Attention = make_attention(
+            config.attention_backend, shape, model.config.num_heads, model.dtype, model.device
+        )
         self.caches = self.attention.new_cache(model.config.num_layers)
         self.inputs: Inputs
         self.device_inputs: DeviceInputs | None = None
         if config.attention_backend == "triton":
             from workers.engine.device_inputs import DeviceInputs
 
-            self.inputs = self.device_inputs = DeviceInputs(self.num_slots, self._max_model_len, config.block_size, self.device)
+            self.inputs = self.device_inputs = DeviceInputs(
+                self.num_slots, self._max_model_len, config.block_size, self.device
+            )
         else:
             self.inputs = HostInputs(self.num_slots, self._max_model_len, config.block_size, self.device)
         self.sampler = Sampler(
-            self.num_slots, model.config.vocab_size, model.config.eos_token_ids, self.device, fused=self.device_inputs is not None
+            self.num_slots,
+            model.config.vocab_size,
+            model.config.eos_token_ids,
+            self.device,
+            fused=self.device_inputs is not None,
         )
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and not config.enforce_eager and model.recordable:
@@ -80,7 +88,9 @@ class ModelRunner:
         """Has steps of one token per row padded and recorded, where the inputs are made on the device."""
         if self.device_inputs is not None:
             self.graphs = DecodeGraphs(self.decode, self.num_slots, record, forgiving)
-            self._hidden = torch.empty((self.num_slots, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device)
+            self._hidden = torch.empty(
+                (self.num_slots, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device
+            )
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -93,7 +103,9 @@ class ModelRunner:
         """Stages a step without rows: whatever is padded to is padding."""
         assert self.device_inputs is not None
         nothing = np.zeros(0, np.int32)
-        self.device_inputs.stage(StepPlan(0, [], [], nothing, nothing, nothing, nothing.astype(np.bool_)), self.num_slots)
+        self.device_inputs.stage(
+            StepPlan(0, [], [], nothing, nothing, nothing, nothing.astype(np.bool_)), self.num_slots
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -113,7 +125,9 @@ class ModelRunner:
             launched.done.synchronize()
         told = launched.logprobs.told() if launched.logprobs is not None else []
         return StepResult(
-            launched.tokens.numpy(), dict(zip(launched.asking.tolist(), told, strict=True)), [scores.told() for scores in launched.scores]
+            launched.tokens.numpy(),
+            dict(zip(launched.asking.tolist(), told, strict=True)),
+            [scores.told() for scores in launched.scores],
         )
 
     def decode(self, variant: Variant, rows: int) -> None:
@@ -154,13 +168,17 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         config = self.model.config
-        attend = StepAttention(self.attention, self.caches, inputs.metadata, config.attention_scales, config.sliding_windows)
+        attend = StepAttention(
+            self.attention, self.caches, inputs.metadata, config.attention_scales, config.sliding_windows
+        )
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 
     def _draw(self, inputs: StepInputs, hidden: Tensor) -> None:
         """Samples rows that ask for no more than a draw; on the device alone."""
         assert self.device_inputs is not None
-        sampled = self.sampler.draw_static(self.model.head(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths)
+        sampled = self.sampler.draw_static(
+            self.model.head(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths
+        )
         self.inputs.store(sampled)
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> Sampled:

@@ -7,7 +7,13 @@ import torch
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory for a tensor or an array could not be had, on the device, where cuBLAS takes some at its first use, or on the host."""
-    signs = ("out of memory", "can't allocate memory", "std::bad_alloc", "ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
+    signs = (
+        "out of memory",
+        "can't allocate memory",
+        "std::bad_alloc",
+        "ALLOC_FAILED",
+        "CUBLAS_STATUS_NOT_INITIALIZED",
+    )
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 

@@ -12,7 +12,9 @@ from workers.engine.request import Request
 Floats = NDArray[np.float64]
 
 # The buckets that lengths are counted in begin at so many output tokens: four by four, then eight in each octave.
-EDGES: Floats = np.unique(np.concatenate([np.arange(0, 32, 4), np.floor(32 * 2 ** (np.arange(121) / 8))])).astype(np.float64)
+EDGES: Floats = np.unique(np.concatenate([np.arange(0, 32, 4), np.floor(32 * 2 ** (np.arange(121) / 8))])).astype(
+    np.float64
+)
 
 _BUCKETS = len(EDGES) - 1
 _GUESS = 256  # tokens, before anything is known

@@ -63,11 +63,18 @@ class Parallel:
         """
         cuda = device.type == "cuda"
         if cuda and not dist.is_nccl_available():
-            raise ModelLoadError(f"torch {torch.__version__} has no NCCL, which a tensor parallel size of {size} needs on cards")
+            raise ModelLoadError(
+                f"torch {torch.__version__} has no NCCL, which a tensor parallel size of {size} needs on cards"
+            )
         # All ranks are on this host.
         os.environ.setdefault("NCCL_SOCKET_IFNAME" if cuda else "GLOO_SOCKET_IFNAME", _loopback_interface())
         dist.init_process_group(
-            "nccl" if cuda else "gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT, device_id=device if cuda else None
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=_TIMEOUT,
+            device_id=device if cuda else None,
         )
         return cls(rank, size, device)
 
@@ -138,7 +145,15 @@ def listening_store(size: int) -> tuple[Store, int]:
     # torch's own server would listen on every interface.
     listener = socket.create_server((_LOOPBACK, 0))
     port: int = listener.getsockname()[1]
-    store = TCPStore(_LOOPBACK, port, size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        _LOOPBACK,
+        port,
+        size,
+        is_master=True,
+        timeout=_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     return store, port
 
 

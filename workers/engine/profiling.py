@@ -88,7 +88,9 @@ class StepTrace:
         if self._profile is not None:
             self._write()
         elif self._steps <= FIRST_STEP:
-            logger.warning("nothing was profiled: there were %d steps, and a trace begins after %d", self._steps, FIRST_STEP)
+            logger.warning(
+                "nothing was profiled: there were %d steps, and a trace begins after %d", self._steps, FIRST_STEP
+            )
 
     def _begin(self) -> None:
         from torch.profiler import ProfilerActivity, profile

@@ -16,7 +16,14 @@ from workers.engine.config import EngineConfig
 from workers.engine.device import check_card, check_dtype, require_native, usable_device
 from workers.engine.errors import ModelLoadError, RankError, StepOutOfMemory
 from workers.engine.layers.ops import make_ops
-from workers.engine.loader import Checkpoint, load_weights, open_checkpoint, resolve_dtype, shard_checkpoint, weight_bytes
+from workers.engine.loader import (
+    Checkpoint,
+    load_weights,
+    open_checkpoint,
+    resolve_dtype,
+    shard_checkpoint,
+    weight_bytes,
+)
 from workers.engine.memory import CardMemory, available_memory, gib
 from workers.engine.model_runner import LaunchedStep, ModelRunner
 from workers.engine.models.base import DecoderModel
@@ -66,7 +73,9 @@ class Rank:
         Returns the configuration with `max_model_len` settled, and the number of blocks, both the same on all ranks.
         """
         self._parallel = parallel
-        config, num_blocks = plan_cache(self._config, self.model_config, self.dtype, parallel.least(self.load()), self._memory)
+        config, num_blocks = plan_cache(
+            self._config, self.model_config, self.dtype, parallel.least(self.load()), self._memory
+        )
         self.weights_seconds = time.monotonic() - self._began
         config = settle_prefix_caching(config, self.model_config)
         self.allocate(config, num_blocks)
@@ -86,7 +95,9 @@ class Rank:
         budget = cpu_cache_bytes(config, model, self.dtype, weights, share)
         planned, _ = plan_cache(config, model, self.dtype, budget)
         with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit into memory"):
-            self._decoder = load_weights(self._checkpoint, self.dtype, self.device, planned.max_model_len, self._ops, parallel)
+            self._decoder = load_weights(
+                self._checkpoint, self.dtype, self.device, planned.max_model_len, self._ops, parallel
+            )
         return budget
 
     def _load_on_card(self, weights: int) -> int:
@@ -95,18 +106,26 @@ class Rank:
         _give_back()  # what an earlier model of this process left
         taken = _used(self.device)
         place = f"on {card} with {gib(total)}, of which {gib(taken)} are taken"
-        with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among cards"):
-            self._decoder = load_weights(self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, self._parallel)
+        with _refusing(
+            f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among cards"
+        ):
+            self._decoder = load_weights(
+                self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, self._parallel
+            )
         if config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes
         torch.cuda.empty_cache()
         loaded = _used(self.device)
         step = f"a step of {config.max_num_batched_tokens} tokens for {config.max_num_seqs} requests"
-        with _refusing(f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or max_num_seqs"):
+        with _refusing(
+            f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or max_num_seqs"
+        ):
             graphs = rehearse(replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder)
         rehearsed = _used(self.device)
         _give_back()
-        self._memory = CardMemory(card, config.gpu_memory_utilization, total, taken, loaded - taken, rehearsed - loaded, graphs)
+        self._memory = CardMemory(
+            card, config.gpu_memory_utilization, total, taken, loaded - taken, rehearsed - loaded, graphs
+        )
         logger.info("%s for the KV cache", self._memory.account)
         return max(0, self._memory.left)
 

@@ -36,10 +36,14 @@ class PlanFrame(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, plan: StepPlan) -> PlanFrame:
-        slots, starts, counts, samples = (array.tobytes() for array in (plan.slots, plan.starts, plan.counts, plan.samples))
+        slots, starts, counts, samples = (
+            array.tobytes() for array in (plan.slots, plan.starts, plan.counts, plan.samples)
+        )
         return cls(plan.step, plan.added, plan.new_blocks, slots, starts, counts, samples, plan.prompt_scores)
 
     def plan(self) -> StepPlan:
-        slots, starts, counts = (np.frombuffer(array, np.int32).copy() for array in (self.slots, self.starts, self.counts))
+        slots, starts, counts = (
+            np.frombuffer(array, np.int32).copy() for array in (self.slots, self.starts, self.counts)
+        )
         samples = np.frombuffer(self.samples, np.bool_).copy()
         return StepPlan(self.step, self.added, self.new_blocks, slots, starts, counts, samples, self.prompt_scores)

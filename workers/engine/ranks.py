@@ -57,7 +57,11 @@ class RankDeath:
     def sentence(self) -> str:
         if self.said:
             return f"rank {self.rank}: {self.said}"
-        how = f"was ended by {signal.Signals(-self.returncode).name}" if self.returncode < 0 else f"ended with status {self.returncode}"
+        how = (
+            f"was ended by {signal.Signals(-self.returncode).name}"
+            if self.returncode < 0
+            else f"ended with status {self.returncode}"
+        )
         return f"rank {self.rank} (process {self.pid}) {how}"
 
 
@@ -143,13 +147,24 @@ class Ranks:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "workers.engine.rank_process"),
-                    *("--fd", str(theirs.fileno()), "--parent", str(os.getpid()), "--rank", str(rank), "--log-level", str(level)),
+                    *(
+                        "--fd",
+                        str(theirs.fileno()),
+                        "--parent",
+                        str(os.getpid()),
+                        "--rank",
+                        str(rank),
+                        "--log-level",
+                        str(level),
+                    ),
                 ],
                 pass_fds=[theirs.fileno(), *locks],
                 stdin=subprocess.DEVNULL,
                 env=child_environment(),
             )
-        watcher = threading.Thread(target=self._watch, args=(rank, process, ours), name=f"watch-rank-{rank}", daemon=True)
+        watcher = threading.Thread(
+            target=self._watch, args=(rank, process, ours), name=f"watch-rank-{rank}", daemon=True
+        )
         self._connections.append(ours)
         self._processes.append(process)
         self._watchers.append(watcher)

@@ -94,7 +94,10 @@ def refusal(request: Request, max_model_len: int, vocab_size: int) -> str:
     if low < 0 or high >= vocab_size:
         return f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
     sampling = request.sampling
-    for name, named in (("logit_bias", [token for token, _ in sampling.logit_bias]), ("bad_words", chain(*sampling.bad_words))):
+    for name, named in (
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("bad_words", chain(*sampling.bad_words)),
+    ):
         high = max(named, default=0)
         if high >= vocab_size:
             return f"token id {high} in {name} is outside the vocabulary of {vocab_size}"

@@ -71,8 +71,12 @@ class Scheduler:
         self._step = 0
         self._stats = Stats()
         self._output = OutputDraft()
-        self._fresh_hits: dict[int, int] = {}  # prompt tokens that the cache gave, by request, until its first entry in an output
-        self._fresh_scores: dict[int, list[TokenLogprobs]] = {}  # what the prompt's log probabilities are so far, until the same moment
+        self._fresh_hits: dict[
+            int, int
+        ] = {}  # prompt tokens that the cache gave, by request, until its first entry in an output
+        self._fresh_scores: dict[
+            int, list[TokenLogprobs]
+        ] = {}  # what the prompt's log probabilities are so far, until the same moment
 
     @property
     def unfinished(self) -> int:
@@ -157,7 +161,9 @@ class Scheduler:
         """Takes in what came of the oldest launched step; returns all that happened since the last output."""
         launched = self._launched.popleft()
         if launched.step != plan.step or len(launched.sampling) != len(result.tokens):
-            raise RuntimeError(f"step {plan.step} with {len(result.tokens)} tokens was retired in place of step {launched.step}")
+            raise RuntimeError(
+                f"step {plan.step} with {len(result.tokens)} tokens was retired in place of step {launched.step}"
+            )
         self._retired_step = plan.step
         self._take_back()
         output = self._output
@@ -210,7 +216,12 @@ class Scheduler:
         """Gives requests with a slot as many of their uncomputed tokens as the budget has left. The loop that every row of every step
         goes through: what it does per row is what a step costs on the host."""
         budget, number = step.budget, step.number
-        add_slot, add_start, add_count, add_samples = step.slots.append, step.starts.append, step.counts.append, step.samples.append
+        add_slot, add_start, add_count, add_samples = (
+            step.slots.append,
+            step.starts.append,
+            step.counts.append,
+            step.samples.append,
+        )
         add_sampling = step.sampling.append
         for request in requests:  # preemption shortens the list only behind the request at hand
             if not budget:
@@ -283,7 +294,9 @@ class Scheduler:
         if not self._batch.running:
             return True
         returning = sum(returning.own_blocks for returning in self._returning)
-        return self._forecast.has_room(request, prefix, step.number, self._live.running + self._batch.running, returning)
+        return self._forecast.has_room(
+            request, prefix, step.number, self._live.running + self._batch.running, returning
+        )
 
     def _waits_for_company(self) -> bool:
         """Whether batch requests stay out of this step, so that more of them come in at once."""
@@ -319,7 +332,9 @@ class Scheduler:
     def _slot_for(self, request: Request, step: StepDraft) -> bool:
         """Whether a slot is free. For live requests batch ones are preempted, as many at once as the step's budget can let in."""
         if request.live and not self._free_slots:
-            wanted = sum(before < step.budget for before in accumulate((other.known for other in self._live.waiting), initial=0))
+            wanted = sum(
+                before < step.budget for before in accumulate((other.known for other in self._live.waiting), initial=0)
+            )
             missing = min(wanted, len(self._live.waiting)) - len(self._returning)
             for _ in range(min(missing, len(self._batch.running))):
                 self._preempt(self._batch.running[-1])
@@ -329,7 +344,11 @@ class Scheduler:
         """Preempts the least urgent until `need` blocks are free: a running request anyone behind it and at last itself, a waiting live
         one only batch requests. False when the blocks are not free now; they may be once a launched step has been retired."""
         waits = request.slot < 0
-        if waits and self._pool.free + self._returning_blocks + sum(len(batch.blocks) for batch in self._batch.running) < need:
+        if (
+            waits
+            and self._pool.free + self._returning_blocks + sum(len(batch.blocks) for batch in self._batch.running)
+            < need
+        ):
             return False
         while self._pool.free < need:
             if self._pool.free + self._returning_blocks >= need:

@@ -73,7 +73,10 @@ class ResultCopies:
             return [tensor.clone() for tensor in tensors], None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True) for tensor in tensors]
+            copies = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            ]
         for tensor in tensors:
             tensor.record_stream(self._stream)
         done = _cuda.Event()

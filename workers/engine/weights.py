@@ -45,7 +45,9 @@ class Weights:
         self._read(name, shape, (), target)
         return target
 
-    def take_rows(self, names: Sequence[str], rows: Sequence[Shard], columns: int | None, transposed: bool = False) -> Tensor:
+    def take_rows(
+        self, names: Sequence[str], rows: Sequence[Shard], columns: int | None, transposed: bool = False
+    ) -> Tensor:
         """Rows of several tensors [total, columns] (or [total] where `columns` is None) stacked into one, for projections that run as one.
 
         `transposed`: the checkpoint has them as [columns, total].
@@ -72,10 +74,14 @@ class Weights:
         """Copies a tensor, or a part: a file that is replaced under a memory map would kill the process."""
         resolved = self._resolve(name)
         if resolved not in self._readers:
-            raise ModelLoadError(f"the checkpoint has no tensor {resolved!r}; is it whole, and of the architecture in config.json?")
+            raise ModelLoadError(
+                f"the checkpoint has no tensor {resolved!r}; is it whole, and of the architecture in config.json?"
+            )
         tensor = self._readers[resolved]()
         if tuple(tensor.shape) != tuple(shape):
-            raise ModelLoadError(f"tensor {resolved!r} has shape {list(tensor.shape)}, but config.json implies {list(shape)}")
+            raise ModelLoadError(
+                f"tensor {resolved!r} has shape {list(tensor.shape)}, but config.json implies {list(shape)}"
+            )
         self._taken.add(resolved)
         target.copy_(tensor[where])
 

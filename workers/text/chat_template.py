@@ -23,7 +23,11 @@ class ChatTemplate:
     """A model's chat template, compiled. Without one the messages' contents are joined by line breaks."""
 
     def __init__(
-        self, source: str | None, special_tokens: Mapping[str, str], origin: str = "the model", seconds: float = RENDER_SECONDS
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str],
+        origin: str = "the model",
+        seconds: float = RENDER_SECONDS,
     ) -> None:
         """`source` is Jinja text, `seconds` how long one rendering may take. Raises TokenizerError when it does not compile."""
         self.source = source
@@ -45,7 +49,9 @@ class ChatTemplate:
         try:
             return self._limit.run(render)
         except TimeLimitError:
-            raise TemplateError(f"The model's chat template takes longer than {self._limit.seconds:g} s with these messages.") from None
+            raise TemplateError(
+                f"The model's chat template takes longer than {self._limit.seconds:g} s with these messages."
+            ) from None
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise TemplateError(f"The model's chat template cannot render these messages: {reason[:500]}") from error
@@ -60,7 +66,9 @@ def read_chat_template(given: str) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = _reason(error)
-        raise TokenizerError(f"The chat template {given!r} cannot be read ({reason}): give a file, or the Jinja text itself.") from None
+        raise TokenizerError(
+            f"The chat template {given!r} cannot be read ({reason}): give a file, or the Jinja text itself."
+        ) from None
 
 
 def _compile(source: str, origin: str) -> Callable[..., str]:
@@ -71,10 +79,16 @@ def _compile(source: str, origin: str) -> Callable[..., str]:
     try:
         template = compile_template(source)
     except TemplateSyntaxError as error:
-        raise TokenizerError(f"The chat template of {origin} is not valid Jinja: {error.message}, line {error.lineno}.") from None
-    except Exception as error:  # of the interpreter, for which Jinja makes Python of it: nested too deeply, a number too long
+        raise TokenizerError(
+            f"The chat template of {origin} is not valid Jinja: {error.message}, line {error.lineno}."
+        ) from None
+    except (
+        Exception
+    ) as error:  # of the interpreter, for which Jinja makes Python of it: nested too deeply, a number too long
         reason = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
-        raise TokenizerError(f"The chat template of {origin} cannot be compiled: {reason}; --chat-template gives another.") from None
+        raise TokenizerError(
+            f"The chat template of {origin} cannot be compiled: {reason}; --chat-template gives another."
+        ) from None
     return functools.partial(render_chat, template)
 
 

@@ -53,7 +53,9 @@ class DetokenizerFactory:
         context = [token_id for token_id in prompt_token_ids[-_WINDOW:] if token_id not in skipped]
         if self._table is None:
             return _WindowDetokenizer(self._tokenizer, context, skip_special_tokens)
-        at_start = self._leading_space_goes and not context and all(token_id in skipped for token_id in prompt_token_ids)
+        at_start = (
+            self._leading_space_goes and not context and all(token_id in skipped for token_id in prompt_token_ids)
+        )
         return _TableDetokenizer(self._table if skip_special_tokens else self._full_table, at_start)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -173,12 +175,16 @@ def _make_table(tokenizer: Tokenizer, special: frozenset[int]) -> tuple[_TokenBy
     if kinds == ["ByteLevel"]:
         return _ByteLevelBytes(tokenizer, special), False
     if kinds == ["Metaspace"]:
-        return _PieceBytes(tokenizer, special, steps[0]["replacement"], byte_fallback=False), steps[0].get("prepend_scheme") != "never"
+        return _PieceBytes(tokenizer, special, steps[0]["replacement"], byte_fallback=False), steps[0].get(
+            "prepend_scheme"
+        ) != "never"
     if kinds in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
         replaced, strip = steps[0], steps[3] if len(steps) == 4 else {"content": " ", "start": 0, "stop": 0}
         plain = replaced["content"] == " " and "String" in replaced["pattern"]
         if plain and strip["content"] == " " and strip["start"] in (0, 1) and strip["stop"] == 0:
-            return _PieceBytes(tokenizer, special, replaced["pattern"]["String"], byte_fallback=True), strip["start"] == 1
+            return _PieceBytes(tokenizer, special, replaced["pattern"]["String"], byte_fallback=True), strip[
+                "start"
+            ] == 1
     return None, False
 
 

@@ -19,7 +19,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that a message's reasoning goes by, the one that templates read first
+_REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names that a message's reasoning goes by, the one that templates read first
 
 
 def compile_template(source: str) -> jinja2.Template:
@@ -30,7 +34,9 @@ def compile_template(source: str) -> jinja2.Template:
 def render_chat(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
     """The prompt's text. Messages and variables are plain JSON, for other objects have methods of which the sandbox knows nothing."""
     names = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
-    return template.render({**names, "messages": [_with_reasoning(message) for message in messages]})  # by no name of `render`'s own
+    return template.render(
+        {**names, "messages": [_with_reasoning(message) for message in messages]}
+    )  # by no name of `render`'s own
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +46,9 @@ def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals.update(raise_exception=_raise, strftime_now=_now, dict=_Dict(), namespace=_Namespace)
     return environment
@@ -90,7 +98,9 @@ def _check_name(name: Any) -> None:
         raise SecurityError(f"a namespace of a chat template cannot hold {name!r}, for it begins with an underscore")
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
     """Jinja's own would escape what means something in HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -103,7 +103,9 @@ class TextTokenizer:
         """What a token stands for amid a text, maybe a part of a character; special tokens for their names."""
         return self._detokenizers.token_bytes(token_id)
 
-    def decode(self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> str:
         """The text of a whole output."""
         detokenizer = self.detokenizer(prompt_token_ids, skip_special_tokens)
         return detokenizer.feed(token_ids) + detokenizer.finish()
@@ -153,7 +155,15 @@ def _locate(source: str) -> Path:
         raise TokenizerError(f"The tokenizer of {source!r} cannot be had from the model hub: {reason}.") from None
 
 
-_HUB_FILES = ["tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt", "*.model", "config.json"]
+_HUB_FILES = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "config.json",
+]
 
 
 def _read_tokenizer(source: str, files: _Files) -> Tokenizer:
@@ -167,7 +177,10 @@ def _read_tokenizer(source: str, files: _Files) -> Tokenizer:
 
 
 def _convert(source: str, model_folder: Path) -> Tokenizer:
-    logger.warning("%s has no tokenizer.json: transformers converts its vocabulary, which takes some seconds at every start", source)
+    logger.warning(
+        "%s has no tokenizer.json: transformers converts its vocabulary, which takes some seconds at every start",
+        source,
+    )
     with tempfile.TemporaryDirectory() as folder:
         target = os.path.join(folder, "tokenizer.json")
         try:
@@ -197,7 +210,9 @@ def _complete(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
     if isinstance(declared, dict):
         for _, fields in sorted(declared.items(), key=lambda item: int(item[0])):
             if tokenizer.token_to_id(fields["content"]) is None:
-                tokenizer.add_tokens([AddedToken(**{name: fields[name] for name in _ADDED_TOKEN_FIELDS if name in fields})])
+                tokenizer.add_tokens(
+                    [AddedToken(**{name: fields[name] for name in _ADDED_TOKEN_FIELDS if name in fields})]
+                )
 
 
 _ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")

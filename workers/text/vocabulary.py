@@ -20,7 +20,9 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
     token beside it.
     """
     model = tokenizer.model
-    if not isinstance(model, models.BPE) or any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()):
+    if not isinstance(model, models.BPE) or any(
+        token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values()
+    ):
         return None
     pre_tokenizers, normalizers = list(_parts(tokenizer.pre_tokenizer)), list(_parts(tokenizer.normalizer))
     if not all(part["type"] in _KEEPS_ALL and part.get("behavior") != "Removed" for part in pre_tokenizers):

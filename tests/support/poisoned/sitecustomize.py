@@ -22,7 +22,9 @@ EXECUTOR = "workers.engine.executor"
 class Patcher(importlib.abc.MetaPathFinder):
     """Lets the executor's module be loaded as ever, and then changes what its class does with a step."""
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != EXECUTOR:
             return None
         sys.meta_path.remove(self)

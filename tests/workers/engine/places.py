@@ -33,7 +33,9 @@ needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernel
 on_card = pytest.param(CARD, id="card", marks=pytest.mark.gpu)
 interpreted = pytest.param(INTERPRETER, id="interpreter", marks=needs_interpreter)
 
-in_torch = pytest.param(TORCH, id="torch", marks=pytest.mark.skipif(CPU == TORCH, reason="that is what the CPU runs with here"))
+in_torch = pytest.param(
+    TORCH, id="torch", marks=pytest.mark.skipif(CPU == TORCH, reason="that is what the CPU runs with here")
+)
 
 at = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), on_card])
 at_all = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), in_torch, on_card])

@@ -51,7 +51,9 @@ class Simulation:
     The last token of each prompt is replaced by the line's number, by which a plan tells whom it is about.
     """
 
-    def __init__(self, lines: Sequence[Line], num_blocks: int, *, slots: int = 64, budget: int = 2048, depth: int = 0) -> None:
+    def __init__(
+        self, lines: Sequence[Line], num_blocks: int, *, slots: int = 64, budget: int = 2048, depth: int = 0
+    ) -> None:
         self._lines = lines
         self._prompts = [[*line.prompt[:-1], number] for number, line in enumerate(lines)]
         self._hashes = [_hashes(prompt) for prompt in self._prompts]

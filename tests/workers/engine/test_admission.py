@@ -25,7 +25,11 @@ def lines_of(kind: str, count: int = 1000, seed: int = 1, *, known: bool = False
     """Prompts without anything in common."""
     draw = random.Random(seed)
     return [
-        Line(draw.choices(range(50_000), k=draw.randint(40, 120)), min(512, max(1, int(LENGTHS[kind](draw)))), known=known)
+        Line(
+            draw.choices(range(50_000), k=draw.randint(40, 120)),
+            min(512, max(1, int(LENGTHS[kind](draw)))),
+            known=known,
+        )
         for _ in range(count)
     ]
 
@@ -56,13 +60,18 @@ def test_many_come_in_at_a_step_where_many_run() -> None:
     lines = [Line(draw.choices(range(50_000), k=100), max(1, int(draw.gauss(150, 15)))) for _ in range(1200)]
     report = Simulation(lines, 1400, slots=256).run()
     assert report.recomputed_share < 0.02
-    assert report.rows / report.steps > 0.85 * 1400 / 12, f"{report.rows / report.steps:.0f} rows in {report.steps} steps"
+    assert report.rows / report.steps > 0.85 * 1400 / 12, (
+        f"{report.rows / report.steps:.0f} rows in {report.steps} steps"
+    )
 
 
 def test_what_only_the_front_can_end_is_expected_to_be_like_its_job() -> None:
     """By a stop string, of which the engine does not know; without one, nothing but the limit is left."""
     params = SamplingParams(2048, ignore_eos=True)
-    jobs = [Request(EngineRequest(1, [1], [], params, job="a", stop_strings=stops), 1, 4096, frozenset([9])).job for stops in (True, False)]
+    jobs = [
+        Request(EngineRequest(1, [1], [], params, job="a", stop_strings=stops), 1, 4096, frozenset([9])).job
+        for stops in (True, False)
+    ]
     assert jobs == ["a", None]
 
 
@@ -81,7 +90,10 @@ def test_live_requests_come_in_as_ever() -> None:
     lines = [Line(line.prompt, line.output, live=draw.random() < 0.1) for line in lines_of("lognormal", 600)]
     report = in_a_quarter(lines, 0)
     place = {number: at for at, number in enumerate(report.order)}
-    late = {live: [place[number] - number for number, line in enumerate(lines) if line.live == live] for live in (True, False)}
+    late = {
+        live: [place[number] - number for number, line in enumerate(lines) if line.live == live]
+        for live in (True, False)
+    }
     assert sum(late[True]) / len(late[True]) < sum(late[False]) / len(late[False]) - SLOTS / 4
     assert report.recomputed_share < 0.05
 

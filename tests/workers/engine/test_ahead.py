@@ -40,7 +40,9 @@ def random_cases(draw: random.Random, number: int, tokens: int, longest: int) ->
         )
         prompt = shared + [draw.randrange(VOCAB) for _ in range(draw.randint(1, longest - len(shared) + 1))]
         output = [draw.randrange(VOCAB) for _ in range(draw.choice([0, 0, 0, sampling.max_tokens // 2]))]
-        request = EngineRequest(request_id, prompt, output, sampling, live=draw.random() < 0.3, priority=draw.choice([0, 0, 1]))
+        request = EngineRequest(
+            request_id, prompt, output, sampling, live=draw.random() < 0.3, priority=draw.choice([0, 0, 1])
+        )
         arrives = draw.randint(0, tokens)
         cases.append(Case(request, arrives, draw.choice([None, None, None, arrives + draw.randint(0, 2 * tokens)])))
     return cases
@@ -110,7 +112,11 @@ class Failing:
     def __init__(self, runner: ModelRunner, seed: int) -> None:
         self.failed = 0
         self._chance = random.Random(seed)
-        places: list[tuple[object, str]] = [(runner.model, "forward"), (runner.model, "logits"), (runner, "_towards_host")]
+        places: list[tuple[object, str]] = [
+            (runner.model, "forward"),
+            (runner.model, "logits"),
+            (runner, "_towards_host"),
+        ]
         for owner, name in [*places, (runner.inputs, "store")]:
             setattr(owner, name, self._wrapped(getattr(owner, name)))
 
@@ -147,7 +153,9 @@ def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
     got, preemptions = drive(core, cases)
     assert failing.failed > 0
     assert preemptions > 0
-    assert_own_answers(got, cases, one_layer(make_core("llama", depth=0, max_model_len=40, enable_prefix_caching=False)))
+    assert_own_answers(
+        got, cases, one_layer(make_core("llama", depth=0, max_model_len=40, enable_prefix_caching=False))
+    )
 
 
 @pytest.mark.gpu
@@ -171,6 +179,8 @@ def test_no_launch_waits_for_the_card() -> None:
         if round_number == 2:
             core._executor.launch = watched  # type: ignore[method-assign]
         prompts = [[(7 * row + at) % VOCAB for at in range(9 + 5 * row)] for row in range(12)]
-        requests = [EngineRequest(100 * round_number + row, prompt, [], sampling[row % 3]) for row, prompt in enumerate(prompts)]
+        requests = [
+            EngineRequest(100 * round_number + row, prompt, [], sampling[row % 3]) for row, prompt in enumerate(prompts)
+        ]
         got, _ = drive(core, [Case(request, row, None) for row, request in enumerate(requests)])
         assert {how for _, how in got.values()} == {Finish.LENGTH}

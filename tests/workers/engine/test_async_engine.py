@@ -166,7 +166,9 @@ def test_the_death_of_the_core_reaches_everyone_within_a_second() -> None:
             took.append(time.monotonic() - began)
             assert {type(end) for end in ends} == {EngineDeadError}
             assert {str(end) for end in ends} == {"the engine core was ended by SIGKILL"}
-            assert {(getattr(end, "returncode", None), getattr(end, "by_itself", None)) for end in ends} == {(-signal.SIGKILL, False)}
+            assert {(getattr(end, "returncode", None), getattr(end, "by_itself", None)) for end in ends} == {
+                (-signal.SIGKILL, False)
+            }
             with pytest.raises(EngineDeadError):
                 engine.add([])
 
@@ -208,7 +210,9 @@ def test_a_hung_core_is_found_soon_once_the_demo_model_has_worked() -> None:
                     await asyncio.gather(*(text_of(engine, prompt, short) for prompt in prompts))
                     if patience.seconds == 20.0:
                         break
-                known = patience.seconds  # more than 20 where a step was held up for more than two seconds, as by a busy machine
+                known = (
+                    patience.seconds
+                )  # more than 20 where a step was held up for more than two seconds, as by a busy machine
                 assert known <= 100.0
             finally:
                 await engine.stop()
@@ -230,7 +234,13 @@ def test_patience_follows_what_is_known_within_its_bounds() -> None:
 
 @pytest.mark.parametrize(
     ("number", "by_itself"),
-    [(signal.SIGSEGV, True), (signal.SIGABRT, True), (signal.SIGBUS, True), (signal.SIGUSR1, False), (signal.SIGXCPU, False)],
+    [
+        (signal.SIGSEGV, True),
+        (signal.SIGABRT, True),
+        (signal.SIGBUS, True),
+        (signal.SIGUSR1, False),
+        (signal.SIGXCPU, False),
+    ],
 )
 def test_a_crash_is_told_from_an_end_that_came_from_outside(number: signal.Signals, by_itself: bool) -> None:
     async def scenario() -> None:
@@ -271,7 +281,9 @@ def test_a_core_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.M
 
 async def ended(engine: AsyncEngine) -> bool:
     """Waits for the end of the core of one that did not start."""
-    return bool(await asyncio.to_thread(wait_until, lambda: not is_running(engine.pid), START_SECONDS, "the core's end"))
+    return bool(
+        await asyncio.to_thread(wait_until, lambda: not is_running(engine.pid), START_SECONDS, "the core's end")
+    )
 
 
 async def exhaust(items: AsyncIterator[object]) -> None:
@@ -283,7 +295,9 @@ def test_an_error_in_the_core_says_what_it_was() -> None:
     async def scenario() -> None:
         async with started(config()) as engine:
             engine.add([EngineRequest(1, [5], [], ENDLESS), EngineRequest(1, [5], [], ENDLESS)])
-            with pytest.raises(EngineDeadError, match=r"ended with status 1: ValueError: request id 1 is in use") as death:
+            with pytest.raises(
+                EngineDeadError, match=r"ended with status 1: ValueError: request id 1 is in use"
+            ) as death:
                 await exhaust(engine.steps())
             assert (death.value.returncode, death.value.by_itself) == (1, True)
             assert death.value.reason == "the engine core ended with status 1: ValueError: request id 1 is in use"
@@ -325,7 +339,9 @@ def test_a_core_that_dies_while_it_loads_is_noticed() -> None:
         starting = asyncio.create_task(engine.start(10 * START_SECONDS))  # which `run` does not wait for
         await asyncio.sleep(0)
         os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(EngineStartError, match=r"was ended by SIGKILL \(the system does that when memory runs out\) while loading"):
+        with pytest.raises(
+            EngineStartError, match=r"was ended by SIGKILL \(the system does that when memory runs out\) while loading"
+        ):
             await starting
 
     run(scenario)
@@ -367,7 +383,9 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("when", ["ready", "loading"])
 def test_the_core_dies_with_its_front(when: str) -> None:
-    front = subprocess.Popen([sys.executable, "-c", _FRONT, str(folder(MODEL)), when], stdout=subprocess.PIPE, text=True)
+    front = subprocess.Popen(
+        [sys.executable, "-c", _FRONT, str(folder(MODEL)), when], stdout=subprocess.PIPE, text=True
+    )
     assert front.stdout is not None
     with front:
         pid, torch_imported = front.stdout.readline().split()

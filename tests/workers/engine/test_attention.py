@@ -58,23 +58,32 @@ backends = pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", mark
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("per_kv", [1, 3])
 @backends
-def test_mixed_rows(window: int | None, per_kv: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_rows(
+    window: int | None, per_kv: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(torch_backend._GROUP_BYTES, "cpu", 2048)  # several groups of decode rows
     generator = np.random.default_rng(7)
     for _ in range(6):
         contexts = generator.integers(1, 60, 9).tolist()
         rows = Contexts(contexts, 2, dtype, generator)
-        attention = make_attention(backend, CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu"))
+        attention = make_attention(
+            backend, CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu")
+        )
         cache = attention.new_cache(1)[0]
         computed = [int(generator.integers(0, length)) if i % 3 else length - 1 for i, length in enumerate(contexts)]
         # What is computed already, written by steps of their own; then the rest of every row in one call.
-        for spans in ([(i, 0, n) for i, n in enumerate(computed) if n], [(i, n, contexts[i]) for i, n in enumerate(computed)]):
+        for spans in (
+            [(i, 0, n) for i, n in enumerate(computed) if n],
+            [(i, n, contexts[i]) for i, n in enumerate(computed)],
+        ):
             q = torch.randn(sum(last - first for _, first, last in spans), 2 * per_kv, DIM).to(dtype)
             k = torch.cat([rows.keys[i][first:last] for i, first, last in spans])
             v = torch.cat([rows.values[i][first:last] for i, first, last in spans])
             out = attention.forward(q, k, v, cache, rows.metadata(spans), SCALE, window)
         places = [(i, position) for i, first, last in spans for position in range(first, last)]
-        expected = torch.stack([plain(q[t], rows.keys[i], rows.values[i], p, window) for t, (i, p) in enumerate(places)])
+        expected = torch.stack(
+            [plain(q[t], rows.keys[i], rows.values[i], p, window) for t, (i, p) in enumerate(places)]
+        )
         assert (out.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
 
 

@@ -8,7 +8,16 @@ import pytest
 from tests.workers.engine.native.available import missing_native
 from workers.engine import config as module
 from workers.engine.config import EngineConfig
-from workers.engine.messages import AddRequests, EngineRequest, FromCore, SamplingParams, Stats, StepOutput, ToCore, TokenLogprobs
+from workers.engine.messages import (
+    AddRequests,
+    EngineRequest,
+    FromCore,
+    SamplingParams,
+    Stats,
+    StepOutput,
+    ToCore,
+    TokenLogprobs,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +38,12 @@ def test_a_value_out_of_range_is_refused(settings: dict[str, Any], says: str) ->
 def test_auto_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     resolved = EngineConfig(model="m", device="cpu").resolve()
-    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.depth, resolved.threads) == (64, 2048, 0, 3)
+    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.depth, resolved.threads) == (
+        64,
+        2048,
+        0,
+        3,
+    )
     assert resolved.resolve() == resolved
     assert resolved.attention_backend == ("torch" if missing_native() else "cpu")
     assert EngineConfig(model="m", device="cpu", dtype="float16").resolve().attention_backend == "torch"
@@ -39,7 +53,14 @@ def test_auto_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_asked_for_stays() -> None:
     asked = EngineConfig(
-        model="m", device="cpu", max_num_seqs=5, max_num_batched_tokens=6, block_size=7, depth=1, threads=8, attention_backend="triton"
+        model="m",
+        device="cpu",
+        max_num_seqs=5,
+        max_num_batched_tokens=6,
+        block_size=7,
+        depth=1,
+        threads=8,
+        attention_backend="triton",
     )
     assert asked.resolve() == asked
 
@@ -102,10 +123,19 @@ def test_a_sampling_parameter_out_of_range_never_reaches_the_core(settings: dict
 
 def test_what_a_request_asks_for_travels_as_msgpack() -> None:
     sampling = SamplingParams(
-        3, min_p=0.1, repetition_penalty=1.2, min_tokens=2, logit_bias=((5, -1.5),), bad_words=((1,), (2, 3)), logprobs=0, prompt_logprobs=4
+        3,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        min_tokens=2,
+        logit_bias=((5, -1.5),),
+        bad_words=((1,), (2, 3)),
+        logprobs=0,
+        prompt_logprobs=4,
     )
     added = AddRequests([EngineRequest(1, [1, 2], [3], sampling, live=True, priority=-7)])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(added), type=ToCore) == added
     told = TokenLogprobs([7, 7, 9], [-0.5, -0.5, -3.0], 1)
-    output = StepOutput(1, [1], [1], [7], [0], [-1], [0], Stats(), logprobs={1: [told]}, prompt_logprobs={1: [told, told]})
+    output = StepOutput(
+        1, [1], [1], [7], [0], [-1], [0], Stats(), logprobs={1: [told]}, prompt_logprobs={1: [told, told]}
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=FromCore) == output

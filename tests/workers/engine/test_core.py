@@ -14,7 +14,16 @@ from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
 from workers.engine.errors import StepOutOfMemory
 from workers.engine.executor import Executor
-from workers.engine.messages import AbortRequests, AddRequests, EngineRequest, Finish, SamplingParams, Shutdown, StepOutput, ToCore
+from workers.engine.messages import (
+    AbortRequests,
+    AddRequests,
+    EngineRequest,
+    Finish,
+    SamplingParams,
+    Shutdown,
+    StepOutput,
+    ToCore,
+)
 from workers.engine.model_runner import LaunchedStep
 from workers.engine.out_of_memory import is_out_of_memory
 from workers.engine.step import StepPlan, StepResult
@@ -25,7 +34,12 @@ GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
 
 def make_core(depth: int = 0, place: Place = CPU, **settings: int | bool) -> EngineCore:
     config = EngineConfig(
-        model=str(folder(MODEL)), depth=depth, threads=1, debug=True, **place.settings(), **{"kv_cache_memory_bytes": 4 << 20, **settings}
+        model=str(folder(MODEL)),
+        depth=depth,
+        threads=1,
+        debug=True,
+        **place.settings(),
+        **{"kv_cache_memory_bytes": 4 << 20, **settings},
     )  # type: ignore[arg-type]
     return EngineCore(Executor(config))
 
@@ -96,7 +110,9 @@ def test_ready_says_what_was_settled() -> None:
 
 def finishes(outputs: list[StepOutput]) -> dict[int, int]:
     """How requests ended, by id."""
-    return {number: how for output in outputs for number, how in zip(output.request_ids, output.finish, strict=True) if how}
+    return {
+        number: how for output in outputs for number, how in zip(output.request_ids, output.finish, strict=True) if how
+    }
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -190,14 +206,20 @@ def test_a_request_that_never_fits_ends_with_an_error_and_the_others_go_on(depth
 
 
 def test_a_want_of_memory_is_told_from_other_errors() -> None:
-    for allocate in (lambda: torch.empty(1 << 55), lambda: torch.tensor_split(torch.zeros(1), 1 << 40), lambda: np.empty(1 << 56)):
+    for allocate in (
+        lambda: torch.empty(1 << 55),
+        lambda: torch.tensor_split(torch.zeros(1), 1 << 40),
+        lambda: np.empty(1 << 56),
+    ):
         with pytest.raises((RuntimeError, MemoryError)) as caught:
             allocate()
         assert is_out_of_memory(caught.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     for status in ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"):
         assert is_out_of_memory(RuntimeError(f"CUDA error: {status} when calling `cublasCreate(handle)`"))
-    assert not is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"))
+    assert not is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`")
+    )
     assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 

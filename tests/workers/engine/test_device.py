@@ -30,7 +30,9 @@ no_cuda_build = pytest.mark.skipif(torch.version.cuda is not None, reason="this 
 
 @no_cuda_build
 def test_a_build_without_cuda_is_named() -> None:
-    with pytest.raises(ModelLoadError, match=r"^the device is cuda, but torch \S+ is a build without CUDA; install one .* or choose"):
+    with pytest.raises(
+        ModelLoadError, match=r"^the device is cuda, but torch \S+ is a build without CUDA; install one .* or choose"
+    ):
         usable_device("cuda")
 
 
@@ -54,9 +56,21 @@ def test_the_cpu_is_used_quietly_only_where_there_is_no_card(
             None,
             "the NVIDIA driver here knows CUDA up to 12.2 and torch .* needs 13.0; update the driver, or install a torch",
         ),
-        ("Found no NVIDIA driver on your system. Please check that you have", None, "there is no NVIDIA driver here; install"),
-        ("No CUDA GPUs are available", "", "CUDA_VISIBLE_DEVICES= leaves torch no GPU; unset it or choose the device cpu"),
-        ("No CUDA GPUs are available", None, r"torch cannot use a GPU here \(No CUDA GPUs are available\); see whether"),
+        (
+            "Found no NVIDIA driver on your system. Please check that you have",
+            None,
+            "there is no NVIDIA driver here; install",
+        ),
+        (
+            "No CUDA GPUs are available",
+            "",
+            "CUDA_VISIBLE_DEVICES= leaves torch no GPU; unset it or choose the device cpu",
+        ),
+        (
+            "No CUDA GPUs are available",
+            None,
+            r"torch cannot use a GPU here \(No CUDA GPUs are available\); see whether",
+        ),
         ("CUDA unknown error", "0", r"torch cannot use a GPU here \(CUDA unknown error\); see"),
     ],
 )
@@ -66,7 +80,10 @@ def test_what_torch_says_of_a_gpu_that_it_cannot_use(error: str, visible: str | 
 
 def test_a_card_too_old_for_a_dtype_is_named_with_what_to_use() -> None:
     why = unfit_for(torch.bfloat16, "Tesla T4", (7, 5))
-    assert why == "Tesla T4 (compute capability 7.5) has no bfloat16, which came with 8.0; use the dtype float16 or float32"
+    assert (
+        why
+        == "Tesla T4 (compute capability 7.5) has no bfloat16, which came with 8.0; use the dtype float16 or float32"
+    )
     assert unfit_for(torch.float16, "Tesla T4", (7, 5)) is None
     assert unfit_for(torch.bfloat16, "A100", (8, 0)) is None
 
@@ -84,12 +101,17 @@ def test_a_card_too_old_for_a_dtype_is_named_with_what_to_use() -> None:
         ((12, 0), ["sm_100", "sm_120"], True),
     ],
 )
-def test_a_card_that_torch_has_no_code_for_is_named(capability: tuple[int, int], built_for: list[str], runs: bool) -> None:
+def test_a_card_that_torch_has_no_code_for_is_named(
+    capability: tuple[int, int], built_for: list[str], runs: bool
+) -> None:
     why = without_code("Some card", capability, built_for)
     assert (why is None) == runs
     if why is not None:
         major, minor = capability
-        assert f"no code for Some card (compute capability {major}.{minor}), only for {', '.join(built_for)}; install" in why
+        assert (
+            f"no code for Some card (compute capability {major}.{minor}), only for {', '.join(built_for)}; install"
+            in why
+        )
 
 
 def test_a_card_too_old_for_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,11 +138,19 @@ def test_a_cpu_without_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch, caplo
 
     monkeypatch.setattr(module, "load", fail)
     assert EngineConfig(model="m", device="cpu").resolve().attention_backend == "torch"
-    assert "there are no CPU kernels (there is no C compiler (cc, gcc or clang) on PATH); plain torch is used" in caplog.text
+    assert (
+        "there are no CPU kernels (there is no C compiler (cc, gcc or clang) on PATH); plain torch is used"
+        in caplog.text
+    )
     shape = CacheShape(2, 16, 1, 64)
-    with pytest.raises(ModelLoadError, match=r"^the cpu backend cannot be had: there is no C compiler .*; choose .* auto or torch$"):
+    with pytest.raises(
+        ModelLoadError, match=r"^the cpu backend cannot be had: there is no C compiler .*; choose .* auto or torch$"
+    ):
         make_attention("cpu", shape, 1, torch.float32, CPU)
-    with pytest.raises(ModelLoadError, match=r"^the cpu backend cannot be had: its kernels .* float32, and the dtype is float16; choose"):
+    with pytest.raises(
+        ModelLoadError,
+        match=r"^the cpu backend cannot be had: its kernels .* float32, and the dtype is float16; choose",
+    ):
         make_attention("cpu", shape, 1, torch.float16, CPU)
     with pytest.raises(ModelLoadError, match=r"^the cpu backend is for the device cpu, and the device is cuda; choose"):
         make_attention("cpu", shape, 1, torch.float32, torch.device("cuda"))
@@ -134,11 +164,15 @@ def test_triton_is_tried_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
     monkeypatch.setattr(trial, "run_trial", fail)
-    with pytest.raises(ModelLoadError, match=r"^Triton \S+ cannot run a kernel on cpu: Failed to find C .*: install gcc"):
+    with pytest.raises(
+        ModelLoadError, match=r"^Triton \S+ cannot run a kernel on cpu: Failed to find C .*: install gcc"
+    ):
         require_triton(CPU)
 
 
-@pytest.mark.parametrize(("version", "says"), [(None, "which is not installed; pip"), ("3.5.1", "newer, and 3.5.1 is installed; pip")])
+@pytest.mark.parametrize(
+    ("version", "says"), [(None, "which is not installed; pip"), ("3.5.1", "newer, and 3.5.1 is installed; pip")]
+)
 def test_a_triton_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch, version: str | None, says: str) -> None:
     def installed(name: str) -> str:
         if version is None:
@@ -155,8 +189,16 @@ def test_a_triton_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch, 
     ("error", "needed", "says"),
     [
         (subprocess.CalledProcessError(1, ["gcc", "main.c"]), None, "install gcc and python3-dev"),
-        (ImportError("cannot import name 'x'"), "3.6.0", "cannot import name 'x'; torch .* goes with Triton 3.6.0: pip install triton==3"),
-        (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "3.7.1", "older than the CUDA that this Triton compiles for"),
+        (
+            ImportError("cannot import name 'x'"),
+            "3.6.0",
+            "cannot import name 'x'; torch .* goes with Triton 3.6.0: pip install triton==3",
+        ),
+        (
+            RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+            "3.7.1",
+            "older than the CUDA that this Triton compiles for",
+        ),
         (RuntimeError("something new\nand its advice"), None, "^something new; install torch and Triton together"),
     ],
 )

@@ -44,7 +44,9 @@ class Taker:
     def __init__(self, folder: Path, count: int, names: Sequence[str] = CARDS, program: str = _TAKER) -> None:
         self._names = list(names)
         arguments = [sys.executable, "-c", program, str(folder), str(count), *names]
-        self.process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        self.process = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        )
 
     def said(self) -> str:
         assert self.process.stdout is not None
@@ -81,7 +83,9 @@ def test_pairs_that_race_wait_for_each_other_without_holding_half(tmp_path: Path
 
 def test_a_killed_holder_gives_its_card_back_once_its_children_have_ended(tmp_path: Path) -> None:
     held = take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=held.fds)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=held.fds
+    )
     held.release()
     with pytest.raises(ModelLoadError, match="none of 1 is free"):
         take_cards(CARDS[:1], 1, str(tmp_path), patience=0)

@@ -208,7 +208,13 @@ def test_on_a_card_a_recording_that_fails_leaves_the_others_whole() -> None:
 def make_runner(place: Place) -> ModelRunner:
     """The path of a card with room for five rows; one layer, and a poisoned cache. No graphs yet."""
     config = EngineConfig(
-        model="", max_num_seqs=5, max_num_batched_tokens=64, max_model_len=40, block_size=BLOCK, enforce_eager=True, **place.settings()
+        model="",
+        max_num_seqs=5,
+        max_num_batched_tokens=64,
+        max_model_len=40,
+        block_size=BLOCK,
+        enforce_eager=True,
+        **place.settings(),
     )
     checkpoint = open_checkpoint(str(folder("llama")))
     model = load_weights(checkpoint, torch.float32, torch.device(place.device), 40, make_ops(place.attention_backend))
@@ -236,9 +242,16 @@ def drive(runner: ModelRunner) -> list[list[int]]:
     slots, lengths = [4, 0, 3], [9, 3, 6]
     prompts = [reference("llama").prompts[1][:length] for length in lengths]
     samplings = [STAGED, DRAWN, GREEDY]
-    added = [AddedRequest(slot, prompt, len(prompt), sampling) for slot, prompt, sampling in zip(slots, prompts, samplings, strict=True)]
-    blocks = [NewBlocks(slot, 0, [4 * row + 1, 4 * row + 2, 4 * row + 3, 4 * row + 4]) for row, slot in enumerate(slots)]
-    launched = [runner.launch(step([(slot, 0, length) for slot, length in zip(slots, lengths, strict=True)], added, blocks))]
+    added = [
+        AddedRequest(slot, prompt, len(prompt), sampling)
+        for slot, prompt, sampling in zip(slots, prompts, samplings, strict=True)
+    ]
+    blocks = [
+        NewBlocks(slot, 0, [4 * row + 1, 4 * row + 2, 4 * row + 3, 4 * row + 4]) for row, slot in enumerate(slots)
+    ]
+    launched = [
+        runner.launch(step([(slot, 0, length) for slot, length in zip(slots, lengths, strict=True)], added, blocks))
+    ]
     for number in range(4):
         left = range(max(0, number - 1), 3)
         launched.append(runner.launch(step([(slots[row], lengths[row] + number, 1) for row in left], [], [])))

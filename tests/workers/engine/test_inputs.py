@@ -88,13 +88,19 @@ def test_made_on_the_device_as_on_the_host(buffer_words: int, device: str, monke
         if draw.random() < 0.2:
             made = on_device.take(plan)
         assert_same(made, expected, plan, on_device.block_tables)
-        sampled = torch.tensor([draw.randrange(1000) for _ in range(len(expected.last))], dtype=torch.int64, device=device)
+        sampled = torch.tensor(
+            [draw.randrange(1000) for _ in range(len(expected.last))], dtype=torch.int64, device=device
+        )
         if len(sampled):
             on_host.store(sampled)
             on_device.store(sampled)
             assert on_device.result(len(sampled)).tolist() == on_host.result(len(sampled)).tolist() == sampled.tolist()
         assert torch.equal(on_device.tokens, on_host.tokens)
-        assert on_device.prompt_lengths.tolist() == on_host.prompt_lengths.tolist() == on_device.device_prompt_lengths.tolist()
+        assert (
+            on_device.prompt_lengths.tolist()
+            == on_host.prompt_lengths.tolist()
+            == on_device.device_prompt_lengths.tolist()
+        )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -128,12 +134,17 @@ def test_padding_goes_to_the_null_block_and_nowhere_else(device: str) -> None:
 def test_padding_is_sampled_for_nobody(device: str) -> None:
     """Where drawing for the first slot would take any of 600 tokens, padding takes the likeliest, which a look at the parameters tells."""
     drawn = SamplingParams(1, temperature=1.0, top_p=0.99, seed=3)
-    inputs, sampler = DeviceInputs(SLOTS, LENGTH, BLOCK, torch.device(device)), Sampler(SLOTS, 600, (), torch.device(device), fused=True)
+    inputs, sampler = (
+        DeviceInputs(SLOTS, LENGTH, BLOCK, torch.device(device)),
+        Sampler(SLOTS, 600, (), torch.device(device), fused=True),
+    )
     for slot in range(SLOTS):
         sampler.set(slot, drawn)
     sampler.upload()
     one = np.ones(1, np.int32)
-    plan = StepPlan(0, [AddedRequest(0, [5, 6], 1, drawn)], [NewBlocks(0, 0, [1])], 0 * one, one, one, one.astype(np.bool_))
+    plan = StepPlan(
+        0, [AddedRequest(0, [5, 6], 1, drawn)], [NewBlocks(0, 0, [1])], 0 * one, one, one, one.astype(np.bool_)
+    )
     inputs.stage(plan, SLOTS)
     made = inputs.build(SLOTS, SLOTS, 1, LENGTH, SLOTS)
     logits = torch.zeros((SLOTS, 600), device=device)
@@ -148,11 +159,23 @@ def test_padding_is_sampled_for_nobody(device: str) -> None:
 def test_the_kernels_compile_for_cards(capability: int) -> None:
     tables = {"staged": "*i32", "tokens": "*i32", "columns": "i32"}
     slots = {"block_tables": "*i32", "prompt_lengths": "*i32", "max_blocks": "i32"}
-    built = {"block_size": "i32", "num_slots": "i32", "of_tokens": "*i64", "token_stride": "i32", "of_rows": "*i32", "row_stride": "i32"}
+    built = {
+        "block_size": "i32",
+        "num_slots": "i32",
+        "of_tokens": "*i64",
+        "token_stride": "i32",
+        "of_rows": "*i32",
+        "row_stride": "i32",
+    }
     built |= {"last": "*i64"}
     module = device_inputs.kernels.__name__
     variants = [Variant(module, "_apply_runs", tables | slots, {"ROWS": 1024, "PROGRAMS": 64})]
-    variants += [Variant(module, "_build", tables | slots | built, {"ROWS": 1024, "BLOCK": block}) for block in (1, 128)]
+    variants += [
+        Variant(module, "_build", tables | slots | built, {"ROWS": 1024, "BLOCK": block}) for block in (1, 128)
+    ]
     stored = {"number": "i32", "results": "*i32"}
-    variants += [Variant(module, "_store", tables | stored | {"sampled": kind}, {"ROWS": 1024, "BLOCK": 128}) for kind in ("*i32", "*i64")]
+    variants += [
+        Variant(module, "_store", tables | stored | {"sampled": kind}, {"ROWS": 1024, "BLOCK": 128})
+        for kind in ("*i32", "*i64")
+    ]
     assert all(code.spilled == 0 for code in compiled(variants, capability))

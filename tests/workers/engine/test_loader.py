@@ -48,15 +48,21 @@ class OnePrompt:
     def __init__(self, model: DecoderModel) -> None:
         config = model.config
         self.scales, self.windows = config.attention_scales, config.sliding_windows
-        self.attention = TorchAttention(CacheShape(2, 16, config.num_kv_heads, config.head_dim), config.num_heads, model.dtype, CPU)
+        self.attention = TorchAttention(
+            CacheShape(2, 16, config.num_kv_heads, config.head_dim), config.num_heads, model.dtype, CPU
+        )
         self.caches = self.attention.new_cache(config.num_layers)
         self.metadata = AttentionMetadata(16 + torch.arange(9), np.array([0, 9]), np.array([9]), np.array([[1]]))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attention.forward(q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer])
+        return self.attention.forward(
+            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+        )
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        return self.attention.forward_rotary(qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer])
+        return self.attention.forward_rotary(
+            qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+        )
 
 
 def logits(model: DecoderModel) -> Tensor:
@@ -69,7 +75,9 @@ def logits(model: DecoderModel) -> Tensor:
 def test_sharded_files_load_the_same(name: str, tmp_path: Path) -> None:
     make(MODELS[name]).save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert torch.equal(logits(load_model(str(tmp_path), "float32", CPU)), logits(load_model(str(folder(name)), "float32", CPU)))
+    assert torch.equal(
+        logits(load_model(str(tmp_path), "float32", CPU)), logits(load_model(str(folder(name)), "float32", CPU))
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -79,7 +87,9 @@ def test_bare_decoder_names_load(name: str, copy_of: Callable[[str], Path]) -> N
     weights = load_file(path / "model.safetensors")
     bare = {key.removeprefix("transformer.").removeprefix("model."): tensor for key, tensor in weights.items()}
     save_file(bare | {"h.0.attn.bias": torch.ones(1)}, path / "model.safetensors")
-    assert torch.equal(logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder(name)), "float32", CPU)))
+    assert torch.equal(
+        logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder(name)), "float32", CPU))
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
@@ -103,7 +113,9 @@ def test_config_of_transformers_4(copy_of: Callable[[str], Path]) -> None:
         rope_theta=parameters.pop("rope_theta"),
         rope_scaling=parameters,
     )
-    assert torch.equal(logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder("rope-llama3")), "float32", CPU)))
+    assert torch.equal(
+        logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder("rope-llama3")), "float32", CPU))
+    )
 
 
 def test_end_tokens(copy_of: Callable[[str], Path]) -> None:
@@ -173,7 +185,9 @@ def test_missing_tensor(copy_of: Callable[[str], Path]) -> None:
 def test_wrong_shape(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("llama")
     edit(path / "config.json", intermediate_size=100)
-    assert "'model.layers.0.mlp.gate_proj.weight' has shape [96, 64], but config.json implies [100, 64]" in refusal(path)
+    assert "'model.layers.0.mlp.gate_proj.weight' has shape [96, 64], but config.json implies [100, 64]" in refusal(
+        path
+    )
 
 
 def test_unknown_architecture(copy_of: Callable[[str], Path]) -> None:
@@ -181,7 +195,9 @@ def test_unknown_architecture(copy_of: Callable[[str], Path]) -> None:
     edit(path / "config.json", architectures=["MambaForCausalLM"])
     supported = "GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
     why = "transformers' MambaForCausalLM cannot run on this engine: it keeps a state beside its keys and values"
-    assert refusal(path) == f"the engine has no code of its own for MambaForCausalLM (it has for {supported}), and {why}"
+    assert (
+        refusal(path) == f"the engine has no code of its own for MambaForCausalLM (it has for {supported}), and {why}"
+    )
 
 
 @pytest.mark.parametrize("content", ["not json", "[]", ""])
@@ -194,7 +210,10 @@ def test_broken_config(content: str, copy_of: Callable[[str], Path]) -> None:
 def test_quantised_checkpoint(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("llama")
     edit(path / "config.json", quantization_config={"quant_method": "fp8"})
-    assert refusal(path) == f"the model {path} is quantised, which is not supported; use its float16, bfloat16 or float32 version"
+    assert (
+        refusal(path)
+        == f"the model {path} is quantised, which is not supported; use its float16, bfloat16 or float32 version"
+    )
 
 
 def test_layer_types_of_another_depth(copy_of: Callable[[str], Path]) -> None:
@@ -212,7 +231,9 @@ def test_heads_that_do_not_divide(copy_of: Callable[[str], Path]) -> None:
 def test_consolidated_copy_is_left_alone(copy_of: Callable[[str], Path]) -> None:
     path = copy_of("mistral")
     (path / "consolidated.safetensors").write_bytes(b"not read")
-    assert torch.equal(logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder("mistral")), "float32", CPU)))
+    assert torch.equal(
+        logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder("mistral")), "float32", CPU))
+    )
 
 
 def test_unknown_activation(copy_of: Callable[[str], Path]) -> None:
@@ -258,7 +279,10 @@ def test_context_is_shortened_to_the_cache_when_not_asked_for() -> None:
 
 
 def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ModelLoadError, match=r"weights of 0\.00 GiB and a KV cache of 1048576\.00 GiB do not fit into the \d+\.\d\d GiB"):
+    with pytest.raises(
+        ModelLoadError,
+        match=r"weights of 0\.00 GiB and a KV cache of 1048576\.00 GiB do not fit into the \d+\.\d\d GiB",
+    ):
         Executor(config(kv_cache_memory_bytes=1 << 50))
 
 
@@ -279,7 +303,8 @@ def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "why"), [("gpu", "unknown device 'gpu'"), ("mps", "unknown device"), ("cuda:99", "the device is cuda:99, but")]
+    ("device", "why"),
+    [("gpu", "unknown device 'gpu'"), ("mps", "unknown device"), ("cuda:99", "the device is cuda:99, but")],
 )
 def test_a_device_that_is_not_there_is_refused(device: str, why: str) -> None:
     with pytest.raises(ModelLoadError, match=why):

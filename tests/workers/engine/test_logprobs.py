@@ -40,11 +40,17 @@ def test_same_as_transformers(name: str, variant: str) -> None:
     tops = [(number % 3 * 4, number % 2 * 5) for number in range(len(expected.prompts))]
     requests = [
         EngineRequest(
-            number, prompt, [], SamplingParams(NEW_TOKENS, temperature=0.0, logprobs=tops[number][0], prompt_logprobs=tops[number][1])
+            number,
+            prompt,
+            [],
+            SamplingParams(NEW_TOKENS, temperature=0.0, logprobs=tops[number][0], prompt_logprobs=tops[number][1]),
         )
         for number, prompt in enumerate(expected.prompts)
     ]
-    run(core, [EngineRequest(100 + number, prompt, [], SamplingParams(1)) for number, prompt in enumerate(expected.prompts)])
+    run(
+        core,
+        [EngineRequest(100 + number, prompt, [], SamplingParams(1)) for number, prompt in enumerate(expected.prompts)],
+    )
     got = run(core, requests)
     assert (got.preemptions > 0) == (variant == "preempted-ahead-chunked")
     for number, prompt in enumerate(expected.prompts):
@@ -58,12 +64,24 @@ def test_same_as_transformers(name: str, variant: str) -> None:
 def test_who_does_not_ask_is_told_nothing() -> None:
     expected = reference("llama")
     requests = [
-        EngineRequest(number, prompt, [], SamplingParams(5, temperature=0.0, logprobs=number % 2 - 1, prompt_logprobs=number // 2 % 2 - 1))
+        EngineRequest(
+            number,
+            prompt,
+            [],
+            SamplingParams(5, temperature=0.0, logprobs=number % 2 - 1, prompt_logprobs=number // 2 % 2 - 1),
+        )
         for number, prompt in enumerate(expected.prompts)
     ]
     answers = run(make_core("llama"), requests).answers
     assert [len(answers[number].logprobs) for number in range(6)] == [0, 5, 0, 5, 0, 5]
-    assert [answers[number].prompt_logprobs is not None for number in range(6)] == [False, False, True, True, False, False]
+    assert [answers[number].prompt_logprobs is not None for number in range(6)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -71,7 +89,10 @@ def test_a_resumed_request_is_told_of_its_prompt_and_of_what_is_new(depth: int) 
     expected, prompts = reference("llama"), prompt_logits("llama")
     core = make_core("llama", depth=depth, max_num_batched_tokens=30)
     sampling = SamplingParams(NEW_TOKENS, temperature=0.0, logprobs=2, prompt_logprobs=2)
-    requests = [EngineRequest(number, prompt, expected.tokens[number][:20], sampling) for number, prompt in enumerate(expected.prompts)]
+    requests = [
+        EngineRequest(number, prompt, expected.tokens[number][:20], sampling)
+        for number, prompt in enumerate(expected.prompts)
+    ]
     for number, answer in run(core, requests).answers.items():
         check(answer.logprobs, expected.tokens[number][20:], expected.logits[number][20:], 2)
         assert answer.prompt_logprobs is not None
@@ -85,7 +106,9 @@ def test_a_scored_prompt_still_fills_the_cache() -> None:
     scored = SamplingParams(1, temperature=0.0, prompt_logprobs=0)
     assert run(core, [EngineRequest(1, prompt, [], scored)]).prefix_hit_tokens == 0
     assert run(core, [EngineRequest(2, prompt, [], scored)]).prefix_hit_tokens == 0
-    assert run(core, [EngineRequest(3, prompt, [], SamplingParams(1))]).prefix_hit_tokens == (len(prompt) - 1) // 16 * 16
+    assert (
+        run(core, [EngineRequest(3, prompt, [], SamplingParams(1))]).prefix_hit_tokens == (len(prompt) - 1) // 16 * 16
+    )
 
 
 def test_a_prompt_scored_in_parts_is_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

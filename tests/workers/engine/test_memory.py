@@ -82,7 +82,10 @@ def test_a_context_that_a_card_does_not_hold_is_refused_with_all_numbers() -> No
 
 
 def test_a_want_of_memory_at_the_start_is_one_sentence() -> None:
-    with pytest.raises(ModelLoadError, match=r"^it does not fit \(.*can't allocate memory.*\)$"), _refusing("it does not fit"):
+    with (
+        pytest.raises(ModelLoadError, match=r"^it does not fit \(.*can't allocate memory.*\)$"),
+        _refusing("it does not fit"),
+    ):
         torch.empty(1 << 55)
     with pytest.raises(RuntimeError, match="shapes"), _refusing("it does not fit"):
         torch.zeros(2, 3) @ torch.zeros(2, 3)
@@ -109,7 +112,9 @@ def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(place: Place) 
 @pytest.mark.parametrize("place", [on_card])
 def test_a_card_is_filled_as_far_as_was_asked_and_holds_the_largest_step_then(place: Place) -> None:
     limits = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 200}
-    executor = Executor(EngineConfig(model=str(folder("llama")), gpu_memory_utilization=0.5, **limits, **place.settings()))  # type: ignore[arg-type]
+    executor = Executor(
+        EngineConfig(model=str(folder("llama")), gpu_memory_utilization=0.5, **limits, **place.settings())
+    )  # type: ignore[arg-type]
     for step in range(3):
         executor.retire(executor.launch(replace(largest_step(executor.config), step=step)))
     free, total = torch.cuda.mem_get_info()

@@ -15,7 +15,9 @@ from workers.engine.step import AddedRequest, NewBlocks, StepPlan
 
 BLOCK = 16
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
-CONFIG = EngineConfig(model="", dtype="float32", device="cpu", max_model_len=224, max_num_seqs=4, block_size=BLOCK, threads=1).resolve()
+CONFIG = EngineConfig(
+    model="", dtype="float32", device="cpu", max_model_len=224, max_num_seqs=4, block_size=BLOCK, threads=1
+).resolve()
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +25,14 @@ def runner() -> ModelRunner:
     return ModelRunner(CONFIG, load_model(str(folder("llama")), "float32", torch.device("cpu")), num_blocks=64)
 
 
-def plan(rows: Sequence[tuple[int, int, int, bool]], added: Sequence[AddedRequest] = (), blocks: Sequence[NewBlocks] = ()) -> StepPlan:
+def plan(
+    rows: Sequence[tuple[int, int, int, bool]], added: Sequence[AddedRequest] = (), blocks: Sequence[NewBlocks] = ()
+) -> StepPlan:
     """Rows as (slot, start, count, samples)."""
     slots, starts, counts, samples = (np.array(column) for column in zip(*rows, strict=True))
-    return StepPlan(0, list(added), list(blocks), slots.astype(np.int32), starts.astype(np.int32), counts.astype(np.int32), samples)
+    return StepPlan(
+        0, list(added), list(blocks), slots.astype(np.int32), starts.astype(np.int32), counts.astype(np.int32), samples
+    )
 
 
 def test_steps_may_be_launched_before_any_is_retired(runner: ModelRunner) -> None:
@@ -35,7 +41,9 @@ def test_steps_may_be_launched_before_any_is_retired(runner: ModelRunner) -> Non
     prompt, tokens = expected.prompts[3], expected.tokens[3]
     last = len(prompt)
     blocks = list(range(1, -(-(last + 10) // BLOCK) + 1))
-    launched = [runner.launch(plan([(2, 0, last, True)], [AddedRequest(2, prompt, last, GREEDY)], [NewBlocks(2, 0, blocks)]))]
+    launched = [
+        runner.launch(plan([(2, 0, last, True)], [AddedRequest(2, prompt, last, GREEDY)], [NewBlocks(2, 0, blocks)]))
+    ]
     launched += [runner.launch(plan([(2, last + i, 1, True)])) for i in range(9)]
     assert [int(runner.retire(step).tokens[0]) for step in launched] == tokens[:10]
 
@@ -77,5 +85,9 @@ def test_resumed_request_goes_on_where_it_was(runner: ModelRunner) -> None:
     """Prompt and output so far, computed again as one prompt, give the next token."""
     expected = reference("llama")
     known = expected.prompts[0] + expected.tokens[0][:30]
-    step = plan([(1, 0, len(known), True)], [AddedRequest(1, known, len(expected.prompts[0]), GREEDY)], [NewBlocks(1, 0, [5, 6])])
+    step = plan(
+        [(1, 0, len(known), True)],
+        [AddedRequest(1, known, len(expected.prompts[0]), GREEDY)],
+        [NewBlocks(1, 0, [5, 6])],
+    )
     assert runner.retire(runner.launch(step)).tokens.tolist() == [expected.tokens[0][30]]

@@ -32,13 +32,17 @@ from workers.engine.parallel import Parallel, shard_model
 GPT2, LLAMA = MODELS["gpt2"].settings, MODELS["llama"].settings
 SMALL = {"vocab_size": VOCAB + 1, "num_hidden_layers": 2}  # a vocabulary that two cannot share equally, nor a MLP of 72
 SHARED = {
-    "gpt2-12-heads": TinyModel(1, 0.3, "GPT2Config", GPT2 | SMALL | {"n_embd": 48, "n_head": 12, "n_layer": 2, "n_inner": 72}),
+    "gpt2-12-heads": TinyModel(
+        1, 0.3, "GPT2Config", GPT2 | SMALL | {"n_embd": 48, "n_head": 12, "n_layer": 2, "n_inner": 72}
+    ),
     "llama-2-kv-heads": TinyModel(2, 0.22, "LlamaConfig", LLAMA | SMALL),
     "llama-1-kv-head-tied-biased": TinyModel(
         22,
         0.3,
         "LlamaConfig",
-        LLAMA | SMALL | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        LLAMA
+        | SMALL
+        | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
 }
 NUM_BLOCKS = 14
@@ -55,7 +59,8 @@ def core(folder: Path, ranks: int, **settings: Any) -> Iterator[EngineCore]:
         threads=1,
         tensor_parallel_size=ranks,
         block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=NUM_BLOCKS * block_bytes(shard_checkpoint(whole, ranks).config, torch.float32, BLOCK_SIZE),
+        kv_cache_memory_bytes=NUM_BLOCKS
+        * block_bytes(shard_checkpoint(whole, ranks).config, torch.float32, BLOCK_SIZE),
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=40,
@@ -81,7 +86,14 @@ def requests(first_id: int) -> list[EngineRequest]:
             first_id + number,
             prompt,
             [],
-            SamplingParams(24, temperature=number % 2 * 0.9, top_p=0.9, seed=number, logprobs=2, prompt_logprobs=1 if number == 3 else -1),
+            SamplingParams(
+                24,
+                temperature=number % 2 * 0.9,
+                top_p=0.9,
+                seed=number,
+                logprobs=2,
+                prompt_logprobs=1 if number == 3 else -1,
+            ),
         )
         for number, prompt in enumerate(prompts)
     ]
@@ -112,7 +124,9 @@ def test_two_ranks_answer_as_one_does_by_the_kernels_of_a_card(tmp_path: Path) -
     tokens = []
     for ranks in (1, 2):
         with core(tmp_path, ranks, attention_backend="triton") as one:
-            short = [EngineRequest(number, [5 + number, 7, 9], [], SamplingParams(6, temperature=0.0)) for number in range(3)]
+            short = [
+                EngineRequest(number, [5 + number, 7, 9], [], SamplingParams(6, temperature=0.0)) for number in range(3)
+            ]
             tokens.append([answer.tokens for answer in run(one, short).answers.values()])
     assert tokens[0] == tokens[1]
 
@@ -137,7 +151,9 @@ def assert_close(told: list[TokenLogprobs], expected: list[TokenLogprobs]) -> No
         assert (first - second).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize(("total", "size"), [(161, 2), (160, 2), (50257, 8), (512, 3), (5, 4), (3072, 12), (1, 3), (151936, 7)])
+@pytest.mark.parametrize(
+    ("total", "size"), [(161, 2), (160, 2), (50257, 8), (512, 3), (5, 4), (3072, 12), (1, 3), (151936, 7)]
+)
 def test_parts_make_up_the_whole(total: int, size: int) -> None:
     parts = [Parallel(rank, size).part(total) for rank in range(size)]
     assert [number for part in parts for number in range(total)[part.where]] == list(range(total))
@@ -147,11 +163,18 @@ def test_parts_make_up_the_whole(total: int, size: int) -> None:
 
 
 def llama_config(heads: int, kv_heads: int) -> ModelConfig:
-    raw: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **LLAMA, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    raw: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        **LLAMA,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
     return llama.config(raw)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size", "kept"), [(4, 2, 2, 1), (4, 1, 2, 1), (8, 2, 4, 1), (8, 4, 2, 2), (12, 12, 6, 2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "kept"), [(4, 2, 2, 1), (4, 1, 2, 1), (8, 2, 4, 1), (8, 4, 2, 2), (12, 12, 6, 2)]
+)
 def test_query_heads_and_their_keys_are_on_the_same_rank(heads: int, kv_heads: int, size: int, kept: int) -> None:
     model = shard_model(llama_config(heads, kv_heads), size)
     assert (model.num_heads, model.num_kv_heads) == (heads // size, kept)
@@ -164,7 +187,8 @@ def test_query_heads_and_their_keys_are_on_the_same_rank(heads: int, kv_heads: i
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "fit"), [(12, 12, 5, "1, 2, 3, 4, 6, 12"), (12, 3, 2, "1, 3, 6, 12"), (4, 2, 8, "1, 2, 4")]
+    ("heads", "kv_heads", "size", "fit"),
+    [(12, 12, 5, "1, 2, 3, 4, 6, 12"), (12, 3, 2, "1, 3, 6, 12"), (4, 2, 8, "1, 2, 4")],
 )
 def test_a_size_that_does_not_fit_is_refused_with_those_that_do(heads: int, kv_heads: int, size: int, fit: str) -> None:
     with pytest.raises(ModelLoadError) as refusal:

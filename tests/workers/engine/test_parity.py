@@ -57,7 +57,9 @@ class Recorder:
         sampler = runner.sampler
         self._set, self._sample = sampler.set, sampler.sample
         sampler.set, sampler.sample = self.set, self.sample
-        sampler.fits_graph = lambda slots: False  # a graph ends at the hidden states then, and its rows come through `sample`
+        sampler.fits_graph = lambda slots: (
+            False
+        )  # a graph ends at the hidden states then, and its rows come through `sample`
 
     def set(self, slot: int, params: SamplingParams) -> None:
         self._set(slot, params)
@@ -99,7 +101,9 @@ class Answers:
 def answers(core: EngineCore, expected: Reference, first_id: int = 0) -> Answers:
     """What the core answers to all prompts submitted together."""
     length = len(expected.tokens[0])
-    sampling = [SamplingParams(max_tokens=length, temperature=0.0, seed=number) for number in range(len(expected.prompts))]
+    sampling = [
+        SamplingParams(max_tokens=length, temperature=0.0, seed=number) for number in range(len(expected.prompts))
+    ]
     core.add(EngineRequest(first_id + i, prompt, [], sampling[i]) for i, prompt in enumerate(expected.prompts))
     tokens: list[list[int]] = [[] for _ in expected.prompts]
     cached = [0] * len(tokens)
@@ -166,12 +170,16 @@ SMALL = Variant(num_blocks=7, max_model_len=80, max_num_seqs=2, max_num_batched_
 def small(expected: Reference) -> Reference:
     """Prompts of 40 and 17 tokens and the beginnings of their answers: the interpreter takes a second for a handful of tokens."""
     chosen = [PROMPT_LENGTHS.index(length) for length in (40, 17)]
-    prompts, tokens, logits = (([every[number] for number in chosen]) for every in (expected.prompts, expected.tokens, expected.logits))
+    prompts, tokens, logits = (
+        ([every[number] for number in chosen]) for every in (expected.prompts, expected.tokens, expected.logits)
+    )
     return Reference(prompts, [some[:17] for some in tokens], [some[:17] for some in logits])
 
 
 @pytest.mark.usefixtures("crowded")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.proof) for name in MODELS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.proof) for name in MODELS]
+)
 @pytest.mark.parametrize("place", [interpreted])
 def test_same_as_transformers_by_the_cards_kernels(name: str, place: Place) -> None:
     """Kernels and inputs made on the device: what a card runs where nothing is recorded."""

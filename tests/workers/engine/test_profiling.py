@@ -66,7 +66,9 @@ def test_too_few_steps_leave_no_trace_and_a_word(tmp_path: Path, caplog: pytest.
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ModelLoadError, match=r"the profile folder .*file/below cannot be made or written to: Not a directory"):
+    with pytest.raises(
+        ModelLoadError, match=r"the profile folder .*file/below cannot be made or written to: Not a directory"
+    ):
         make_core("llama", profile=str(tmp_path / "file" / "below"))
 
 

@@ -28,7 +28,9 @@ ENDLESS = SamplingParams(200, temperature=0.0, ignore_eos=True)
 async def started(step_timeout: float | None = None) -> AsyncIterator[tuple[AsyncEngine, int]]:
     """An engine of two ranks, and the process id of the second."""
     model = str(folder("llama"))
-    config = EngineConfig(model=model, device="cpu", dtype="float32", threads=1, tensor_parallel_size=2, step_timeout=step_timeout)
+    config = EngineConfig(
+        model=model, device="cpu", dtype="float32", threads=1, tensor_parallel_size=2, step_timeout=step_timeout
+    )
     engine = AsyncEngine(config)
     await engine.start(START_SECONDS)
     try:

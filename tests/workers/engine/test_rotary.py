@@ -13,7 +13,10 @@ from workers.engine.layers.rotary import Rotary, rotate
 from workers.engine.models.config import rope_config
 
 DIM = 16
-FACTORS: dict[str, Any] = {"short_factor": [1.0 + i / 16 for i in range(8)], "long_factor": [2.0 + i / 4 for i in range(8)]}
+FACTORS: dict[str, Any] = {
+    "short_factor": [1.0 + i / 16 for i in range(8)],
+    "long_factor": [2.0 + i / 4 for i in range(8)],
+}
 KINDS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -26,14 +29,33 @@ KINDS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 64,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "yarn-exact": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False, "beta_fast": 16.0},
-    "yarn-mscale": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 1.0},
-    "yarn-given": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.25},
+    "yarn-exact": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+        "beta_fast": 16.0,
+    },
+    "yarn-mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.0,
+    },
+    "yarn-given": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.25,
+    },
     "longrope": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64, **FACTORS},
 }
 
 
-def transformers_tables(parameters: dict[str, Any], positions: Tensor, max_position_embeddings: int) -> tuple[Tensor, Tensor]:
+def transformers_tables(
+    parameters: dict[str, Any], positions: Tensor, max_position_embeddings: int
+) -> tuple[Tensor, Tensor]:
     config = LlamaConfig(
         hidden_size=2 * DIM,
         num_attention_heads=2,
@@ -67,7 +89,9 @@ def test_same_as_transformers(kind: str, length: int) -> None:
 def test_older_form_means_the_same(kind: str) -> None:
     older = {"rope_theta": 5e3}
     if kind != "default":
-        older |= {"rope_scaling": {("type" if key == "rope_type" else key): value for key, value in KINDS[kind].items()}}  # type: ignore[dict-item]
+        older |= {
+            "rope_scaling": {("type" if key == "rope_type" else key): value for key, value in KINDS[kind].items()}
+        }  # type: ignore[dict-item]
     newer = {"rope_parameters": {"rope_theta": 5e3} | KINDS[kind]}
     positions = torch.arange(100)
     tables = [torch.stack(ours(raw, 256, 64).cos_sin(positions, positions + 1)) for raw in (older, newer)]

@@ -17,14 +17,27 @@ EOS = 99
 
 
 def make_scheduler(
-    *, seqs: int = 4, budget: int = 64, blocks: int = 65, depth: int = 0, max_model_len: int = 256, caching: bool = True, company: int = 1
+    *,
+    seqs: int = 4,
+    budget: int = 64,
+    blocks: int = 65,
+    depth: int = 0,
+    max_model_len: int = 256,
+    caching: bool = True,
+    company: int = 1,
 ) -> Scheduler:
     kv_cache = KVCache(blocks, SIZE, caching)
     return Scheduler(seqs, budget, max_model_len, kv_cache, depth, vocab_size=100, eos_token_ids=[EOS], company=company)
 
 
 def request(
-    number: int, prompt: int = 5, max_tokens: int = 10, *, live: bool = False, output: tuple[int, ...] = (), priority: int = 0
+    number: int,
+    prompt: int = 5,
+    max_tokens: int = 10,
+    *,
+    live: bool = False,
+    output: tuple[int, ...] = (),
+    priority: int = 0,
 ) -> EngineRequest:
     tokens = [number % 50 + 1] * prompt
     return EngineRequest(number, tokens, list(output), SamplingParams(max_tokens, stop_token_ids=(98,)), live, priority)
@@ -66,8 +79,21 @@ def run_dry(scheduler: Scheduler) -> dict[int, list[int]]:
 
 
 def test_nothing_of_the_host_half_imports_torch() -> None:
-    modules = ["scheduler", "forecast", "kv_cache", "request", "step", "messages", "config", "core", "transport", "async_engine"]
-    code = f"import sys, {', '.join('workers.engine.' + module for module in modules)}; sys.exit('torch' in sys.modules)"
+    modules = [
+        "scheduler",
+        "forecast",
+        "kv_cache",
+        "request",
+        "step",
+        "messages",
+        "config",
+        "core",
+        "transport",
+        "async_engine",
+    ]
+    code = (
+        f"import sys, {', '.join('workers.engine.' + module for module in modules)}; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -89,7 +115,10 @@ def test_new_blocks_continue_the_slots_table() -> None:
     first = plan_of(scheduler)
     finish(scheduler, first)
     second = plan_of(scheduler)
-    assert [(new.slot, new.first, len(new.block_ids)) for new in first.new_blocks + second.new_blocks] == [(0, 0, 2), (0, 2, 1)]
+    assert [(new.slot, new.first, len(new.block_ids)) for new in first.new_blocks + second.new_blocks] == [
+        (0, 0, 2),
+        (0, 2, 1),
+    ]
     assert first.added[0].token_ids == [2] * 10
     assert second.added == []
 
@@ -177,7 +206,14 @@ def test_a_preempted_request_comes_back_before_newer_ones() -> None:
 
 def test_the_waiting_come_in_by_priority_and_then_by_arrival() -> None:
     scheduler = make_scheduler(seqs=1)
-    for number, priority, live in ((1, 1, False), (2, 0, False), (3, -5, False), (4, 9, True), (5, 0, False), (6, 8, True)):
+    for number, priority, live in (
+        (1, 1, False),
+        (2, 0, False),
+        (3, -5, False),
+        (4, 9, True),
+        (5, 0, False),
+        (6, 8, True),
+    ):
         scheduler.add(request(number, max_tokens=1, priority=priority, live=live))
     order = []
     while scheduler.unfinished:
@@ -238,7 +274,9 @@ def test_the_context_is_no_longer_than_the_cache() -> None:
     assert ended(step(scheduler)) == {1: Finish.LENGTH}
 
 
-@pytest.mark.parametrize(("token", "how", "stop"), [(98, Finish.STOP, 98), (EOS, Finish.STOP, EOS), (7, Finish.RUNNING, -1)])
+@pytest.mark.parametrize(
+    ("token", "how", "stop"), [(98, Finish.STOP, 98), (EOS, Finish.STOP, EOS), (7, Finish.RUNNING, -1)]
+)
 def test_a_stop_token_ends_a_request_and_is_sent(token: int, how: Finish, stop: int) -> None:
     scheduler = make_scheduler()
     scheduler.add(request(1))
@@ -255,7 +293,12 @@ def test_ignore_eos_leaves_the_other_stop_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("output", "max_tokens", "how", "stop"),
-    [((7, 7, 7), 3, Finish.LENGTH, -1), ((7, 98), 9, Finish.STOP, 98), ((7, EOS), 9, Finish.STOP, EOS), ((), 0, Finish.LENGTH, -1)],
+    [
+        ((7, 7, 7), 3, Finish.LENGTH, -1),
+        ((7, 98), 9, Finish.STOP, 98),
+        ((7, EOS), 9, Finish.STOP, EOS),
+        ((), 0, Finish.LENGTH, -1),
+    ],
 )
 def test_a_request_with_nothing_left_to_generate_ends_without_a_step(
     output: tuple[int, ...], max_tokens: int, how: Finish, stop: int

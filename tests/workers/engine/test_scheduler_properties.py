@@ -98,23 +98,33 @@ class TokenDevice:
 
     def launch(self, plan: StepPlan) -> StepResult:
         self._take_in(plan)
-        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True))
+        rows = list(
+            zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True)
+        )
         assert len({slot for slot, *_ in rows}) == len(rows), "a slot has two rows in one step"
         self._check_writers(rows)
         for slot, start, count, _ in rows:
-            assert start + count < self.max_model_len, "a token was computed that leaves no place for the one it samples"
+            assert start + count < self.max_model_len, (
+                "a token was computed that leaves no place for the one it samples"
+            )
             for position in range(start, start + count):
                 self.cache[self.tables[slot][position // self.size], position % self.size] = self.tokens[slot][position]
         self.unretired.append([(slot, tuple(self.tables[slot])) for slot, *_ in rows])
         scores = [self._score(rows[scores.row], scores) for scores in plan.prompt_scores]
         sampled = [(slot, self._sample(slot, start + count)) for slot, start, count, samples in rows if samples]
-        told = {i: score(token, len(self.tokens[slot]) - 1) for i, (slot, token) in enumerate(sampled) if self.asking[slot].logprobs >= 0}
+        told = {
+            i: score(token, len(self.tokens[slot]) - 1)
+            for i, (slot, token) in enumerate(sampled)
+            if self.asking[slot].logprobs >= 0
+        }
         return StepResult(np.array([token for _, token in sampled], dtype=np.int32), told, scores)
 
     def fail(self, plan: StepPlan) -> None:
         """Does as much of a step as leaves all that it was to write in disorder, and nothing to be retired."""
         self._take_in(plan)
-        rows = list(zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True))
+        rows = list(
+            zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True)
+        )
         self._check_writers(rows)
         for slot, start, count, _ in rows:
             for position in range(start, start + count):
@@ -145,12 +155,16 @@ class TokenDevice:
         for step in self.unretired:
             for slot, table in step:
                 for block in table:
-                    assert written.get(block, slot) == slot, "a block was handed on before the step that used it was retired"
+                    assert written.get(block, slot) == slot, (
+                        "a block was handed on before the step that used it was retired"
+                    )
 
     def _score(self, row: tuple[int, int, int, bool], scores: PromptScores) -> list[TokenLogprobs]:
         slot, start, count, _ = row
         assert self.asking[slot].prompt_logprobs >= 0
-        assert start < scores.first < scores.last <= start + count + 1, "a token was scored whose predecessor is not in the step"
+        assert start < scores.first < scores.last <= start + count + 1, (
+            "a token was scored whose predecessor is not in the step"
+        )
         return [score(self.tokens[slot][position], position) for position in range(scores.first, scores.last)]
 
     def _sample(self, slot: int, end: int) -> int:
@@ -190,7 +204,9 @@ class Run:
     def to_the_end(self) -> None:
         launched: deque[tuple[StepPlan, StepResult]] = deque()
         last = max((max(case.arrives, case.aborted or 0) for case in self.cases), default=0)
-        patience = (3 if self.setup.failures else 1) * 40 + 20 * sum(len(case.prompt) + case.max_tokens for case in self.cases)
+        patience = (3 if self.setup.failures else 1) * 40 + 20 * sum(
+            len(case.prompt) + case.max_tokens for case in self.cases
+        )
         turn = 0
         while turn <= last or self.scheduler.unfinished or launched:
             assert turn < last + patience, "somebody starves"
@@ -225,7 +241,9 @@ class Run:
                 forced = self.answers[number][0][: case.forced]
                 self.got[number] = list(forced)
                 self.scheduler.add(
-                    EngineRequest(number, list(case.prompt), list(forced), case.sampling(), case.live, case.priority, case.job)
+                    EngineRequest(
+                        number, list(case.prompt), list(forced), case.sampling(), case.live, case.priority, case.job
+                    )
                 )
         self.scheduler.abort([number for number, case in enumerate(self.cases) if case.aborted == turn])
 
@@ -268,7 +286,9 @@ class Run:
 
     def _check_cached_content(self) -> None:
         for name, block in self.kv_cache.pool.names().items():
-            assert self.device.cache[block].tolist() == self.content[name], "a cached block holds other tokens than its hash says"
+            assert self.device.cache[block].tolist() == self.content[name], (
+                "a cached block holds other tokens than its hash says"
+            )
 
 
 SETUPS = st.builds(

@@ -20,12 +20,19 @@ def requests() -> list[EngineRequest]:
     draw = random.Random(SEED)
     pairs = tuple((first, second) for first in range(VOCAB) for second in draw.sample(range(VOCAB), 8))
     words = [pairs, tuple((token,) for token in range(5)), ()]
-    rows = [random_row(draw, VOCAB, max_tokens=NEW_TOKENS, min_tokens=draw.choice([0, 5, 60]), bad_words=words[i % 3]) for i in range(64)]
+    rows = [
+        random_row(draw, VOCAB, max_tokens=NEW_TOKENS, min_tokens=draw.choice([0, 5, 60]), bad_words=words[i % 3])
+        for i in range(64)
+    ]
     return [EngineRequest(number, row.prompt * 2, [], row.params) for number, row in enumerate(rows)]
 
 
-def generate(some: list[EngineRequest], depth: int, num_blocks: int = 1000, place: Place = CPU) -> tuple[dict[int, Answer], int]:
-    got = run(make_core("llama", depth=depth, max_model_len=120, max_num_seqs=64, num_blocks=num_blocks, place=place), some)
+def generate(
+    some: list[EngineRequest], depth: int, num_blocks: int = 1000, place: Place = CPU
+) -> tuple[dict[int, Answer], int]:
+    got = run(
+        make_core("llama", depth=depth, max_model_len=120, max_num_seqs=64, num_blocks=num_blocks, place=place), some
+    )
     return got.answers, got.preemptions
 
 

@@ -31,7 +31,10 @@ def planned(lines: list[tuple[int, Line]], folder: Path) -> list[tuple[int, Line
     """The same in the order of the plan, as `advance` feeds them and a worker claims them."""
     builder = PlanBuilder(folder)
     for index, (number, line) in enumerate(lines):
-        messages = [{"role": "system", "content": f"You are number {number}. " * 40}, {"role": "user", "content": str(line.prompt)}]
+        messages = [
+            {"role": "system", "content": f"You are number {number}. " * 40},
+            {"role": "user", "content": str(line.prompt)},
+        ]
         builder.add(PlanEntry(index, 0, 0), "m", {"messages": messages, "max_tokens": line.max_tokens})
     builder.write(str(folder / "plan.bin"))
     with open(folder / "plan.bin", "rb") as file:
@@ -64,7 +67,9 @@ def test_without_the_plan_there_is_little_to_find() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("budget", [64, 300, 2048])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_one_goes_ahead_and_nobody_computes_what_another_just_did(tmp_path: Path, depth: int, budget: int, in_order: bool) -> None:
+def test_one_goes_ahead_and_nobody_computes_what_another_just_did(
+    tmp_path: Path, depth: int, budget: int, in_order: bool
+) -> None:
     """Whatever the budget cuts a leader into: those that share its prefix wait until its blocks are there."""
     lines = shuffled(SEED + 1)
     lines = planned(lines, tmp_path) if in_order else lines

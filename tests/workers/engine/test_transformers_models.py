@@ -81,7 +81,9 @@ def test_preempted_requests_say_the_same() -> None:
     assert run.preemptions > 0
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "mistral" else pytest.mark.proof) for name in BY_EITHER])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "mistral" else pytest.mark.proof) for name in BY_EITHER]
+)
 def test_an_architecture_with_code_of_our_own_runs_by_transformers_where_asked(name: str) -> None:
     expected = reference(name)
     assert isinstance(open_checkpoint(str(folder(name))).family, Family)
@@ -124,7 +126,9 @@ def test_end_tokens_come_from_the_checkpoint(tmp_path: Path) -> None:
 
 def refusal(path: Path, impl: str = "auto") -> str:
     with pytest.raises(ModelLoadError) as caught:
-        Executor(EngineConfig(model=str(path), dtype="float32", device="cpu", threads=1, model_impl=impl, max_num_seqs=2))
+        Executor(
+            EngineConfig(model=str(path), dtype="float32", device="cpu", threads=1, model_impl=impl, max_num_seqs=2)
+        )
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -138,10 +142,26 @@ def saved(tmp_path: Path, config_class: str, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("config_class", "settings", "why"),
     [
-        ("Gemma2Config", {}, "Gemma2ForCausalLM cannot run on this engine: layer 0 asks for a soft cap on attention scores"),
-        ("GptOssConfig", {"num_local_experts": 4}, "GptOssForCausalLM cannot run on this engine: layer 0 asks for attention sinks"),
-        ("MambaConfig", {"num_hidden_layers": 1}, "MambaForCausalLM cannot run on this engine: it keeps a state beside"),
-        ("StableLmConfig", {}, "StableLmForCausalLM cannot run on this engine: transformers' class does not take attention functions"),
+        (
+            "Gemma2Config",
+            {},
+            "Gemma2ForCausalLM cannot run on this engine: layer 0 asks for a soft cap on attention scores",
+        ),
+        (
+            "GptOssConfig",
+            {"num_local_experts": 4},
+            "GptOssForCausalLM cannot run on this engine: layer 0 asks for attention sinks",
+        ),
+        (
+            "MambaConfig",
+            {"num_hidden_layers": 1},
+            "MambaForCausalLM cannot run on this engine: it keeps a state beside",
+        ),
+        (
+            "StableLmConfig",
+            {},
+            "StableLmForCausalLM cannot run on this engine: transformers' class does not take attention functions",
+        ),
         ("NemotronConfig", {}, "its layers do not hand keywords down to their attention"),
         (
             "Lfm2Config",
@@ -162,7 +182,9 @@ def test_what_the_engine_cannot_do_is_refused_before_any_weight_is_read(
 
 def test_own_code_only(tmp_path: Path) -> None:
     message = refusal(folder("granite"), impl="own")
-    assert message.startswith("config.json names the architecture 'GraniteForCausalLM', and the engine has its own code for GPT2")
+    assert message.startswith(
+        "config.json names the architecture 'GraniteForCausalLM', and the engine has its own code for GPT2"
+    )
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
@@ -213,7 +235,10 @@ def test_a_torn_file_is_refused(granite: Path, damage: Callable[[bytes], bytes])
 
 def test_a_shape_that_does_not_fit_is_refused(granite: Path) -> None:
     edit_config(granite, intermediate_size=100)
-    assert "tensor 'model.layers.0.mlp.down_proj.weight' has shape [64, 96], but config.json implies [64, 100]" in refusal(granite)
+    assert (
+        "tensor 'model.layers.0.mlp.down_proj.weight' has shape [64, 96], but config.json implies [64, 100]"
+        in refusal(granite)
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +273,9 @@ def test_windows_are_those_of_the_masks(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_mask_lets_a_query_see(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], seen: int) -> None:
-    mask = describe_mask(mask_function=lambda batch, head, q, kv: visible(q, kv), config=SimpleNamespace(max_position_embeddings=64))
+    mask = describe_mask(
+        mask_function=lambda batch, head, q, kv: visible(q, kv), config=SimpleNamespace(max_position_embeddings=64)
+    )
     assert mask.tolist() == [[[[seen]]]]
 
 
@@ -257,7 +284,9 @@ def test_other_logits_than_the_class_gives_are_refused() -> None:
     assert isinstance(model, TransformersModel)
     check_parity(model)
     model.config = replace(model.config, attention_scales=(0.1, 0.1, 0.11))
-    with pytest.raises(ModelLoadError, match=r"cannot run on this engine: its logits on a paged cache are 0\.\d+ of their size away"):
+    with pytest.raises(
+        ModelLoadError, match=r"cannot run on this engine: its logits on a paged cache are 0\.\d+ of their size away"
+    ):
         check_parity(model)
 
 

@@ -50,7 +50,12 @@ _LONGROPE: dict[str, Any] = {
     "short_factor": [1.0 + i / 16 for i in range(8)],
     "long_factor": [2.0 + i / 4 for i in range(8)],
 }
-_MULTIPLIERS = {"attention_multiplier": 0.1, "embedding_multiplier": 6.0, "residual_multiplier": 0.7, "logits_scaling": 0.5}
+_MULTIPLIERS = {
+    "attention_multiplier": 0.1,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.5,
+}
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,20 @@ class TinyModel:
 MODELS = {
     "gpt2": TinyModel(1, 0.3, "GPT2Config", _GPT2_SHAPE),
     "gpt2-by-layer": TinyModel(
-        2, 0.3, "GPT2Config", _GPT2_SHAPE | {"n_inner": 80, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}
+        2,
+        0.3,
+        "GPT2Config",
+        _GPT2_SHAPE | {"n_inner": 80, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False},
     ),
     "llama": TinyModel(2, 0.22, "LlamaConfig", _SHAPE),
-    "llama-biased": TinyModel(22, 0.3, "LlamaConfig", _SHAPE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-biased": TinyModel(
+        22, 0.3, "LlamaConfig", _SHAPE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    ),
     "mistral": TinyModel(1, 0.22, "MistralConfig", _SHAPE | {"sliding_window": 24}),
     "qwen2": TinyModel(12, 0.3, "Qwen2Config", _SHAPE | {"tie_word_embeddings": True}),
-    "qwen2-window": TinyModel(7, 0.22, "Qwen2Config", _SHAPE | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen2-window": TinyModel(
+        7, 0.22, "Qwen2Config", _SHAPE | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    ),
     "qwen3": TinyModel(4, 0.22, "Qwen3Config", _SHAPE | {"head_dim": 32}),
     "rope-linear": TinyModel(
         3, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}
@@ -81,7 +93,11 @@ MODELS = {
         1,
         0.22,
         "LlamaConfig",
-        _SHAPE | {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+        _SHAPE
+        | {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        },
     ),
     "rope-llama3": TinyModel(
         5,
@@ -103,7 +119,15 @@ MODELS = {
         2,
         0.22,
         "Qwen2Config",
-        _SHAPE | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}},
+        _SHAPE
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
     ),
     "rope-longrope": TinyModel(1, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": _LONGROPE}),
 }
@@ -123,11 +147,15 @@ OTHERS = {
             "tie_word_embeddings": False,
         },
     ),
-    "gpt-neox": TinyModel(3, 0.3, "GPTNeoXConfig", {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}),
+    "gpt-neox": TinyModel(
+        3, 0.3, "GPTNeoXConfig", {key: value for key, value in _SHAPE.items() if key != "num_key_value_heads"}
+    ),
     "granite": TinyModel(1, 0.22, "GraniteConfig", _SHAPE | _MULTIPLIERS),
     "granite-longrope": TinyModel(1, 0.22, "GraniteConfig", _SHAPE | _MULTIPLIERS | {"rope_parameters": _LONGROPE}),
     "olmoe": TinyModel(1, 0.22, "OlmoeConfig", _SHAPE | {"num_experts": 4, "num_experts_per_tok": 2}),
-    "opt": TinyModel(1, 0.3, "OPTConfig", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 48, "tie_word_embeddings": False}),
+    "opt": TinyModel(
+        1, 0.3, "OPTConfig", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 48, "tie_word_embeddings": False}
+    ),
     "phi3": TinyModel(1, 0.22, "Phi3Config", _SHAPE),
 }
 """Those that run by transformers' classes."""

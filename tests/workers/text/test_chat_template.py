@@ -61,15 +61,25 @@ EVERYTHING = """
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hello"}],
     [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "12 + 30?"}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": None}, {"role": "user", "content": "<&é🙂>"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": None},
+        {"role": "user", "content": "<&é🙂>"},
+    ],
     [
         {"role": "user", "content": "a", "name": "n"},
         {"role": "skip", "content": "x"},
         {"role": "assistant", "content": "b", "thinking": "t"},
     ],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "reasoning": "r"}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "r", "thinking": "t"}],
-    [{"role": "user", "content": "  \n"}, {"role": "assistant", "content": "c", "tool_calls": [{"id": "1", "with": {"x": [1, None]}}]}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "r", "thinking": "t"},
+    ],
+    [
+        {"role": "user", "content": "  \n"},
+        {"role": "assistant", "content": "c", "tool_calls": [{"id": "1", "with": {"x": [1, None]}}]},
+    ],
 ]
 
 
@@ -91,7 +101,9 @@ def test_a_template_is_read_without_transformers() -> None:
         "import sys; from workers.text.chat_template import ChatTemplate\n"
         "print(ChatTemplate('{{ messages[0].content }}', {}).render([{'content': 'x'}]), 'transformers' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "x False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "x False\n"
+    )
 
 
 def test_a_variable_may_have_any_name() -> None:
@@ -143,7 +155,10 @@ def test_a_template_that_loops_is_ended() -> None:
         ("{% for %}", "not valid Jinja: Expected an expression"),
         ("{{ x | unheard_of }}", "not valid Jinja: No filter"),
         ("{{ " + 500 * "(" + "1" + 500 * ")" + " }}", "cannot be compiled: maximum recursion depth exceeded"),
-        (25 * "{% for a in messages %}" + 25 * "{% endfor %}", "cannot be compiled: too many statically nested blocks;"),
+        (
+            25 * "{% for a in messages %}" + 25 * "{% endfor %}",
+            "cannot be compiled: too many statically nested blocks;",
+        ),
         ("{{ " + 5000 * "9" + " }}", "cannot be compiled: Exceeds the limit"),
     ],
     ids=["syntax", "filter", "parentheses", "loops", "digits"],
@@ -159,7 +174,10 @@ def test_a_model_without_a_template_joins_plainly(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING):
         tokenizer = TextTokenizer.load(str(folder))
     assert "no chat template" in caplog.text
-    assert tokenizer.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]) == "Be brief.\nHi\n"
+    assert (
+        tokenizer.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+        == "Be brief.\nHi\n"
+    )
 
 
 def test_the_given_template_wins(tmp_path: Path) -> None:

@@ -26,11 +26,18 @@ TEXT = "The fox 🙂 says: Naïve café, 東京, 👩‍👩‍👧 and 你好 �
 
 
 def pieces(
-    tokenizer: Tokenizer, token_ids: list[int], cuts: list[int], prompt: list[int] | None = None, skip_special_tokens: bool = True
+    tokenizer: Tokenizer,
+    token_ids: list[int],
+    cuts: list[int],
+    prompt: list[int] | None = None,
+    skip_special_tokens: bool = True,
 ) -> list[str]:
     detokenizer = DetokenizerFactory(tokenizer).start(prompt or [], skip_special_tokens)
     bounds = [0, *sorted(cut % (len(token_ids) + 1) for cut in cuts), len(token_ids)]
-    return [*(detokenizer.feed(token_ids[start:end]) for start, end in itertools.pairwise(bounds)), detokenizer.finish()]
+    return [
+        *(detokenizer.feed(token_ids[start:end]) for start, end in itertools.pairwise(bounds)),
+        detokenizer.finish(),
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -36,13 +36,18 @@ def test_encodes_as_transformers_does(tmp_path: Path, config: dict[str, Any], pr
     tokenizer = byte_level()
     if processor:
         begin = tokenizer.token_to_id("<|begin|>")
-        tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
+        )
     tokenizer.enable_truncation(3)
     folder = write_folder(tmp_path, tokenizer, config)
     ours = TextTokenizer.load(str(folder))
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     for special in (True, False):
-        assert ours.encode([*TEXTS, "a <extra> b"], special) == theirs([*TEXTS, "a <extra> b"], add_special_tokens=special)["input_ids"]
+        assert (
+            ours.encode([*TEXTS, "a <extra> b"], special)
+            == theirs([*TEXTS, "a <extra> b"], add_special_tokens=special)["input_ids"]
+        )
 
 
 def test_decodes_as_transformers_does(tmp_path: Path) -> None:
@@ -63,7 +68,9 @@ def test_a_text_that_the_library_panics_at_is_an_error_of_its_own(tmp_path: Path
     assert isinstance(tokenizer.decode(token_ids), str)
 
 
-@pytest.mark.parametrize(("word", "forms"), [("fox", ["fox", " fox"]), ("  fox", ["fox", " fox"]), (" ", [" ", " "]), ("\n", ["\n", " "])])
+@pytest.mark.parametrize(
+    ("word", "forms"), [("fox", ["fox", " fox"]), ("  fox", ["fox", " fox"]), (" ", [" ", " "]), ("\n", ["\n", " "])]
+)
 def test_words_are_written_at_the_start_and_after_a_space(tmp_path: Path, word: str, forms: list[str]) -> None:
     tokenizer = TextTokenizer.load(str(write_folder(tmp_path, byte_level())))
     expected = list(dict.fromkeys(tuple(ids) for ids in tokenizer.encode(forms, special_tokens=False)))

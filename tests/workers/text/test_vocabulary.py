@@ -17,12 +17,21 @@ def composing() -> Tokenizer:
     return tokenizer
 
 
-TOKENIZERS = {"byte_level": small_tokenizers.byte_level(), "byte_fallback": small_tokenizers.byte_fallback(), "composing": composing()}
+TOKENIZERS = {
+    "byte_level": small_tokenizers.byte_level(),
+    "byte_fallback": small_tokenizers.byte_fallback(),
+    "composing": composing(),
+}
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(st.sampled_from("the x\u0301\u0308aα\u0313\u0345 🙂東\u1100\u1161\u11a8") | st.characters(codec="utf-8"), max_size=60))
+@given(
+    text=st.text(
+        st.sampled_from("the x\u0301\u0308aα\u0313\u0345 🙂東\u1100\u1161\u11a8") | st.characters(codec="utf-8"),
+        max_size=60,
+    )
+)
 def test_no_text_has_fewer_tokens_than_it_says(kind: str, text: str) -> None:
     tokenizer = TOKENIZERS[kind]
     longest = longest_token(tokenizer)
@@ -56,7 +65,8 @@ def collapsing() -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    "tokenizer", [small_tokenizers.word_piece(), small_tokenizers.metaspace(), incomplete(), swallowing(), removing(), collapsing()]
+    "tokenizer",
+    [small_tokenizers.word_piece(), small_tokenizers.metaspace(), incomplete(), swallowing(), removing(), collapsing()],
 )
 def test_where_text_can_vanish_nothing_is_said(tokenizer: Tokenizer) -> None:
     assert longest_token(tokenizer) is None

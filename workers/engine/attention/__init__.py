@@ -45,7 +45,9 @@ class AttentionMetadata:
     query_start: NDArray[np.int32]  # [N + 1]
     context_lens: NDArray[np.int32]  # [N], tokens in the cache once this step has written its own
     block_tables: NDArray[np.int32]  # [N, max_blocks]
-    groups: dict[int | None, Groups] = field(default_factory=dict)  # by window, worked out once for all layers of the step
+    groups: dict[int | None, Groups] = field(
+        default_factory=dict
+    )  # by window, worked out once for all layers of the step
     prepared: dict[int | None, Prepared] = field(default_factory=dict)  # the same for the CPU kernels
 
 
@@ -63,7 +65,9 @@ class DeviceMetadata:
     block_tables: Tensor  # int32 [num_slots, max_blocks], the whole table
     max_query: int  # most tokens of one row, known on the host: picks the kernel, never a length inside it
     max_context: int  # bound of context_lens, known on the host (in a graph: the largest there can be)
-    pieces: dict[tuple[int, bool], Pieces] = field(default_factory=dict)  # by window and whether the stream is being recorded; as above
+    pieces: dict[tuple[int, bool], Pieces] = field(
+        default_factory=dict
+    )  # by window and whether the stream is being recorded; as above
 
 
 Metadata = AttentionMetadata | DeviceMetadata
@@ -86,7 +90,9 @@ class Attention(Protocol):
         """Zeroed caches, one per layer, in the backend's own layout."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> Tensor:
         """Writes k and v [T, kv_heads, d] to the cache, then attends q [T, heads, d] causally over each row's own context.
 
         `window` limits what a query sees to that many tokens, itself included. Returns [T, heads, d]; zeros for a row without context.
@@ -94,7 +100,13 @@ class Attention(Protocol):
         ...
 
     def forward_rotary(
-        self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        qkv: Tensor,
+        rotary: RotaryHeads,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         """As `forward`, from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be normed and rotated."""
         ...
@@ -117,4 +129,6 @@ def make_attention(name: str, shape: CacheShape, num_heads: int, dtype: torch.dt
         from workers.engine.attention.triton import TritonAttention
 
         return TritonAttention(shape, num_heads, dtype, device, choices(shape, num_heads, dtype, device))
-    raise ModelLoadError(f"unknown attention backend {name!r}; choose auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
+    raise ModelLoadError(
+        f"unknown attention backend {name!r}; choose auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}"
+    )

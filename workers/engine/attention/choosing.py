@@ -39,7 +39,9 @@ def _choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torc
     name = f"heads of {shape.head_dim}, {shape.kv_heads} with {group} each, {dtype}, blocks of {shape.block_size}"
     with torch.cuda.device(device):
         measured = _Measured(shape, num_heads, dtype, device)
-        chosen = {kind: tuned(known, f"{kind}, {name}", among, partial(measured, kind)) for kind, among in offered.items()}
+        chosen = {
+            kind: tuned(known, f"{kind}, {name}", among, partial(measured, kind)) for kind, among in offered.items()
+        }
         del measured
         torch.cuda.empty_cache()  # the cache of the model's own is sized by what is free
     return chosen
@@ -60,7 +62,9 @@ class _Measured:
             self._cache = attention.new_cache(1)[0].normal_()
         layer_cache = self._cache
         metadata = self._metadata(kind)
-        q = torch.randn((int(metadata.query_start[-1]), self._heads, self._shape.head_dim), dtype=self._dtype, device=self._device)
+        q = torch.randn(
+            (int(metadata.query_start[-1]), self._heads, self._shape.head_dim), dtype=self._dtype, device=self._device
+        )
 
         def calls() -> None:
             for _ in range(_CALLS):

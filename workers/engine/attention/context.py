@@ -15,12 +15,27 @@ class StepAttention:
     __slots__ = ("attention", "caches", "metadata", "scales", "windows")
 
     def __init__(
-        self, attention: Attention, caches: list[Tensor], metadata: Metadata, scales: Sequence[float], windows: Sequence[int | None]
+        self,
+        attention: Attention,
+        caches: list[Tensor],
+        metadata: Metadata,
+        scales: Sequence[float],
+        windows: Sequence[int | None],
     ) -> None:
-        self.attention, self.caches, self.metadata, self.scales, self.windows = attention, caches, metadata, scales, windows
+        self.attention, self.caches, self.metadata, self.scales, self.windows = (
+            attention,
+            caches,
+            metadata,
+            scales,
+            windows,
+        )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attention.forward(q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer])
+        return self.attention.forward(
+            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+        )
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        return self.attention.forward_rotary(qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer])
+        return self.attention.forward_rotary(
+            qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+        )

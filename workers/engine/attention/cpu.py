@@ -25,10 +25,23 @@ class _Step(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("pair", "heads", "kv_heads", "head_dim", "block_size", "window")),
-        *((name, ctypes.c_int32) for name in ("num_tokens", "num_rows", "max_blocks", "shares", "together", "any_ahead")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("num_tokens", "num_rows", "max_blocks", "shares", "together", "any_ahead")
+        ),
         *(
             (name, ctypes.c_void_p)
-            for name in ("slots", "query_start", "contexts", "tables", "starts", "ahead", "partials_at", "partials", "scratch")
+            for name in (
+                "slots",
+                "query_start",
+                "contexts",
+                "tables",
+                "starts",
+                "ahead",
+                "partials_at",
+                "partials",
+                "scratch",
+            )
         ),
         ("scratch_size", ctypes.c_ssize_t),
         *((name, _Strides) for name in ("query_stride", "key_stride", "value_stride")),
@@ -70,19 +83,32 @@ class CpuAttention:
         self._pair = 4 // dtype.itemsize
         functions = _functions()
         self._attend, self._plan = functions.attend_layer, functions.attention_plan
-        self._scratch_size: int = functions.attention_scratch(self._pair, shape.kv_heads, shape.head_dim, shape.block_size)
+        self._scratch_size: int = functions.attention_scratch(
+            self._pair, shape.kv_heads, shape.head_dim, shape.block_size
+        )
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._partials = torch.empty(0, dtype=torch.float32)
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
         s = self._shape
-        return [huge_zeros((s.num_blocks, s.kv_heads, 2 * s.block_size * s.head_dim), self._dtype) for _ in range(num_layers)]
+        return [
+            huge_zeros((s.num_blocks, s.kv_heads, 2 * s.block_size * s.head_dim), self._dtype)
+            for _ in range(num_layers)
+        ]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> Tensor:
         return self._attend_rows(self._prepared(metadata, window), q, k, v, layer_cache, scale)
 
     def forward_rotary(
-        self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        qkv: Tensor,
+        rotary: RotaryHeads,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         prepared = self._prepared(metadata, window)
         q, k, v = qkv.tensor_split([self._heads, self._heads + self._shape.kv_heads], 1)
@@ -92,7 +118,9 @@ class CpuAttention:
         norms = rotary.query_norm.weight.data_ptr(), rotary.key_norm.weight.data_ptr(), rotary.query_norm.eps
         return self._attend_rows(prepared, q, k, v, layer_cache, scale, norms)
 
-    def prepared(self, metadata: Metadata, window: int | None, width: int, rotation: tuple[Tensor, Tensor] | None) -> Prepared:
+    def prepared(
+        self, metadata: Metadata, window: int | None, width: int, rotation: tuple[Tensor, Tensor] | None
+    ) -> Prepared:
         """A step for queries, keys and values that stand side by side in rows of `width`, to be turned by cosine and sine if given."""
         prepared = self._prepared(metadata, window)
         prepared.set_strides(*((width, self._shape.head_dim, 1),) * 3)
@@ -113,7 +141,16 @@ class CpuAttention:
         """`norms`: where the weights of the queries' and the keys' stand, and their epsilon."""
         prepared.set_strides(q.stride(), k.stride(), v.stride())
         out = torch.empty(q.shape, dtype=self._dtype)
-        self._attend(prepared.pointer, layer_cache.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), *norms, scale)
+        self._attend(
+            prepared.pointer,
+            layer_cache.data_ptr(),
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            *norms,
+            scale,
+        )
         return out
 
     def _prepared(self, metadata: Metadata, window: int | None) -> Prepared:
@@ -123,9 +160,16 @@ class CpuAttention:
     def _prepare(self, metadata: AttentionMetadata, window: int | None) -> Prepared:
         s, threads = self._shape, torch.get_num_threads()
         slots = metadata.slot_mapping.contiguous()
-        arrays = [np.ascontiguousarray(x, np.int32) for x in (metadata.query_start, metadata.context_lens, metadata.block_tables)]
+        arrays = [
+            np.ascontiguousarray(x, np.int32)
+            for x in (metadata.query_start, metadata.context_lens, metadata.block_tables)
+        ]
         rows = len(arrays[1])
-        starts, ahead, partials_at = np.empty((threads + 1, 3), np.int32), np.empty(rows, np.int32), np.empty(rows, np.int64)
+        starts, ahead, partials_at = (
+            np.empty((threads + 1, 3), np.int32),
+            np.empty(rows, np.int32),
+            np.empty(rows, np.int64),
+        )
         if self._scratch.numel() < threads * self._scratch_size:
             self._scratch = torch.empty(threads * self._scratch_size, dtype=torch.float32)
         step = _Step(

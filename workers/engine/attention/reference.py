@@ -73,7 +73,9 @@ class TorchAttention:
             return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
         return [_lazy_zeros(size, self._dtype) for _ in range(num_layers)]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
         groups = metadata.groups.get(window)
@@ -91,7 +93,13 @@ class TorchAttention:
         return out
 
     def forward_rotary(
-        self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        qkv: Tensor,
+        rotary: RotaryHeads,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         turned = self._heads + self._shape.kv_heads
         if rotary.query_norm is None or rotary.key_norm is None:
@@ -103,7 +111,9 @@ class TorchAttention:
 
     def _write(self, cache: Tensor, x: Tensor, metadata: AttentionMetadata) -> None:
         s = self._shape
-        cache.view(s.kv_heads, s.num_blocks * s.block_size, s.head_dim).index_copy_(1, metadata.slot_mapping, x.transpose(0, 1))
+        cache.view(s.kv_heads, s.num_blocks * s.block_size, s.head_dim).index_copy_(
+            1, metadata.slot_mapping, x.transpose(0, 1)
+        )
 
     def _stale(self, metadata: AttentionMetadata) -> Tensor | None:
         """Places in the cache behind the last token of each row that enters its last block in this step; None when there are none."""
@@ -127,13 +137,19 @@ class TorchAttention:
     def _decode(self, q: Tensor, keys: Tensor, values: Tensor, group: DecodeGroup, scale: float, out: Tensor) -> None:
         s, rows = self._shape, group.tokens.shape[0]
         query = q[group.tokens].view(rows, s.kv_heads, self._per_kv, s.head_dim).transpose(0, 1)
-        scores = torch.bmm(query.reshape(-1, self._per_kv, s.head_dim), self._gather(keys, group.blocks, rows).transpose(1, 2))
+        scores = torch.bmm(
+            query.reshape(-1, self._per_kv, s.head_dim), self._gather(keys, group.blocks, rows).transpose(1, 2)
+        )
         scores = scores.float().view(s.kv_heads, rows, self._per_kv, -1).mul_(scale).add_(group.mask)
         weights = scores.softmax(-1).to(q.dtype).view(s.kv_heads * rows, self._per_kv, -1)
-        attended = torch.bmm(weights, self._gather(values, group.blocks, rows)).view(s.kv_heads, rows, self._per_kv, s.head_dim)
+        attended = torch.bmm(weights, self._gather(values, group.blocks, rows)).view(
+            s.kv_heads, rows, self._per_kv, s.head_dim
+        )
         out[group.tokens] = attended.transpose(0, 1).reshape(rows, -1, s.head_dim)
 
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, out: Tensor) -> None:
+    def _prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, row: PrefillRow, scale: float, out: Tensor
+    ) -> None:
         tokens = slice(row.first, row.last)
         if row.blocks is None:
             key, value = k[tokens].transpose(0, 1), v[tokens].transpose(0, 1)

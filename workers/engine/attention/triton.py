@@ -38,13 +38,17 @@ class Pieces:
 
 
 class TritonAttention:
-    def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device, choices: Mapping[str, Choice]) -> None:
+    def __init__(
+        self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device, choices: Mapping[str, Choice]
+    ) -> None:
         """`choices`: tiles for "decode" and "prefill" steps."""
         self._shape, self._heads, self._dtype, self._device = shape, num_heads, dtype, device
         self._group = num_heads // shape.kv_heads
         self._block_d = max(16, _power_of_two(shape.head_dim))
         self._choices = choices
-        self._parallel = 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self._parallel = (
+            2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        )
         self._dot = kernels.dot_type(dtype)
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
@@ -52,19 +56,29 @@ class TritonAttention:
         size = (2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim)
         return [torch.zeros(size, dtype=self._dtype, device=self._device) for _ in range(num_layers)]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
         write(k, v, layer_cache, metadata.slot_mapping)
         return self.attend(q, layer_cache, metadata, scale, window)
 
     def forward_rotary(
-        self, qkv: Tensor, rotary: RotaryHeads, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        qkv: Tensor,
+        rotary: RotaryHeads,
+        layer_cache: Tensor,
+        metadata: Metadata,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         assert isinstance(metadata, DeviceMetadata)
         q = rotate_and_write(qkv, self._heads, rotary, layer_cache, metadata.slot_mapping)
         return self.attend(q, layer_cache, metadata, scale, window)
 
-    def attend(self, q: Tensor, layer_cache: Tensor, metadata: DeviceMetadata, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, q: Tensor, layer_cache: Tensor, metadata: DeviceMetadata, scale: float, window: int | None
+    ) -> Tensor:
         """`forward` once keys and values are in the cache."""
         s = self._shape
         if q.stride()[1:] != (s.head_dim, 1):

@@ -21,7 +21,9 @@ from triton import knobs
 #: partial result goes (-1: nowhere, it is whole), pieces along the context.
 RECORD = tl.constexpr(8)
 _CLASSES = tl.constexpr(8)  # of length, by which rows are ordered
-_PRECISION = tl.constexpr("tf32x3")  # of float32 products: three of TensorFloat-32, nearly exact, and no spilling of registers
+_PRECISION = tl.constexpr(
+    "tf32x3"
+)  # of float32 products: three of TensorFloat-32, nearly exact, and no spilling of registers
 _FAR_BELOW = tl.constexpr(-1.0e30)  # below every score, yet finite: a difference of two is a number
 
 
@@ -249,7 +251,9 @@ def attend(
     query = m // GROUP
     q_head = head * GROUP + m % GROUP
     mask = (query < queries)[:, None] & (d < HEAD_DIM)[None, :]
-    tile = tl.load(q + ((token + query) * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0).to(DOT)
+    tile = tl.load(q + ((token + query) * q_stride + q_head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0).to(
+        DOT
+    )
     positions = position + query
     block_stride: tl.constexpr = KV_HEADS * BLOCK_SIZE * HEAD_DIM
     keys = cache + head * (BLOCK_SIZE * HEAD_DIM)
@@ -262,7 +266,9 @@ def attend(
     if PREFILL:
         middle = first
         if WINDOW > 0:
-            entered = tl.cdiv(tl.maximum(position + queries - WINDOW, 0), TILE) * TILE  # from here on the last query sees all
+            entered = (
+                tl.cdiv(tl.maximum(position + queries - WINDOW, 0), TILE) * TILE
+            )  # from here on the last query sees all
             middle = tl.maximum(first, tl.minimum(entered, last))
             weighted, top, total = _tiles(
                 tile, weighted, top, total, keys, values, table, positions, first, middle, scale,
@@ -325,7 +331,9 @@ def combine(
     total = tl.zeros([BLOCK_M], tl.float32)
     for part in tl.range(parts, num_stages=4):
         share = tl.exp2(tl.load(partial_sums + places + part * step, mask=present, other=_FAR_BELOW) - top)
-        weighted += share[:, None] * tl.load(partials + (places + part * step)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+        weighted += share[:, None] * tl.load(
+            partials + (places + part * step)[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0
+        )
         total += share
     weighted *= (1.0 / total)[:, None]
     token = tl.load(record).to(tl.int64)

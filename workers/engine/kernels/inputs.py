@@ -37,7 +37,9 @@ def runs_at(rows: int) -> int:
 
 
 @triton.jit
-def _apply_runs(staged, tokens, block_tables, prompt_lengths, columns, max_blocks, ROWS: tl.constexpr, PROGRAMS: tl.constexpr):
+def _apply_runs(
+    staged, tokens, block_tables, prompt_lengths, columns, max_blocks, ROWS: tl.constexpr, PROGRAMS: tl.constexpr
+):
     runs = staged + _FIRST + 4 * ROWS + _FIRST
     for index in range(tl.program_id(0), tl.load(staged + 2), PROGRAMS):
         run = runs + index * _RUN
@@ -99,7 +101,11 @@ def _build(
         sampled = tl.load(sampling + row)
         samples = row < tl.load(staged + 1)
         end = tl.load(query_start + sampled + 1, mask=samples, other=1)
-        known_after = tl.load(starts + sampled, mask=samples, other=0) + end - tl.load(query_start + sampled, mask=samples, other=0)
+        known_after = (
+            tl.load(starts + sampled, mask=samples, other=0)
+            + end
+            - tl.load(query_start + sampled, mask=samples, other=0)
+        )
         tl.store(of_rows + row_stride + row, tl.load(slots + sampled, mask=samples, other=num_slots))
         tl.store(of_rows + 2 * row_stride + row, known_after)
         tl.store(last + row, (end - 1).to(tl.int64))
@@ -124,7 +130,14 @@ def _store(staged, sampled, number, tokens, columns, results, ROWS: tl.constexpr
 def apply_runs(staged: Tensor, rows: int, tokens: Tensor, block_tables: Tensor, prompt_lengths: Tensor) -> None:
     """Writes the runs' values into the tables by slot; twice is as good as once."""
     _apply_runs[(_PROGRAMS,)](
-        staged, tokens, block_tables, prompt_lengths, tokens.shape[1], block_tables.shape[1], ROWS=rows, PROGRAMS=_PROGRAMS
+        staged,
+        tokens,
+        block_tables,
+        prompt_lengths,
+        tokens.shape[1],
+        block_tables.shape[1],
+        ROWS=rows,
+        PROGRAMS=_PROGRAMS,
     )
 
 

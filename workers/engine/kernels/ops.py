@@ -21,7 +21,9 @@ class TritonOps(TorchOps):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return normed(x, weight, bias, eps)
 
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         return add_normed(x, residual, weight, bias, eps)
 
     def gated_activation(self, name: str, gate_up: Tensor) -> Tensor:

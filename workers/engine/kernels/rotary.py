@@ -12,7 +12,9 @@ from workers.engine.attention import RotaryHeads
 _HEADS = 8  # of one program
 
 
-def rotate_and_write(qkv: Tensor, heads: int, rotary: RotaryHeads | None, layer_cache: Tensor, slot_mapping: Tensor) -> Tensor:
+def rotate_and_write(
+    qkv: Tensor, heads: int, rotary: RotaryHeads | None, layer_cache: Tensor, slot_mapping: Tensor
+) -> Tensor:
     """Writes the keys and values of qkv [T, heads + 2 * kv_heads, d] to layer_cache [2, blocks, kv_heads, block_size, d] and returns the
     queries [T, heads, d].
 

@@ -38,7 +38,12 @@ _PARTS = 64  # of a row, at most
 _PROGRAMS = 1024  # that a step should have at least
 _WARPS = 8
 
-_TEMPERATURE, _FLOOR, _TOP_K, _TOP_P = tl.constexpr(TEMPERATURE), tl.constexpr(FLOOR), tl.constexpr(TOP_K), tl.constexpr(TOP_P)
+_TEMPERATURE, _FLOOR, _TOP_K, _TOP_P = (
+    tl.constexpr(TEMPERATURE),
+    tl.constexpr(FLOOR),
+    tl.constexpr(TOP_K),
+    tl.constexpr(TOP_P),
+)
 _SEED, _CHOICE, _WORDS = tl.constexpr(SEED), tl.constexpr(CHOICE), tl.constexpr(WORDS)
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(noise.GOLDEN), tl.constexpr(noise.MIX_1), tl.constexpr(noise.MIX_2)
 _MEASURES = tl.constexpr(16)  # of a part: one per pivot, then that of all
@@ -49,7 +54,17 @@ _SLACK = tl.constexpr(1.00001)  # by which a pivot's weight must reach its goal,
 # Compiled once for all numbers of rows: what depends on them are counts, and places of views in their tensors.
 _kernel = triton.jit(
     do_not_specialize=["span", "parts"],
-    do_not_specialize_on_alignment=["slots", "lengths", "prompt_lengths", "largest", "best", "greedy", "scores", "drawn", "found"],
+    do_not_specialize_on_alignment=[
+        "slots",
+        "lengths",
+        "prompt_lengths",
+        "largest",
+        "best",
+        "greedy",
+        "scores",
+        "drawn",
+        "found",
+    ],
 )
 
 
@@ -77,10 +92,23 @@ def draw(logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_l
     constants: dict[str, Any] = {"PARTS": _PARTS, "BLOCK": _BLOCK, "num_warps": _WARPS}
     scores, distances = largest[1], gathered[0].view(torch.float32)
     _largest[(rows, parts)](logits, largest[0], best[0], counts, *numbers, BLOCK=_BLOCK, num_warps=_WARPS)
-    _draw_parts[(rows, parts)](logits, *asked, lengths, prompt_lengths, largest[0], scores, best[1], *numbers, **constants)
+    _draw_parts[(rows, parts)](
+        logits, *asked, lengths, prompt_lengths, largest[0], scores, best[1], *numbers, **constants
+    )
     _measure[(rows, parts)](logits, *asked, largest[0], measured, *numbers, PIVOTS=PIVOTS, **constants)
     _gather[(rows, parts)](
-        logits, *asked, largest[0], measured, found, distances, gathered[1], counts, *numbers, PIVOTS=PIVOTS, GATHERED=GATHERED, **constants
+        logits,
+        *asked,
+        largest[0],
+        measured,
+        found,
+        distances,
+        gathered[1],
+        counts,
+        *numbers,
+        PIVOTS=PIVOTS,
+        GATHERED=GATHERED,
+        **constants,
     )
     _choose[(rows,)](
         logits,
@@ -225,7 +253,9 @@ def _choose(
     part = tl.arange(0, PARTS)
     tops = tl.load(largest + row * parts + part, part < parts, -float("inf"))
     most = tl.max(tops, 0)
-    token = tl.min(tl.where((tops == most) & (part < parts), tl.load(greedy + row * parts + part, part < parts, 0), vocab - 1), 0)
+    token = tl.min(
+        tl.where((tops == most) & (part < parts), tl.load(greedy + row * parts + part, part < parts, 0), vocab - 1), 0
+    )
     if temperature > 0:
         chosen = -1
         if (top_k >= vocab) & (top_p >= 1):
@@ -241,11 +271,15 @@ def _choose(
                 distance = tl.load(distances + row * GATHERED + at, at < count, float("inf"))
                 its = tl.load(tokens + row * GATHERED + at, at < count, 0)
                 limit = _limit_gathered(distance, at < count, end, before, top_k, top_p, total, vocab)
-                score = tl.where((at < count) & (distance <= limit), _gumbel(_noise_bits(key, its)) - distance, -float("inf"))
+                score = tl.where(
+                    (at < count) & (distance <= limit), _gumbel(_noise_bits(key, its)) - distance, -float("inf")
+                )
                 chosen = tl.min(tl.where((score == tl.max(score, 0)) & (at < count), its, vocab), 0)
             else:
                 logits += row * stride
-                limit = _limit_in_row(logits, vocab, most, temperature, tl.minimum(floor, end), before, top_k, top_p, total, BLOCK)
+                limit = _limit_in_row(
+                    logits, vocab, most, temperature, tl.minimum(floor, end), before, top_k, top_p, total, BLOCK
+                )
                 _, chosen = _drawn(logits, 0, tl.cdiv(vocab, BLOCK), vocab, most, temperature, limit, key, BLOCK)
         if (chosen >= 0) & (chosen < vocab):
             token = chosen

@@ -63,7 +63,11 @@ class ChoiceCache:
     """Choices by name in a file of `folder`. A file that says something else than it should is warned of and replaced."""
 
     def __init__(self, folder: Path, card: str, source: str) -> None:
-        self._header = {"card": card, "triton": triton.__version__, "source": hashlib.sha256(source.encode()).hexdigest()}
+        self._header = {
+            "card": card,
+            "triton": triton.__version__,
+            "source": hashlib.sha256(source.encode()).hexdigest(),
+        }
         name = hashlib.sha256(json.dumps(self._header).encode()).hexdigest()[:16]
         self.path = folder / f"attention-{name}.json"
 
@@ -88,7 +92,9 @@ class ChoiceCache:
             return {}
         fits = isinstance(content, dict) and isinstance(content.get("choices"), dict)
         if not fits or {name: content.get(name) for name in self._header} != self._header:
-            logger.warning("ignoring the tuned kernels in %s, which were not written by this version for this card", self.path)
+            logger.warning(
+                "ignoring the tuned kernels in %s, which were not written by this version for this card", self.path
+            )
             return {}
         return dict(content["choices"])
 

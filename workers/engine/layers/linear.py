@@ -37,12 +37,16 @@ def load_fused(
     return weights.ops.linear(*_take_fused(weights, names, size_in, sizes_out, bias, transposed), activation)
 
 
-def load_gated(weights: Weights, gate: str, up: str, size_in: int, size_out: Shard, bias: bool, activation: str) -> Projection:
+def load_gated(
+    weights: Weights, gate: str, up: str, size_in: int, size_out: Shard, bias: bool, activation: str
+) -> Projection:
     """Two projections of one input, the activation of the first times the second."""
     return weights.ops.gated_linear(*_take_fused(weights, [gate, up], size_in, [size_out, size_out], bias), activation)
 
 
-def load_row_parallel(weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False) -> Projection:
+def load_row_parallel(
+    weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False
+) -> Projection:
     """The projection of what came of `load_fused` or `load_gated`, cut as that was."""
     weight, parallel = weights.take_columns(f"{name}.weight", size_out, size_in, transposed), weights.parallel
     biases = weights.take(f"{name}.bias", (size_out,)) if bias else None
@@ -51,7 +55,12 @@ def load_row_parallel(weights: Weights, name: str, size_in: Shard, size_out: int
 
 
 def _take_fused(
-    weights: Weights, names: Sequence[str], size_in: int, sizes_out: Sequence[Shard], bias: bool, transposed: bool = False
+    weights: Weights,
+    names: Sequence[str],
+    size_in: int,
+    sizes_out: Sequence[Shard],
+    bias: bool,
+    transposed: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     weight = weights.take_rows([f"{name}.weight" for name in names], sizes_out, size_in, transposed)
     return weight, weights.take_rows([f"{name}.bias" for name in names], sizes_out, None) if bias else None

@@ -44,7 +44,9 @@ class Ops(Protocol):
 
     def table(self, weight: Tensor) -> Table: ...
 
-    def stack(self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int) -> Stack:
+    def stack(
+        self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
+    ) -> Stack:
         """A decoder out of layers that were made with these."""
         ...
 
@@ -60,7 +62,9 @@ class Ops(Protocol):
         """Layer norm (Ba et al., 2016) of x [..., size]."""
         ...
 
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         """The norm of x + residual, and x + residual itself. Neither argument is of use afterwards."""
         ...
 
@@ -82,7 +86,9 @@ class TorchOps:
     def table(self, weight: Tensor) -> Table:
         return PlainTable(weight)
 
-    def stack(self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int) -> Stack:
+    def stack(
+        self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
+    ) -> Stack:
         return Stack(layers, norm, heads, kv_heads, head_dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,7 +101,9 @@ class TorchOps:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         total = x.add_(residual)
         return self.layer_norm(total, weight, bias, eps), total
 

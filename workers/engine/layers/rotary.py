@@ -18,7 +18,9 @@ from workers.engine.models.config import RopeConfig
 class Rotary:
     """`cos_sin(positions [T], lengths [T])` gives the pair of [T, 1, head_dim] that `rotate` applies to every layer's heads."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: RopeConfig, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._config = config
         self._head_dim = head_dim
         self._dtype = dtype
@@ -117,7 +119,9 @@ def _yarn_scale(config: RopeConfig, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    given, numerator, denominator = (config.scaling.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    given, numerator, denominator = (
+        config.scaling.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim")
+    )
     if given is not None:
         return float(given)
     if numerator and denominator:

@@ -66,6 +66,10 @@ def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[
     if config.tie_word_embeddings and own.length == config.vocab_size:
         shared = weights.ops.table(table)
         return shared, shared
-    head = table[own.where] if config.tie_word_embeddings else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
+    head = (
+        table[own.where]
+        if config.tie_word_embeddings
+        else weights.take_rows(["lm_head.weight"], [own], config.hidden_size)
+    )
     missing = most - own.length
     return weights.ops.table(table), weights.ops.table(F.pad(head, (0, 0, 0, missing)) if missing else head)

@@ -35,7 +35,11 @@ class RopeConfig:
     @property
     def unscaled_length(self) -> int:
         """Tokens up to which a length-dependent kind rotates by position alone."""
-        return int(self.scaling["original_max_position_embeddings"]) if self.kind == "longrope" else self.max_position_embeddings
+        return (
+            int(self.scaling["original_max_position_embeddings"])
+            if self.kind == "longrope"
+            else self.max_position_embeddings
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +121,9 @@ def layer_windows(raw: Json, num_layers: int, default_window: int | None) -> tup
         first = int(raw.get("max_window_layers", 28))
         return tuple(int(window) if layer >= first else None for layer in range(num_layers))
     if len(kinds) != num_layers:
-        raise ModelLoadError(f"config.json names layer_types for {len(kinds)} layers, but num_hidden_layers is {num_layers}")
+        raise ModelLoadError(
+            f"config.json names layer_types for {len(kinds)} layers, but num_hidden_layers is {num_layers}"
+        )
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
 
 

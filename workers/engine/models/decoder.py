@@ -48,7 +48,9 @@ def _layer(config: ModelConfig, variant: Variant, weights: Weights, layer: int) 
     keys = weights.parallel.shard(config.num_kv_heads * config.head_dim, config.kv_copies)
     width = weights.parallel.part(config.intermediate_size)
     projections = [f"{name}.self_attn.{part}_proj" for part in "qkv"]
-    head_norms = [RMSNorm(weights, f"{name}.self_attn.{part}_norm", config.head_dim, eps) for part in "qk" if variant.head_norm]
+    head_norms = [
+        RMSNorm(weights, f"{name}.self_attn.{part}_norm", config.head_dim, eps) for part in "qk" if variant.head_norm
+    ]
     gate, up = f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"
     return DecoderLayer(
         RMSNorm(weights, f"{name}.input_layernorm", hidden, eps),
@@ -70,7 +72,11 @@ def decoder_config(
     windows: tuple[int | None, ...] | None = None,
 ) -> ModelConfig:
     """A config.json of this shape as a ModelConfig; the keywords are the family's defaults."""
-    hidden, heads, layers = require(raw, "hidden_size"), require(raw, "num_attention_heads"), require(raw, "num_hidden_layers")
+    hidden, heads, layers = (
+        require(raw, "hidden_size"),
+        require(raw, "num_attention_heads"),
+        require(raw, "num_hidden_layers"),
+    )
     positions = require(raw, "max_position_embeddings", max_position_embeddings)
     kv_heads = raw.get("num_key_value_heads", num_kv_heads) or heads
     if heads % kv_heads:

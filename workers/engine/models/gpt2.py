@@ -58,13 +58,18 @@ class GPT2(DecoderModel):
 
 def _layer(config: ModelConfig, weights: Weights, layer: int) -> DecoderLayer:
     name, hidden = f"*.h.{layer}", config.hidden_size
-    heads, width = weights.parallel.shard(config.num_heads * config.head_dim), weights.parallel.part(config.intermediate_size)
+    heads, width = (
+        weights.parallel.shard(config.num_heads * config.head_dim),
+        weights.parallel.part(config.intermediate_size),
+    )
     qkv = [heads.within(part, 3) for part in range(3)]
     return DecoderLayer(
         attention_norm=LayerNorm(weights, f"{name}.ln_1", hidden, config.norm_eps),
         qkv=load_fused(weights, [f"{name}.attn.c_attn"] * 3, hidden, qkv, bias=True, transposed=True),
         output=load_row_parallel(weights, f"{name}.attn.c_proj", heads, hidden, bias=True, transposed=True),
         mlp_norm=LayerNorm(weights, f"{name}.ln_2", hidden, config.norm_eps),
-        up=load_fused(weights, [f"{name}.mlp.c_fc"], hidden, [width], True, transposed=True, activation=config.activation),
+        up=load_fused(
+            weights, [f"{name}.mlp.c_fc"], hidden, [width], True, transposed=True, activation=config.activation
+        ),
         down=load_row_parallel(weights, f"{name}.mlp.c_proj", width, hidden, bias=True, transposed=True),
     )

@@ -35,7 +35,9 @@ def find_family(raw: Json, model_impl: str) -> Family | None:
     """The engine's own code for an architecture; None where transformers' class is to run. Raises ModelLoadError where nothing may."""
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not names:
-        raise ModelLoadError(f"config.json names no architecture; the engine has its own code for {', '.join(FAMILIES)}")
+        raise ModelLoadError(
+            f"config.json names no architecture; the engine has its own code for {', '.join(FAMILIES)}"
+        )
     if model_impl == "transformers":
         return None
     if model_impl == "own" and names[0] not in FAMILIES:

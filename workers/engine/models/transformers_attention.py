@@ -25,10 +25,21 @@ MASKED = "paged_rows_masked"
 
 # What every class hands down to its attention and what changes nothing there. Anything else that is set would have to be done by us.
 _HARMLESS = frozenset(
-    {"cache_position", "is_causal", "output_attentions", "output_hidden_states", "past_key_values", "position_embeddings"}
+    {
+        "cache_position",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "past_key_values",
+        "position_embeddings",
+    }
     | {"position_ids", "return_dict", "use_cache"}
 )
-_NAMED = {"s_aux": "attention sinks", "softcap": "a soft cap on attention scores", "position_bias": "a bias by position"}
+_NAMED = {
+    "s_aux": "attention sinks",
+    "softcap": "a soft cap on attention scores",
+    "position_bias": "a bias by position",
+}
 
 ALL_BEFORE = 0
 OTHER = -1
@@ -49,7 +60,14 @@ class LayerCall:
 
 
 def attend_rows(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, attend: AttentionContext, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attend: AttentionContext,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]; T tokens of any rows."""
     layer = cast(int, module.layer_idx)
@@ -74,7 +92,9 @@ def watch(
     layer = getattr(module, "layer_idx", None)
     mask = None if attention_mask is None else int(attention_mask)
     objection = _objection(query, key, value, others)
-    attend.append(LayerCall(layer, query.shape[1], key.shape[1], query.shape[3], scaling, sliding_window, mask, objection))
+    attend.append(
+        LayerCall(layer, query.shape[1], key.shape[1], query.shape[3], scaling, sliding_window, mask, objection)
+    )
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -85,11 +105,15 @@ def _objection(query: Tensor, key: Tensor, value: Tensor, others: dict[str, Any]
         return "keys of more tokens than the step has"
     if others.get("is_causal") is False:
         return "attention to later tokens"
-    unknown = [name for name, value in others.items() if name not in _HARMLESS and value is not None and value is not False]
+    unknown = [
+        name for name, value in others.items() if name not in _HARMLESS and value is not None and value is not False
+    ]
     return _NAMED.get(unknown[0], f"the attention argument {unknown[0]!r}") if unknown else None
 
 
-def describe_mask(*, mask_function: Callable[..., Tensor], config: Any, device: torch.device | str = "cpu", **_: Any) -> Tensor:
+def describe_mask(
+    *, mask_function: Callable[..., Tensor], config: Any, device: torch.device | str = "cpu", **_: Any
+) -> Tensor:
     """[1, 1, 1, 1] int64: what the mask lets a query far along see, as `LayerCall.mask` has it."""
     far = 2 * int(getattr(config, "max_position_embeddings", None) or 1 << 17)
     seen = {_visible(mask_function, query) for query in (far, far + 1)}  # a mask by chunks changes from one to the next

@@ -55,7 +55,9 @@ class TransformersClass:
     body: str
     config: ModelConfig
 
-    def load(self, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int) -> TransformersModel:
+    def load(
+        self, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
+    ) -> TransformersModel:
         """The model with its weights, checked against the class' own attention; `config` may say more than the class does.
 
         Raises ModelLoadError.
@@ -72,7 +74,9 @@ class TransformersClass:
 
 
 class TransformersModel(DecoderModel):
-    def __init__(self, module: Pretrained, body: str, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
+    def __init__(
+        self, module: Pretrained, body: str, config: ModelConfig, weights: Weights, max_model_len: int
+    ) -> None:
         super().__init__(config, weights)
         self.module = module
         self._lengths = _Lengths()
@@ -151,9 +155,15 @@ def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
     """The model without memory for its weights."""
     settings = copy.deepcopy(settings)
     settings._attn_implementation = WATCHED
-    settings._experts_implementation = "batched_mm"  # of those that transformers has, the one whose shapes depend on no value
+    settings._experts_implementation = (
+        "batched_mm"  # of those that transformers has, the one whose shapes depend on no value
+    )
     name = model_class.__name__
-    with refused_as(f"transformers' {name} cannot be built as config.json says"), torch.device("meta"), torch.inference_mode():
+    with (
+        refused_as(f"transformers' {name} cannot be built as config.json says"),
+        torch.device("meta"),
+        torch.inference_mode(),
+    ):
         model = model_class._from_config(settings, attn_implementation=WATCHED).eval()
         _rotate_by_token(model, _Lengths(), 1)
     return model
@@ -167,7 +177,10 @@ def _watched(name: str, skeleton: Pretrained) -> tuple[list[LayerCall], str]:
         if path:
             module.register_forward_pre_hook(lambda *_, path=path: entered.append(path), prepend=True)
     ids = torch.zeros((1, 2), dtype=torch.int64, device="meta")
-    with refused_as(str(refusal(name, "two tokens fail without a cache and the values of its weights"))), torch.inference_mode():
+    with (
+        refused_as(str(refusal(name, "two tokens fail without a cache and the values of its weights"))),
+        torch.inference_mode(),
+    ):
         skeleton(input_ids=ids, position_ids=ids, use_cache=False, attend=calls)
     if not entered or not calls:
         raise refusal(name, "its layers do not call the attention function that they were given")
@@ -203,15 +216,21 @@ def _model_config(name: str, settings: Settings, skeleton: Pretrained, calls: li
 def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:
     for call in calls:
         if call.objection is not None:
-            raise refusal(name, f"layer {call.layer} asks for {call.objection}, which the engine's attention does not do")
+            raise refusal(
+                name, f"layer {call.layer} asks for {call.objection}, which the engine's attention does not do"
+            )
     layers = sorted(-1 if call.layer is None else call.layer for call in calls)
     expected = int(getattr(settings, "num_hidden_layers", len(calls)))
     if layers != list(range(expected)):
-        raise refusal(name, f"of its {expected} layers {len(set(layers))} attend, in {len(calls)} calls; each has to do so once")
+        raise refusal(
+            name, f"of its {expected} layers {len(set(layers))} attend, in {len(calls)} calls; each has to do so once"
+        )
     if len({(call.heads, call.kv_heads, call.head_dim) for call in calls}) > 1:
         raise refusal(name, "its layers differ in the number or size of their heads")
     if calls[0].heads % calls[0].kv_heads:
-        raise refusal(name, f"it has {calls[0].heads} attention heads, which {calls[0].kv_heads} key-value heads do not divide")
+        raise refusal(
+            name, f"it has {calls[0].heads} attention heads, which {calls[0].kv_heads} key-value heads do not divide"
+        )
 
 
 def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
@@ -220,13 +239,17 @@ def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
     kinds = {value.get("rope_type") for value in found.values() if isinstance(value, dict)} or {found.get("rope_type")}
     if found.get("rope_type") not in ROPE_TYPES:
         if kinds & {"dynamic", "longrope"}:
-            raise refusal(name, "positions that depend on the length are supported only where they are the same in all layers")
+            raise refusal(
+                name, "positions that depend on the length are supported only where they are the same in all layers"
+            )
         return None
     if found["rope_type"] == "dynamic":
         return None
     scaling = dict(found)
     if found["rope_type"] in ("longrope", "yarn", "llama3"):
-        original = found.get("original_max_position_embeddings") or getattr(settings, "original_max_position_embeddings", None)
+        original = found.get("original_max_position_embeddings") or getattr(
+            settings, "original_max_position_embeddings", None
+        )
         scaling["original_max_position_embeddings"] = original or positions
     return RopeConfig(float(found.get("rope_theta") or 10_000.0), str(found["rope_type"]), scaling, positions)
 
@@ -245,12 +268,20 @@ def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) ->
         )
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ModelLoadError(f"the checkpoint has no tensor {missing[0]!r}; is it whole, and of the architecture in config.json?")
+        raise ModelLoadError(
+            f"the checkpoint has no tensor {missing[0]!r}; is it whole, and of the architecture in config.json?"
+        )
     for name, stored, implied in sorted(report["mismatched_keys"]):
         raise ModelLoadError(f"tensor {name!r} has shape {list(stored)}, but config.json implies {list(implied)}")
     unused = sorted(report["unexpected_keys"])
     if unused:
-        logger.warning("%s does not use %d tensors of %s, the first is %s", found.config.architecture, len(unused), folder, unused[0])
+        logger.warning(
+            "%s does not use %d tensors of %s, the first is %s",
+            found.config.architecture,
+            len(unused),
+            folder,
+            unused[0],
+        )
     return module.eval().requires_grad_(False)
 
 
@@ -305,7 +336,9 @@ def _rotate_by_token(model: Pretrained, lengths: _Lengths, max_model_len: int) -
             continue
         long = copy.copy(module)
         long._buffers = dict(module._buffers)
-        long._buffers["inv_freq"], _ = ROPE_INIT_FUNCTIONS[kind](module.config, module.inv_freq.device, seq_len=original + 1)
+        long._buffers["inv_freq"], _ = ROPE_INIT_FUNCTIONS[kind](
+            module.config, module.inv_freq.device, seq_len=original + 1
+        )
         module.forward = partial(_rotations, partial(plain, module), partial(plain, long), lengths, original)
 
 

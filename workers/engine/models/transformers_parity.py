@@ -52,7 +52,9 @@ def check_parity(model: TransformersModel) -> None:
         found = torch.split(_paged_logits(model, prompt), _STEPS)
     apart = max(_distance(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     if not apart <= _TOLERANCES.get(model.dtype, _TOLERANCES[torch.bfloat16]):
-        raise refusal(model.config.architecture, f"its logits on a paged cache are {apart:.2g} of their size away from its own")
+        raise refusal(
+            model.config.architecture, f"its logits on a paged cache are {apart:.2g} of their size away from its own"
+        )
 
 
 def _fails(model: TransformersModel) -> str:

@@ -39,7 +39,12 @@ def built_library(folder: Path | None = None) -> Path:
     """
     compiler, sources = _compiler(), sorted(SOURCE.glob("*.[ch]"))
     flags = [*_FLAGS, *(_X86_FLAGS if platform.machine() == "x86_64" else ())]
-    made_from = [*(path.read_bytes() for path in sources), shlex.join(compiler + flags).encode(), _version(compiler), _processor()]
+    made_from = [
+        *(path.read_bytes() for path in sources),
+        shlex.join(compiler + flags).encode(),
+        _version(compiler),
+        _processor(),
+    ]
     digest = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in made_from)).hexdigest()
     library = (folder or cache_folder()) / f"native-{digest[:16]}.so"
     try:

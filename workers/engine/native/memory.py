@@ -21,7 +21,9 @@ class _Mapping:
 
     def __init__(self, size: int) -> None:
         try:
-            self._memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get small pages
+            self._memory = mmap.mmap(
+                -1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )  # shared ones get small pages
         except (OSError, OverflowError) as error:
             raise MemoryError(f"no address space for {size} bytes: {error}") from error
         with contextlib.suppress(OSError, AttributeError):  # a system without huge pages

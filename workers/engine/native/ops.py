@@ -33,7 +33,9 @@ class NativeOps(TorchOps):
     def table(self, weight: Tensor) -> Table:
         return PackedTable(weight) if _can_pack(weight) else super().table(weight)
 
-    def stack(self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int) -> Stack:
+    def stack(
+        self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
+    ) -> Stack:
         return (NativeStack if can_stack(layers) else Stack)(layers, norm, heads, kv_heads, head_dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,7 +47,9 @@ class NativeOps(TorchOps):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return _normed(x.contiguous(), None, weight, bias, eps)
 
-    def add_layer_norm(self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         return _normed(x, residual, weight, bias, eps), x
 
 
@@ -71,13 +75,26 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | N
     y = torch.empty_like(x)
     added, biases = (None if given is None else given.data_ptr() for given in (residual, bias))
     rows, size, floats = x.numel() // x.shape[-1], x.shape[-1], x.dtype == torch.float32
-    _norm_rows()(x.data_ptr(), added, weight.data_ptr(), biases, y.data_ptr(), rows, size, eps, bias is not None, floats)
+    _norm_rows()(
+        x.data_ptr(), added, weight.data_ptr(), biases, y.data_ptr(), rows, size, eps, bias is not None, floats
+    )
     return y
 
 
 @functools.cache
 def _norm_rows() -> ctypes._FuncPointer:
     function, pointer, size = load().norm_rows, ctypes.c_void_p, ctypes.c_ssize_t
-    function.argtypes = (pointer, pointer, pointer, pointer, pointer, size, size, ctypes.c_float, ctypes.c_int, ctypes.c_int)
+    function.argtypes = (
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        size,
+        size,
+        ctypes.c_float,
+        ctypes.c_int,
+        ctypes.c_int,
+    )
     function.restype = None
     return function

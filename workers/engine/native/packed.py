@@ -43,7 +43,12 @@ class PackedMatrix:
     __slots__ = ("_bias", "_dtype", "_matrix", "_multiply", "_panels", "_size_in", "columns", "pointer")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, gated: bool = False, to_float: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        gated: bool = False,
+        to_float: bool = False,
     ) -> None:
         n, self._size_in = weight.shape
         panels = -(-(n // 2) // (PANEL // 2)) if gated else -(-n // PANEL)

@@ -57,7 +57,9 @@ class _Stack(ctypes.Structure):
 class NativeStack(Stack):
     """Buffers are kept from step to step. Attention of other backends is called layer by layer."""
 
-    def __init__(self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
+    ) -> None:
         super().__init__(layers, norm, heads, kv_heads, head_dim)
         queries, keys, self._hidden = heads * head_dim, kv_heads * head_dim, len(norm.weight)
         self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
@@ -83,13 +85,17 @@ class NativeStack(Stack):
         tokens, hidden = len(hidden), hidden.contiguous()
         if tokens > self._room:
             self._make_room(tokens)
-        steps = [attend.attention.prepared(attend.metadata, window, self._qkv, rotation).pointer for window in self._windows]
+        steps = [
+            attend.attention.prepared(attend.metadata, window, self._qkv, rotation).pointer for window in self._windows
+        ]
         self._run(self._pointer, (ctypes.c_void_p * len(steps))(*steps), tokens, hidden.data_ptr(), *self._buffers)
         return self._result[: tokens * self._hidden].view(tokens, self._hidden)
 
     def _take_caches(self, attend: StepAttention) -> None:
         self._caches, self._windows = attend.caches, list(dict.fromkeys(attend.windows))
-        for layer, cache, scale, window in zip(self._c_layers, attend.caches, attend.scales, attend.windows, strict=True):
+        for layer, cache, scale, window in zip(
+            self._c_layers, attend.caches, attend.scales, attend.windows, strict=True
+        ):
             layer.cache, layer.scale, layer.step = cache.data_ptr(), scale, self._windows.index(window)
 
     def _make_room(self, tokens: int) -> None:
@@ -97,7 +103,11 @@ class NativeStack(Stack):
         self._room, tokens = 0, max(_LEAST_ROOM, 1 << (tokens - 1).bit_length())
         self._result = torch.empty(0)
         self._held: list[Tensor] = []  # what is there goes first
-        sizes = (tokens * self._hidden, tokens * self._narrow, max(tokens * self._qkv, min(tokens, _MLP_ROWS) * self._mlp))
+        sizes = (
+            tokens * self._hidden,
+            tokens * self._narrow,
+            max(tokens * self._qkv, min(tokens, _MLP_ROWS) * self._mlp),
+        )
         self._held = zeros_together(sizes, torch.bfloat16)
         self._result, self._buffers, self._room = self._held[1], [buffer.data_ptr() for buffer in self._held], tokens
 

@@ -54,7 +54,9 @@ class Draw:
         floors, top_p = self._limits.floors(z, slots), self._limits.top_p(slots)
         if not z.is_cuda:
             host_keys = keys.numpy().view(np.uint64)
-            return torch.from_numpy(draw_rows(z.numpy(), floors[:, 0].numpy(), top_p, host_keys, torch.get_num_threads()))
+            return torch.from_numpy(
+                draw_rows(z.numpy(), floors[:, 0].numpy(), top_p, host_keys, torch.get_num_threads())
+            )
         return draw_on_device(z, floors, to_device(top_p, z.device)[:, None] if (top_p < 1).any() else None, keys)
 
 

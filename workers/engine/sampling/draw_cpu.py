@@ -23,7 +23,9 @@ Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
 
 _CANDIDATES = 40.0  # expected, for each that may be drawn: those outside the nucleus come on top
-_BLOCK = 4  # rows looked through together: a thread that lets go of the interpreter every few microseconds gains nothing
+_BLOCK = (
+    4  # rows looked through together: a thread that lets go of the interpreter every few microseconds gains nothing
+)
 _FEW = 2048  # tokens whose exact noise costs less than looking for candidates
 _NARROW = 0.25  # a nucleus of less is cut out first, lest almost all candidates lie outside
 _LIST_COST = 4  # what a listed token costs, in tokens of a row that is looked at whole
@@ -56,11 +58,14 @@ def _draw(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]) ->
     goals = np.where(top_p[wide] < 1, top_p[wide] * totals, np.float32(np.inf))
     near = _near(weights, np.minimum(totals, goals), keys[wide], vocabulary_steps(z.shape[1]))
     tokens = {
-        row: _Candidates(part[i], None, weights[i]).draw(keys[row], float(goals[i]), near[i]) if totals[i] > 0 else int(part[i].argmax())
+        row: _Candidates(part[i], None, weights[i]).draw(keys[row], float(goals[i]), near[i])
+        if totals[i] > 0
+        else int(part[i].argmax())
         for i, row in enumerate(wide.tolist())
     }
     return [
-        tokens[row] if row in tokens else _draw_limited(z[row], float(floors[row]), float(top_p[row]), keys[row]) for row in range(len(z))
+        tokens[row] if row in tokens else _draw_limited(z[row], float(floors[row]), float(top_p[row]), keys[row])
+        for row in range(len(z))
     ]
 
 

@@ -72,7 +72,9 @@ def smallest_on_device(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int
 def smallest_on_host(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int64]) -> Tensor:
     """The same on a CPU, each row for itself."""
     values = z.numpy()
-    return torch.tensor([[_kth_largest(values[row], k)] for row, k in zip(rows.tolist(), top_k.tolist(), strict=True)], dtype=z.dtype)
+    return torch.tensor(
+        [[_kth_largest(values[row], k)] for row, k in zip(rows.tolist(), top_k.tolist(), strict=True)], dtype=z.dtype
+    )
 
 
 def _kth_largest(values: NDArray[np.float32], k: int) -> float:

@@ -69,7 +69,11 @@ class BadWords:
     def set(self, slot: int, params: SamplingParams) -> None:
         words = set(params.bad_words)
         rest = [(distance, token) for word in words for distance, token in enumerate(word[-2::-1], 1)]
-        self._last.put(slot, np.array([word[-1] for word in words], np.int64), np.array([len(word) - 1 for word in words], np.int64))
+        self._last.put(
+            slot,
+            np.array([word[-1] for word in words], np.int64),
+            np.array([len(word) - 1 for word in words], np.int64),
+        )
         self._rest.put(slot, *np.array(rest, np.int64).reshape(-1, 2).T)
 
     def apply(self, logits: Tensor, rows: SampledRows) -> None:
@@ -77,7 +81,9 @@ class BadWords:
         if not users:
             return
         at, last, before = self._last.gather(rows.slots, users)
-        missing = torch.zeros(len(last), device=logits.device)  # tokens of a word's rest that the output does not end in
+        missing = torch.zeros(
+            len(last), device=logits.device
+        )  # tokens of a word's rest that the output does not end in
         longer = self._rest.users(rows.slots)
         if longer:
             row, distance, token = self._rest.gather(rows.slots, longer)

@@ -25,7 +25,9 @@ class Logprobs:
 
     def told(self) -> list[TokenLogprobs]:
         """As requests are told; the tensors are on the host."""
-        columns = zip(self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), self.counts.tolist(), strict=True)
+        columns = zip(
+            self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), self.counts.tolist(), strict=True
+        )
         return [TokenLogprobs(ids[: 1 + count], values[: 1 + count], rank) for ids, values, rank, count in columns]
 
 

@@ -51,7 +51,9 @@ class Penalties:
             self._penalise(logits, rows, users[first:last], starts, width)
             first = last
 
-    def _penalise(self, logits: Tensor, rows: SampledRows, users: NDArray[np.int64], starts: NDArray[np.int64], width: int) -> None:
+    def _penalise(
+        self, logits: Tensor, rows: SampledRows, users: NDArray[np.int64], starts: NDArray[np.int64], width: int
+    ) -> None:
         """Rows `users`, the longest of which has `width` tokens to look at."""
         device, slots = logits.device, rows.slots[users]
         host = np.stack((users, slots, starts[users], rows.lengths[users], rows.prompt_lengths[users]))

@@ -46,4 +46,6 @@ class Lists:
         """The arrays of `rows`, all of which use them, one behind the other; the first array of the result says each item's row."""
         found = [self._arrays[slot] for slot in slots[rows].tolist()]
         lengths = [len(arrays[0]) for arrays in found]
-        return np.repeat(np.asarray(rows, np.int64), lengths), *(np.concatenate(parts) for parts in zip(*found, strict=True))
+        return np.repeat(np.asarray(rows, np.int64), lengths), *(
+            np.concatenate(parts) for parts in zip(*found, strict=True)
+        )

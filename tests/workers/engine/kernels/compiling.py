@@ -50,7 +50,9 @@ def compiled(variants: Sequence[Variant], capability: int) -> list[Code]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     asked = json.dumps([asdict(variant) for variant in variants])
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(capability)]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[4])
+    done = subprocess.run(
+        command, input=asked, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[4]
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [Code(**code) for code in json.loads(done.stdout)]
 
@@ -62,7 +64,9 @@ def _compile(variant: Variant, capability: int) -> Code:
     from triton.compiler import ASTSource
 
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
-    constants = {n: getattr(tl, v[3:]) if isinstance(v, str) and v.startswith("tl.") else v for n, v in variant.constants.items()}
+    constants = {
+        n: getattr(tl, v[3:]) if isinstance(v, str) and v.startswith("tl.") else v for n, v in variant.constants.items()
+    }
     signature = {name: variant.signature.get(name, "constexpr") for name in kernel.arg_names}
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
@@ -73,7 +77,13 @@ def _compile(variant: Variant, capability: int) -> Code:
     for opcode in re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", sass, re.MULTILINE):
         opcodes[opcode] = opcodes.get(opcode, 0) + 1
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    return Code(int(numbers["REG"]), int(numbers["STACK"]) + int(numbers["LOCAL"]), code.metadata.shared, opcodes, code.asm["ptx"])
+    return Code(
+        int(numbers["REG"]),
+        int(numbers["STACK"]) + int(numbers["LOCAL"]),
+        code.metadata.shared,
+        opcodes,
+        code.asm["ptx"],
+    )
 
 
 def _disassembled(cubin: bytes) -> tuple[str, str]:

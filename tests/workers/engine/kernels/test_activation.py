@@ -28,7 +28,9 @@ def test_equals_torch(tokens: int, width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["silu", "swish", "gelu", "gelu_pytorch_tanh"])
 def test_every_name_gives_what_torch_gives(name: str) -> None:
     gate_up = torch.randn(2, 64, device=DEVICE)
-    torch.testing.assert_close(TritonOps().gated_activation(name, gate_up.clone()), TorchOps().gated_activation(name, gate_up.clone()))
+    torch.testing.assert_close(
+        TritonOps().gated_activation(name, gate_up.clone()), TorchOps().gated_activation(name, gate_up.clone())
+    )
 
 
 @pytest.mark.gpu

@@ -77,12 +77,16 @@ class Step:
 
     def new(self, tensors: list[Tensor]) -> Tensor:
         """Of every row what this step computes."""
-        return torch.cat([tensor[tensor.shape[0] - count :] for tensor, (count, _) in zip(tensors, self.rows, strict=True)])
+        return torch.cat(
+            [tensor[tensor.shape[0] - count :] for tensor, (count, _) in zip(tensors, self.rows, strict=True)]
+        )
 
     def cache(self) -> Tensor:
         """NaN but for the rows' earlier tokens."""
         s = self.shape
-        cache = torch.full((2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim), float("nan"), dtype=self.dtype, device=DEVICE)
+        cache = torch.full(
+            (2, s.num_blocks, s.kv_heads, s.block_size, s.head_dim), float("nan"), dtype=self.dtype, device=DEVICE
+        )
         for row, (count, context) in enumerate(self.rows):
             places = self._places(row, 0, context - count)
             for half, tensors in enumerate((self.keys, self.values)):
@@ -92,11 +96,20 @@ class Step:
     def _places(self, row: int, first: int, last: int) -> Tensor:
         position = np.arange(first, last)
         blocks = self.tables[self.slots[row], position // self.block_size] if last > 0 else position
-        return torch.from_numpy((blocks * np.int64(self.block_size) + position % self.block_size).astype(np.int64)).to(DEVICE)
+        return torch.from_numpy((blocks * np.int64(self.block_size) + position % self.block_size).astype(np.int64)).to(
+            DEVICE
+        )
 
     def metadata(self) -> DeviceMetadata:
-        spans = [(row, context - count if context else 0, context or count) for row, (count, context) in enumerate(self.rows)]
-        slots = torch.cat([self._places(*span) if self.rows[span[0]][1] else self._places(span[0], 0, 0).new_zeros(1) for span in spans])
+        spans = [
+            (row, context - count if context else 0, context or count) for row, (count, context) in enumerate(self.rows)
+        ]
+        slots = torch.cat(
+            [
+                self._places(*span) if self.rows[span[0]][1] else self._places(span[0], 0, 0).new_zeros(1)
+                for span in spans
+            ]
+        )
         starts = np.cumsum([0] + [count for count, _ in self.rows]).astype(np.int32)
         contexts = np.array([context for _, context in self.rows], np.int32)
         on_device = [torch.from_numpy(array).to(DEVICE) for array in (starts, contexts, self.slots, self.tables)]
@@ -118,7 +131,9 @@ class Step:
             position = torch.arange(context - count, context, device=DEVICE)[:, None]
             key = torch.arange(context, device=DEVICE)
             seen = (key <= position) & (key > position - (self.window or context))
-            scores = torch.einsum("nhd,lhd->hnl", q.float(), keys.float().repeat_interleave(self.group, 1)) * self.dim**-0.5
+            scores = (
+                torch.einsum("nhd,lhd->hnl", q.float(), keys.float().repeat_interleave(self.group, 1)) * self.dim**-0.5
+            )
             weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
             parts.append(torch.einsum("hnl,lhd->nhd", weights, values.float().repeat_interleave(self.group, 1)))
         return torch.cat(parts)
@@ -176,7 +191,9 @@ def test_of_many_rows_those_are_cut_that_are_long_beside_the_others(contexts: li
 @pytest.mark.parametrize("window", [None, 1, 33])
 @pytest.mark.parametrize(("dim", "block_size"), [(64, 16), (80, 32), (128, 8)])
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_wide_grid(group: int, dim: int, block_size: int, window: int | None, split: bool, request: pytest.FixtureRequest) -> None:
+def test_wide_grid(
+    group: int, dim: int, block_size: int, window: int | None, split: bool, request: pytest.FixtureRequest
+) -> None:
     if split:
         request.getfixturevalue("_short_pieces")
     for rows, dtype in ((DECODE, torch.float32), (MIXED, torch.bfloat16)):
@@ -210,12 +227,15 @@ def test_without_a_card_the_interpreter_must_be_asked_for(monkeypatch: pytest.Mo
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("window", [None, 1024])
-@pytest.mark.parametrize(("kv_heads", "group", "dim"), [(8, 2, 128), (8, 4, 128), (2, 7, 64), (12, 1, 64), (4, 8, 96), (1, 16, 80)])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dim"), [(8, 2, 128), (8, 4, 128), (2, 7, 64), (12, 1, 64), (4, 8, 96), (1, 16, 80)]
+)
 def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dtype: torch.dtype) -> None:
     random = np.random.default_rng(1)
     decode = [(1, int(length)) for length in random.integers(1, 6000, 40)] + [(1, 0)] * 3
     chunks = [
-        (int(count), int(count + before)) for count, before in zip(random.integers(2, 900, 5), random.integers(0, 3000, 5), strict=True)
+        (int(count), int(count + before))
+        for count, before in zip(random.integers(2, 900, 5), random.integers(0, 3000, 5), strict=True)
     ]
     for rows in (decode, [(1, 30000)], [(2048, 2048)], [(100, 20000)], decode + chunks):
         Step(rows, kv_heads, group, dim, 16, dtype, window).check()
@@ -247,9 +267,13 @@ def test_a_recording_reads_the_lengths_that_stand_in_memory() -> None:
     for contexts in ([3000, 17, 1, 0], [2000, 9, 0, 0], [513, 16, 1, 0]):
         first.rows = [(1, context) for context in contexts]
         metadata.context_lens.copy_(torch.tensor(contexts, dtype=torch.int32))
-        metadata.slot_mapping.copy_(torch.cat([first._places(row, max(c - 1, 0), max(c, 1)) for row, c in enumerate(contexts)]))
+        metadata.slot_mapping.copy_(
+            torch.cat([first._places(row, max(c - 1, 0), max(c, 1)) for row, c in enumerate(contexts)])
+        )
         first.keys = [keys[: max(context, 1)].clone() for keys, context in zip(first.keys, contexts, strict=True)]
-        first.values = [values[: max(context, 1)].clone() for values, context in zip(first.values, contexts, strict=True)]
+        first.values = [
+            values[: max(context, 1)].clone() for values, context in zip(first.values, contexts, strict=True)
+        ]
         k.copy_(first.new(first.keys))
         v.copy_(first.new(first.values))
         out.fill_(float("nan"))

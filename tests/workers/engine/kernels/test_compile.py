@@ -7,8 +7,16 @@ from tests.workers.engine.kernels.compiling import SHARED_MEMORY, Code, Variant,
 from workers.engine.kernels.tuning import Choice, candidates
 
 MODULE = "workers.engine.kernels.attention"
-SPILLED = {torch.bfloat16: 96, torch.float16: 96, torch.float32: 256}  # bytes of a thread, by the worst candidate, any Triton since 3.6
-NAMES = {torch.bfloat16: ("bf16", "tl.bfloat16"), torch.float16: ("fp16", "tl.float16"), torch.float32: ("fp32", "tl.float32")}
+SPILLED = {
+    torch.bfloat16: 96,
+    torch.float16: 96,
+    torch.float32: 256,
+}  # bytes of a thread, by the worst candidate, any Triton since 3.6
+NAMES = {
+    torch.bfloat16: ("bf16", "tl.bfloat16"),
+    torch.float16: ("fp16", "tl.float16"),
+    torch.float32: ("fp32", "tl.float32"),
+}
 
 
 def attend(kind: str, choice: Choice, dim: int, group: int, dtype: torch.dtype, window: int = 0) -> Variant:
@@ -42,13 +50,27 @@ def plan(rows: int, block_q: int, window: int) -> Variant:
         **dict.fromkeys(("query_start", "context_lens", "slots", "records", "leaders", "scratch"), "*i32"),
         **dict.fromkeys(("num_rows", "num_pieces", "share"), "i32"),
     }
-    constants = {"WINDOW": window, "BLOCK_Q": block_q, "TILE": 64, "MIN_TILES": 8, "LEVELS": max(8, (rows - 1).bit_length()), "PIECES": 256}
+    constants = {
+        "WINDOW": window,
+        "BLOCK_Q": block_q,
+        "TILE": 64,
+        "MIN_TILES": 8,
+        "LEVELS": max(8, (rows - 1).bit_length()),
+        "PIECES": 256,
+    }
     return Variant(MODULE, "plan", signature, constants)
 
 
 def combine(dim: int, group: int) -> Variant:
     signature = {"records": "*i32", "leaders": "*i32", "out": "*bf16", "partials": "*fp32", "partial_sums": "*fp32"}
-    constants = {"KV_HEADS": 8, "GROUP": group, "HEAD_DIM": dim, "BLOCK_Q": 1, "BLOCK_D": 1 << (dim - 1).bit_length(), "BLOCK_M": 16}
+    constants = {
+        "KV_HEADS": 8,
+        "GROUP": group,
+        "HEAD_DIM": dim,
+        "BLOCK_Q": 1,
+        "BLOCK_D": 1 << (dim - 1).bit_length(),
+        "BLOCK_M": 16,
+    }
     return Variant(MODULE, "combine", signature, constants, aligned=("out", "partials"))
 
 
@@ -91,8 +113,12 @@ def test_every_candidate_compiles(dim: int, dtype: torch.dtype, capability: int)
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    ("dim", "group", "dtype", "window"), [(80, 7, torch.bfloat16, 1024), (96, 1, torch.float16, 0), (256, 16, torch.bfloat16, 512)]
+    ("dim", "group", "dtype", "window"),
+    [(80, 7, torch.bfloat16, 1024), (96, 1, torch.float16, 0), (256, 16, torch.bfloat16, 512)],
 )
 def test_odd_shapes_compile(dim: int, group: int, dtype: torch.dtype, window: int) -> None:
-    variants = [attend(kind, candidates(kind, dim, group, dtype)[0], dim, group, dtype, window) for kind in ("decode", "prefill")]
+    variants = [
+        attend(kind, candidates(kind, dim, group, dtype)[0], dim, group, dtype, window)
+        for kind in ("decode", "prefill")
+    ]
     check([*variants, plan(1024, 128 // group, window), combine(dim, group)], 64, 90)

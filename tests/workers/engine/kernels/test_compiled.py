@@ -8,10 +8,18 @@ from tests.workers.engine.kernels.compiling import SHARED_MEMORY, Variant, compi
 
 WORKERS = "workers.engine.kernels"
 STRIDES = {"token_stride": "i32", "head_stride": "i32", "angle_stride": "i32"}
-CACHE = {"cache": "*bf16", "slot_mapping": "*i64", "values_stride": "i64", "block_stride": "i32", "cache_head_stride": "i32"}
+CACHE = {
+    "cache": "*bf16",
+    "slot_mapping": "*i64",
+    "values_stride": "i64",
+    "block_stride": "i32",
+    "cache_head_stride": "i32",
+}
 HEAD = {"heads": 16, "kv_heads": 8, "BLOCK_SIZE": 16, "HEAD_DIM": 128, "HALF": 64, "HEADS": 8}
 DRAW = {
-    **dict.fromkeys(("table", "slots", "lengths", "prompt_lengths", "best", "tokens", "counts", "greedy", "drawn", "out"), "*i32"),
+    **dict.fromkeys(
+        ("table", "slots", "lengths", "prompt_lengths", "best", "tokens", "counts", "greedy", "drawn", "out"), "*i32"
+    ),
     **dict.fromkeys(("largest", "scores", "measured", "found", "distances"), "*fp32"),
     **dict.fromkeys(("stride", "vocab", "span", "parts"), "i32"),
 }
@@ -20,7 +28,12 @@ PARTED = {"PARTS": 64, "BLOCK": 2048}
 
 
 def variant(
-    module: str, kernel: str, parameters: dict[str, str], constants: dict[str, object], warps: int = 4, loose: tuple[str, ...] = ()
+    module: str,
+    kernel: str,
+    parameters: dict[str, str],
+    constants: dict[str, object],
+    warps: int = 4,
+    loose: tuple[str, ...] = (),
 ) -> Variant:
     """All pointers and strides but `loose` ones are multiples of 16, as those of the models' shapes are."""
     aligned = tuple(name for name, kind in parameters.items() if kind != "fp32" and name not in loose)
@@ -28,14 +41,18 @@ def variant(
 
 
 def draw(kernel: str, names: str, logits: str, **constants: object) -> Variant:
-    parameters = {"logits": f"*{logits}"} | {name: DRAW[name] for name in (*names.split(), "stride", "vocab", "span", "parts")}
+    parameters = {"logits": f"*{logits}"} | {
+        name: DRAW[name] for name in (*names.split(), "stride", "vocab", "span", "parts")
+    }
     return variant("sampling", kernel, parameters, constants, warps=8, loose=("span", "parts"))
 
 
 def norm(dtype: str, size: int, rows: int, warps: int, **absent: None) -> Variant:
     tensors = {name: f"*{dtype}" for name in ("x", "residual", "weight", "bias", "out") if name not in absent}
     constants = {"ROWS": rows, "WIDTH": size, **absent}
-    return variant("norm", "_norm", tensors | {"count": "i32", "size": "i32", "eps": "fp32"}, constants, warps, loose=("count",))
+    return variant(
+        "norm", "_norm", tensors | {"count": "i32", "size": "i32", "eps": "fp32"}, constants, warps, loose=("count",)
+    )
 
 
 ASKED = "table slots lengths prompt_lengths largest"

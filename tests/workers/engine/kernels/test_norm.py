@@ -28,8 +28,12 @@ def check(rows: int, size: int, dtype: torch.dtype, centred: bool) -> None:
     total = x + residual
     after, left = add_normed(x.clone(), residual.clone(), weight, shift, 1e-6)
     # The interpreter cuts bf16 off where a card rounds.
-    torch.testing.assert_close(left.float(), total.float(), rtol=0 if DEVICE.type == "cuda" else TOLERANCE[dtype] / 2, atol=0)
-    torch.testing.assert_close(after.float(), expected(left, weight, shift), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    torch.testing.assert_close(
+        left.float(), total.float(), rtol=0 if DEVICE.type == "cuda" else TOLERANCE[dtype] / 2, atol=0
+    )
+    torch.testing.assert_close(
+        after.float(), expected(left, weight, shift), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -51,6 +55,8 @@ def test_no_rows() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("centred", [False, True])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize(("rows", "size"), [(16384, 1024), (1024, 4096), (257, 8192), (33, 20_000), (7777, 128), (1, 576)])
+@pytest.mark.parametrize(
+    ("rows", "size"), [(16384, 1024), (1024, 4096), (257, 8192), (33, 20_000), (7777, 128), (1, 576)]
+)
 def test_real_shapes(rows: int, size: int, dtype: torch.dtype, centred: bool) -> None:
     check(rows, size, dtype, centred)

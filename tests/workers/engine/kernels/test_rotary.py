@@ -31,7 +31,9 @@ def expected_cache(k: Tensor, v: Tensor, cache: Tensor, mapping: Tensor) -> Tens
     return cache
 
 
-def check(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool, block_size: int = 16) -> None:
+def check(
+    tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool, block_size: int = 16
+) -> None:
     torch.manual_seed(dim)
     blocks = -(-tokens // block_size) + 2
     wide = torch.randn(tokens, heads + 2 * kv_heads + 1, dim, device=DEVICE).to(dtype)
@@ -39,7 +41,10 @@ def check(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, 
     positions = torch.randint(0, 300, (tokens,), device=DEVICE)
     cos, sin = Rotary(RopeConfig(1e4, "default", {}, 300), dim, 300, dtype, DEVICE).cos_sin(positions, positions + 1)
     norms = (head_norm(dim, dtype), head_norm(dim, dtype)) if normed else (None, None)
-    cache, mapping = torch.full((2, blocks, kv_heads, block_size, dim), POISON, device=DEVICE).to(dtype), places(tokens, blocks, block_size)
+    cache, mapping = (
+        torch.full((2, blocks, kv_heads, block_size, dim), POISON, device=DEVICE).to(dtype),
+        places(tokens, blocks, block_size),
+    )
     q, k, v = qkv.float().split([heads, kv_heads, kv_heads], 1)
     for norm in filter(None, norms):
         norm.weight = norm.weight.float()
@@ -77,7 +82,8 @@ def test_writes_alone() -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("tokens", "heads", "kv_heads", "dim"), [(16384, 16, 8, 128), (1024, 32, 8, 128), (256, 14, 2, 64), (1, 32, 32, 80), (333, 9, 3, 256)]
+    ("tokens", "heads", "kv_heads", "dim"),
+    [(16384, 16, 8, 128), (1024, 32, 8, 128), (256, 14, 2, 64), (1, 32, 32, 80), (333, 9, 3, 256)],
 )
 def test_real_shapes(tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, normed: bool) -> None:
     check(tokens, heads, kv_heads, dim, dtype, normed)

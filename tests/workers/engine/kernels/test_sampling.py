@@ -65,7 +65,9 @@ def fused(params: Sequence[SamplingParams], vocab: int) -> Sampler:
 def drawn(logits: Tensor, params: Sequence[SamplingParams], first: int = 0) -> list[int]:
     """Tokens of rows that all draw the output's token `first` plus their own number, as a graph draws them."""
     rows = torch.arange(len(params), dtype=torch.int32, device=DEVICE)
-    tokens = fused(params, logits.shape[1]).draw_static(logits.to(DEVICE), rows, rows + first + 7, torch.full_like(rows, 7))
+    tokens = fused(params, logits.shape[1]).draw_static(
+        logits.to(DEVICE), rows, rows + first + 7, torch.full_like(rows, 7)
+    )
     assert tokens.dtype == torch.int32
     return tokens.tolist()
 
@@ -78,7 +80,9 @@ def sorted_draw(logits: Tensor, params: Sequence[SamplingParams], first: int = 0
         limits.set(slot, each)
     temperature = torch.tensor([each.temperature or 1.0 for each in params], device=DEVICE)
     z = logits.sub(logits.amax(-1, keepdim=True)).div_(temperature[:, None])
-    words = np.array([(signed_seed(each.seed), each.choice, first + row) for row, each in enumerate(params)], np.int64).T
+    words = np.array(
+        [(signed_seed(each.seed), each.choice, first + row) for row, each in enumerate(params)], np.int64
+    ).T
     keys = request_keys(*to_device(words.copy(), DEVICE))
     tokens = draw_on_device(z, limits.floors(z, slots), to_device(limits.top_p(slots), DEVICE)[:, None], keys).tolist()
     greedy = logits.argmax(-1).tolist()
@@ -214,7 +218,14 @@ def test_noise_is_the_noise_of_every_device() -> None:
     lengths = torch.arange(len(seeds), dtype=torch.int32, device=DEVICE) * 20_000
     bits = torch.empty((len(seeds), len(tokens)), dtype=torch.int64, device=DEVICE)
     noises = torch.empty(bits.shape, dtype=torch.float32, device=DEVICE)
-    _noise[(len(seeds),)](sampler._fused._table, lengths, torch.tensor(tokens, dtype=torch.int32, device=DEVICE), bits, noises, len(tokens))
+    _noise[(len(seeds),)](
+        sampler._fused._table,
+        lengths,
+        torch.tensor(tokens, dtype=torch.int32, device=DEVICE),
+        bits,
+        noises,
+        len(tokens),
+    )
     expected = [(seed, choice, 20_000 * choice) for choice, seed in enumerate(seeds)]
     assert bits.tolist() == [[noise_bits(*each, token) for token in tokens] for each in expected]
     exact = torch.tensor([[noise(*each, token) for token in tokens] for each in expected], dtype=torch.float64)
@@ -227,7 +238,14 @@ def test_noise_is_the_noise_of_every_device() -> None:
 @pytest.mark.parametrize("scale", [0.3, 3.0])
 def test_real_shapes(scale: float, dtype: torch.dtype, rows: int) -> None:
     """Random weights make flat rows, trained ones peaked ones. Sums in another order may move a nucleus by its last candidate."""
-    limits = [{}, {"temperature": 0.0}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6}, {"top_k": 60_000}]
+    limits = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+        {"top_k": 60_000},
+    ]
     params = asked([limits[row % len(limits)] for row in range(rows)], seed=rows)
     logits = (torch.randn(rows, 151_936, device=DEVICE) * scale).to(dtype)
     differing = sum(a != b for a, b in zip(drawn(logits, params), sorted_draw(logits, params), strict=True))

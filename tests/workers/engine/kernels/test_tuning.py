@@ -12,7 +12,9 @@ import triton
 from workers.engine.kernels.tuning import Choice, ChoiceCache, candidates, tuned
 
 AMONG = candidates("decode", 128, 2, torch.bfloat16)
-SECONDS = {choice: 2.0 - index if index < 2 else 9.0 for index, choice in enumerate(AMONG)}  # the second is the quickest
+SECONDS = {
+    choice: 2.0 - index if index < 2 else 9.0 for index, choice in enumerate(AMONG)
+}  # the second is the quickest
 
 
 @pytest.fixture
@@ -42,8 +44,12 @@ def test_another_card_or_source_has_choices_of_its_own(cache: ChoiceCache, other
     assert ChoiceCache(cache.path.parent, *other).get("decode", AMONG) is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "{}", '{"choices": 3}', '{"card": "a card", "choices": {"decode": {}}}', "\x00\xff"])
-def test_a_file_that_makes_no_sense_is_warned_of_and_replaced(cache: ChoiceCache, content: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", "{}", '{"choices": 3}', '{"card": "a card", "choices": {"decode": {}}}', "\x00\xff"]
+)
+def test_a_file_that_makes_no_sense_is_warned_of_and_replaced(
+    cache: ChoiceCache, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.path.parent.mkdir()
     cache.path.write_text(content)
     with caplog.at_level(logging.WARNING):
@@ -62,7 +68,10 @@ def test_a_choice_that_makes_no_sense_is_measured(cache: ChoiceCache) -> None:
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert tuned(ChoiceCache(tmp_path / "file" / "new", "a card", "source"), "decode", AMONG, SECONDS.__getitem__) == AMONG[1]
+    assert (
+        tuned(ChoiceCache(tmp_path / "file" / "new", "a card", "source"), "decode", AMONG, SECONDS.__getitem__)
+        == AMONG[1]
+    )
 
 
 def test_what_the_card_refuses_is_passed_over(cache: ChoiceCache) -> None:

@@ -48,7 +48,9 @@ class Step:
         blocks = [-(-context // self.block_size) for _, context in self.rows]
         self.shape = CacheShape(sum(blocks) + 2, self.block_size, self.kv_heads, self.dim)
         free = iter(random.permutation(np.arange(1, self.shape.num_blocks - 1)))
-        self.tables = np.full((len(self.rows), max(blocks) + 1), self.shape.num_blocks - 1, np.int32)  # the last block is nobody's
+        self.tables = np.full(
+            (len(self.rows), max(blocks) + 1), self.shape.num_blocks - 1, np.int32
+        )  # the last block is nobody's
         for row, number in enumerate(blocks):
             self.tables[row, :number] = [next(free) for _ in range(number)]
         self.q = [self._random(count, self.kv_heads * self.group) for count, _ in self.rows]
@@ -61,10 +63,16 @@ class Step:
     def metadata(self, spans: list[tuple[int, int, int]]) -> AttentionMetadata:
         """For spans (row, first, last) of tokens computed together."""
         size = self.block_size
-        slots = [int(self.tables[row, position // size]) * size + position % size for row, a, b in spans for position in range(a, b)]
+        slots = [
+            int(self.tables[row, position // size]) * size + position % size
+            for row, a, b in spans
+            for position in range(a, b)
+        ]
         starts = np.cumsum([0] + [b - a for _, a, b in spans]).astype(np.int32)
         contexts = np.array([b for _, _, b in spans], np.int32)
-        return AttentionMetadata(torch.tensor(slots, dtype=torch.int64), starts, contexts, self.tables[[row for row, _, _ in spans]])
+        return AttentionMetadata(
+            torch.tensor(slots, dtype=torch.int64), starts, contexts, self.tables[[row for row, _, _ in spans]]
+        )
 
     def attended(self, threads: int = 1, only: int | None = None) -> list[Tensor]:
         """What comes of each row, or of one alone."""
@@ -99,7 +107,9 @@ class Step:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, 5, 100])
-@pytest.mark.parametrize(("dim", "group", "block_size"), [(64, 1, 16), (64, 3, 32), (80, 4, 16), (128, 8, 8), (12, 2, 7), (17, 1, 16)])
+@pytest.mark.parametrize(
+    ("dim", "group", "block_size"), [(64, 1, 16), (64, 3, 32), (80, 4, 16), (128, 8, 8), (12, 2, 7), (17, 1, 16)]
+)
 def test_mixed_rows(dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype) -> None:
     Step(DECODE + MIXED, 2, group, dim, block_size, dtype, window).check()
 
@@ -147,7 +157,10 @@ def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
     attention = make_attention("cpu", step.shape, 6, step.dtype, CPU)
     cache = attention.new_cache(1)[0].fill_(float("nan"))
     earlier = torch.zeros(shared - 1, 6, 64, dtype=dtype)
-    for spans, q in (([(1, 0, shared - 1)], earlier), ([(0, shared, shared + count), (1, shared - 1, shared)], torch.cat(step.q))):
+    for spans, q in (
+        ([(1, 0, shared - 1)], earlier),
+        ([(0, shared, shared + count), (1, shared - 1, shared)], torch.cat(step.q)),
+    ):
         k, v = (torch.cat([of[row][a:b] for row, a, b in spans]) for of in (step.keys, step.values))
         out = attention.forward(q, k, v, cache, step.metadata(spans), step.dim**-0.5, None)
     for row, got in enumerate(out.split([count, 1])):
@@ -219,7 +232,9 @@ def test_norm_and_rotation(dtype: torch.dtype, dim: int, block_size: int, norms:
     positions = torch.cat([torch.arange(count) for count, _ in step.rows])
     cos, sin = Rotary(RopeConfig(10000.0, "default", {}, 4096), dim, 100, dtype, CPU).cos_sin(positions, positions + 1)
     weights = Weights({f"{name}.weight": lambda: torch.rand(dim) + 0.5 for name in "qk"}, dtype, CPU)
-    rotary = RotaryHeads(cos, sin, *(RMSNorm(weights, name, dim, 1e-6) for name in "qk")) if norms else RotaryHeads(cos, sin)
+    rotary = (
+        RotaryHeads(cos, sin, *(RMSNorm(weights, name, dim, 1e-6) for name in "qk")) if norms else RotaryHeads(cos, sin)
+    )
     qkv = torch.randn(len(positions), 10, dim).to(dtype)
     spans = [(row, 0, count) for row, (count, _) in enumerate(step.rows)]
     outs = []

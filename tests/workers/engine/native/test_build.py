@@ -27,7 +27,9 @@ def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
     compiler.chmod(0o755)
     code = f"from pathlib import Path; from workers.engine.native.build import built_library; print(built_library(Path({str(tmp_path)!r})))"
     environment = {**_environment(), "CC": str(compiler)}
-    processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) for _ in range(3)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) for _ in range(3)
+    ]
     answers = {process.communicate(timeout=120)[0] for process in processes}
     assert len(answers) == 1
     assert Path(answers.pop().decode().strip()).is_file()
@@ -42,7 +44,9 @@ def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
         (" ", "CC is blank"),
     ],
 )
-def test_a_compiler_that_does_not_run(compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_run(
+    compiler: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CC", compiler)
     with pytest.raises(NativeUnavailable, match=reason):
         built_library(tmp_path)
@@ -94,7 +98,10 @@ def test_threads_are_torch_s_own() -> None:
         "from workers.engine.native.library import load; load(); "
         "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'iomp' in line}))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=_environment()).stdout.strip() == b"1"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=_environment()).stdout.strip()
+        == b"1"
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -53,7 +53,9 @@ def test_what_is_made_together_goes_back_together() -> None:
     assert [len(tensor) for tensor in tensors] == [1, 32 * MIB, 0, 1000]
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)
-    assert all(bool((end == number).all()) for number, tensor in enumerate(tensors) for end in (tensor[:9], tensor[-9:]))
+    assert all(
+        bool((end == number).all()) for number, tensor in enumerate(tensors) for end in (tensor[:9], tensor[-9:])
+    )
     before = resident()
     del tensor, tensors
     assert before - resident() > 48 * MIB

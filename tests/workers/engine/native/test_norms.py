@@ -22,7 +22,10 @@ def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centred: bool) -
     ops, tolerance = NativeOps(), TOLERANCE[dtype]
     total = x + residual
     if centred:
-        alone, (after, left) = ops.layer_norm(x, weight, bias, 1e-6), ops.add_layer_norm(x.clone(), residual, weight, bias, 1e-6)
+        alone, (after, left) = (
+            ops.layer_norm(x, weight, bias, 1e-6),
+            ops.add_layer_norm(x.clone(), residual, weight, bias, 1e-6),
+        )
         expected = [F.layer_norm(part.float(), (size,), weight.float(), bias.float(), 1e-6) for part in (x, total)]
     else:
         alone, (after, left) = ops.rms_norm(x, weight, 1e-6), ops.add_rms_norm(x.clone(), residual, weight, 1e-6)
@@ -35,7 +38,9 @@ def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centred: bool) -
 
 def test_heads_of_a_larger_tensor() -> None:
     qkv, weight = torch.randn(4, 7, 24), torch.randn(24)
-    torch.testing.assert_close(NativeOps().rms_norm(qkv[:, :3], weight, 1e-6), F.rms_norm(qkv[:, :3], (24,), weight, 1e-6))
+    torch.testing.assert_close(
+        NativeOps().rms_norm(qkv[:, :3], weight, 1e-6), F.rms_norm(qkv[:, :3], (24,), weight, 1e-6)
+    )
 
 
 def test_no_rows() -> None:

@@ -19,13 +19,26 @@ from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 
 pytestmark = [needs_native, pytest.mark.usefixtures("products")]
 
-SHAPES = [(1, 32, 2), (2, 33, 6), (12, 100, 64), (13, 31, 770), (64, 96, 130), (100, 2304, 768), (700, 65, 1026), (30, 70, 6000)]
+SHAPES = [
+    (1, 32, 2),
+    (2, 33, 6),
+    (12, 100, 64),
+    (13, 31, 770),
+    (64, 96, 130),
+    (100, 2304, 768),
+    (700, 65, 1026),
+    (30, 70, 6000),
+]
 # rows, outputs, inputs: the last but one takes three blocks of rows, the last has rows too long for blocks
 
 
 def operands(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(rows + outputs + inputs)
-    return torch.randn(rows, inputs).bfloat16(), (torch.randn(outputs, inputs) * inputs**-0.5).bfloat16(), torch.randn(outputs).bfloat16()
+    return (
+        torch.randn(rows, inputs).bfloat16(),
+        (torch.randn(outputs, inputs) * inputs**-0.5).bfloat16(),
+        torch.randn(outputs).bfloat16(),
+    )
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -36,7 +49,9 @@ def test_equals_torch(rows: int, outputs: int, inputs: int, threads: int) -> Non
     expected = F.linear(x.float(), weight.float(), bias.float())
     torch.testing.assert_close(PackedMatrix(weight, bias, to_float=True)(x), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(PackedMatrix(weight, bias)(x), expected.bfloat16(), rtol=1 / 128, atol=1e-5)
-    torch.testing.assert_close(PackedMatrix(weight)(x), F.linear(x.float(), weight.float()).bfloat16(), rtol=1 / 128, atol=1e-5)
+    torch.testing.assert_close(
+        PackedMatrix(weight)(x), F.linear(x.float(), weight.float()).bfloat16(), rtol=1 / 128, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
@@ -56,7 +71,9 @@ def test_extreme_sums_are_activated_as_torch_does() -> None:
     weight[:, 0] = 1
     for name in ("silu", "gelu", "gelu_new", "relu"):
         expected = activation(name)(x.float()[:, :1]).expand(-1, 32)
-        torch.testing.assert_close(PackedMatrix(weight, None, name, to_float=True)(x), expected, equal_nan=True, rtol=1e-6, atol=1e-30)
+        torch.testing.assert_close(
+            PackedMatrix(weight, None, name, to_float=True)(x), expected, equal_nan=True, rtol=1e-6, atol=1e-30
+        )
 
 
 def test_a_row_is_the_same_whatever_is_computed_beside_it() -> None:
@@ -115,7 +132,10 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_an_activation_that_is_not_known_is_refused_as_everywhere() -> None:
     weight = operands(1, 40, 64)[1]
-    for refused in (lambda: NativeOps().linear(weight, None, "quick"), lambda: NativeOps().gated_linear(weight, None, "quick")):
+    for refused in (
+        lambda: NativeOps().linear(weight, None, "quick"),
+        lambda: NativeOps().gated_linear(weight, None, "quick"),
+    ):
         with pytest.raises(ModelLoadError, match="activation 'quick'; supported are"):
             refused()
 

@@ -11,14 +11,18 @@ import pytest
 
 from tests.workers.engine.native.available import needs_native
 
-CHECKS = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all -g"  # behind all other flags: at -O3 that takes minutes
+CHECKS = (
+    "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all -g"  # behind all other flags: at -O3 that takes minutes
+)
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[3]
 
 
 def runtime(compiler: str) -> str:
     """The address sanitizer's library, which has to be there before any other."""
-    said = subprocess.run([*shlex.split(compiler), "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    said = subprocess.run(
+        [*shlex.split(compiler), "-print-file-name=libasan.so"], capture_output=True, text=True
+    ).stdout.strip()
     if not Path(said).is_absolute():
         pytest.skip(f"{compiler} has no libasan.so")
     return said
@@ -41,7 +45,11 @@ def test_the_kernels_stay_within_their_memory(tmp_path: Path) -> None:
         "ASAN_OPTIONS": "detect_leaks=0",
         "OMP_NUM_THREADS": "2",
     }
-    tests = [str(file) for file in sorted(FOLDER.glob("test_*.py")) if file.name not in ("test_sanitizers.py", "test_build.py")]
+    tests = [
+        str(file)
+        for file in sorted(FOLDER.glob("test_*.py"))
+        if file.name not in ("test_sanitizers.py", "test_build.py")
+    ]
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=800", *tests]
     done = subprocess.run(run, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

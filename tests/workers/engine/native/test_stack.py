@@ -24,7 +24,12 @@ CPU = torch.device("cpu")
 HIDDEN, WIDTH, LAYERS, BLOCK, BLOCKS = 48, 80, 3, 16, 160
 WINDOWS = (None, 24, None)
 ROPE = Rotary(RopeConfig(1e4, "default", {}, 1024), 16, 1024, torch.bfloat16, CPU)
-STEPS = [[(0, 700), (700, 30)], [(700, 1), (730, 1)], [(701, 5), (731, 1)], [(706, 1)]]  # tokens computed before and now, by row
+STEPS = [
+    [(0, 700), (700, 30)],
+    [(700, 1), (730, 1)],
+    [(701, 5), (731, 1)],
+    [(706, 1)],
+]  # tokens computed before and now, by row
 FAMILIES = ["gpt2", "llama", "qwen3"]
 
 
@@ -66,7 +71,9 @@ class Model:
         name = str(next(self.numbers))
         values = {f"{name}.{part}": random(size) for part in ("weight", "bias")}
         return (
-            Weights({key: lambda value=value: value for key, value in values.items()}, torch.bfloat16, CPU, ops=NativeOps()),
+            Weights(
+                {key: lambda value=value: value for key, value in values.items()}, torch.bfloat16, CPU, ops=NativeOps()
+            ),
             name,
             size,
             1e-5,
@@ -95,7 +102,9 @@ def step_of(rows: list[tuple[int, int]]) -> tuple[AttentionMetadata, Tensor]:
     tables = np.arange(BLOCKS, dtype=np.int32).reshape(2, -1)[: len(rows)]
     before, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     positions = np.concatenate([np.arange(first, first + number) for first, number in zip(before, counts, strict=True)])
-    slots = tables[np.repeat(np.arange(len(rows)), counts), positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    slots = (
+        tables[np.repeat(np.arange(len(rows)), counts), positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK
+    )
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     return AttentionMetadata(torch.from_numpy(slots), starts, before + counts, tables), torch.from_numpy(positions)
 
@@ -126,7 +135,9 @@ def test_a_stack_of_no_layers_is_its_norm() -> None:
     norm, hidden = Model("llama").norm(HIDDEN), random(5, HIDDEN)
     stack = NativeOps().stack([], norm, 4, 2, 16)
     metadata, positions = step_of([(0, 5)])
-    attend = StepAttention(make_attention("cpu", CacheShape(2, BLOCK, 2, 16), 4, torch.bfloat16, CPU), [], metadata, (), ())
+    attend = StepAttention(
+        make_attention("cpu", CacheShape(2, BLOCK, 2, 16), 4, torch.bfloat16, CPU), [], metadata, (), ()
+    )
     assert stack(hidden.clone(), ROPE.cos_sin(positions, positions + 1), attend).equal(norm(hidden))
 
 
@@ -147,7 +158,9 @@ def test_it_tells_where_the_time_goes() -> None:
 def test_layers_without_packed_matrices_are_called_one_by_one() -> None:
     model = Model("llama")
     plain = DecoderLayer(
-        *(getattr(model.layers[0], name) for name in ("attention_norm", "qkv", "output", "mlp_norm")), lambda x: x, lambda x: x
+        *(getattr(model.layers[0], name) for name in ("attention_norm", "qkv", "output", "mlp_norm")),
+        lambda x: x,
+        lambda x: x,
     )
     assert type(NativeOps().stack([*model.layers, plain], model.norm(HIDDEN), 4, 2, 16)) is Stack
 

@@ -28,7 +28,9 @@ class Row:
 def sampled_rows(rows: Sequence[Row], vocab: int, device: torch.device | str = "cpu") -> SampledRows:
     """Row i in slot 2 i + 1, the other slots and the ends of the table full of other tokens."""
     columns = max(len(row.prompt) + len(row.output) for row in rows) + 5
-    table = torch.randint(0, vocab, (2 * len(rows) + 1, columns), dtype=torch.int32, generator=torch.Generator().manual_seed(5))
+    table = torch.randint(
+        0, vocab, (2 * len(rows) + 1, columns), dtype=torch.int32, generator=torch.Generator().manual_seed(5)
+    )
     for number, row in enumerate(rows):
         tokens = row.prompt + row.output
         table[2 * number + 1, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)

@@ -42,11 +42,15 @@ def test_tiny_temperature_is_the_argmax() -> None:
     assert sample(logits, [SamplingParams(max_tokens=1, temperature=1e-30)] * 4) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), list(itertools.product([0, 1, 5, 400, 900, VOCAB, 10 * VOCAB], [1.0, 0.95, 0.5, 1e-6])))
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), list(itertools.product([0, 1, 5, 400, 900, VOCAB, 10 * VOCAB], [1.0, 0.95, 0.5, 1e-6]))
+)
 def test_equals_the_definition(top_k: int, top_p: float) -> None:
     logits = random_logits(6)
     params = [
-        SamplingParams(max_tokens=9, temperature=0.5 + row / 8, top_k=top_k, top_p=top_p, seed=2**64 - 1 - row, choice=row % 3)
+        SamplingParams(
+            max_tokens=9, temperature=0.5 + row / 8, top_k=top_k, top_p=top_p, seed=2**64 - 1 - row, choice=row % 3
+        )
         for row in range(6)
     ]
     indices = list(range(6))
@@ -108,17 +112,23 @@ def test_row_by_row_and_at_once_draw_the_same(scale: float, candidates: float, m
     monkeypatch.setattr(draw_cpu, "_BLOCK", 3)
     monkeypatch.setattr(draw, "_AT_ONCE", 3 * 30_000)
     z = awkward_rows(scale)
-    for number, (top_p, floor) in enumerate(itertools.product([1.0, 0.97, 0.5, 0.1, 1e-3, 1e-9], [-np.inf, -30.0, -2.0, -0.4, 0.0])):
+    for number, (top_p, floor) in enumerate(
+        itertools.product([1.0, 0.97, 0.5, 0.1, 1e-3, 1e-9], [-np.inf, -30.0, -2.0, -0.4, 0.0])
+    ):
         keys = torch.arange(8) * 12345 + number
         floors, shares = torch.full((8, 1), floor), torch.full((8, 1), top_p)
         at_once = draw.draw_on_device(z, floors, shares if top_p < 1 else None, keys)
-        by_row = draw_cpu.draw_rows(z.numpy(), floors[:, 0].numpy(), shares[:, 0].numpy(), keys.numpy().view(np.uint64), 2)
+        by_row = draw_cpu.draw_rows(
+            z.numpy(), floors[:, 0].numpy(), shares[:, 0].numpy(), keys.numpy().view(np.uint64), 2
+        )
         assert by_row.tolist() == at_once.tolist(), (top_p, floor)
 
 
 @pytest.mark.parametrize("find", [limits.smallest_on_host, limits.smallest_on_device])
 @pytest.mark.parametrize("scale", [0.01, 3.0])
-def test_the_smallest_of_the_largest(find: Callable[..., Tensor], scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_of_the_largest(
+    find: Callable[..., Tensor], scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In rows with ties and holes and in ordered ones, of which a sample says little."""
     monkeypatch.setattr(limits, "AT_ONCE", 3 * 30_000)
     z = awkward_rows(scale)

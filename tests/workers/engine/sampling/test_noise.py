@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from workers.engine.sampling.noise import gumbel, host_gumbel, noise, noise_bits, request_keys, rough_bits, signed_seed, token_steps
+from workers.engine.sampling.noise import (
+    gumbel,
+    host_gumbel,
+    noise,
+    noise_bits,
+    request_keys,
+    rough_bits,
+    signed_seed,
+    token_steps,
+)
 
 SEEDS = (0, 1, 42, 2**31, 2**63 - 1, 2**63, 2**64 - 1)
 

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.sampling.plain import Row, plain_logits, plain_probabilities, plain_token, random_row, sampled_rows, sampler_for
+from tests.workers.engine.sampling.plain import (
+    Row,
+    plain_logits,
+    plain_probabilities,
+    plain_token,
+    random_row,
+    sampled_rows,
+    sampler_for,
+)
 from workers.engine.messages import SamplingParams
 from workers.engine.sampling import penalties
 from workers.engine.sampling.sampler import Sampled
@@ -133,7 +141,8 @@ def test_a_row_without_a_candidate_stays_in_the_vocabulary() -> None:
     """Whatever a request rules out, what comes is a token."""
     everything = tuple((token,) for token in range(VOCAB))
     rows = [
-        Row([1], [], SamplingParams(max_tokens=1, bad_words=everything, **limits)) for limits in ({}, {"temperature": 0.0}, {"top_p": 0.5})
+        Row([1], [], SamplingParams(max_tokens=1, bad_words=everything, **limits))
+        for limits in ({}, {"temperature": 0.0}, {"top_p": 0.5})
     ]
     assert all(0 <= token < VOCAB for token in sample(random_logits(3), rows).tokens.tolist())
 
@@ -155,7 +164,11 @@ def test_frequencies_follow_the_distribution(name: str) -> None:
     draws, vocab, first_seed = 20_000, 24, 100_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
     rows = [
-        Row([1, 2, 2], [2, 5, 5, 5, 9], SamplingParams(max_tokens=9, seed=first_seed + i, **({"temperature": 0.9} | LIMITS[name])))  # type: ignore[arg-type]
+        Row(
+            [1, 2, 2],
+            [2, 5, 5, 5, 9],
+            SamplingParams(max_tokens=9, seed=first_seed + i, **({"temperature": 0.9} | LIMITS[name])),
+        )  # type: ignore[arg-type]
         for i in range(draws)
     ]
     probabilities = plain_probabilities(plain_logits(logits, rows[0]), rows[0].params)
