@@ -25,7 +25,8 @@ from jobs.settings import QueueSettings
 def create_app(settings: ApiSettings) -> FastAPI:
     """An app whose queue is at `settings.redis_url`; connections are made when it starts.
 
-    Raises `StoreError` for a file store that is no folder, `SettingsError` for what the environment says of the queue.
+    Raises `StoreError` for a file store that is no folder, `SettingsError` for what the environment
+    says of the queue.
     """
     ring, queue_settings = KeyRing(settings.file_store), QueueSettings()
 

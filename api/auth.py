@@ -28,7 +28,10 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose request it is. The tenant "" is that of a server without keys; a limit of None is none."""
+    """Whose request it is.
+
+    The tenant "" is that of a server without keys; a limit of None is none.
+    """
 
     tenant: str = ""
     key_id: str | None = None
@@ -40,7 +43,10 @@ class Caller:
 async def authorise(
     request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))]
 ) -> Caller:
-    """Dependency of every route below /v1, which then finds the caller by `caller_of`. Raises `ApiError`: 401, 429, 503."""
+    """Dependency of every route below /v1, which then finds the caller by `caller_of`.
+
+    Raises `ApiError`: 401, 429, 503.
+    """
     state = state_of(request)
     secret = "" if bearer is None else bearer.credentials
     try:

@@ -19,7 +19,11 @@ _FORWARD = ("validating", "in_progress", "finalizing")
 
 
 def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
-    """The tenant's batch. Raises `ApiError` 404, and `QueueUnavailable` for one that an emptied Redis does not know again yet."""
+    """The tenant's batch.
+
+    Raises `ApiError` 404, and `QueueUnavailable` for one that an emptied Redis does not know again
+    yet.
+    """
     if is_id(BATCH, batch_id):
         try:
             record = get_batch(state.queue.redis, batch_id)
@@ -32,7 +36,10 @@ def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
 
 
 def batch_object(record: BatchRecord) -> dict[str, Any]:
-    """Every field of `openai.types.Batch`. Counts are of lines on disk, which nothing takes back; so states only move forward."""
+    """Every field of `openai.types.Batch`.
+
+    Counts are of lines on disk, which nothing takes back; so states only move forward.
+    """
     spec, state = record.spec, _state(record)
     times = _times(record)
     shown = Batch(
@@ -65,9 +72,11 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
 
 
 def _state(record: BatchRecord) -> Any:
-    """The state as far as it ever came: a batch that is made again in an empty Redis is checked again, which is nobody's business.
+    """The state as far as it ever came: a batch that is made again in an empty Redis is checked
+    again, which is nobody's business.
 
-    One whose window has ended is in progress until its files are written: OpenAI's go from there to `expired`.
+    One whose window has ended is in progress until its files are written: OpenAI's go from there to
+    `expired`.
     """
     if record.state not in _FORWARD:
         return record.state
@@ -76,7 +85,9 @@ def _state(record: BatchRecord) -> Any:
 
 
 def _times(record: BatchRecord) -> dict[str, int]:
-    """Whole unix seconds by state, none before the batch was made, whatever clocks say; of end states only the one that it is in."""
+    """Whole unix seconds by state, none before the batch was made, whatever clocks say; of end
+    states only the one that it is in.
+    """
     made = record.timestamps["created"]
     others = END_STATES - {record.state} | ({"finalizing"} if record.outcome == "expired" else set())
     return {name: int(max(made, moment)) for name, moment in record.timestamps.items() if name not in others}

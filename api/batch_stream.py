@@ -1,8 +1,11 @@
-"""`GET /v1/batches/{id}/stream`: the tokens of all requests of a batch as they come, as server-sent events.
+"""`GET /v1/batches/{id}/stream`: the tokens of all requests of a batch as they come, as server-sent
+events.
 
-The batch's own stream in Redis holds what workers say about any of its requests, for as long as somebody reads. A reader that was cut goes
-on exactly where it was, on any API process, while the event that it saw last still stands there. Else, and at first, it is shown what the
-running requests have so far; the offsets say what of it is new. So a reader that is too slow falls behind, and holds up nothing.
+The batch's own stream in Redis holds what workers say about any of its requests, for as long as
+somebody reads. A reader that was cut goes on exactly where it was, on any API process, while the
+event that it saw last still stands there. Else, and at first, it is shown what the running requests
+have so far; the offsets say what of it is new. So a reader that is too slow falls behind, and holds
+up nothing.
 """
 
 import asyncio
@@ -41,8 +44,9 @@ _PAUSE_SECONDS = 0.2
     openapi_extra={"parameters": [LAST_EVENT_ID]},
 )
 async def stream(request: Request, batch_id: str) -> Response:
-    """Events `{"custom_id", "line", "choices": [{"index", "token_offset", "text", "text_offset"}], "status"}`; `status` is null until the
-    request's last event says `completed` or `failed`. At the batch's end comes the Batch object, then `[DONE]`.
+    """Events `{"custom_id", "line", "choices": [{"index", "token_offset", "text", "text_offset"}],
+    "status"}`; `status` is null until the request's last event says `completed` or `failed`. At the
+    batch's end comes the Batch object, then `[DONE]`.
     """
     state = state_of(request)
     after = last_event_id(request)
@@ -65,12 +69,18 @@ class Follower:
         self._lines: LineIndex | None = None
 
     async def begin(self) -> None:
-        """Before the head of the answer is sent: who has seen that misses nothing. Raises `QueueUnavailable`."""
+        """Before the head of the answer is sent: who has seen that misses nothing.
+
+        Raises `QueueUnavailable`.
+        """
         if not self._record.ended:
             self._first_id = await self._watch.begin()
 
     async def events(self, after: str | None) -> AsyncIterator[bytes]:
-        """Until the batch has ended, and all that was said of it is shown. Raises `QueueUnavailable`."""
+        """Until the batch has ended, and all that was said of it is shown.
+
+        Raises `QueueUnavailable`.
+        """
         first_id = self._first_id
         while True:
             if not self._record.ended:
@@ -150,7 +160,11 @@ class Follower:
         return {}
 
     async def _look(self) -> None:
-        """Reads the record anew. An empty Redis gets it back from the file store within some seconds. Raises `ApiError` if it is gone."""
+        """Reads the record anew.
+
+        An empty Redis gets it back from the file store within some seconds. Raises `ApiError` if it
+        is gone.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._state.queue.settings.redis_retry_seconds
         while True:

@@ -68,7 +68,9 @@ router = APIRouter()
 
 @router.post("/v1/batches", responses={200: {"model": Batch}}, openapi_extra=_BODY)
 async def create_batch(request: Request) -> Response:
-    """Makes a batch of an uploaded file; what is wrong with that file, the batch says once it was validated."""
+    """Makes a batch of an uploaded file; what is wrong with that file, the batch says once it was
+    validated.
+    """
     raw = await read_body(request, _MAX_BODY)
     return json_response(await asyncio.to_thread(_create, state_of(request), caller_of(request), raw))
 
@@ -92,7 +94,10 @@ def retrieve_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", responses={200: {"model": Batch}})
 def cancel(request: Request, batch_id: str) -> Response:
-    """Ends a batch early. What is finished stays, what runs is stopped; every other line gets an error line."""
+    """Ends a batch early.
+
+    What is finished stays, what runs is stopped; every other line gets an error line.
+    """
     _find(request, batch_id)
     try:
         record = cancel_batch(state_of(request).queue.redis, batch_id)
@@ -128,7 +133,10 @@ def _create(state: ApiState, caller: Caller, raw: bytes) -> dict[str, Any]:
     try:
         return batch_object(submit_batch(state.queue, state.files, new))
     except TooManyBatches:
-        message = f"You have {caller.open_batches} batches that have not ended, as many as you may have; try again when one has."
+        message = (
+            f"You have {caller.open_batches} batches that have not ended, as many as you may have; try again when one"
+            " has."
+        )
         raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded") from None
 
 
@@ -146,7 +154,10 @@ def _choice(body: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
 def _metadata(value: Any, param: str) -> dict[str, str]:
     pairs = fields.mapping(value, param)
     if len(pairs) > _MAX_PAIRS:
-        message = f"Invalid '{param}': too many properties. Expected an object with at most {_MAX_PAIRS}, but got one with {len(pairs)}."
+        message = (
+            f"Invalid '{param}': too many properties. Expected an object with at most {_MAX_PAIRS}, but got one with"
+            f" {len(pairs)}."
+        )
         fields.fail(message, param, "object_above_max_properties")
     for key, text in pairs.items():
         fields.text(key, param, _MAX_KEY)

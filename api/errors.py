@@ -1,4 +1,6 @@
-"""Every error leaves in OpenAI's shape: `{"error": {message, type, param, code}}`, whatever raised it."""
+"""Every error leaves in OpenAI's shape: `{"error": {message, type, param, code}}`, whatever raised
+it.
+"""
 
 import asyncio
 import logging
@@ -24,7 +26,9 @@ log = logging.getLogger("api")
 
 
 class Stoppable:
-    """Plain ASGI middleware: a call that the server has no time for any more, since it stops, is told so."""
+    """Plain ASGI middleware: a call that the server has no time for any more, since it stops, is
+    told so.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -130,7 +134,9 @@ async def _gone(_request: Request, _error: Exception) -> Response:
 
 
 async def _unforeseen(request: Request, _error: Exception) -> Response:
-    """Answered outside of all middleware, so that it names the request by itself; the server logs the traceback."""
+    """Answered outside of all middleware, so that it names the request by itself; the server logs
+    the traceback.
+    """
     request_id = request.state.request_id
     log.error("%s failed: %s %s", request_id, request.method, request.url.path)
     failure = ApiError(500, "The server had an error while handling the request.", "server_error")

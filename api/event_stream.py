@@ -1,4 +1,6 @@
-"""Server-sent events: bytes that are ready to send, comments while nothing comes, and an end when the client leaves."""
+"""Server-sent events: bytes that are ready to send, comments while nothing comes, and an end when
+the client leaves.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +23,10 @@ def event(value: Any, event_id: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields. `close`, where there is one, is awaited once, however the stream ends."""
+    """Sends what `events` yields.
+
+    `close`, where there is one, is awaited once, however the stream ends.
+    """
 
     def __init__(
         self,

@@ -139,8 +139,9 @@ def delete_file(request: Request, file_id: str) -> Response:
 def read_file(request: Request, file_id: str) -> Response:
     """The bytes of a file.
 
-    The output file of a batch can be read before the batch ends: then, and wherever `offset` or `limit` is given, its lines come in the
-    order in which they were finished. `X-Last-Line` is the offset to go on from, `X-Incomplete` says whether there is or will be more.
+    The output file of a batch can be read before the batch ends: then, and wherever `offset` or
+    `limit` is given, its lines come in the order in which they were finished. `X-Last-Line` is the
+    offset to go on from, `X-Incomplete` says whether there is or will be more.
     """
     record = _found(request, file_id)
     offset, limit = query_integer(request, "offset", 0, INT32), query_integer(request, "limit", 1, INT32)
@@ -186,7 +187,9 @@ def _manifest(files: FileStore, record: FileRecord) -> Manifest | None:
 
 
 class _StoredFile(FileResponse):
-    """A file, or a range of it; one beyond its end is refused in OpenAI's shape, and what is no range is ignored (RFC 9110)."""
+    """A file, or a range of it; one beyond its end is refused in OpenAI's shape, and what is no
+    range is ignored (RFC 9110).
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal: int | None = None

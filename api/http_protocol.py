@@ -1,4 +1,6 @@
-"""The HTTP layer below the app: what is no request at all gets OpenAI's shape and a request id too."""
+"""The HTTP layer below the app: what is no request at all gets OpenAI's shape and a request id
+too.
+"""
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol

@@ -1,6 +1,8 @@
-"""An answer that is given before its request's body has come: the rest is read and dropped for a while, so that the client gets to read it.
+"""An answer that is given before its request's body has come: the rest is read and dropped for a
+while, so that the client gets to read it.
 
-A connection that is closed with bytes unread is reset, and a client that is still sending would see that in place of the answer.
+A connection that is closed with bytes unread is reset, and a client that is still sending would see
+that in place of the answer.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
-"""`/v1/completions` and `/v1/chat/completions`: a call goes into the queue, a worker answers through Redis.
+"""`/v1/completions` and `/v1/chat/completions`: a call goes into the queue, a worker answers
+through Redis.
 
-The HTTP status waits for the worker's first word, since only the worker knows the prompt's length. A client that leaves cancels its call.
+The HTTP status waits for the worker's first word, since only the worker knows the prompt's length.
+A client that leaves cancels its call.
 """
 
 import asyncio
@@ -159,7 +161,9 @@ class LiveCall:
         return entry.result
 
     async def events(self, entry: StreamEntry) -> AsyncIterator[bytes]:
-        """The server-sent events of a streamed call, as OpenAI words them, from its first entry on."""
+        """The server-sent events of a streamed call, as OpenAI words them, from its first entry
+        on.
+        """
         chunks = Chunks(self._call, int(self._created))
         for opening in chunks.openings():
             yield event(opening)
@@ -178,7 +182,10 @@ class LiveCall:
         yield event(None)
 
     async def close(self) -> None:
-        """Ends the call: a worker that still runs it is told to stop. Waits until it is no longer being handed in."""
+        """Ends the call: a worker that still runs it is told to stop.
+
+        Waits until it is no longer being handed in.
+        """
         self._reader.close(self.key)
         if self._inbox is not None and not self._finished:
             self._finished = True
@@ -191,7 +198,9 @@ class LiveCall:
         await asyncio.to_thread(self._queue.cancel, [self.key])
 
     async def _hand_in(self) -> None:
-        """A thread cannot be cancelled: it may still hand the call in when nobody waits for that any more."""
+        """A thread cannot be cancelled: it may still hand the call in when nobody waits for that
+        any more.
+        """
         if self._handing_in is None or self._handing_in.done():
             self._handing_in = asyncio.create_task(asyncio.to_thread(self._queue.submit, self.key.batch, self._request))
         await asyncio.shield(self._handing_in)
@@ -210,7 +219,9 @@ class LiveCall:
         return entry
 
     async def _ask_after(self, inbox: Inbox) -> None:
-        """Hands the call in again if Redis lost it and came back empty; the tokens that come again are not shown twice."""
+        """Hands the call in again if Redis lost it and came back empty; the tokens that come again
+        are not shown twice.
+        """
         with contextlib.suppress(
             redis.RedisError, OSError, QueueUnavailable
         ):  # the reader sees to a Redis that stays away
@@ -240,7 +251,9 @@ class Chunks:
         ]
 
     def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
-        """The chunks for one entry: text, then at the end the reasons and, if it was asked for, the usage."""
+        """The chunks for one entry: text, then at the end the reasons and, if it was asked for, the
+        usage.
+        """
         chunks = [
             self._tokens(chunk) for chunk in entry.chunks if chunk.text or chunk.logprobs or chunk.prompt_logprobs
         ]

@@ -1,4 +1,6 @@
-"""`/metrics`: the queue, the workers and their cards in Prometheus' text format, read from Redis at each scrape."""
+"""`/metrics`: the queue, the workers and their cards in Prometheus' text format, read from Redis at
+each scrape.
+"""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,7 @@
-"""multipart/form-data as it comes: each part's name, then the pieces of its content. Nothing is kept, so a body may be of any length."""
+"""multipart/form-data as it comes: each part's name, then the pieces of its content.
+
+Nothing is kept, so a body may be of any length.
+"""
 
 import logging
 import re
@@ -13,7 +16,8 @@ from jobs.results import ApiError
 _MAX_PARTS = 64
 _EXTENDED_NAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of what a client did, which the client is told
+# It warns of what a client did, which the client is told
+logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The OpenAPI document at `/openapi.json`: what no route says of itself, that every failure has one shape, stands here."""
+"""The OpenAPI document at `/openapi.json`: what no route says of itself, that every failure has one
+shape, stands here.
+"""
 
 from typing import Any
 
@@ -53,7 +55,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
         schemas.pop(name, None)
     schemas["Error"] = _ERROR
     if "FileObject" in schemas:
-        schemas["FileObject"]["properties"]["purpose"]["enum"].append("evals")  # of uploads only, as the package has it
+        # Of uploads only, as the package has it
+        schemas["FileObject"]["properties"]["purpose"]["enum"].append("evals")
     for path in found["paths"].values():
         for operation in path.values():
             responses = operation["responses"]

@@ -1,4 +1,6 @@
-"""Listings as OpenAI's clients page through them: `limit` and `after` in, `first_id`, `last_id` and `has_more` out."""
+"""Listings as OpenAI's clients page through them: `limit` and `after` in, `first_id`, `last_id` and
+`has_more` out.
+"""
 
 import re
 from typing import Any, Generic, Literal, TypeVar

@@ -1,7 +1,8 @@
-"""One reader task per API process: everything workers say about this process' live calls, handed to the calls that wait.
+"""One reader task per API process: everything workers say about this process' live calls, handed to
+the calls that wait.
 
-A call's queue is bounded. One that falls behind loses what came and reads the request's own token stream instead, so a slow client holds
-up nobody and misses nothing.
+A call's queue is bounded. One that falls behind loses what came and reads the request's own token
+stream instead, so a slow client holds up nobody and misses nothing.
 """
 
 import asyncio
@@ -40,7 +41,8 @@ class Inbox:
         self._failure: Exception | None = None
         self._arrived = FIRST_ID  # the last entry that was put
         self._last_id = FIRST_ID  # the last entry that was got
-        self._seen: dict[int, tuple[int, int]] = {}  # tokens and characters that were got of each choice
+        # Tokens and characters that were got of each choice
+        self._seen: dict[int, tuple[int, int]] = {}
 
     def put(self, entry: StreamEntry) -> None:
         """Called by the reader; never waits. After a gap, `get` goes on in the request's stream."""
@@ -62,12 +64,17 @@ class Inbox:
         self._news.set()
 
     def look(self) -> None:
-        """Has `get` read the request's own stream, in case this process was not told of something that stands there."""
+        """Has `get` read the request's own stream, in case this process was not told of something
+        that stands there.
+        """
         self._missed = True
         self._news.set()
 
     async def get(self) -> StreamEntry:
-        """The next entry that brings something new; each choice goes on where it ended. Raises what `fail` was given."""
+        """The next entry that brings something new; each choice goes on where it ended.
+
+        Raises what `fail` was given.
+        """
         while True:
             if self._missed:
                 await self._catch_up()
@@ -83,7 +90,10 @@ class Inbox:
             await self._news.wait()
 
     async def _catch_up(self) -> None:
-        """Reads on from the request's own stream. What arrives meanwhile stands behind it, and is dropped where it says the same again."""
+        """Reads on from the request's own stream.
+
+        What arrives meanwhile stands behind it, and is dropped where it says the same again.
+        """
         self._missed = False
         self._entries.clear()
         try:
@@ -151,7 +161,11 @@ class Reader:
             self._wanted.clear()
 
     async def run(self) -> None:
-        """Reads until cancelled. While Redis is away it tries again; calls fail when that takes longer than the queue's patience."""
+        """Reads until cancelled.
+
+        While Redis is away it tries again; calls fail when that takes longer than the queue's
+        patience.
+        """
         last_id, pause, away_since = FIRST_ID, _FIRST_PAUSE, 0.0
         loop = asyncio.get_running_loop()
         try:

@@ -1,4 +1,6 @@
-"""Headers of every response: `x-request-id`, which OpenAI's clients show with an error, and those that a dependency noted."""
+"""Headers of every response: `x-request-id`, which OpenAI's clients show with an error, and those
+that a dependency noted.
+"""
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -7,7 +9,10 @@ from jobs.results import new_request_id
 
 
 class RequestIds:
-    """Plain ASGI middleware, so that streams and disconnects pass through untouched. `request.state.headers` may hold more headers."""
+    """Plain ASGI middleware, so that streams and disconnects pass through untouched.
+
+    `request.state.headers` may hold more headers.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

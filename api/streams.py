@@ -1,6 +1,8 @@
-"""`GET /v1/streams/{id}`: the tokens of any request, from its beginning or after `Last-Event-ID`, as server-sent events.
+"""`GET /v1/streams/{id}`: the tokens of any request, from its beginning or after `Last-Event-ID`,
+as server-sent events.
 
-The id of an event says how many output tokens came up to it: a reader that was cut goes on without gap or repetition, on any API process.
+The id of an event says how many output tokens came up to it: a reader that was cut goes on without
+gap or repetition, on any API process.
 """
 
 from collections.abc import AsyncIterator
@@ -30,10 +32,12 @@ router = APIRouter()
     openapi_extra={"parameters": [LAST_EVENT_ID]},
 )
 async def stream(request: Request, name: str) -> Response:
-    """Events `{"id", "choices": [{"index", "token_offset", "token_ids", "text", "text_offset"}]}`, the last one also with `status` and
-    `response`, then `[DONE]`. Where `best_of` is larger than `n`, all that are generated are shown; log probabilities are in the response.
+    """Events `{"id", "choices": [{"index", "token_offset", "token_ids", "text", "text_offset"}]}`,
+    the last one also with `status` and `response`, then `[DONE]`. Where `best_of` is larger than
+    `n`, all that are generated are shown; log probabilities are in the response.
 
-    `name` is a request of a batch (`batch_x/17`) or a live call (`live_x`). One of another tenant is as unknown as one that never was.
+    `name` is a request of a batch (`batch_x/17`) or a live call (`live_x`). One of another tenant
+    is as unknown as one that never was.
     """
     state = state_of(request)
     key = _parse_key(name)
@@ -45,7 +49,10 @@ async def stream(request: Request, name: str) -> Response:
 
 
 async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator[bytes]:
-    """Reads on until the request's end. A request that was not watched loses its stream when it ends: then so does this one."""
+    """Reads on until the request's end.
+
+    A request that was not watched loses its stream when it ends: then so does this one.
+    """
     watch = Watch(state, key)
     while True:
         await watch.renew()

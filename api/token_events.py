@@ -1,4 +1,6 @@
-"""What every event stream of tokens does: says that somebody reads, waits for a Redis that is away, and ends in the same way."""
+"""What every event stream of tokens does: says that somebody reads, waits for a Redis that is away,
+and ends in the same way.
+"""
 
 import asyncio
 import re
@@ -51,7 +53,9 @@ def shown(chunk: TokenChunk) -> dict[str, Any]:
 
 
 async def to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events, an error where they cannot go on (Redis stayed away for too long, or what was followed is gone), and the end mark."""
+    """The events, an error where they cannot go on (Redis stayed away for too long, or what was
+    followed is gone), and the end mark.
+    """
     try:
         async for one in events:
             yield one
@@ -73,7 +77,9 @@ async def next_entries(
 
 
 async def patiently(state: ApiState, ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer of Redis, asked again for as long as the queue's patience lasts while it is away."""
+    """The answer of Redis, asked again for as long as the queue's patience lasts while it is
+    away.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + state.queue.settings.redis_retry_seconds
     while True:

@@ -1,4 +1,5 @@
-"""A file on its way from a client into the store: the parts of the form in any order, the content straight to disk.
+"""A file on its way from a client into the store: the parts of the form in any order, the content
+straight to disk.
 
 An upload that ends early, for whatever reason, leaves nothing.
 """
@@ -38,7 +39,8 @@ _NAME_LENGTH = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
-_WRITERS = ThreadPoolExecutor(8, "upload")  # of their own, so that no live call waits for a slow disk
+# Of their own, so that no live call waits for a slow disk
+_WRITERS = ThreadPoolExecutor(8, "upload")
 _FIELDS = ("purpose", ANCHOR, SECONDS)
 
 
@@ -98,7 +100,9 @@ class _Form:
                 )
 
     def check_size(self) -> None:
-        """Raises the 413 as soon as it is certain: by what the client announced, or by what came."""
+        """Raises the 413 as soon as it is certain: by what the client announced, or by what
+        came.
+        """
         limit = self._limit()
         if max(self._announced, self.received) > limit + _FORM_BYTES or self._size > limit:
             raise ApiError(
@@ -165,7 +169,10 @@ class _Form:
             if purpose not in PURPOSES:
                 fields.unknown_choice(purpose, "purpose", PURPOSES)
             if purpose == "batch" and self._filename and batch_suffix(self._filename) is None:
-                message = "Invalid file format for Batch API. Must be .jsonl, which may be compressed (.jsonl.gz, .jsonl.zst), or .parquet."
+                message = (
+                    "Invalid file format for Batch API. Must be .jsonl, which may be compressed (.jsonl.gz,"
+                    " .jsonl.zst), or .parquet."
+                )
                 raise ApiError(400, message)
         if ANCHOR in self._fields and (anchor := self._text(ANCHOR)) != "created_at":
             fields.unknown_choice(anchor, ANCHOR, ("created_at",))

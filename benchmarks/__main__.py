@@ -1,9 +1,11 @@
-"""`make bench`, and with `--full` `make bench-full`: every row in a process of its own, then the pages that quote them.
+"""`make bench`, and with `--full` `make bench-full`: every row in a process of its own, then the
+pages that quote them.
 
     python -m benchmarks
     PEERS=~/peers python -m benchmarks --full --only engine run_batch
 
-A row that fails is named at the end, and the others run. Where llama.cpp is missing, its row is left out.
+A row that fails is named at the end, and the others run. Where llama.cpp is missing, its row is
+left out.
 """
 
 import subprocess

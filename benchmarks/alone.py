@@ -1,11 +1,13 @@
-"""One request alone on the engine, as a live call may be: milliseconds to its first token and for each token after it, and tokens/s.
+"""One request alone on the engine, as a live call may be: milliseconds to its first token and for
+each token after it, and tokens/s.
 
     python -m benchmarks.alone
     PEERS=~/peers python -m benchmarks.alone --against llama.cpp
 
-144 tokens in and 80 out, as llama.cpp's figure has it that is quoted beside it: gpt2-124m's shape in bf16, on a machine of the same kind.
-With `--against llama.cpp` llama.cpp takes turns with the engine on the same prompts, in place of that figure: how fast a machine reads
-memory changes by the hour.
+144 tokens in and 80 out, as llama.cpp's figure has it that is quoted beside it: gpt2-124m's shape
+in bf16, on a machine of the same kind. With `--against llama.cpp` llama.cpp takes turns with the
+engine on the same prompts, in place of that figure: how fast a machine reads memory changes by the
+hour.
 """
 
 import asyncio
@@ -25,7 +27,8 @@ from workers.engine.async_engine import AsyncEngine
 from workers.engine.messages import SamplingParams
 
 PROMPT, OUTPUT = 144, 80  # tokens
-LLAMA_CPP = {"gpt2-124m": {"bf16": 159.0, "q8_0": 208.0}}  # tokens/s of one row, on a machine of the same kind
+# Tokens/s of one row, on a machine of the same kind
+LLAMA_CPP = {"gpt2-124m": {"bf16": 159.0, "q8_0": 208.0}}
 
 
 def main() -> int:

@@ -1,9 +1,11 @@
-"""Decode steps of 1, 8, 64 and 256 rows at contexts of 128 and 2,048 tokens: milliseconds, tokens/s, and the share of their bound.
+"""Decode steps of 1, 8, 64 and 256 rows at contexts of 128 and 2,048 tokens: milliseconds,
+tokens/s, and the share of their bound.
 
     python -m benchmarks.batch_sizes
 
-A step's bound is the time that its matrix products take at the machine's measured peak, or that reading the weights once takes, whichever
-is longer, and the time to read every row's keys and values once.
+A step's bound is the time that its matrix products take at the machine's measured peak, or that
+reading the weights once takes, whichever is longer, and the time to read every row's keys and
+values once.
 """
 
 import statistics
@@ -52,7 +54,9 @@ def measure(model: str, rows: int, context: int, seconds: float) -> float:
 
 
 def describe(model: str, rows: int, context: int, median: float, peak: float, bandwidth: float) -> dict[str, Any]:
-    """The step beside its bound by `peak` (operations a second) and `bandwidth` (bytes a second)."""
+    """The step beside its bound by `peak` (operations a second) and `bandwidth` (bytes a
+    second).
+    """
     shape = shape_of(model)
     bound = (
         max(shape.operations(rows, rows) / peak, shape.weight_bytes / bandwidth)

@@ -1,4 +1,6 @@
-"""The engine as a worker drives it: `AsyncEngine` in this process, its core in one of its own, requests as token ids."""
+"""The engine as a worker drives it: `AsyncEngine` in this process, its core in one of its own,
+requests as token ids.
+"""
 
 import json
 import tempfile
@@ -48,7 +50,9 @@ class Pass:
 
 @asynccontextmanager
 async def running_engine(model: str, **settings: Any) -> AsyncIterator[AsyncEngine]:
-    """An engine with `model` of `SHAPES`, warm: it has answered some short requests that share nothing with any workload."""
+    """An engine with `model` of `SHAPES`, warm: it has answered some short requests that share
+    nothing with any workload.
+    """
     engine = AsyncEngine(
         EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, "dtype": "bfloat16", **settings})
     )

@@ -1,10 +1,12 @@
-"""The engine alone: output tokens/s over a workload, every request handed in at once, and the share of the machine's matrix peak.
+"""The engine alone: output tokens/s over a workload, every request handed in at once, and the share
+of the machine's matrix peak.
 
     python -m benchmarks.engine --model gpt2-124m --kind random --requests 64
     PEERS=~/peers python -m benchmarks.engine --kind shared --requests 256 --against vllm
 
-Each turn is a fresh engine, so that nothing of the workload is in its prefix cache. With `--against vllm` vLLM's offline engine takes turns
-with it on the same token ids, in a process that stays; its prefix cache is emptied before each of its turns.
+Each turn is a fresh engine, so that nothing of the workload is in its prefix cache. With `--against
+vllm` vLLM's offline engine takes turns with it on the same token ids, in a process that stays; its
+prefix cache is emptied before each of its turns.
 """
 
 import asyncio
@@ -52,7 +54,9 @@ def main() -> int:
 
 
 def measure(model: str, requests: list[EngineRequest], turns: int, peer: Vllm | None = None) -> dict[str, Any]:
-    """Turns of the engine, each followed by one of the peer and by a look at the peak, which moves with what else the host does."""
+    """Turns of the engine, each followed by one of the peer and by a look at the peak, which moves
+    with what else the host does.
+    """
     if peer is not None:
         peer.run_pass(requests)  # warms it up
     ours: list[dict[str, Any]] = []

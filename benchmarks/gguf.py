@@ -1,4 +1,5 @@
-"""A checkpoint of GPT-2's family as the one file that llama.cpp reads: GGUF, version 3, matrices as they are in bf16, the rest as float32.
+"""A checkpoint of GPT-2's family as the one file that llama.cpp reads: GGUF, version 3, matrices as
+they are in bf16, the rest as float32.
 
 The format: github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """

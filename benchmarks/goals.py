@@ -1,4 +1,6 @@
-"""The goals of throughput on a CPU, and what the files of results say of each: `python -m benchmarks.goals` prints the README's table."""
+"""The goals of throughput on a CPU, and what the files of results say of each: `python -m
+benchmarks.goals` prints the README's table.
+"""
 
 import json
 from collections.abc import Callable
@@ -13,7 +15,10 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure in a file of results, and what it is to reach. `less` where a smaller one is better."""
+    """A figure in a file of results, and what it is to reach.
+
+    `less` where a smaller one is better.
+    """
 
     title: str
     file: str
@@ -38,7 +43,10 @@ def _ratio(figures: Figures) -> float:
 
 
 def _rates(figures: Figures) -> str:
-    return f"{figures['engine']['output_tokens_per_second']:.0f} against {figures['vllm']['output_tokens_per_second']:.0f} tok/s"
+    return (
+        f"{figures['engine']['output_tokens_per_second']:.0f} against {figures['vllm']['output_tokens_per_second']:.0f}"
+        " tok/s"
+    )
 
 
 def _seconds(figures: Figures) -> str:
@@ -65,36 +73,64 @@ AGAINST_VLLM = (
 GOALS = (
     *AGAINST_VLLM,
     Goal(
-        "one request alone, decode, against llama.cpp's 159 tok/s in bf16, measured elsewhere", "alone-gpt2-124m", "x", 0.9, 1.0, _ratio,
+        "one request alone, decode, against llama.cpp's 159 tok/s in bf16, measured elsewhere",
+        "alone-gpt2-124m",
+        "x",
+        0.9,
+        1.0,
+        _ratio,
         lambda figures: f"{figures['tokens_per_second']:.0f} tok/s, {figures['ms_per_token']:.1f} ms per token",
     ),
     Goal(
-        "the same, llama.cpp by turns on the same machine", "alone-gpt2-124m-llama-cpp", "x", 0.9, 1.0, _ratio,
-        lambda figures: f"{figures['tokens_per_second']:.0f} against {figures['llama_cpp']['tokens_per_second']:.0f} tok/s",
+        "the same, llama.cpp by turns on the same machine",
+        "alone-gpt2-124m-llama-cpp",
+        "x",
+        0.9,
+        1.0,
+        _ratio,
+        lambda figures: (
+            f"{figures['tokens_per_second']:.0f} against {figures['llama_cpp']['tokens_per_second']:.0f} tok/s"
+        ),
     ),
     Goal(
-        "share of the bf16 matrix peak, engine, random prompts", "engine-gpt2-124m-random-64-vllm", "%", 0.64, 0.75,
+        "share of the bf16 matrix peak, engine, random prompts",
+        "engine-gpt2-124m-random-64-vllm",
+        "%",
+        0.64,
+        0.75,
         lambda figures: float(figures["peak_share"]),
         lambda figures: f"of {figures['matrix_peak_gflops']:.0f} GFLOP/s",
     ),
     Goal(
         "`run-batch` against the engine alone, 1,024 lines, first claim to last commit",
-        "queue-cost-gpt2-124m-shared-1024", "x", 0.95, 0.98, _ratio,
+        "queue-cost-gpt2-124m-shared-1024",
+        "x",
+        0.95,
+        0.98,
+        _ratio,
         lambda figures: f"{min(figures['run_batch_seconds']):.1f} against {min(figures['engine_seconds']):.1f} s",
     ),
     Goal(
-        "time in Python per step at 64 rows", "step-profile-gpt2-124m", "%", 0.05, 0.02,
+        "time in Python per step at 64 rows",
+        "step-profile-gpt2-124m",
+        "%",
+        0.05,
+        0.02,
         lambda figures: float(figures["decode"]["parts"]["python"]["share"]),
         lambda figures: f"of {figures['decode']['step_ms']:.1f} ms",
         less=True,
     ),
     Goal(
-        "start-up to first token, 124M parameters, warm disk", "start-up-gpt2-124m", "s", 5.0, 3.0,
+        "start-up to first token, 124M parameters, warm disk",
+        "start-up-gpt2-124m",
+        "s",
+        5.0,
+        3.0,
         lambda figures: float(figures["median_seconds"]),
         lambda figures: f"engine alone {figures['engine_alone_seconds']:.1f} s",
         less=True,
     ),
-)  # fmt: skip
+)
 
 
 def main() -> None:

@@ -104,7 +104,9 @@ def model_folder(name: str) -> Path:
 
 
 def gguf_file(name: str) -> Path:
-    """The same weights as llama.cpp reads them, for a shape of GPT-2's family, written beside the others on first use."""
+    """The same weights as llama.cpp reads them, for a shape of GPT-2's family, written beside the
+    others on first use.
+    """
     from benchmarks.gguf import write_gguf
 
     folder = model_folder(name)

@@ -11,7 +11,9 @@ PREFIX = "native::"
 
 
 def name_native_calls() -> None:
-    """To be called before an engine is made in this process; does nothing where there are no C kernels."""
+    """To be called before an engine is made in this process; does nothing where there are no C
+    kernels.
+    """
     with suppress(NativeUnavailable):
         library = load()
         plain: Any = library._FuncPtr

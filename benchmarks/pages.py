@@ -1,7 +1,8 @@
 """Writes what pages quote of the files of results: `python -m benchmarks.pages`.
 
-Between its marks, the README gets the table of goals, and `docs/performance.md` the tables of a step's parts and of batch sizes; the plot
-is drawn anew. A test holds that what is committed is what the committed results give.
+Between its marks, the README gets the table of goals, and `docs/performance.md` the tables of a
+step's parts and of batch sizes; the plot is drawn anew. A test holds that what is committed is what
+the committed results give.
 """
 
 from pathlib import Path
@@ -37,7 +38,10 @@ def pages(results: Path = RESULTS) -> dict[Path, str]:
 
 
 def between_marks(page: str, name: str, text: str) -> str:
-    """The page with what stands between the marks of that name replaced. Raises ValueError where it has none."""
+    """The page with what stands between the marks of that name replaced.
+
+    Raises ValueError where it has none.
+    """
     begin, end = f"<!-- {name}: written by benchmarks/pages.py -->\n", f"<!-- end of {name} -->\n"
     before, _, rest = page.partition(begin)
     _, found, after = rest.partition(end)

@@ -1,4 +1,5 @@
-"""What the machine can do at most: the best rate of a large bf16 matrix product, and of memory too large for any cache.
+"""What the machine can do at most: the best rate of a large bf16 matrix product, and of memory too
+large for any cache.
 
 python -m benchmarks.peak
 """
@@ -25,12 +26,16 @@ def main() -> None:
 
 
 def matrix_peak(seconds: float = 1.0) -> float:
-    """Operations a second of the best product of square bf16 matrices, each size tried for so long."""
+    """Operations a second of the best product of square bf16 matrices, each size tried for so
+    long.
+    """
     return max(_product_rate(size, seconds) for size in _SIZES)
 
 
 def memory_peak(seconds: float = 1.0) -> float:
-    """Bytes a second: of a sum over them, or of a copy, read and written together, whichever is more."""
+    """Bytes a second: of a sum over them, or of a copy, read and written together, whichever is
+    more.
+    """
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)
     return max(2 * _COPY_BYTES / _best(lambda: target.copy_(source), seconds), _COPY_BYTES / _best(source.sum, seconds))

@@ -1,7 +1,9 @@
-"""llama.cpp, one request after the other: run by the interpreter that has llama-cpp-python, and nothing of this project (see `peers.py`).
+"""llama.cpp, one request after the other: run by the interpreter that has llama-cpp-python, and
+nothing of this project (see `peers.py`).
 
-Arguments: a GGUF file, the longest context, threads. Each line of stdin is a request: a prompt as token ids with its number of output
-tokens. Greedy, by the calls of llama.h itself, so that Python's part of a token is some microseconds.
+Arguments: a GGUF file, the longest context, threads. Each line of stdin is a request: a prompt as
+token ids with its number of output tokens. Greedy, by the calls of llama.h itself, so that Python's
+part of a token is some microseconds.
 """
 
 import ctypes

@@ -1,7 +1,9 @@
-"""vLLM's offline engine, pass by pass: run by vLLM's own interpreter, which has nothing of this project (see `peers.py`).
+"""vLLM's offline engine, pass by pass: run by vLLM's own interpreter, which has nothing of this
+project (see `peers.py`).
 
-Arguments: a model folder, the longest context. Each line of stdin is a pass: a list of prompts as token ids with their number of output
-tokens. Token ids in, token ids out, so that no text is made; the prefix cache is emptied before each pass.
+Arguments: a model folder, the longest context. Each line of stdin is a pass: a list of prompts as
+token ids with their number of output tokens. Token ids in, token ids out, so that no text is made;
+the prefix cache is emptied before each pass.
 """
 
 import json

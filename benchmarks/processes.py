@@ -39,7 +39,9 @@ def command_line(pid: int) -> str:
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Bytes: the most that ever was resident (`peak`), what is now, and of that what belongs to no file; nothing for one that is gone."""
+    """Bytes: the most that ever was resident (`peak`), what is now, and of that what belongs to no
+    file; nothing for one that is gone.
+    """
     names = {"VmHWM": "peak", "VmRSS": "resident", "RssAnon": "anonymous"}
     with contextlib.suppress(OSError):
         fields = (line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())

@@ -9,7 +9,8 @@ def profile_table(figures: dict[str, Any]) -> str:
     """From the figures of `step_profile`."""
     decode, prefill, rows = figures["decode"], figures["prefill"], figures["rows"]
     lines = [
-        f"| part | decode, {rows} rows at {figures['context']} tokens | bound | prompts, {prefill['tokens']:,} tokens | bound |"
+        f"| part | decode, {rows} rows at {figures['context']} tokens | bound | prompts, {prefill['tokens']:,} tokens |"
+        " bound |"
     ]
     lines.append("| --- | --- | --- | --- | --- |")
     for part in PARTS:
@@ -31,8 +32,8 @@ def sizes_table(figures: dict[str, Any]) -> str:
     ]
     for step in figures["steps"]:
         lines.append(
-            f"| `{step['model']}` | {step['context']:,} | {step['rows']} | {step['step_ms']:.1f} ms | {step['tokens_per_second']:,.0f} "
-            f"| {step['bound_ms']:.1f} ms | {100 * step['share_of_bound']:.0f} % |"
+            f"| `{step['model']}` | {step['context']:,} | {step['rows']} | {step['step_ms']:.1f} ms |"
+            f" {step['tokens_per_second']:,.0f} | {step['bound_ms']:.1f} ms | {100 * step['share_of_bound']:.0f} % |"
         )
     return "\n".join(lines) + "\n"
 

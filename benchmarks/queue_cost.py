@@ -1,10 +1,13 @@
-"""What Redis, JSON and the other processes cost: `run-batch` against the engine alone on the same lines.
+"""What Redis, JSON and the other processes cost: `run-batch` against the engine alone on the same
+lines.
 
     python -m benchmarks.queue_cost --requests 1024
 
-A turn is a whole `run-batch`, then a fresh engine that gets the same lines as token ids, in the order of the plan that the run had made. Of
-the run counts the time from its worker's first claim to its last commit, as the worker's own log has them; of the engine from the moment at
-which it has the requests to the last token. Both are warm by then: a worker runs a request of its own before it claims.
+A turn is a whole `run-batch`, then a fresh engine that gets the same lines as token ids, in the
+order of the plan that the run had made. Of the run counts the time from its worker's first claim to
+its last commit, as the worker's own log has them; of the engine from the moment at which it has the
+requests to the last token. Both are warm by then: a worker runs a request of its own before it
+claims.
 """
 
 import asyncio
@@ -73,7 +76,9 @@ def measure(source: Path, model: str, turns: int) -> dict[str, Any]:
 
 
 def observed(command: list[str]) -> dict[str, Any]:
-    """Runs a `run-batch` that logs at level debug: seconds from first claim to last commit, and each part's processor time."""
+    """Runs a `run-batch` that logs at level debug: seconds from first claim to last commit, and
+    each part's processor time.
+    """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     usage = Usage(process.pid)
     assert process.stderr is not None
@@ -97,11 +102,14 @@ def observed(command: list[str]) -> dict[str, Any]:
 
 
 class Usage:
-    """Processor time that each part of a run uses, looked at now and then, since its processes are gone at its end."""
+    """Processor time that each part of a run uses, looked at now and then, since its processes are
+    gone at its end.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._roles: dict[int, str] = {}  # as first seen: a process that ends has no command line any more
+        # As first seen: a process that ends has no command line any more
+        self._roles: dict[int, str] = {}
         self._used: dict[int, float] = {}
         self._before: dict[int, float] = {}
         self._ended = threading.Event()
@@ -141,7 +149,9 @@ class Usage:
 
 
 def planned_lines(results: Path) -> list[int]:
-    """The order in which a finished run took its lines, counted from 1, from the plan beside its output."""
+    """The order in which a finished run took its lines, counted from 1, from the plan beside its
+    output.
+    """
     with results.with_name(f"{results.name}.parts").joinpath(PLAN_NAME).open("rb") as plan:
         return [entry.line for entry in read_plan(plan, 0, 1 << 30)]
 

@@ -1,4 +1,6 @@
-"""What a benchmark writes: one JSON file per row with the machine, the versions, the seed and the figures."""
+"""What a benchmark writes: one JSON file per row with the machine, the versions, the seed and the
+figures.
+"""
 
 import argparse
 import json
@@ -16,7 +18,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """A command line with what every benchmark takes: where its file of results goes, and the seed of its workload."""
+    """A command line with what every benchmark takes: where its file of results goes, and the seed
+    of its workload.
+    """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="folder of the file of results [default: benchmarks/results]"
@@ -28,7 +32,10 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 def write_report(
     name: str, figures: dict[str, Any], out: Path = RESULTS, seed: int | None = None, **more_versions: str
 ) -> Path:
-    """Prints the figures and writes them to `out/name.json`. `more_versions` are those of programs that are not installed here."""
+    """Prints the figures and writes them to `out/name.json`.
+
+    `more_versions` are those of programs that are not installed here.
+    """
     report = {
         "benchmark": name,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -51,7 +58,9 @@ def by_turns(seconds: Sequence[float], others: Sequence[float]) -> dict[str, Any
 
 
 def machine() -> dict[str, Any]:
-    """`busy` is the load of the minute before, so that figures from a machine with other work on it show as such."""
+    """`busy` is the load of the minute before, so that figures from a machine with other work on it
+    show as such.
+    """
     busy = round(os.getloadavg()[0], 2)
     return {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version(), "busy": busy}
 

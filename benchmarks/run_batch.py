@@ -1,4 +1,5 @@
-"""`pipeline run-batch` as a whole process, from the command to the results file: wall seconds and output tokens/s.
+"""`pipeline run-batch` as a whole process, from the command to the results file: wall seconds and
+output tokens/s.
 
     python -m benchmarks.run_batch --requests 128
     PEERS=~/peers python -m benchmarks.run_batch --requests 1024 --against vllm
@@ -73,9 +74,23 @@ def measure(source: Path, model: str, turns: int, with_vllm: bool) -> dict[str, 
 def pipeline_run_batch(source: Path, results: Path, model: str, *options: str) -> list[str]:
     """The command that answers a batch file."""
     return [
-        sys.executable, "-m", "pipeline", "run-batch", str(source), "-o", str(results), "--model", str(model_folder(model)),
-        "--served-model-name", model, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT), *options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "pipeline",
+        "run-batch",
+        str(source),
+        "-o",
+        str(results),
+        "--model",
+        str(model_folder(model)),
+        "--served-model-name",
+        model,
+        "--dtype",
+        "bfloat16",
+        "--max-model-len",
+        str(CONTEXT),
+        *options,
+    ]
 
 
 def timed(command: list[str], environment: Mapping[str, str] = os.environ) -> float:

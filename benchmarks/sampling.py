@@ -1,10 +1,12 @@
-"""What each stage of sampling adds to a decode step of 64 requests when all of them use it: milliseconds, and per cent of the step.
+"""What each stage of sampling adds to a decode step of 64 requests when all of them use it:
+milliseconds, and per cent of the step.
 
     OMP_NUM_THREADS=2 python -m benchmarks.sampling
 
-A step, its sampling without the stage and with it take turns, so that what else the machine does falls on all; the figures are medians, by
-the wall clock and in processor time, which other processes hardly touch. Random weights make nearly flat distributions, the worst case for
-the draw and for top-p.
+A step, its sampling without the stage and with it take turns, so that what else the machine does
+falls on all; the figures are medians, by the wall clock and in processor time, which other
+processes hardly touch. Random weights make nearly flat distributions, the worst case for the draw
+and for top-p.
 """
 
 import statistics
@@ -28,7 +30,8 @@ ROWS = 64
 PROMPT, CONTEXT = 128, 256  # tokens
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 DRAWN: dict[str, Any] = {"temperature": 1.0}
-# Each stage, and what it is compared to: the limits need a temperature, all else works on greedy rows too.
+# Each stage, and what it is compared to: the limits need a temperature, all else works on greedy
+# rows too.
 STAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "temperature": (GREEDY, {"temperature": 1.0}),
     "min_p": (DRAWN, {"min_p": 0.05}),
@@ -60,7 +63,10 @@ def main() -> None:
 def _compare(
     runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage: dict[str, Any], pairs: int
 ) -> dict[str, Any]:
-    """The sampler with the stage against the sampler without it, over a step without it. A step's own time varies by more than a stage."""
+    """The sampler with the stage against the sampler without it, over a step without it.
+
+    A step's own time varies by more than a stage.
+    """
     vocab, prompts = runner.model.config.vocab_size, np.full(ROWS, PROMPT, np.int64)
     tokens = torch.randint(0, vocab, (ROWS, CONTEXT), dtype=torch.int32, device=runner.device)
     rows = SampledRows(step.slots, prompts, np.full(ROWS, CONTEXT, np.int64), tokens)

@@ -1,8 +1,10 @@
-"""From the command to the first token, with a warm disk: `run-batch` on one line of one token, until its result is in Redis.
+"""From the command to the first token, with a warm disk: `run-batch` on one line of one token,
+until its result is in Redis.
 
     python -m benchmarks.start_up
 
-The whole command, which then writes the file of results and ends every process again, is told beside it, and so is the engine alone.
+The whole command, which then writes the file of results and ends every process again, is told
+beside it, and so is the engine alone.
 """
 
 import asyncio
@@ -45,7 +47,10 @@ def measure(model: str, turns: int) -> dict[str, Any]:
 
 
 def command_seconds(model: str) -> tuple[float, float]:
-    """To the first result in Redis, and to the end. Raises RuntimeError with the command's last words where it fails."""
+    """To the first result in Redis, and to the end.
+
+    Raises RuntimeError with the command's last words where it fails.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         source = write_workload(Path(scratch) / "input.jsonl", "random", 1, model, tokens=(1, 1))
         command = pipeline_run_batch(source, Path(scratch) / "results.jsonl", model, "--log-level", "debug")
@@ -62,7 +67,9 @@ def command_seconds(model: str) -> tuple[float, float]:
 
 
 async def engine_seconds(model: str) -> float:
-    """From nothing to the first token of the engine in a process that has imported its front half."""
+    """From nothing to the first token of the engine in a process that has imported its front
+    half.
+    """
     began = time.perf_counter()
     engine = AsyncEngine(EngineConfig(model=str(model_folder(model)), max_model_len=CONTEXT, dtype="bfloat16"))
     await engine.start()

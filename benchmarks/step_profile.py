@@ -1,11 +1,14 @@
-"""Where one step's time goes, by part: a decode step of 64 rows at 256 tokens of context, and a step of prompts alone.
+"""Where one step's time goes, by part: a decode step of 64 rows at 256 tokens of context, and a
+step of prompts alone.
 
     python -m benchmarks.step_profile
 
-The whole engine core runs in this process, with its scheduler and with messages as it sends them. Steps are timed as they are, then others
-under torch's profiler, in which each torch operation and each call of a C kernel counts for the part that it belongs to. What of a step is
-none of these is Python: the scheduler, the inputs, the way from layer to layer, less what marking the spans costs.
-The queue is measured on a `run-batch`: what all other processes use of the processors for as many output tokens as a step makes.
+The whole engine core runs in this process, with its scheduler and with messages as it sends them.
+Steps are timed as they are, then others under torch's profiler, in which each torch operation and
+each call of a C kernel counts for the part that it belongs to. What of a step is none of these is
+Python: the scheduler, the inputs, the way from layer to layer, less what marking the spans costs.
+The queue is measured on a `run-batch`: what all other processes use of the processors for as many
+output tokens as a step makes.
 """
 
 import statistics
@@ -63,8 +66,11 @@ def main() -> None:
     peak, bandwidth = max(peak, matrix_peak()), max(bandwidth, memory_peak())
     bounds = Bounds(shape_of(args.model), peak, bandwidth)
     figures: dict[str, Any] = {
-        "rows": ROWS, "context": AT, "matrix_peak_gflops": round(peak / 1e9, 1), "bandwidth_gb_s": round(bandwidth / 1e9, 1),
-    }  # fmt: skip
+        "rows": ROWS,
+        "context": AT,
+        "matrix_peak_gflops": round(peak / 1e9, 1),
+        "bandwidth_gb_s": round(bandwidth / 1e9, 1),
+    }
     for kind in ("decode", "prefill"):
         figures[kind] = describe(plain.of(kind), parts.of(kind), bounds, kind)
     if args.lines:
@@ -74,11 +80,14 @@ def main() -> None:
 
 
 class Step:
-    """One step as it was run: its seconds, its tokens, and under the profiler the seconds of its parts."""
+    """One step as it was run: its seconds, its tokens, and under the profiler the seconds of its
+    parts.
+    """
 
     def __init__(self, seconds: float, tokens: int, sampled: int) -> None:
         self.seconds, self.tokens, self.sampled = seconds, tokens, sampled
-        self.layers: dict[str, float] = {}  # seconds by part inside the one call of all layers, where there is one
+        # Seconds by part inside the one call of all layers, where there is one
+        self.layers: dict[str, float] = {}
         self.parts: dict[str, float] = {}
 
 
@@ -164,8 +173,9 @@ def _span_seconds(times: int = 1000) -> float:
 
 
 def parts_of(step: Any, span_seconds: float = 0.0, layers: dict[str, float] | None = None) -> dict[str, float]:
-    """Seconds by part of a profiled step, an event with its children below it; what marking its spans cost is nobody's. `layers`: what
-    a call that is all layers says of itself."""
+    """Seconds by part of a profiled step, an event with its children below it; what marking its
+    spans cost is nobody's. `layers`: what a call that is all layers says of itself.
+    """
     parts: dict[str, float] = defaultdict(float)
     spans = _collect(step.cpu_children, "", parts)
     parts.pop(_LAYERS, None)
@@ -176,7 +186,9 @@ def parts_of(step: Any, span_seconds: float = 0.0, layers: dict[str, float] | No
 
 
 def _collect(events: Iterable[Any], inside: str, parts: dict[str, float]) -> int:
-    """Adds the outermost operations, and counts the spans that were marked by hand; `inside` is the innermost span around them."""
+    """Adds the outermost operations, and counts the spans that were marked by hand; `inside` is the
+    innermost span around them.
+    """
     spans = 0
     for event in events:
         spans += not event.name.startswith("aten::")
@@ -213,7 +225,9 @@ class Bounds:
 
 
 def describe(plain: list[Step], profiled: list[Step], bounds: Bounds, kind: str) -> dict[str, Any]:
-    """In milliseconds: the median step as it is, and what the parts take in the middle half of the profiled ones, so that they add up."""
+    """In milliseconds: the median step as it is, and what the parts take in the middle half of the
+    profiled ones, so that they add up.
+    """
     middle = sorted(profiled, key=lambda step: step.seconds)[len(profiled) // 4 : -(-3 * len(profiled) // 4)]
     whole = statistics.fmean(sum(step.parts.values()) for step in middle)
     tokens, sampled = profiled[0].tokens, profiled[0].sampled
@@ -233,7 +247,9 @@ def describe(plain: list[Step], profiled: list[Step], bounds: Bounds, kind: str)
 
 
 def queue_part(model: str, lines: int, seed: int) -> dict[str, Any]:
-    """What the worker's front, Redis and the control plane use of the processors for each `ROWS` output tokens, from the first claim on."""
+    """What the worker's front, Redis and the control plane use of the processors for each `ROWS`
+    output tokens, from the first claim on.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         source = write_workload(Path(scratch) / "input.jsonl", "shared", lines, model, seed)
         results = Path(scratch) / "results.jsonl"

@@ -1,4 +1,6 @@
-"""Single steps of the model runner in this process: a decode step that may be launched over and over, with no scheduler and no core."""
+"""Single steps of the model runner in this process: a decode step that may be launched over and
+over, with no scheduler and no core.
+"""
 
 import numpy as np
 

@@ -1,7 +1,8 @@
-"""Random weights of a real shape, on disk within seconds however large they are: one random block, written over and over.
+"""Random weights of a real shape, on disk within seconds however large they are: one random block,
+written over and over.
 
-The block's length is a prime, so that no two rows of a matrix are the same. Matrices are normal with a deviation of 0.02, norms are 1 and
-biases 0. bfloat16 throughout.
+The block's length is a prime, so that no two rows of a matrix are the same. Matrices are normal
+with a deviation of 0.02, norms are 1 and biases 0. bfloat16 throughout.
 """
 
 import json
@@ -21,7 +22,8 @@ _DEVIATION = 0.02
 
 
 def write_checkpoint(settings: Mapping[str, Any], folder: Path, seed: int = 0) -> int:
-    """Writes config.json and safetensors files for transformers' configuration `settings`; returns the bytes of the weights.
+    """Writes config.json and safetensors files for transformers' configuration `settings`; returns
+    the bytes of the weights.
 
     Raises OSError where the disk has no room for them.
     """
@@ -75,7 +77,9 @@ def _shards(shapes: Mapping[str, Sequence[int]]) -> Iterator[dict[str, Sequence[
 
 
 def _header(shard: Mapping[str, Sequence[int]]) -> bytes:
-    """As the safetensors format has it: the header's length in 8 bytes, then JSON, padded to a multiple of 8."""
+    """As the safetensors format has it: the header's length in 8 bytes, then JSON, padded to a
+    multiple of 8.
+    """
     entries, offset = {}, 0
     for name, shape in shard.items():
         entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + _bytes(shape)]}
@@ -100,7 +104,8 @@ def _write_tensor(file: BinaryIO, name: str, shape: Sequence[int], block: np.nda
 
 def _random_block(length: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
     values = np.random.default_rng(seed).standard_normal(length, np.float32) * np.float32(_DEVIATION)
-    return (values.view(np.uint32) >> 16).astype(np.uint16)  # a bfloat16 is a float32 without its lower half
+    # A bfloat16 is a float32 without its lower half
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def _bytes(shape: Sequence[int]) -> int:

@@ -1,7 +1,9 @@
-"""The arithmetic that a workload asks of a model, whatever runs it: operations of the matrix products, and bytes that a step reads.
+"""The arithmetic that a workload asks of a model, whatever runs it: operations of the matrix
+products, and bytes that a step reads.
 
-The head counts for sampled rows only, and tokens that the prefix cache gave count nothing. Attention's own products are left out: they are
-few at these contexts, and counting them would flatter the share of the peak.
+The head counts for sampled rows only, and tokens that the prefix cache gave count nothing.
+Attention's own products are left out: they are few at these contexts, and counting them would
+flatter the share of the peak.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,6 @@
-"""Batch files with a fixed seed: chat lines that share one system prompt, or completions that share nothing."""
+"""Batch files with a fixed seed: chat lines that share one system prompt, or completions that share
+nothing.
+"""
 
 import json
 import random
@@ -7,16 +9,18 @@ import sysconfig
 from pathlib import Path
 
 SYSTEM_PROMPT = (
-    "You sort fragments of technical writing for a library. Read what the user sends, choose the one shelf that suits it "
-    "(files, text, network, numbers, time, processes, containers, tests, security, other) and reply with the shelf's name "
-    "and a single sentence that gives your reason. Do not answer questions, do not translate, do not add a greeting. "
-) * 3
+    "You sort fragments of technical writing for a library. Read what the user sends, choose the one shelf that suits"
+    " it (files, text, network, numbers, time, processes, containers, tests, security, other) and reply with the"
+    " shelf's name and a single sentence that gives your reason. Do not answer questions, do not translate, do not add"
+    " a greeting. " * 3
+)
 
 
 def write_workload(
     path: Path, kind: str, requests: int, model: str, seed: int = 1, tokens: tuple[int, int] = (16, 96)
 ) -> Path:
-    """Write `requests` lines that all ignore end-of-text, so that every run makes the same number of tokens.
+    """Write `requests` lines that all ignore end-of-text, so that every run makes the same number
+    of tokens.
 
     kind: "shared" (chat, one system prompt) or "random" (completions of random words).
     """

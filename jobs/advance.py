@@ -1,8 +1,10 @@
-"""Advance: feeds the next lines of the plan into the ready list, and drains finished results into part files.
+"""Advance: feeds the next lines of the plan into the ready list, and drains finished results into
+part files.
 
-A slice lasts about a second, may be killed anywhere and run again. A drain writes the part, then (for a batch of the API) the completion
-log, then the manifest, which alone makes both count, then tells Redis; a kill between the last two leaves results in Redis that a part
-holds already, which the next slice settles before anything else.
+A slice lasts about a second, may be killed anywhere and run again. A drain writes the part, then
+(for a batch of the API) the completion log, then the manifest, which alone makes both count, then
+tells Redis; a kill between the last two leaves results in Redis that a part holds already, which
+the next slice settles before anything else.
 """
 
 import time
@@ -41,7 +43,9 @@ _MASK64 = (1 << 64) - 1
 
 
 class Pace:
-    """What this process remembers of a batch between slices; forgetting it costs a little speed and nothing else."""
+    """What this process remembers of a batch between slices; forgetting it costs a little speed and
+    nothing else.
+    """
 
     def __init__(self) -> None:
         self.settled: str | None = None  # the part that Redis is known to have registered
@@ -126,8 +130,9 @@ def all_done(fields: dict[str, str]) -> bool:
 def feed(held: Slice, pace: Pace, deadline: float) -> bool:
     """Fills the batch's window from the plan; False when there was nothing to add.
 
-    Lines of a model that no worker serves may take their share of the window; those beyond it are passed over, so that they do not
-    hold up the others, and come in another pass over the plan, when that model's list falls low.
+    Lines of a model that no worker serves may take their share of the window; those beyond it are
+    passed over, so that they do not hold up the others, and come in another pass over the plan,
+    when that model's list falls low.
     """
     queue, batch = held.queue, held.batch
     fields = held.record()
@@ -161,7 +166,8 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
             if time.monotonic() >= deadline:
                 break
     if cursor > start:
-        # At this length the next claim asks for another slice; half of what fits, where large bodies fill the window early.
+        # At this length the next claim asks for another slice; half of what fits, where large
+        # bodies fill the window early.
         lengths = [length for length in ready_lengths(queue, batch, models).values() if length]
         held.note({"low_water": min(window, *lengths) // 2 if lengths else 0})
     return cursor > start
@@ -176,7 +182,9 @@ def ready_lengths(queue: Queue, batch: str, models: list[str]) -> dict[str, int]
 
 
 def _feeding(queue: Queue, fields: dict[str, str]) -> list[str]:
-    """The models whose ready lists say how far to feed: those of which the plan has more lines, if they are served, else all of these."""
+    """The models whose ready lists say how far to feed: those of which the plan has more lines, if
+    they are served, else all of these.
+    """
     if int(fields["cursor"]) >= int(fields["total"]):
         return _names(fields.get("passed_over", "[]"))
     models = _names(fields.get("open_models", fields["line_models"]))
@@ -210,7 +218,9 @@ def _names(encoded: str) -> list[str]:
 
 
 def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
-    """Writes finished results to a part and takes them out of Redis; False when there were none, or too few yet."""
+    """Writes finished results to a part and takes them out of Redis; False when there were none, or
+    too few yet.
+    """
     queue, batch, manifest = held.queue, held.batch, held.manifest
     settle(held, pace)
     fields = held.record()
@@ -238,7 +248,9 @@ def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
 
 
 def settle(held: Slice, pace: Pace) -> None:
-    """Registers the last part again, in case the process that wrote it died before Redis knew; and removes what it left unlisted."""
+    """Registers the last part again, in case the process that wrote it died before Redis knew; and
+    removes what it left unlisted.
+    """
     parts = held.manifest.parts
     last = parts[-1].name if parts else None
     if pace.settled == last:
@@ -251,9 +263,11 @@ def settle(held: Slice, pace: Pace) -> None:
 
 
 def compact(held: Slice) -> bool:
-    """Makes one part of many small ones; the last one stays as it is, since Redis may not know it yet.
+    """Makes one part of many small ones; the last one stays as it is, since Redis may not know it
+    yet.
 
-    A part that is not what was written stays too, for `recovery.repair`: its originals' lines must not vanish unnoticed.
+    A part that is not what was written stays too, for `recovery.repair`: its originals' lines must
+    not vanish unnoticed.
     """
     parts = held.manifest.parts
     tier = [part for part in to_compact(parts[:-1]) if verify(held.root, part)]
@@ -272,7 +286,9 @@ def _beating(held: Slice, records: Iterator[Record]) -> Iterator[Record]:
 
 
 def _next_name(held: Slice) -> str:
-    """Names are never used twice, not even by a stopped process that goes on where another took over."""
+    """Names are never used twice, not even by a stopped process that goes on where another took
+    over.
+    """
     held.manifest.next_part += 1
     return f"{held.manifest.next_part:06d}-{held.generation}"
 
@@ -280,7 +296,9 @@ def _next_name(held: Slice) -> str:
 def _read_rows(
     held: Slice, source: BinaryIO, entries: list[PlanEntry], done: Bitmap
 ) -> tuple[list[tuple[int, Request]], int]:
-    """Requests for the plan's next entries, less those done already, up to some megabytes; and how many entries that took."""
+    """Requests for the plan's next entries, less those done already, up to some megabytes; and how
+    many entries that took.
+    """
     rows: list[tuple[int, Request]] = []
     size = taken = 0
     now = time.time()
@@ -306,7 +324,9 @@ def _request(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
 
 
 def seed_of(seed: int, line: int) -> int:
-    """The seed of a line that names none: 63 bits, the same whenever the file is run (splitmix64, Steele et al. 2014)."""
+    """The seed of a line that names none: 63 bits, the same whenever the file is run (splitmix64,
+    Steele et al. 2014).
+    """
     mixed = (seed + line * 0x9E3779B97F4A7C15) & _MASK64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64

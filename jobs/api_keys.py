@@ -1,4 +1,7 @@
-"""API keys: records under `keys/` of the file store, one file each. A key's secret is shown once; what is kept is its SHA-256."""
+"""API keys: records under `keys/` of the file store, one file each.
+
+A key's secret is shown once; what is kept is its SHA-256.
+"""
 
 import hashlib
 import logging
@@ -23,7 +26,8 @@ TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 _SUFFIX = ".json"
 _RECHECK_SECONDS = 1.0
-_SETTLED_NS = 2 * 10**9  # a folder that changed less long ago may change again under the same time stamp
+# A folder that changed less long ago may change again under the same time stamp
+_SETTLED_NS = 2 * 10**9
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +43,8 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     created_at: int  # unix seconds
     requests_per_minute: Limit | None = None
-    queued_tokens: Limit | None = None  # of all open batches of the tenant; one that goes beyond fails
+    # Of all open batches of the tenant; one that goes beyond fails
+    queued_tokens: Limit | None = None
     open_batches: Limit | None = None  # of the tenant: those that have not ended
 
 
@@ -56,7 +61,10 @@ def create_key(
     queued_tokens: int | None = None,
     open_batches: int | None = None,
 ) -> tuple[KeyRecord, str]:
-    """A new key, on disk when this returns, and its secret, which nobody can find out later. Raises ValueError and `StoreError`."""
+    """A new key, on disk when this returns, and its secret, which nobody can find out later.
+
+    Raises ValueError and `StoreError`.
+    """
     if not TENANT.fullmatch(tenant):
         raise ValueError(
             f"a tenant is named by up to 64 letters, digits, dots, dashes, underscores and @, not {tenant!r}"
@@ -83,7 +91,9 @@ def create_key(
 
 
 def list_keys(store: str) -> list[KeyRecord]:
-    """Every key that is not revoked, the oldest first; damaged records are passed over with a word in the log. Raises `StoreError`."""
+    """Every key that is not revoked, the oldest first; damaged records are passed over with a word
+    in the log. Raises `StoreError`.
+    """
     folder = folder_of(store)
     try:
         records, problems = _read_folder(folder)
@@ -97,7 +107,10 @@ def list_keys(store: str) -> list[KeyRecord]:
 
 
 def revoke_key(store: str, key_id: str) -> None:
-    """Ends a key; servers notice within about a second. Raises KeyError if there is none of this id, and `StoreError`."""
+    """Ends a key; servers notice within about a second.
+
+    Raises KeyError if there is none of this id, and `StoreError`.
+    """
     folder = folder_of(store)
     if not ids.is_id(ids.KEY, key_id):
         raise KeyError(key_id)
@@ -111,14 +124,19 @@ def revoke_key(store: str, key_id: str) -> None:
 
 
 def folder_of(store: str) -> Path:
-    """Where the records of a file store's keys stand. Raises `StoreError` for a store that is not a local folder."""
+    """Where the records of a file store's keys stand.
+
+    Raises `StoreError` for a store that is not a local folder.
+    """
     return store_folder(store) / FOLDER
 
 
 class KeyRing:
-    """The keys of a file store as a server knows them: read again when the folder changed, looked at once a second at most. Thread-safe.
+    """The keys of a file store as a server knows them: read again when the folder changed, looked
+    at once a second at most. Thread-safe.
 
-    Methods raise `KeysUnreadable` while a folder that is there, or was, cannot be read: then nobody may be let in.
+    Methods raise `KeysUnreadable` while a folder that is there, or was, cannot be read: then nobody
+    may be let in.
     """
 
     def __init__(self, store: str) -> None:
@@ -142,7 +160,10 @@ class KeyRing:
         return bool(self._by_hash or self._problems)
 
     def known(self) -> bool:
-        """Whether there ever was a key: the folder is there. Who revokes the last one does not mean to let everybody in."""
+        """Whether there ever was a key: the folder is there.
+
+        Who revokes the last one does not mean to let everybody in.
+        """
         self._look()
         return self._found
 
@@ -180,7 +201,10 @@ class KeyRing:
 
 
 def _read_folder(folder: Path) -> tuple[list[KeyRecord], list[str]]:
-    """The keys, the oldest first, and a sentence for each record that nobody can use. Raises OSError."""
+    """The keys, the oldest first, and a sentence for each record that nobody can use.
+
+    Raises OSError.
+    """
     records, problems = [], []
     for name in sorted(os.listdir(folder)):
         if not name.endswith(_SUFFIX) or name.startswith("."):

@@ -15,11 +15,17 @@ MAX_PART_LINES = 4000
 """Lines that one part may hold, since one script registers it and removes its results."""
 
 FORGOTTEN = "forgotten"
-"""In place of a state: the batch's keys are being removed. Whoever finds it so takes it for a batch without a record."""
+"""In place of a state: the batch's keys are being removed.
+
+Whoever finds it so takes it for a batch without a record.
+"""
 
 
 class BatchQueue(QueueBase):
-    """Batches in Redis. A record is a hash of text fields; `state` moves only by `transition`, counts only by commits."""
+    """Batches in Redis.
+
+    A record is a hash of text fields; `state` moves only by `transition`, counts only by commits.
+    """
 
     def create_batch(
         self,
@@ -30,7 +36,10 @@ class BatchQueue(QueueBase):
         state: str = "validating",
         fields: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Makes the record of a batch that has none. False when it has one. `fields` may hold counts and cursor of a rebuilt batch."""
+        """Makes the record of a batch that has none.
+
+        False when it has one. `fields` may hold counts and cursor of a rebuilt batch.
+        """
         start = {"tenant": tenant, "total": total, "generation": 0, "completed": 0, "failed": 0, "cursor": 0}
         return self.transition(batch, [""], state, {**start, **(fields or {})})
 
@@ -42,9 +51,11 @@ class BatchQueue(QueueBase):
         fields: Mapping[str, Any] | None = None,
         generation: int | None = None,
     ) -> bool:
-        """Moves the state, if it is one of `from_states` ("" for no record) and the generation is the given one, and sets `fields`.
+        """Moves the state, if it is one of `from_states` ("" for no record) and the generation is
+        the given one, and sets `fields`.
 
-        Also notes the time as `heartbeat` (ms of Redis TIME), so moving a state to itself is a sign of life. False changes nothing.
+        Also notes the time as `heartbeat` (ms of Redis TIME), so moving a state to itself is a sign
+        of life. False changes nothing.
         """
         expected = "" if generation is None else str(generation)
         values = flat((name, value) for name, value in (fields or {}).items())
@@ -69,10 +80,12 @@ class BatchQueue(QueueBase):
         return [batch for batch, state in states.items() if state not in (None, FORGOTTEN.encode())]
 
     def ingest(self, batch: str, requests: Sequence[tuple[int, Request]], start: int, cursor: int) -> bool:
-        """Adds lines to the ready list (at most 500) and moves the batch's cursor from `start` to `cursor`.
+        """Adds lines to the ready list (at most 500) and moves the batch's cursor from `start` to
+        `cursor`.
 
-        True when the cursor now stands at `cursor`, by this call or an earlier one; False when it stands elsewhere or the batch is
-        not in progress. Lines that are done or present already are skipped.
+        True when the cursor now stands at `cursor`, by this call or an earlier one; False when it
+        stands elsewhere or the batch is not in progress. Lines that are done or present already are
+        skipped.
         """
         if len(requests) > MAX_ITEMS:
             raise ValueError(f"{len(requests)} lines in one call, at most {MAX_ITEMS}")
@@ -107,8 +120,9 @@ class BatchQueue(QueueBase):
     def drained(self, batch: str, part: str, lines: Sequence[int]) -> bool:
         """Registers a part that lasts on disk and removes its lines' results, at once.
 
-        True when the part is registered, by this call or an earlier one. False, changing nothing, when one of the lines has no result
-        any more: another part holds it, and this one must not count.
+        True when the part is registered, by this call or an earlier one. False, changing nothing,
+        when one of the lines has no result any more: another part holds it, and this one must not
+        count.
         """
         if len(lines) > MAX_PART_LINES:
             raise ValueError(f"{len(lines)} lines in one part, at most {MAX_PART_LINES}")
@@ -119,13 +133,17 @@ class BatchQueue(QueueBase):
         return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
 
     def set_parts(self, batch: str, parts: Mapping[str, int]) -> None:
-        """Registers these parts, of which the last is what counts, and forgets all others; for the holder of `storage.exclusive`."""
+        """Registers these parts, of which the last is what counts, and forgets all others; for the
+        holder of `storage.exclusive`.
+        """
         self._command("DEL", keys.parts(batch))
         if parts:
             self._command("HSET", keys.parts(batch), *flat(parts.items()))
 
     def done(self, batch: str) -> bytes:
-        """The bitmap of lines that have their result: bit 7 of the first byte is line 0, as Redis counts."""
+        """The bitmap of lines that have their result: bit 7 of the first byte is line 0, as Redis
+        counts.
+        """
         return bytes(self._command("GET", keys.done(batch)) or b"")
 
     def set_done(self, batch: str, bitmap: bytes) -> None:
@@ -133,11 +151,15 @@ class BatchQueue(QueueBase):
         self._command("SET", keys.done(batch), bitmap)
 
     def open_batch(self, tenant: str, batch: str, most: int | None) -> bool:
-        """Counts a batch among its tenant's open ones until `clean_up` or `forget`; False where these are `most` already."""
+        """Counts a batch among its tenant's open ones until `clean_up` or `forget`; False where
+        these are `most` already.
+        """
         return bool(self._scripts.call("open_batch", [tenant, batch, "" if most is None else most]))
 
     def open_batches(self, tenant: str) -> list[str]:
-        """The tenant's open batches that came through the API; of one whose maker was killed there may be no record."""
+        """The tenant's open batches that came through the API; of one whose maker was killed there
+        may be no record.
+        """
         return sorted(text(batch) for batch in self._command("SMEMBERS", keys.open_batches(tenant)))
 
     def open_states(self, tenant: str) -> dict[str, str]:
@@ -147,7 +169,9 @@ class BatchQueue(QueueBase):
         return {batch: text(state) for batch, state in zip(batches, states, strict=True)}
 
     def open_tokens(self, tenant: str) -> dict[str, int]:
-        """About how many tokens stand in each of the tenant's open batches, as far as they have been checked."""
+        """About how many tokens stand in each of the tenant's open batches, as far as they have
+        been checked.
+        """
         batches = self.open_batches(tenant)
         rows = self.commands(("HMGET", keys.batch(batch), "state", "queued_tokens") for batch in batches)
         found = zip(batches, rows, strict=True)
@@ -166,18 +190,26 @@ class BatchQueue(QueueBase):
         self._command("ZREM", keys.batch_index(tenant), batch)
 
     def listed_batches(self, tenant: str, after: str | None, count: int) -> list[str]:
-        """The next `count` ids of the tenant's listing, newest first, behind `after`, which need not be there."""
+        """The next `count` ids of the tenant's listing, newest first, behind `after`, which need
+        not be there.
+        """
         start = "+" if after is None else f"({after}"
         rows = self._command("ZRANGE", keys.batch_index(tenant), start, "-", "BYLEX", "REV", "LIMIT", 0, count)
         return [text(batch) for batch in rows]
 
     def cancel_batch(self, batch: str) -> None:
-        """Removes every waiting and running line; workers are told. Move the state first, so that nothing is claimed or added meanwhile."""
+        """Removes every waiting and running line; workers are told.
+
+        Move the state first, so that nothing is claimed or added meanwhile.
+        """
         while int(self._scripts.call("cancel", ["batch", MAX_ITEMS, batch])) > 0:
             pass
 
     def forget(self, batch: str) -> None:
-        """Removes every key of a batch; goes on where a killed call stopped. For the holder of `storage.exclusive`."""
+        """Removes every key of a batch; goes on where a killed call stopped.
+
+        For the holder of `storage.exclusive`.
+        """
         tenant = self.batch_fields(batch).get("tenant", "")
         while (state := self.batch_fields(batch).get("state")) not in (None, FORGOTTEN):
             self.transition(batch, [str(state)], FORGOTTEN)

@@ -1,7 +1,10 @@
-"""Batches as a client sees them: create, look at, wait for, cancel. Synchronous; `redis` is a client of `jobs.connection.connect`.
-`jobs.submission` makes those that come through the API.
+"""Batches as a client sees them: create, look at, wait for, cancel.
 
-What a batch is stands in its root folder (`jobs.manifest`); the record in Redis follows it and can be made again.
+Synchronous; `redis` is a client of `jobs.connection.connect`. `jobs.submission` makes those that
+come through the API.
+
+What a batch is stands in its root folder (`jobs.manifest`); the record in Redis follows it and can
+be made again.
 """
 
 import itertools
@@ -54,9 +57,19 @@ from jobs.storage import (
 )
 
 __all__ = [
-    "BatchRecord", "BatchRefused", "BatchSpec", "Busy", "InputChanged", "LineProblem", "StoreError", "cancel_batch", "create_batch",
-    "get_batch", "list_batches", "wait_for",
-]  # fmt: skip
+    "BatchRecord",
+    "BatchRefused",
+    "BatchSpec",
+    "Busy",
+    "InputChanged",
+    "LineProblem",
+    "StoreError",
+    "cancel_batch",
+    "create_batch",
+    "get_batch",
+    "list_batches",
+    "wait_for",
+]
 
 _POLL_SECONDS = 0.03
 _SLOW_POLL_SECONDS = 0.25  # where nothing changes
@@ -78,7 +91,10 @@ class InputChanged(BatchRefused):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch at one moment. Counts are lines; timestamps are unix seconds by state (`created`, `in_progress`, …, `expires`)."""
+    """A batch at one moment.
+
+    Counts are lines; timestamps are unix seconds by state (`created`, `in_progress`, …, `expires`).
+    """
 
     id: str
     state: State
@@ -87,7 +103,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     total: int
     completed: int
     failed: int
-    stored_completed: int  # this and the next: those of them that are on disk, which no loss of Redis takes back
+    # This and the next: those of them that are on disk, which no loss of Redis takes back
+    stored_completed: int
     stored_failed: int
     models: list[str]  # that the lines name; empty until the file was validated
     waiting: int  # in Redis, for a worker
@@ -117,10 +134,12 @@ class Page(NamedTuple):
 def create_batch(
     client: redis.Redis, spec: BatchSpec, batch_id: str | None = None, retry_failed: bool = False
 ) -> BatchRecord:
-    """Makes a batch, or takes up the one in `spec.root`: what is done of it stays done, except answers of status 500 and above.
+    """Makes a batch, or takes up the one in `spec.root`: what is done of it stays done, except
+    answers of status 500 and above.
 
-    With `retry_failed` every failed line runs again. A batch that runs already is returned as it is. The manifest is on disk before
-    the record is in Redis. Raises `BatchRefused` (`InputChanged` when the root belongs to another input), `Busy` and `StoreError`.
+    With `retry_failed` every failed line runs again. A batch that runs already is returned as it
+    is. The manifest is on disk before the record is in Redis. Raises `BatchRefused` (`InputChanged`
+    when the root belongs to another input), `Busy` and `StoreError`.
     """
     spec = _with_absolute_locations(spec)
     _check_locations(spec)
@@ -148,7 +167,8 @@ def create_batch(
 
 
 def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = None) -> BatchRecord:
-    """Tries for `retry_seconds` (default: the setting) while Redis cannot answer, then raises `QueueUnavailable`.
+    """Tries for `retry_seconds` (default: the setting) while Redis cannot answer, then raises
+    `QueueUnavailable`.
 
     Raises KeyError if there is no such batch.
     """
@@ -159,7 +179,9 @@ def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = 
 
 
 def list_batches(queue: Queue, tenant: str, after: str | None, limit: int) -> Page:
-    """Batches that came through the API, newest first, from behind the id `after`; that batch need not be there any more."""
+    """Batches that came through the API, newest first, from behind the id `after`; that batch need
+    not be there any more.
+    """
     found: list[BatchRecord] = []
     while len(found) <= limit:
         listed = queue.listed_batches(tenant, after, limit + 1 - len(found))
@@ -213,7 +235,10 @@ def _record(batch_id: str, fields: dict[str, str], held: int, waiting: int) -> B
 
 
 def _problems(root: str) -> list[LineProblem]:
-    """What is wrong with a failed batch's file. The record does not hold it: there may be a thousand entries, and many such batches."""
+    """What is wrong with a failed batch's file.
+
+    The record does not hold it: there may be a thousand entries, and many such batches.
+    """
     try:
         manifest = load_manifest(root)
     except StoreError as error:
@@ -243,7 +268,9 @@ def _models(fields: dict[str, str]) -> list[str]:
 
 
 def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
-    """Asks a batch to end; finished lines stay, the rest get error lines. Changes nothing in a batch that is cancelled already, or ended.
+    """Asks a batch to end; finished lines stay, the rest get error lines.
+
+    Changes nothing in a batch that is cancelled already, or ended.
 
     Raises KeyError if there is no such batch, and `StoreError`.
     """
@@ -268,10 +295,12 @@ def wait_for(
     timeout: float | None = None,
     retry_seconds: float | None = None,
 ) -> BatchRecord:
-    """Waits for the end of a batch, calling `on_progress` each time something changed; it may raise to stop waiting.
+    """Waits for the end of a batch, calling `on_progress` each time something changed; it may raise
+    to stop waiting.
 
-    Looks often while the batch moves and four times a second while it does not. Raises KeyError if there is no such batch, TimeoutError
-    after `timeout` seconds, and `QueueUnavailable` when Redis was away for `retry_seconds` (default: the setting).
+    Looks often while the batch moves and four times a second while it does not. Raises KeyError if
+    there is no such batch, TimeoutError after `timeout` seconds, and `QueueUnavailable` when Redis
+    was away for `retry_seconds` (default: the setting).
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     last, pause = None, _POLL_SECONDS
@@ -329,7 +358,8 @@ def _check_output(location: str, source: str) -> None:
 
 
 def _running(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
-    """The id of the batch in the root while the queue works on it; a record that a killed start was about to remove does not count.
+    """The id of the batch in the root while the queue works on it; a record that a killed start was
+    about to remove does not count.
 
     Raises `BatchRefused` if that is not what is asked for.
     """

@@ -1,4 +1,6 @@
-"""A set of line numbers with one bit for each, in the order in which Redis counts the bits of a string."""
+"""A set of line numbers with one bit for each, in the order in which Redis counts the bits of a
+string.
+"""
 
 
 class Bitmap:

@@ -1,4 +1,6 @@
-"""Response bodies and stream chunks in OpenAI's shapes, with vLLM's `stop_reason` and `prompt_logprobs` beside them."""
+"""Response bodies and stream chunks in OpenAI's shapes, with vLLM's `stop_reason` and
+`prompt_logprobs` beside them.
+"""
 
 import uuid
 from collections.abc import Sequence
@@ -35,7 +37,8 @@ def chat_body(body_id: str, model: str, choices: Sequence[Choice], usage: Usage,
     body = _envelope(body_id, "chat.completion", model, created, list(map(_chat_choice, choices))) | {
         "usage": usage.as_openai()
     }
-    if choices and (prompt := choices[0].prompt_logprobs) is not None:  # all choices have the same prompt
+    # All choices have the same prompt
+    if choices and (prompt := choices[0].prompt_logprobs) is not None:
         body["prompt_logprobs"] = prompt_logprobs(prompt)
     return body
 
@@ -72,7 +75,9 @@ def chat_chunk(
     logprobs: dict[str, Any] | None = None,
     first: bool = False,
 ) -> dict[str, Any]:
-    """One server-sent event of a streamed `/v1/chat/completions`, of choice `index`; a choice's `first` one carries the role."""
+    """One server-sent event of a streamed `/v1/chat/completions`, of choice `index`; a choice's
+    `first` one carries the role.
+    """
     delta: dict[str, Any] = (
         {"role": "assistant", "content": text or ""} if first else {} if text is None else {"content": text}
     )

@@ -1,7 +1,9 @@
-"""The completion log of a batch: the output lines of its successes, in the order in which they were drained.
+"""The completion log of a batch: the output lines of its successes, in the order in which they were
+drained.
 
-Beside the lines stands an index of 12 bytes for each. Both files hold at least what the manifest counts (`Manifest.logged`); what stands
-behind that was left by a slice that was killed, is read by nobody, and is cut off by the next append.
+Beside the lines stands an index of 12 bytes for each. Both files hold at least what the manifest
+counts (`Manifest.logged`); what stands behind that was left by a slice that was killed, is read by
+nobody, and is cut off by the next append.
 """
 
 import os
@@ -33,7 +35,10 @@ class Entry(NamedTuple):
 
 
 def append_log(root: str, extent: Extent, entries: Sequence[Entry]) -> Extent:
-    """Puts entries behind `extent`, durably; they count once the manifest holds what this returns. Raises `StoreError`."""
+    """Puts entries behind `extent`, durably; they count once the manifest holds what this returns.
+
+    Raises `StoreError`.
+    """
     index, size = bytearray(), extent.bytes
     for line, output in entries:
         index += _ENTRY.pack(size, line)
@@ -44,7 +49,8 @@ def append_log(root: str, extent: Extent, entries: Sequence[Entry]) -> Extent:
 
 
 def read_log(root: str, extent: Extent, offset: int, limit: int | None = None) -> tuple[Iterator[bytes], int]:
-    """Output lines from `offset` on, `limit` of them (None: all), as JSONL in pieces; and the offset behind them. Raises `StoreError`.
+    """Output lines from `offset` on, `limit` of them (None: all), as JSONL in pieces; and the
+    offset behind them. Raises `StoreError`.
 
     Who asks for more than there is goes on at the end of what there is.
     """
@@ -80,7 +86,8 @@ def sound_extent(root: str, extent: Extent) -> Extent:
     with open_input(join(root, INDEX_NAME)) as index:
         while lines and _place(index, lines - 1) >= size:
             lines -= 1
-        return Extent(lines - 1, _place(index, lines - 1)) if lines else Extent()  # the last one may be cut
+        # The last one may be cut
+        return Extent(lines - 1, _place(index, lines - 1)) if lines else Extent()
 
 
 def remove_log(root: str) -> None:

@@ -1,4 +1,6 @@
-"""Redis clients with timeouts and retries stated, because redis-py's defaults repeat writes silently (see `connect`)."""
+"""Redis clients with timeouts and retries stated, because redis-py's defaults repeat writes
+silently (see `connect`).
+"""
 
 import logging
 import re
@@ -25,26 +27,35 @@ log = logging.getLogger(__name__)
 
 
 def connect(url: str) -> redis.Redis:
-    """A client for calls that do not block. It never retries by itself: a lost reply would repeat a write; `jobs.scripts` retries."""
+    """A client for calls that do not block.
+
+    It never retries by itself: a lost reply would repeat a write; `jobs.scripts` retries.
+    """
     return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=_CALL_TIMEOUT, **_common(url))
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
-    """An asyncio client, with timeouts that also suit blocking reads of up to `MAX_BLOCK_SECONDS`."""
+    """An asyncio client, with timeouts that also suit blocking reads of up to
+    `MAX_BLOCK_SECONDS`.
+    """
     return redis.asyncio.Redis.from_url(
         url, retry=AsyncRetry(NoBackoff(), 0), socket_timeout=_CALL_TIMEOUT, **_common(url)
     )
 
 
 def blocking_twin(client: redis.Redis) -> redis.Redis:
-    """A second client to the same server, for XREAD BLOCK of up to `MAX_BLOCK_SECONDS`, which its socket outlasts."""
+    """A second client to the same server, for XREAD BLOCK of up to `MAX_BLOCK_SECONDS`, which its
+    socket outlasts.
+    """
     pool = client.connection_pool
     options = {**pool.connection_kwargs, "socket_timeout": 2 * MAX_BLOCK_SECONDS}
     return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
 
 
 def check_server(client: redis.Redis) -> None:
-    """Raises `ServerError` unless the server is new enough, evicts nothing and holds data of this schema (written when there is none)."""
+    """Raises `ServerError` unless the server is new enough, evicts nothing and holds data of this
+    schema (written when there is none).
+    """
     info: Any = client.info("server")
     name, version = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", info["redis_version"])
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
@@ -60,9 +71,11 @@ def check_server(client: redis.Redis) -> None:
         )
     if _config(client, "appendonly") == "no":
         log.warning(
-            "the server keeps nothing on disk (appendonly no): what stands only in Redis is lost when it restarts, and runs again"
+            "the server keeps nothing on disk (appendonly no): what stands only in Redis is lost when it restarts, and"
+            " runs again"
         )
-    if not client.exists(keys.SCHEMA):  # asked first, because a server that is full refuses to be written to
+    # Asked first, because a server that is full refuses to be written to
+    if not client.exists(keys.SCHEMA):
         client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True)
     stored: Any = client.get(keys.SCHEMA)
     if stored != keys.SCHEMA_VERSION.encode():

@@ -1,4 +1,6 @@
-"""What the control plane's jobs share: how one is enqueued, and the hold that a slice has on its batch while it runs."""
+"""What the control plane's jobs share: how one is enqueued, and the hold that a slice has on its
+batch while it runs.
+"""
 
 import contextlib
 import logging
@@ -41,7 +43,9 @@ log = logging.getLogger(__name__)
 
 
 class Superseded(Exception):
-    """The batch moved on under another job, or to another state; what this one does no longer counts."""
+    """The batch moved on under another job, or to another state; what this one does no longer
+    counts.
+    """
 
 
 class Stopping(Exception):
@@ -75,7 +79,9 @@ def enqueue(client: redis.Redis, job: JobName, batch: str, generation: int) -> b
 
 
 def _removed_if_failed(client: redis.Redis, name: str) -> bool:
-    """RQ keeps a failed job, which would bar the next one of its id; so would what RQ noted of one that Redis had forgotten."""
+    """RQ keeps a failed job, which would bar the next one of its id; so would what RQ noted of one
+    that Redis had forgotten.
+    """
     try:
         found = Job.fetch(name, connection=client, serializer=JSONSerializer)
         if found.get_status(refresh=False) not in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED):
@@ -116,7 +122,9 @@ class Execution(NamedTuple):
 
 
 def executions(client: redis.Redis) -> set[Execution]:
-    """What RQ takes for running: also what ran in processes that were killed, which it would keep for over an hour."""
+    """What RQ takes for running: also what ran in processes that were killed, which it would keep
+    for over an hour.
+    """
     queues = set(QUEUES.values())
     return {
         Execution(queue, *ids)
@@ -126,7 +134,9 @@ def executions(client: redis.Redis) -> set[Execution]:
 
 
 def forget_execution(client: redis.Redis, execution: Execution) -> None:
-    """Leaves nothing in RQ of a job that its batch went on without; a process that still runs it gets on (`rq_worker`)."""
+    """Leaves nothing in RQ of a job that its batch went on without; a process that still runs it
+    gets on (`rq_worker`).
+    """
     with contextlib.suppress(NoSuchJobError):
         _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
     client.unlink(rq.executions.Execution(execution.run, execution.job, connection=client).key)
@@ -136,7 +146,9 @@ def forget_execution(client: redis.Redis, execution: Execution) -> None:
 
 
 def _delete(job: Job) -> None:
-    """RQ reads all runs of a job first, and fails at one that is named still and gone already: so what names them goes before."""
+    """RQ reads all runs of a job first, and fails at one that is named still and gone already: so
+    what names them goes before.
+    """
     job.connection.unlink(job.execution_registry.key)
     job.delete()
 
@@ -146,7 +158,9 @@ def _started(client: redis.Redis, queue: str) -> StartedJobRegistry:
 
 
 def wake(client: redis.Redis, batch: str) -> None:
-    """Asks the ticker for another slice of the batch, as a claim that runs its ready list low does."""
+    """Asks the ticker for another slice of the batch, as a claim that runs its ready list low
+    does.
+    """
     client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)
 
 
@@ -167,7 +181,10 @@ def process_queue() -> Queue:
 
 
 class Slice:
-    """A job's hold on one batch. Nobody else works on its folder; `beat` says when the state or the generation moved on under it."""
+    """A job's hold on one batch.
+
+    Nobody else works on its folder; `beat` says when the state or the generation moved on under it.
+    """
 
     def __init__(self, queue: Queue, batch: str, generation: int, fields: dict[str, str], manifest: Manifest) -> None:
         self.queue = queue
@@ -190,7 +207,10 @@ class Slice:
         return self.fields["state"]
 
     def beat(self) -> None:
-        """Cheap, to be called often. Raises `Superseded`, or `Stopping` when the process was told to end."""
+        """Cheap, to be called often.
+
+        Raises `Superseded`, or `Stopping` when the process was told to end.
+        """
         if self._lost:
             raise Superseded(self.batch)
         if stopping.is_set():
@@ -221,7 +241,8 @@ class Slice:
     def end_again(self) -> None:
         """Brings Redis to the end that the manifest names: it lost that, or was never told.
 
-        Nothing is left to be done, nor the means for it. One that was cancelled since has ended so, with the results that it has.
+        Nothing is left to be done, nor the means for it. One that was cancelled since has ended so,
+        with the results that it has.
         """
         if self.manifest.state != "cancelled" and (self.state == "cancelling" or is_marked_cancelled(self.root)):
             if "cancelling_at" in self.fields:
@@ -233,7 +254,9 @@ class Slice:
         self._tell_end()
 
     def keep_beating(self) -> None:
-        """Gives a sign of life each second, however long one step of the job takes; the body of a thread."""
+        """Gives a sign of life each second, however long one step of the job takes; the body of a
+        thread.
+        """
         while not self._ended.wait(BEAT_SECONDS):
             with contextlib.suppress(Superseded, QueueUnavailable, redis.RedisError):
                 self._transition(None, {})
@@ -267,7 +290,8 @@ class Slice:
 def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
     """Moves a batch to `cancelling`; False if it moved on meanwhile.
 
-    The generation rises, so that a job which writes the results of a finished batch just now gives way to one of the cancelled one.
+    The generation rises, so that a job which writes the results of a finished batch just now gives
+    way to one of the cancelled one.
     """
     changes = {"cancelling_at": time.time(), "generation": generation + 1}
     if not queue.transition(batch, CANCELLABLE, "cancelling", changes, generation):
@@ -278,7 +302,8 @@ def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
 
 
 def clean_up(queue: Queue, batch: str) -> None:
-    """Leaves nothing of a batch that ended in Redis but its record, for some days; of the folder of one that came through the API, little.
+    """Leaves nothing of a batch that ended in Redis but its record, for some days; of the folder of
+    one that came through the API, little.
 
     Does nothing while it runs, or is just begun again.
     """
@@ -301,9 +326,13 @@ def clean_up(queue: Queue, batch: str) -> None:
 
 @contextlib.contextmanager
 def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], patience: float) -> Iterator[Slice]:
-    """The hold of one job. Raises `Superseded` if the batch is not in one of `states` and `generation`, or in another's hands.
+    """The hold of one job.
 
-    So it is too where another start, with another server, took the folder over: its manifest names that server's record.
+    Raises `Superseded` if the batch is not in one of `states` and `generation`, or in another's
+    hands.
+
+    So it is too where another start, with another server, took the folder over: its manifest names
+    that server's record.
     """
     fields = queue.batch_fields(batch)
     if fields.get("state") not in states or fields.get("generation") != str(generation):
@@ -330,7 +359,9 @@ def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], p
 
 
 def use_threads(count: int) -> None:
-    """Lets this process run as many long jobs side by side, so that a small batch does not wait for a large one to be read or written."""
+    """Lets this process run as many long jobs side by side, so that a small batch does not wait for
+    a large one to be read or written.
+    """
     global _slots
     _slots = threading.Semaphore(count)
 
@@ -365,9 +396,13 @@ def run_slice(
     work: Callable[[Slice], None],
     patience: float = 0.0,
 ) -> None:
-    """Runs `work` under `hold`. A failure that a person can mend becomes the record's `problem`; the ticker has the job run again.
+    """Runs `work` under `hold`.
 
-    It raises nothing, so that RQ takes the job for done and never keeps a failed one, whose id would bar the next.
+    A failure that a person can mend becomes the record's `problem`; the ticker has the job run
+    again.
+
+    It raises nothing, so that RQ takes the job for done and never keeps a failed one, whose id
+    would bar the next.
     """
     try:
         _run(queue, batch, generation, states, work, patience)

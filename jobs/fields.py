@@ -45,7 +45,9 @@ def unknown_choice(value: str, param: str, choices: tuple[str, ...]) -> NoReturn
 
 
 def shown(value: str) -> str:
-    """A bad value as an error repeats it, however long or strange it is: in one line of whole characters."""
+    """A bad value as an error repeats it, however long or strange it is: in one line of whole
+    characters.
+    """
     start = value[:_MOST_SHOWN]
     start = start if start.isprintable() else repr(start)[1:-1]
     return start if len(value) <= _MOST_SHOWN else f"{start}…"
@@ -111,8 +113,11 @@ def number(value: Any, param: str, low: float, high: float, above_low: bool = Fa
         fail(f"Invalid '{param}': not a number.", param, "invalid_value")
     _check_range(value, param, "decimal", low, high)
     if above_low and value == low:
-        fail(f"Invalid '{param}': decimal below minimum value. Expected a value > {low:g}, but got {value:g} instead.", param,
-             "decimal_below_min_value")  # fmt: skip
+        fail(
+            f"Invalid '{param}': decimal below minimum value. Expected a value > {low:g}, but got {value:g} instead.",
+            param,
+            "decimal_below_min_value",
+        )
     return float(value)
 
 
@@ -135,11 +140,19 @@ def _check_length(value: Sized, param: str, kind: str, least: int, most: int | N
     """`kind` is a noun with its article."""
     name = kind.split()[-1]
     if len(value) < least:
-        fail(f"Invalid '{param}': empty {name}. Expected {kind} with minimum length {least}, but got an empty {name} instead.", param,
-             f"empty_{name}")  # fmt: skip
+        fail(
+            f"Invalid '{param}': empty {name}. Expected {kind} with minimum length {least}, but got an empty {name}"
+            " instead.",
+            param,
+            f"empty_{name}",
+        )
     if most is not None and len(value) > most:
-        fail(f"Invalid '{param}': {name} too long. Expected {kind} with maximum length {most}, but got {kind} with length {len(value)} "
-             "instead.", param, f"{name}_above_max_length")  # fmt: skip
+        fail(
+            f"Invalid '{param}': {name} too long. Expected {kind} with maximum length {most}, but got {kind} with"
+            f" length {len(value)} instead.",
+            param,
+            f"{name}_above_max_length",
+        )
 
 
 def _check_range(value: int | float, param: str, kind: str, low: float, high: float) -> None:
@@ -148,5 +161,8 @@ def _check_range(value: int | float, param: str, kind: str, low: float, high: fl
         fail(f"Invalid '{param}': {kind} below minimum value. Expected a value >= {low}, but got {got} instead.", param,
              f"{kind}_below_min_value")  # fmt: skip
     if value > high:
-        fail(f"Invalid '{param}': {kind} above maximum value. Expected a value <= {high}, but got {got} instead.", param,
-             f"{kind}_above_max_value")  # fmt: skip
+        fail(
+            f"Invalid '{param}': {kind} above maximum value. Expected a value <= {high}, but got {got} instead.",
+            param,
+            f"{kind}_above_max_value",
+        )

@@ -1,7 +1,8 @@
 """The file store: what clients uploaded and what batches gave, each in a folder of its own.
 
-The disk is the truth; Redis holds an index that `reindex` makes again.
-A file exists once its record.json does. Until then its folder is in `keys.FILE_EXPIRY`, so that the sweep finds what a killed upload left.
+The disk is the truth; Redis holds an index that `reindex` makes again. A file exists once its
+record.json does. Until then its folder is in `keys.FILE_EXPIRY`, so that the sweep finds what a
+killed upload left.
 """
 
 import contextlib
@@ -28,7 +29,9 @@ PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 """What a client may upload a file for."""
 RESULT_PURPOSE = "batch_output"
 BATCH_FILE_SECONDS = 30 * 24 * 3600
-"""How long files of batches, and their results, are kept unless somebody says otherwise; other files stay."""
+"""How long files of batches, and their results, are kept unless somebody says otherwise; other
+files stay.
+"""
 MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 24 * 3600
 
 _FOLDER = "files"
@@ -51,7 +54,10 @@ log = logging.getLogger(__name__)
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of record.json. Times are unix seconds, `suffix` is that of the content's name in the store."""
+    """The content of record.json.
+
+    Times are unix seconds, `suffix` is that of the content's name in the store.
+    """
 
     id: str
     bytes: int
@@ -62,7 +68,8 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     suffix: str
     batch_id: str | None = None  # of a result file
-    complete: bool = True  # False: the result file of a batch that has not ended; its content is the completion log
+    # False: the result file of a batch that has not ended; its content is the completion log
+    complete: bool = True
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -73,12 +80,17 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def batch_suffix(filename: str) -> str | None:
-    """The suffix under which the store keeps an input file of batches; None if its name says nothing that a batch can read."""
+    """The suffix under which the store keeps an input file of batches; None if its name says
+    nothing that a batch can read.
+    """
     return next((kept for suffix, kept in _SUFFIXES.items() if filename.lower().endswith(suffix)), None)
 
 
 def store_folder(location: str) -> Path:
-    """The folder behind FILE_STORE. Raises `StoreError` unless it is on a file system of this machine."""
+    """The folder behind FILE_STORE.
+
+    Raises `StoreError` unless it is on a file system of this machine.
+    """
     path = local_path(location)
     if path is None:
         raise StoreError(f"the file store {location} is remote: it must be a folder, of this machine or mounted on it")
@@ -86,7 +98,10 @@ def store_folder(location: str) -> Path:
 
 
 class FileStore:
-    """Synchronous and thread-safe. Methods raise `StoreError`, and those that need the index `QueueUnavailable`."""
+    """Synchronous and thread-safe.
+
+    Methods raise `StoreError`, and those that need the index `QueueUnavailable`.
+    """
 
     def __init__(self, queue: Queue, root: str) -> None:
         self.root = store_folder(root)
@@ -94,14 +109,18 @@ class FileStore:
         self._folder = self.root / _FOLDER
 
     def begin(self, *, filename: str, purpose: str, tenant: str, expires_seconds: int | None = None) -> "Upload":
-        """An upload, which leaves nothing unless it is committed; purpose and expiry may be set anew until then."""
+        """An upload, which leaves nothing unless it is committed; purpose and expiry may be set
+        anew until then.
+        """
         now = self._queue.now()
         file_id = new_id(FILE, now)
         self._queue.commands([("ZADD", keys.FILE_EXPIRY, now + _UPLOAD_SECONDS, file_id)])
         return Upload(self, file_id, filename, purpose, tenant, expires_seconds)
 
     def get(self, tenant: str, file_id: str) -> FileRecord:
-        """Raises KeyError for a file that is unknown, expired or another tenant's, and for what is no id."""
+        """Raises KeyError for a file that is unknown, expired or another tenant's, and for what is
+        no id.
+        """
         record = self._read(file_id) if is_id(FILE, file_id) else None
         if record is None or record.tenant != tenant or _expired(record, time.time()):
             raise KeyError(file_id)
@@ -124,7 +143,9 @@ class FileStore:
         self._remove(self.get(tenant, file_id))
 
     def put(self, record: FileRecord) -> None:
-        """Makes a file known, or replaces what is known of it; the content of a complete one is on disk."""
+        """Makes a file known, or replaces what is known of it; the content of a complete one is on
+        disk.
+        """
         folder = self.folder(record.id)
         with named("cannot write", str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +154,9 @@ class FileStore:
         self._queue.commands(_index(record))
 
     def drop(self, file_id: str) -> None:
-        """Removes what an upload that ended early has left; what cannot be removed now, the sweep removes."""
+        """Removes what an upload that ended early has left; what cannot be removed now, the sweep
+        removes.
+        """
         folder = self.folder(file_id)
         with contextlib.suppress(OSError):
             _clear(folder)
@@ -142,9 +165,11 @@ class FileStore:
                 self._queue.redis.zrem(keys.FILE_EXPIRY, file_id)
 
     def sweep(self, now: float, seconds: float = math.inf) -> int:
-        """Removes files that have expired, and what uploads that were killed a day ago have left, some hundreds or for `seconds`.
+        """Removes files that have expired, and what uploads that were killed a day ago have left,
+        some hundreds or for `seconds`.
 
-        Returns how many. What cannot be removed is tried again later, so that it stands in nobody's way.
+        Returns how many. What cannot be removed is tried again later, so that it stands in nobody's
+        way.
         """
         removed, deadline = 0, time.monotonic() + seconds
         [due] = self._queue.commands([("ZRANGE", keys.FILE_EXPIRY, "-inf", now, "BYSCORE", "LIMIT", 0, _GROUP)])
@@ -165,7 +190,10 @@ class FileStore:
         return sorted(filter(partial(is_id, FILE), found), reverse=True)
 
     def reindex(self, names: "list[str]", seconds: float = math.inf) -> "list[str]":
-        """Makes the index in Redis of these files again. Returns those that are left when `seconds` were over."""
+        """Makes the index in Redis of these files again.
+
+        Returns those that are left when `seconds` were over.
+        """
         now, deadline = self._queue.now(), time.monotonic() + seconds
         while names:
             self._queue.commands(command for name in names[:_GROUP] for command in self._reindexed(name, now))
@@ -175,7 +203,9 @@ class FileStore:
         return names
 
     def _reindexed(self, file_id: str, now: float) -> Sequence[tuple[Any, ...]]:
-        """The commands that index a file; of one that cannot be read, those that have the sweep look at it later."""
+        """The commands that index a file; of one that cannot be read, those that have the sweep
+        look at it later.
+        """
         try:
             record = self._read(file_id)
         except StoreError as error:
@@ -186,7 +216,10 @@ class FileStore:
     def list(
         self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None
     ) -> Page:
-        """Complete files by creation, those behind `after`, which may be deleted by now. Raises KeyError if `after` is no file's id."""
+        """Complete files by creation, those behind `after`, which may be deleted by now.
+
+        Raises KeyError if `after` is no file's id.
+        """
         name = keys.files(tenant, purpose or "")
         place = None if after is None else self._place(tenant, after)
         found: Any = []
@@ -206,7 +239,8 @@ class FileStore:
         return [member.decode() for member in members]
 
     def _present(self, name: str, members: Any) -> Any:
-        """The records behind members of a listing, less those that are gone, or cannot be read just now.
+        """The records behind members of a listing, less those that are gone, or cannot be read just
+        now.
 
         A record is there before it is listed, and goes first.
         """
@@ -218,7 +252,8 @@ class FileStore:
             except StoreError as error:
                 log.error("a file is left out of a listing: %s", error)
                 continue
-            if record is None or member != _member(record):  # of a result that was finished twice, the first
+            # Of a result that was finished twice, the first
+            if record is None or member != _member(record):
                 self._queue.commands([("ZREM", name, member)])
             elif not _expired(record, now):
                 found.append(record)
@@ -248,11 +283,13 @@ class FileStore:
 
     def _sweep_one(self, file_id: str, now: float) -> bool:
         record = self._read(file_id)
-        if record is not None and not _expired(record, now):  # the upload was killed between its record and its index
+        # The upload was killed between its record and its index
+        if record is not None and not _expired(record, now):
             self._queue.commands(_index(record))
             return False
         if record is not None:
-            self._remove(record, durably=False)  # what comes back after a power failure has expired as well
+            # What comes back after a power failure has expired as well
+            self._remove(record, durably=False)
             return True
         left = self.folder(file_id)
         found = left.exists()
@@ -275,7 +312,10 @@ class FileStore:
 
 
 class Upload:
-    """A file on its way in. Not thread-safe. Methods raise `StoreError`, also for a full disk (`StoreError.full`)."""
+    """A file on its way in.
+
+    Not thread-safe. Methods raise `StoreError`, also for a full disk (`StoreError.full`).
+    """
 
     def __init__(
         self, store: FileStore, file_id: str, filename: str, purpose: str, tenant: str, expires_seconds: int | None
@@ -301,7 +341,10 @@ class Upload:
         self.bytes += len(data)
 
     def commit(self) -> FileRecord:
-        """Makes the file durable, then known. Raises ValueError for a batch's file whose name has none of the suffixes."""
+        """Makes the file durable, then known.
+
+        Raises ValueError for a batch's file whose name has none of the suffixes.
+        """
         record = self._record()
         with named("cannot write", str(self._folder)):
             self._file.flush()
@@ -313,7 +356,8 @@ class Upload:
 
     def close(self) -> None:
         """Removes what was not committed."""
-        with contextlib.suppress(OSError):  # of a full disk, on which the rest of the buffer has no room
+        # Of a full disk, on which the rest of the buffer has no room
+        with contextlib.suppress(OSError):
             self._file.close()
         if not self._committed:
             self._store.drop(self._id)

@@ -1,4 +1,6 @@
-"""Input files as lines: JSONL is read where it stands; compressed JSONL and Parquet are first written out as JSONL in the batch's root."""
+"""Input files as lines: JSONL is read where it stands; compressed JSONL and Parquet are first
+written out as JSONL in the batch's root.
+"""
 
 import contextlib
 import gzip
@@ -22,9 +24,15 @@ PARQUET_REFUSED, PARQUET_UNREADABLE = 3, 4
 
 _COPY_CHUNK = 1 << 20
 _SHOWN_CHARACTERS = 2000
-_READER_ENVIRONMENT = {  # no module of the working folder is in its way, and its limit of memory is not spent on pools and threads
-    "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1", "ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
+# No module of the working folder is in its way, and its limit of memory is not spent on pools and
+# threads
+_READER_ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",
+    "PYTHONUTF8": "1",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+}
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _BOM = b"\xef\xbb\xbf"
 log = logging.getLogger(__name__)
@@ -47,7 +55,10 @@ class InputError(Exception):
 
 
 class InputLine(NamedTuple):
-    """One line that is not blank. `number` counts all lines from 1; `raw` is None if the line exceeds `MAX_LINE_BYTES`."""
+    """One line that is not blank.
+
+    `number` counts all lines from 1; `raw` is None if the line exceeds `MAX_LINE_BYTES`.
+    """
 
     number: int
     offset: int
@@ -67,9 +78,11 @@ def needs_spool(location: str) -> bool:
 def read_lines(
     file: BinaryIO, note: Callable[[bytes], object] = len, most_blank: int | None = None
 ) -> Iterator[InputLine]:
-    """Every line that is not blank, in order, holding one at a time; a byte order mark at the start is passed over.
+    """Every line that is not blank, in order, holding one at a time; a byte order mark at the start
+    is passed over.
 
-    `note` is handed every byte of the file, which a hash of it is made from. Raises `InputError` where more than `most_blank` lines are.
+    `note` is handed every byte of the file, which a hash of it is made from. Raises `InputError`
+    where more than `most_blank` lines are.
     """
     number, offset, blank = 0, 0, 0
     if file.read(len(_BOM)) == _BOM:
@@ -95,9 +108,11 @@ def read_lines(
 
 
 def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, beat: Callable[[], object] = int) -> str:
-    """Writes the lines of a Parquet or compressed file as JSONL, and returns the hash of that; calls `beat` often.
+    """Writes the lines of a Parquet or compressed file as JSONL, and returns the hash of that;
+    calls `beat` often.
 
-    Raises `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `beat` raises.
+    Raises `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `beat`
+    raises.
     """
     with (
         open_input(location) as file,
@@ -118,7 +133,8 @@ def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, beat: Call
 
 
 def first_line(location: str) -> bytes | None:
-    """The first line that is not blank, of a file of any kind, as JSONL; None if there is none, or none of a size that is read.
+    """The first line that is not blank, of a file of any kind, as JSONL; None if there is none, or
+    none of a size that is read.
 
     Raises `InputError` and `StoreError`.
     """
@@ -157,13 +173,22 @@ def _decompressed(location: str, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _parquet_lines(location: str, bounds: Bounds) -> Iterator[bytes]:
-    """Read by a process of its own, which bounds what a few bytes can ask for, and whose crash is nobody else's."""
+    """Read by a process of its own, which bounds what a few bytes can ask for, and whose crash is
+    nobody else's.
+    """
     with tempfile.TemporaryFile() as said:
         reader = subprocess.Popen(
             [sys.executable, "-m", "jobs.parquet_lines", location, *(str(bound or 0) for bound in bounds[1:])],
-            env={**os.environ, **_READER_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, start_new_session=True,
-        )  # fmt: skip
+            env={
+                **os.environ,
+                **_READER_ENVIRONMENT,
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            start_new_session=True,
+        )
         assert reader.stdout is not None
         try:
             with reader.stdout:
@@ -182,6 +207,9 @@ def _parquet_lines(location: str, bounds: Bounds) -> Iterator[bytes]:
     elif code not in (0, PARQUET_REFUSED):
         log.error("the reader of %s ended with %s: %s", location, code, why[-_SHOWN_CHARACTERS:])
         how = signal.Signals(-code).name if code < 0 else str(code)
-        why = f"{location} is not a readable Parquet file, or needs more memory than there is: its reader ended with {how}"
+        why = (
+            f"{location} is not a readable Parquet file, or needs more memory than there is: its reader ended with"
+            f" {how}"
+        )
     if code:
         raise InputError(why)

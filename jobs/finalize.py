@@ -1,4 +1,7 @@
-"""Finalise: merges a batch's parts into its result files, in input order. Running it again writes the same bytes."""
+"""Finalise: merges a batch's parts into its result files, in input order.
+
+Running it again writes the same bytes.
+"""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -78,7 +81,10 @@ def finalize(held: Slice) -> None:
 
 
 def _write_results(held: Slice) -> Outcome:
-    """Writes the outputs; those of a batch of the API become files in the file store. Raises `StoreError` or `ResultsMissing`."""
+    """Writes the outputs; those of a batch of the API become files in the file store.
+
+    Raises `StoreError` or `ResultsMissing`.
+    """
     manifest = held.manifest
     if manifest.spec.output_file_id is None:
         return write_outputs(manifest, held.beat)
@@ -89,7 +95,9 @@ def _write_results(held: Slice) -> Outcome:
 
 
 def run_again(held: Slice) -> None:
-    """Moves a batch whose parts broke back to `in_progress`, with what can still be read of them."""
+    """Moves a batch whose parts broke back to `in_progress`, with what can still be read of
+    them.
+    """
     manifest = held.manifest
     repair(manifest)
     save_manifest(manifest)
@@ -101,7 +109,10 @@ def run_again(held: Slice) -> None:
 
 
 def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
-    """Writes the output and error files durably, calling `beat` often. Raises `StoreError`, `ResultsMissing` or what `beat` raises."""
+    """Writes the output and error files durably, calling `beat` often.
+
+    Raises `StoreError`, `ResultsMissing` or what `beat` raises.
+    """
     spec = manifest.spec
     output = spec.output or join(spec.root, "output.parquet" if is_parquet(spec.input) else "output.jsonl")
     inline = spec.error_file == "inline"
@@ -139,7 +150,10 @@ def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
 
 
 def _answers(manifest: Manifest) -> Iterator[_Answer]:
-    """Every line of the source, joined with its result. Raises `ResultsMissing` where a completed batch lacks one."""
+    """Every line of the source, joined with its result.
+
+    Raises `ResultsMissing` where a completed batch lacks one.
+    """
     why = _WHY_UNANSWERED.get(manifest.outcome)
     records = merge_parts(manifest.spec.root, manifest.parts)
     record = next(records, None)
@@ -220,7 +234,9 @@ class _Body(msgspec.Struct):
 
 
 class _ParquetWriter:
-    """One row per line, with typed columns; `response` holds the body as JSON, `text` what the model said."""
+    """One row per line, with typed columns; `response` holds the body as JSON, `text` what the
+    model said.
+    """
 
     def __init__(self, batch_id: str, location: str, scratch: str, unused: bool) -> None:
         self._batch_id = batch_id
@@ -287,7 +303,9 @@ class _ParquetWriter:
 
 
 class _Sink:
-    """The face of a file that pyarrow writes to; closing it leaves the file to its `AtomicWriter`."""
+    """The face of a file that pyarrow writes to; closing it leaves the file to its
+    `AtomicWriter`.
+    """
 
     closed = False
 

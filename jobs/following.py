@@ -1,4 +1,6 @@
-"""What somebody who begins to read a batch is shown first: what its running requests have so far."""
+"""What somebody who begins to read a batch is shown first: what its running requests have so
+far.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +15,8 @@ _AT_ONCE = 16
 class Beginning:
     """Walk it once. Whoever reads on after `last_id` misses nothing, and reads nothing twice.
 
-    `first_id` is the batch's last entry when it was watched; `last_id` is None when the walk took so long that it was trimmed meanwhile.
+    `first_id` is the batch's last entry when it was watched; `last_id` is None when the walk took
+    so long that it was trimmed meanwhile.
     """
 
     def __init__(self, queue: Queue, batch: str, first_id: str) -> None:
@@ -53,7 +56,8 @@ class Beginning:
         if entry.key is None:
             return []
         known = self._seen.get(entry.key)
-        if known is None:  # it was not among the running ones: it has just begun, or ended before they were asked for
+        # It was not among the running ones: it has just begun, or ended before they were asked for
+        if known is None:
             before = self._so_far([entry.key], f"({entry.entry_id}")
             self._seen.setdefault(entry.key, (0, 0))
             return [*before, entry]

@@ -1,4 +1,6 @@
-"""What workers say of their engines and cards every few seconds, and how much waits: the numbers behind `GET /metrics`."""
+"""What workers say of their engines and cards every few seconds, and how much waits: the numbers
+behind `GET /metrics`.
+"""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -42,7 +44,8 @@ class Depths:
     """Requests that wait for a worker, and batches."""
 
     live: dict[str, int]  # by model
-    batch: dict[str, int]  # by model; only those in the ready lists, which hold a window of each batch
+    # By model; only those in the ready lists, which hold a window of each batch
+    batch: dict[str, int]
     suspects: dict[str, int]  # by model
     batches: dict[str, int]  # those that the control plane has work on, by state
     ended: dict[str, int]  # how many batches came to each end, since Redis was empty
@@ -64,7 +67,10 @@ class Gauges(QueueBase):
         }
 
     def depths(self, models: list[str]) -> Depths:
-        """How much waits, of live calls and suspects for these models. Three round trips, and nothing is asked for a batch that ended."""
+        """How much waits, of live calls and suspects for these models.
+
+        Three round trips, and nothing is asked for a batch that ended.
+        """
         ends = sorted(END_STATES)
         of_models = [
             [command, name(model)]

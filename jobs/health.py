@@ -1,4 +1,7 @@
-"""Whether the processes of one host are at work, as far as Redis knows. For probes: what they lack, in a sentence."""
+"""Whether the processes of one host are at work, as far as Redis knows.
+
+For probes: what they lack, in a sentence.
+"""
 
 from datetime import UTC, datetime
 
@@ -15,7 +18,10 @@ _QUEUES = ("advance", "bulk")
 
 
 def worker_fault(queue: Queue, host: str) -> str | None:
-    """Why no worker on `host` can answer a request; None when one can. Its record lasts as long as it renews its leases."""
+    """Why no worker on `host` can answer a request; None when one can.
+
+    Its record lasts as long as it renews its leases.
+    """
     states = [record.state for record in queue.workers() if record.host == host]
     if "ready" in states:
         return None
@@ -23,7 +29,9 @@ def worker_fault(queue: Queue, host: str) -> str | None:
 
 
 def control_plane_fault(client: redis.Redis, host: str) -> str | None:
-    """Why batches do not move on `host`; None when both RQ workers are alive there and some ticker leads, on whatever host."""
+    """Why batches do not move on `host`; None when both RQ workers are alive there and some ticker
+    leads, on whatever host.
+    """
     now = datetime.now(UTC)
     alive = {
         name

@@ -1,4 +1,6 @@
-"""Ids of files, batches and keys: a prefix and 24 hex digits, of which 13 are microseconds since the epoch, so that ids sort by time."""
+"""Ids of files, batches and keys: a prefix and 24 hex digits, of which 13 are microseconds since
+the epoch, so that ids sort by time.
+"""
 
 import re
 import secrets

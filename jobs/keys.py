@@ -1,4 +1,7 @@
-"""The name of every key in Redis. All keys of the request path share the hash tag {q}, so that scripts may touch any of them."""
+"""The name of every key in Redis.
+
+All keys of the request path share the hash tag {q}, so that scripts may touch any of them.
+"""
 
 SCHEMA_VERSION = "2"
 
@@ -6,12 +9,16 @@ SCHEMA = "{q}:schema"
 FENCE = "{q}:fence"  # counter; each claim of a request takes the next number
 LEASES = "{q}:leases"  # zset: request key -> deadline, ms of Redis TIME
 LEASE = "{q}:lease"  # hash: request key -> "<fence> <attempt> <worker> <model>"
-TRIES = "{q}:tries"  # hash: request key -> "<attempts> <deaths> <suspicions>", only once it was released unfinished
-WATCHED = "{q}:watched"  # zset: request key or batch id -> until when somebody reads its tokens, ms of Redis TIME
+# Hash: request key -> "<attempts> <deaths> <suspicions>", only once it was released unfinished
+TRIES = "{q}:tries"
+# Zset: request key or batch id -> until when somebody reads its tokens, ms of Redis TIME
+WATCHED = "{q}:watched"
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
-TRIALS = "{q}:trials"  # hash: model -> since when its suspects have waited without one being taken, ms of Redis TIME
+# Hash: model -> since when its suspects have waited without one being taken, ms of Redis TIME
+TRIALS = "{q}:trials"
 TOTALS = "{q}:totals"  # hash: generated, delivered (tokens, since Redis was empty)
-ENTERED = "{q}:entered"  # hash: state -> how many times a batch came to it from another one, since Redis was empty
+# Hash: state -> how many times a batch came to it from another one, since Redis was empty
+ENTERED = "{q}:entered"
 CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work last had its share
 BATCHES = "{q}:batches"  # set of batch ids that have a record
 ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
@@ -19,7 +26,9 @@ LEADER = "{q}:leader"  # token of the ticker in charge
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
 ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME
 MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
-FILE_EXPIRY = "{q}:file_expiry"  # zset: file id -> when the sweep looks at it, unix seconds: its expiry, or a day after an upload began
+# Zset: file id -> when the sweep looks at it, unix seconds: its expiry, or a day after an upload
+# began
+FILE_EXPIRY = "{q}:file_expiry"
 
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
@@ -29,9 +38,11 @@ PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, FIL
 
 
 def batch(batch_id: str) -> str:
-    """Hash: state, generation, tenant, total, completed, failed, cursor, body_bytes, result_bytes, models and the caller's fields.
+    """Hash: state, generation, tenant, total, completed, failed, cursor, body_bytes, result_bytes,
+    models and the caller's fields.
 
-    Also used_tokens by used_lines, which finished since the record was made: what a line of this batch costs.
+    Also used_tokens by used_lines, which finished since the record was made: what a line of this
+    batch costs.
     """
     return f"{{q}}:batch:{batch_id}"
 
@@ -42,7 +53,9 @@ def ready(batch_id: str, model: str) -> str:
 
 
 def bodies(batch_id: str) -> str:
-    """Hash: line -> Request, from ingest to commit; of a live call line 0, and its model and reply_to."""
+    """Hash: line -> Request, from ingest to commit; of a live call line 0, and its model and
+    reply_to.
+    """
     return f"{{q}}:body:{batch_id}"
 
 
@@ -67,18 +80,24 @@ def live(model: str) -> str:
 
 
 def suspects(model: str) -> str:
-    """Zset: request key -> number of its group. Engine cores died with these; a group is tried by a worker that runs nothing else."""
+    """Zset: request key -> number of its group.
+
+    Engine cores died with these; a group is tried by a worker that runs nothing else.
+    """
     return f"{{q}}:suspects:{model}"
 
 
 def tokens(key: str) -> str:
-    """Stream of the deltas of one request; the id of an entry is `<tokens of all choices so far>-<0 tokens | 1 accepted | 2 finished>`."""
+    """Stream of the deltas of one request; the id of an entry is `<tokens of all choices so far>-<0
+    tokens | 1 accepted | 2 finished>`.
+    """
     return f"{{q}}:tok:{key}"
 
 
 def batch_tokens(batch_id: str) -> str:
-    """Stream of the deltas of all requests of a batch: k request key, e id of the same entry in the request's own stream, p chunks
-    ('' when they are too large to stand here too), s '1' completed | '0' failed | ''. Without k: the state moved. Only while it is read.
+    """Stream of the deltas of all requests of a batch: k request key, e id of the same entry in the
+    request's own stream, p chunks ('' when they are too large to stand here too), s '1' completed |
+    '0' failed | ''. Without k: the state moved. Only while it is read.
     """
     return f"{{q}}:batch_tok:{batch_id}"
 
@@ -124,12 +143,17 @@ def ring(model: str, tenant: str) -> str:
 
 
 def level(ring: str) -> str:
-    """Service that the last member of a ring to have its turn had received before it; the others stand no lower. Lasts some minutes."""
+    """Service that the last member of a ring to have its turn had received before it; the others
+    stand no lower. Lasts some minutes.
+    """
     return f"{{q}}:level:{ring}"
 
 
 def served(ring: str, member: str) -> str:
-    """Service received by a member of a ring (`tenants`, `ring`) that has left it. Lasts some minutes, less long than the level."""
+    """Service received by a member of a ring (`tenants`, `ring`) that has left it.
+
+    Lasts some minutes, less long than the level.
+    """
     return f"{{q}}:served:{ring}\0{member}"
 
 
@@ -149,17 +173,24 @@ def batch_models(batch_id: str) -> str:
 
 
 def files(tenant: str, purpose: str = "") -> str:
-    """Zset, all of score 0: "<created, µs, 16 hex digits>:<file id>" of a tenant's files that are listed; of one purpose, or of all."""
+    """Zset, all of score 0: "<created, µs, 16 hex digits>:<file id>" of a tenant's files that are
+    listed; of one purpose, or of all.
+    """
     return f"{{q}}:files:{tenant}\0{purpose}"
 
 
 def file_place(file_id: str) -> str:
-    """The member that a deleted result file had there, for pages that go on behind it. Lasts some hours."""
+    """The member that a deleted result file had there, for pages that go on behind it.
+
+    Lasts some hours.
+    """
     return f"{{q}}:file_place:{file_id}"
 
 
 def rate(key_id: str) -> str:
-    """When all requests of a minute will be there for an API key again, µs of Redis TIME, and who was let in last. Lasts until then."""
+    """When all requests of a minute will be there for an API key again, µs of Redis TIME, and who
+    was let in last. Lasts until then.
+    """
     return f"{{q}}:rate:{key_id}"
 
 
@@ -169,12 +200,17 @@ def open_batches(tenant: str) -> str:
 
 
 def batch_index(tenant: str) -> str:
-    """Zset, all of score 0: ids of the tenant's batches that came through the API. Ids sort by time."""
+    """Zset, all of score 0: ids of the tenant's batches that came through the API.
+
+    Ids sort by time.
+    """
     return f"{{q}}:batch_index:{tenant}"
 
 
 def lua_table(names: set[str]) -> str:
-    """Lua source of a table `key` with the given names of this module: strings for constants, functions for the rest."""
+    """Lua source of a table `key` with the given names of this module: strings for constants,
+    functions for the rest.
+    """
     lines = ["local key = {}"]
     for name in sorted(names):
         value = globals()[name]

@@ -1,4 +1,7 @@
-"""Where each line of a batch's source stands: 12 bytes for each number, zeros for a blank line. Written by validate beside the plan."""
+"""Where each line of a batch's source stands: 12 bytes for each number, zeros for a blank line.
+
+Written by validate beside the plan.
+"""
 
 import os
 import struct
@@ -13,7 +16,9 @@ _ENTRY = struct.Struct("<QI")  # offset, length
 
 
 class LineIndexWriter:
-    """Takes lines in their order; `commit` makes the index durable, `close` without it leaves nothing. Raises `StoreError`."""
+    """Takes lines in their order; `commit` makes the index durable, `close` without it leaves
+    nothing. Raises `StoreError`.
+    """
 
     def __init__(self, root: str) -> None:
         self._file = AtomicWriter(join(root, INDEX_NAME))
@@ -35,7 +40,10 @@ class LineIndexWriter:
 
 
 class LineIndex:
-    """Lines of a validated source by number. Thread-safe; it goes on after the files were removed. Raises `StoreError`."""
+    """Lines of a validated source by number.
+
+    Thread-safe; it goes on after the files were removed. Raises `StoreError`.
+    """
 
     def __init__(self, root: str, source: str) -> None:
         self._location = join(root, INDEX_NAME)

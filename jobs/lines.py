@@ -1,7 +1,8 @@
-"""The one reading of JSON from outside, used by every stage: strict UTF-8 first, then JSON with whatever values it holds.
+"""The one reading of JSON from outside, used by every stage: strict UTF-8 first, then JSON with
+whatever values it holds.
 
-Whether a value makes sense is not decided here: what stands in a request's body is judged where the request runs, and by then an odd line
-must be read just as it was when the file was accepted.
+Whether a value makes sense is not decided here: what stands in a request's body is judged where the
+request runs, and by then an odd line must be read just as it was when the file was accepted.
 """
 
 import itertools
@@ -14,7 +15,10 @@ import msgspec
 _BOM = b"\xef\xbb\xbf"
 _MOST_DIGITS = 4300  # what Python reads
 MOST_NESTED = 500
-"""Arrays and objects inside each other. Readers recurse, and how far they come depends on who calls them; this they all can."""
+"""Arrays and objects inside each other.
+
+Readers recurse, and how far they come depends on who calls them; this they all can.
+"""
 
 _MOST_VALUES = 2_000_000  # in one text; an empty one of 3 bytes takes up to 100 as an object
 
@@ -46,7 +50,10 @@ _model_decoder = msgspec.json.Decoder(_Model)
 
 
 def decode_json(raw: bytes) -> Any:
-    """The value of JSON text, which may hold halves of characters, NaN and numbers out of range. Raises ValueError, with the reason."""
+    """The value of JSON text, which may hold halves of characters, NaN and numbers out of range.
+
+    Raises ValueError, with the reason.
+    """
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -81,7 +88,10 @@ def read_line(raw: bytes) -> Line:
 
 
 def _check_shape(raw: bytes) -> None:
-    """Raises ValueError. What is no JSON is left to the parser, which comes no deeper than this does."""
+    """Raises ValueError.
+
+    What is no JSON is left to the parser, which comes no deeper than this does.
+    """
     depth = values = 0
     unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in raw else raw
     for strings, piece in enumerate(_outside_of_strings(unescaped)):

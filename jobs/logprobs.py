@@ -1,4 +1,6 @@
-"""Log probabilities in the shapes that clients know: OpenAI's for chats, OpenAI's for completions, and vLLM's for prompts."""
+"""Log probabilities in the shapes that clients know: OpenAI's for chats, OpenAI's for completions,
+and vLLM's for prompts.
+"""
 
 import codecs
 from collections.abc import Sequence
@@ -12,8 +14,8 @@ _CONTINUATION = bytes(range(0x80, 0xC0))  # bytes in the midst of a character
 _LOWEST = -9999.0  # OpenAI's word for "next to impossible"; JSON has no infinity
 
 
-# A long answer has hundreds of thousands of log probabilities: each makes one small object that the garbage collector need not look at, and
-# of a token that comes up again the text is not made again.
+# A long answer has hundreds of thousands of log probabilities: each makes one small object that the
+# garbage collector need not look at, and of a token that comes up again the text is not made again.
 class ChatToken(msgspec.Struct, gc=False):
     """One of a chat's tokens, as OpenAI's JSON has it."""
 
@@ -68,7 +70,9 @@ def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
 
 
 def completion_logprobs(positions: Sequence[PositionLogprobs], text_offset: list[int]) -> dict[str, Any]:
-    """The `logprobs` of a completion's choice; `text_offset` is where each token begins in its text, in characters."""
+    """The `logprobs` of a completion's choice; `text_offset` is where each token begins in its
+    text, in characters.
+    """
     names = _Names()
     return {
         "text_offset": text_offset,
@@ -81,7 +85,9 @@ def completion_logprobs(positions: Sequence[PositionLogprobs], text_offset: list
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[int, PromptToken] | None]:
-    """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; null for the first token, which nothing predicts."""
+    """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; null for the first
+    token, which nothing predicts.
+    """
     decoded = _Decoded()
     return [
         None
@@ -95,15 +101,19 @@ def prompt_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[int, Pro
 
 
 def text_offsets(text: str, positions: Sequence[PositionLogprobs]) -> list[int]:
-    """Where each token begins in the text that they make, in characters; tokens behind a stop string begin at its end."""
+    """Where each token begins in the text that they make, in characters; tokens behind a stop
+    string begin at its end.
+    """
     return [min(offset, len(text)) for offset in TextOffsets().of(positions, text)]
 
 
 class TextOffsets:
-    """Finds where the tokens of one choice begin in its text, in characters, while both come piece by piece.
+    """Finds where the tokens of one choice begin in its text, in characters, while both come piece
+    by piece.
 
-    A token that goes on with a character begins where that does. One that leaves nothing in the text (a special token, the space that
-    some vocabularies drop at the start) takes no room. While a token's text is held back it is taken to be the token's bytes.
+    A token that goes on with a character begins where that does. One that leaves nothing in the
+    text (a special token, the space that some vocabularies drop at the start) takes no room. While
+    a token's text is held back it is taken to be the token's bytes.
     """
 
     def __init__(self) -> None:
@@ -133,7 +143,8 @@ class TextOffsets:
 
     def _length(self, token: bytes) -> int:
         """How many bytes of the text are this token's."""
-        for form in (token, token.decode(errors="replace").encode()):  # a broken character was replaced
+        # A broken character was replaced
+        for form in (token, token.decode(errors="replace").encode()):
             if self._text.startswith(form):
                 return len(form)
         at_start = self._characters == 0 and token.startswith(b" ")
@@ -153,7 +164,9 @@ def _goes_on(text: bytes) -> bool:
 
 
 def _by_name(position: PositionLogprobs, names: _Names) -> dict[str, float] | None:
-    """The most likely tokens and the chosen one; of two that read the same the more likely one counts."""
+    """The most likely tokens and the chosen one; of two that read the same the more likely one
+    counts.
+    """
     if position.chosen.logprob is None:
         return None
     found: dict[str, float] = {}
@@ -164,7 +177,9 @@ def _by_name(position: PositionLogprobs, names: _Names) -> dict[str, float] | No
 
 
 def _name(token: bytes, prefix: str) -> str:
-    """The token's text, or its bytes as escapes where they are no whole characters, as OpenAI writes them."""
+    """The token's text, or its bytes as escapes where they are no whole characters, as OpenAI
+    writes them.
+    """
     try:
         return token.decode()
     except UnicodeDecodeError:

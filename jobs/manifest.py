@@ -1,4 +1,6 @@
-"""The manifest: what a batch is and what is done of it, on disk, so that an empty Redis can be rebuilt."""
+"""The manifest: what a batch is and what is done of it, on disk, so that an empty Redis can be
+rebuilt.
+"""
 
 import time
 from typing import Any, Literal
@@ -11,7 +13,8 @@ from jobs.results import Usage
 from jobs.storage import StoreError, delete, join, local_path, named, read_bytes, size_of, sync_folder, write_bytes
 
 NAME = "manifest.json"
-_CANCEL_MARK = "cancelled"  # a file of its own, since a long job may hold the folder when somebody cancels
+# A file of its own, since a long job may hold the folder when somebody cancels
+_CANCEL_MARK = "cancelled"
 
 State = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 EndState = Literal["completed", "expired", "cancelled"]
@@ -25,21 +28,25 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     output: str | None = None  # default: output.jsonl (or .parquet, as the input) in the root
     error_output: str | None = None  # default: errors.jsonl in the root
-    error_file: Literal["separate", "inline"] = "separate"  # inline: failures stand in the output, in their place
+    # Inline: failures stand in the output, in their place
+    error_file: Literal["separate", "inline"] = "separate"
     endpoint: str | None = None  # the only one allowed; None: either
     default_model: str | None = None  # for lines that name none; None: every line must
-    models: tuple[str, ...] | None = None  # served names that lines may use; None: those in the registry of models
+    # Served names that lines may use; None: those in the registry of models
+    models: tuple[str, ...] | None = None
     tenant: str = ""
     metadata: dict[str, str] | None = None
     completion_window_seconds: float | None = None  # None: it never expires
     seed: int = 0  # from it and the line number comes the seed of a line that names none
     input_file_id: str | None = (
-        None  # of a batch that came through the API, whose lines are checked as OpenAI's are; so the rest
+        # Of a batch that came through the API, whose lines are checked as OpenAI's are; so the rest
+        None
     )
     output_file_id: str | None = None  # this and the next are set aside when the batch is made
     error_file_id: str | None = None
     completion_window: str | None = None  # as it was asked for
-    output_expires_seconds: int | None = None  # None: as long as the file store keeps a batch's files
+    # None: as long as the file store keeps a batch's files
+    output_expires_seconds: int | None = None
     max_lines: int | None = None
     queued_tokens: int | None = None  # that all open batches of the tenant together may hold
 
@@ -73,11 +80,14 @@ class Manifest(msgspec.Struct, kw_only=True):
     total: int = 0
     models: list[str] = msgspec.field(default_factory=list)  # that the lines name
     generation: int = 0  # the highest of the record in Redis that a job has begun under
-    owner: str = ""  # names the record in Redis that may work here; of a server that was left behind, it is another one
+    # Names the record in Redis that may work here; of a server that was left behind, it is another
+    # one
+    owner: str = ""
     parts: list[Part] = msgspec.field(default_factory=list)
     next_part: int = 0
     problems: list[LineProblem] = msgspec.field(default_factory=list)
-    completed: int = 0  # this, `failed` and `usage` are of the lines on disk; final once the outputs are written
+    # This, `failed` and `usage` are of the lines on disk; final once the outputs are written
+    completed: int = 0
     failed: int = 0
     usage: Usage | None = None
     queued_tokens: int = 0  # about as many stand in the lines' bodies
@@ -97,7 +107,9 @@ class Manifest(msgspec.Struct, kw_only=True):
         self.timestamps.setdefault(state, time.time())
 
     def end_cancelled(self) -> None:
-        """Makes an end that nobody was told of yet the one of a batch that was cancelled first; its results stay as they are."""
+        """Makes an end that nobody was told of yet the one of a batch that was cancelled first; its
+        results stay as they are.
+        """
         self.timestamps.pop(self.state, None)
         self.outcome = "cancelled"
         self.enter("cancelling")
@@ -122,7 +134,10 @@ def load_manifest(root: str) -> Manifest | None:
 
 
 def save_manifest(manifest: Manifest) -> None:
-    """Replaces the manifest durably; only for the holder of `storage.exclusive`. Raises `StoreError`."""
+    """Replaces the manifest durably; only for the holder of `storage.exclusive`.
+
+    Raises `StoreError`.
+    """
     encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     write_bytes(join(manifest.spec.root, NAME), encoded)
 
@@ -131,9 +146,13 @@ def progress_fields(manifest: Manifest) -> dict[str, int]:
     """What the record says of the lines on disk."""
     usage = manifest.usage or Usage()
     return {
-        "stored_completed": manifest.completed, "stored_failed": manifest.failed, "logged_lines": manifest.logged_lines,
-        "prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens, "cached_tokens": usage.cached_tokens,
-    }  # fmt: skip
+        "stored_completed": manifest.completed,
+        "stored_failed": manifest.failed,
+        "logged_lines": manifest.logged_lines,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+    }
 
 
 def end_fields(manifest: Manifest) -> dict[str, Any]:

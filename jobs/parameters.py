@@ -1,4 +1,6 @@
-"""How a call wants its tokens drawn and where it wants them to end: each parameter's type, range and size."""
+"""How a call wants its tokens drawn and where it wants them to end: each parameter's type, range
+and size.
+"""
 
 from typing import Any
 
@@ -78,8 +80,11 @@ def min_tokens(body: dict[str, Any], limit: int | None) -> int:
     """At most as many as may be generated at all."""
     least = fields.optional(body, "min_tokens", lambda value, param: fields.integer(value, param, 0, fields.INT32), 0)
     if limit is not None and least > limit:
-        fields.fail(f"Invalid 'min_tokens': it must be at most 'max_tokens', which is {limit}, but is {least}.", "min_tokens",
-                    "invalid_value")  # fmt: skip
+        fields.fail(
+            f"Invalid 'min_tokens': it must be at most 'max_tokens', which is {limit}, but is {least}.",
+            "min_tokens",
+            "invalid_value",
+        )
     return least
 
 
@@ -117,9 +122,11 @@ def logit_bias(value: Any, param: str) -> dict[int, float]:
     entries = fields.mapping(value, param)
     if len(entries) > MOST_BIASED_TOKENS:
         fields.fail(
-            f"Invalid '{param}': too many properties. Expected an object with at most {MOST_BIASED_TOKENS} properties, but got an object "
-            f"with {len(entries)} properties instead.", param, "object_above_max_properties",
-        )  # fmt: skip
+            f"Invalid '{param}': too many properties. Expected an object with at most {MOST_BIASED_TOKENS} properties,"
+            f" but got an object with {len(entries)} properties instead.",
+            param,
+            "object_above_max_properties",
+        )
     return {
         _token_id(key, param): fields.number(bias, f"{param}.{fields.shown(key)}", -100, 100)
         for key, bias in entries.items()
@@ -127,7 +134,9 @@ def logit_bias(value: Any, param: str) -> dict[int, float]:
 
 
 def logprobs(body: dict[str, Any], chat: bool) -> int | None:
-    """How many of the most likely tokens are told beside each of the answer's own; None: no log probabilities at all."""
+    """How many of the most likely tokens are told beside each of the answer's own; None: no log
+    probabilities at all.
+    """
     if not chat:
         if fields.optional(body, "top_logprobs", most_likely, 0):
             fields.unsupported("top_logprobs", "is for chats; in a completion 'logprobs' is the number.")
@@ -164,12 +173,18 @@ def best_of(body: dict[str, Any], n: int, stream: bool) -> int:
     count = fields.optional(body, "best_of", answers, n)
     if count < n:
         fields.fail(
-            f"You requested that the server return more choices than it will generate (HINT: you must set 'n' (currently {n}) to be at "
-            f"most 'best_of' (currently {count}), or omit either parameter if you don't specifically want to use them.)", "best_of", None,
-        )  # fmt: skip
+            "You requested that the server return more choices than it will generate (HINT: you must set 'n'"
+            f" (currently {n}) to be at most 'best_of' (currently {count}), or omit either parameter if you don't"
+            " specifically want to use them.)",
+            "best_of",
+            None,
+        )
     if count > n and stream:
-        fields.fail("Which answers are best shows at their end: 'best_of' above 'n' is not allowed when 'stream' is enabled.", "best_of",
-                    "invalid_value")  # fmt: skip
+        fields.fail(
+            "Which answers are best shows at their end: 'best_of' above 'n' is not allowed when 'stream' is enabled.",
+            "best_of",
+            "invalid_value",
+        )
     return count
 
 
@@ -198,8 +213,12 @@ def _strings(value: Any, param: str, most: int, longest: int) -> list[str]:
 
 def _token_id(key: str, param: str) -> int:
     if not (key.isascii() and key.isdigit()) or (key[0] == "0" and key != "0"):
-        fields.fail(f"Invalid key in '{param}': {fields.shown(key)}. You should only be submitting non-negative integers, without leading "
-                    "zeros.", param, "invalid_value")  # fmt: skip
+        fields.fail(
+            f"Invalid key in '{param}': {fields.shown(key)}. You should only be submitting non-negative integers,"
+            " without leading zeros.",
+            param,
+            "invalid_value",
+        )
     if len(key) > len(str(fields.INT32)) or int(key) > fields.INT32:
         fields.fail(
             f"Invalid key in '{param}': {fields.shown(key)}. Maximum value is {fields.INT32}.", param, "invalid_value"

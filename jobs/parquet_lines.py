@@ -1,7 +1,9 @@
-"""Rows of a Parquet file as the lines of a batch. A program, since a few bytes of Parquet can ask for any memory, or crash the reader.
+"""Rows of a Parquet file as the lines of a batch.
 
-Arguments: location, most rows, bytes of memory, seconds of processor time; 0 means no limit. The lines go to stdout, why there are none
-to stderr.
+A program, since a few bytes of Parquet can ask for any memory, or crash the reader.
+
+Arguments: location, most rows, bytes of memory, seconds of processor time; 0 means no limit. The
+lines go to stdout, why there are none to stderr.
 """
 
 import contextlib
@@ -24,15 +26,41 @@ _SHOWN_COLUMNS = 20
 _SHOWN_CHARACTERS = 1000
 _LINE_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
 _BODY_COLUMNS = (
-    "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
-    "n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", "logprobs", "top_logprobs",
-    "prompt_logprobs", "echo", "logit_bias", "bad_words", "skip_special_tokens", "priority", "truncate_prompt_tokens", "response_format",
+    "model",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+    "best_of",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_p",
+    "min_tokens",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "logit_bias",
+    "bad_words",
+    "skip_special_tokens",
+    "priority",
+    "truncate_prompt_tokens",
+    "response_format",
     "user",
-)  # fmt: skip
+)
 
 
 def main() -> None:
-    """Ends with `PARQUET_REFUSED` where the file is at fault, with `PARQUET_UNREADABLE` where it cannot be reached."""
+    """Ends with `PARQUET_REFUSED` where the file is at fault, with `PARQUET_UNREADABLE` where it
+    cannot be reached.
+    """
     location, (most_rows, memory, seconds) = sys.argv[1], map(int, sys.argv[2:])
     for number in (signal.SIGINT, signal.SIGTERM):  # who reads the lines says when this ends
         signal.signal(number, signal.SIG_IGN)
@@ -95,7 +123,8 @@ def _lines(location: str, file: BinaryIO) -> Iterator[bytes]:
     except _BadColumn as error:
         raise InputError(f"{location} has a column {error} that holds bytes which are not UTF-8 text") from error
     except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # Arrow's own, for damaged pages, have none
+        # Arrow's own, for damaged pages, have none
+        if isinstance(error, OSError) and error.errno is not None:
             raise StoreError(f"cannot read {location}: {error.strerror}") from error
         raise InputError(f"{location} is not a readable Parquet file: {error}") from error
 
@@ -138,7 +167,10 @@ class _BadColumn(Exception):
 
 
 def _plain(value: Any, column: str) -> Any:
-    """A cell as JSON knows it: bytes as text, and structs without the fields that a row lacks. Raises `_BadColumn`."""
+    """A cell as JSON knows it: bytes as text, and structs without the fields that a row lacks.
+
+    Raises `_BadColumn`.
+    """
     if isinstance(value, bytes):
         try:
             return value.decode()

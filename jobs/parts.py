@@ -1,4 +1,7 @@
-"""Part files: finished results on disk, sorted by line. A part counts only while the manifest lists it; each record carries a checksum."""
+"""Part files: finished results on disk, sorted by line.
+
+A part counts only while the manifest lists it; each record carries a checksum.
+"""
 
 import heapq
 import io
@@ -20,7 +23,8 @@ MAX_OPEN = 128
 
 _HEADER = struct.Struct("<III")  # line, length of the result, CRC-32 of line and result
 _LINE = struct.Struct("<I")
-_SMALL_TIERS = (1 << 20, 8 << 20, 64 << 20)  # bytes; as many small parts of a tier as `_TIER_PARTS` become one
+# Bytes; as many small parts of a tier as `_TIER_PARTS` become one
+_SMALL_TIERS = (1 << 20, 8 << 20, 64 << 20)
 _TIER_PARTS = 16
 
 
@@ -69,7 +73,10 @@ def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
 
 
 def read_part(root: str, name: str, order: int = 0) -> Iterator[Record]:
-    """The records of a part, in line order. Raises `PartDamaged` at the first that is not what was written."""
+    """The records of a part, in line order.
+
+    Raises `PartDamaged` at the first that is not what was written.
+    """
     try:
         with open_input(join(root, FOLDER, name)) as file:
             yield from _records(file, name, order)
@@ -78,7 +85,9 @@ def read_part(root: str, name: str, order: int = 0) -> Iterator[Record]:
 
 
 def merge_parts(root: str, parts: list[Part]) -> Iterator[Record]:
-    """The records of all parts in line order, each line once; of a damaged part, what stands before the damage."""
+    """The records of all parts in line order, each line once; of a damaged part, what stands before
+    the damage.
+    """
     with ExitStack() as stack:
         level = [part.name for part in parts]
         while len(level) > MAX_OPEN:
@@ -103,7 +112,9 @@ def salvage(root: str, name: str, order: int = 0) -> Iterator[Record]:
 
 
 def to_compact(parts: list[Part]) -> list[Part]:
-    """Parts that should become one, so that their number grows with the logarithm of the batch; empty while there are few."""
+    """Parts that should become one, so that their number grows with the logarithm of the batch;
+    empty while there are few.
+    """
     floor = 0
     for ceiling in _SMALL_TIERS:
         tier = [part for part in parts if floor <= part.bytes < ceiling]
@@ -129,7 +140,8 @@ def _records(file: BinaryIO, name: str, order: int) -> Iterator[Record]:
             raise PartDamaged(f"{name} ends within a record")
         line, length, checksum = _HEADER.unpack(header)
         left -= _HEADER.size + length
-        packed = file.read(length) if left >= 0 else b""  # a damaged length must not ask for gigabytes
+        # A damaged length must not ask for gigabytes
+        packed = file.read(length) if left >= 0 else b""
         if zlib.crc32(packed, zlib.crc32(header[: _LINE.size])) != checksum:
             raise PartDamaged(f"{name} is damaged at line {line}")
         yield Record(line, order, packed)

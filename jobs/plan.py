@@ -1,4 +1,5 @@
-"""The order in which a batch's lines run: lines that share a prompt prefix stand together, and long expected outputs come first.
+"""The order in which a batch's lines run: lines that share a prompt prefix stand together, and long
+expected outputs come first.
 
 Both sorts spill to disk, so that memory grows by 24 bytes per line at most.
 """
@@ -43,8 +44,9 @@ class PlanEntry(NamedTuple):
 
 
 class Sorter:
-    """Sorts records of one size by their bytes, with at most `run_records` of them in memory and few files: sorted runs, of which
-    `_FAN_IN` of one size become one of the next."""
+    """Sorts records of one size by their bytes, with at most `run_records` of them in memory and
+    few files: sorted runs, of which `_FAN_IN` of one size become one of the next.
+    """
 
     def __init__(self, record_size: int, folder: Path | None = None, run_records: int = _RUN_RECORDS) -> None:
         self._size = record_size
@@ -149,7 +151,9 @@ class PlanBuilder:
         self._by_prefix.close()
 
     def _longest_by_group(self) -> list[tuple[array[int], array[int]]]:
-        """Per prefix length: the number of lines in each group and its longest expected output, in the order of the first sort."""
+        """Per prefix length: the number of lines in each group and its longest expected output, in
+        the order of the first sort.
+        """
         groups = [(array("I"), array("I")) for _ in range(_LEVELS)]
         previous: tuple[int, ...] = ()
         for record in self._by_prefix:
@@ -187,7 +191,10 @@ def expected_tokens(body: dict[str, Any]) -> int:
 
 
 def prefix_hashes(model: str, body: dict[str, Any]) -> tuple[int, ...]:
-    """A hash per prefix length; equal ones mean a shared prefix. A collision costs a little speed and nothing else."""
+    """A hash per prefix length; equal ones mean a shared prefix.
+
+    A collision costs a little speed and nothing else.
+    """
     pieces = list(_pieces(body))
     text = "".join(pieces)[: _PREFIX_CHARACTERS[-1]]
     value = zlib.crc32(model.encode(errors="surrogatepass"))

@@ -14,7 +14,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
-    """One text, one list of token ids, or a list of either, each to be answered `answers` times. Raises `ApiError`."""
+    """One text, one list of token ids, or a list of either, each to be answered `answers` times.
+
+    Raises `ApiError`.
+    """
     if not isinstance(value, list):
         return [_prompt(value, param)]
     fields.array(value, param, least=1)
@@ -23,9 +26,11 @@ def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
     if len(value) * answers > MOST_SEQUENCES:
         most = MOST_SEQUENCES // answers
         fields.fail(
-            f"Invalid '{param}': array too long. With {answers} answers to each prompt, expected an array with maximum length {most}, "
-            f"but got an array with length {len(value)} instead.", param, "array_above_max_length",
-        )  # fmt: skip
+            f"Invalid '{param}': array too long. With {answers} answers to each prompt, expected an array with maximum"
+            f" length {most}, but got an array with length {len(value)} instead.",
+            param,
+            "array_above_max_length",
+        )
     return [_prompt(item, f"{param}[{i}]", like=value[0]) for i, item in enumerate(value)]
 
 

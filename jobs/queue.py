@@ -1,7 +1,8 @@
 """The queue: requests go in, workers take them under leases, tokens and results come out.
 
-Synchronous and thread-safe. Every change is one Lua script (`jobs/lua`) that may be repeated blindly; the rules that keep it right stand
-in their headers. Batches are in `batch_queue.py`, streams in `streams.py`, workers and models in `registry.py`, limits in `limits.py`.
+Synchronous and thread-safe. Every change is one Lua script (`jobs/lua`) that may be repeated
+blindly; the rules that keep it right stand in their headers. Batches are in `batch_queue.py`,
+streams in `streams.py`, workers and models in `registry.py`, limits in `limits.py`.
 """
 
 from collections.abc import Iterable
@@ -40,10 +41,13 @@ WORKER_LOST = ApiError(
 
 
 class TokenTotals(NamedTuple):
-    """Output tokens. What was generated and not delivered is in flight, was cancelled, or had to be computed again.
+    """Output tokens.
 
-    A worker says how many it generated with all that it publishes and commits, so a token that went out has been counted. One that is
-    killed takes along only those since it last published: `generated` lacks at most one publish interval's for each kill.
+    What was generated and not delivered is in flight, was cancelled, or had to be computed again.
+
+    A worker says how many it generated with all that it publishes and commits, so a token that went
+    out has been counted. One that is killed takes along only those since it last published:
+    `generated` lacks at most one publish interval's for each kill.
     """
 
     generated: int
@@ -51,10 +55,16 @@ class TokenTotals(NamedTuple):
 
 
 class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
-    """Everything that travels through Redis, for API, workers and control plane. All methods raise `QueueUnavailable`."""
+    """Everything that travels through Redis, for API, workers and control plane.
+
+    All methods raise `QueueUnavailable`.
+    """
 
     def submit(self, live_id: str, request: Request) -> None:
-        """Hands in a live call, whose key is `RequestKey(live_id, 0)`. Repeating it changes nothing."""
+        """Hands in a live call, whose key is `RequestKey(live_id, 0)`.
+
+        Repeating it changes nothing.
+        """
         if not RequestKey(live_id, 0).live:
             raise ValueError(f"a live id starts with live_: {live_id!r}")
         self._scripts.call("submit", [live_id, request.model, pack(request), request.reply_to or ""])
@@ -62,12 +72,14 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
     def claim(
         self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None
     ) -> list[Claim]:
-        """Takes up to `limit` requests for one of `models`, live ones first; `live_limit` (default `limit`) gives live calls more room.
+        """Takes up to `limit` requests for one of `models`, live ones first; `live_limit` (default
+        `limit`) gives live calls more room.
 
-        A worker that holds nothing may get suspects (`Claim.suspicions` above 0), and then nothing else until it holds none of them.
+        A worker that holds nothing may get suspects (`Claim.suspicions` above 0), and then nothing
+        else until it holds none of them.
 
-        `seq` rises with every call of a worker; the same number gives the same set again, less what was lost meanwhile. A smaller
-        number gives nothing: it is a late duplicate.
+        `seq` rises with every call of a worker; the same number gives the same set again, less what
+        was lost meanwhile. A smaller number gives nothing: it is a late duplicate.
         """
         if limit <= 0 and not live_limit:
             return []
@@ -79,14 +91,20 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         ]
 
     def publish(self, worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
-        """Appends tokens to the requests' streams and to those of the API processes. Returns the requests whose lease is lost.
+        """Appends tokens to the requests' streams and to those of the API processes.
 
-        `generated` is how many tokens the worker generated in its life, here and below; the totals count each of them once.
+        Returns the requests whose lease is lost.
+
+        `generated` is how many tokens the worker generated in its life, here and below; the totals
+        count each of them once.
         """
         return self._each("publish", [worker, generated], (_delta_arguments(delta) for delta in deltas))
 
     def renew(self, worker: str, held: list[Held], generated: int = 0) -> list[RequestKey]:
-        """Prolongs the leases and the worker's place in the registry. Returns the requests whose lease is lost."""
+        """Prolongs the leases and the worker's place in the registry.
+
+        Returns the requests whose lease is lost.
+        """
         lost: list[bytes] = []
         for group in list(chunks([str(key), fence] for key, fence in held)) or [[]]:
             known, *more = self._scripts.call("renew", [worker, self._lease_ms, generated, *flat(group)])
@@ -96,30 +114,39 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         return [RequestKey.parse(name) for name in lost]
 
     def commit(self, worker: str, finished: list[Finished], generated: int = 0) -> list[RequestKey]:
-        """Stores results and ends the leases. Returns the requests for which that changed nothing: lost, or committed before."""
+        """Stores results and ends the leases.
+
+        Returns the requests for which that changed nothing: lost, or committed before.
+        """
         head = [worker, generated, self.settings.stream_keep_seconds]
         return self._each("commit", head, (_finished_arguments(item) for item in finished))
 
     def hand_back(self, worker: str, held: list[Held], acquitted: bool = False) -> list[RequestKey]:
-        """Puts requests back to the front of the queue, without counting an attempt. Returns those whose lease was lost.
+        """Puts requests back to the front of the queue, without counting an attempt.
+
+        Returns those whose lease was lost.
 
         Suspects go back among the suspects, unless they are `acquitted`: they ran and did no harm.
         """
         return self._each("hand_back", [worker, int(acquitted)], ([str(key), fence] for key, fence in reversed(held)))
 
     def suspect(self, worker: str, held: list[Held], condemned: Result) -> list[RequestKey]:
-        """Says that the worker's engine core ended by itself with these requests in it. Returns those whose lease was lost.
+        """Says that the worker's engine core ended by itself with these requests in it.
 
-        They run again in groups of 16, then alone, on a worker that has nothing else; `condemned` is the result of one that ran alone.
+        Returns those whose lease was lost.
+
+        They run again in groups of 16, then alone, on a worker that has nothing else; `condemned`
+        is the result of one that ran alone.
         """
         head = [worker, pack(condemned), self.settings.stream_keep_seconds]
         return self._each("suspect", head, ([str(key), fence] for key, fence in held))
 
     def reap(self, worker: str | None = None) -> int:
-        """Takes requests from a worker known to be dead, or (once a second, by the ticker) from all whose leases ran out.
+        """Takes requests from a worker known to be dead, or (once a second, by the ticker) from all
+        whose leases ran out.
 
-        Returns how many. Without a worker it also notes the time, and reaps nothing for one lease after the server was away; and it
-        orders a worker to make room where suspects wait in vain.
+        Returns how many. Without a worker it also notes the time, and reaps nothing for one lease
+        after the server was away; and it orders a worker to make room where suspects wait in vain.
         """
         lost = pack(WORKER_LOST.result(""))
         settings = [self._lease_ms, self.settings.worker_deaths, lost, self.settings.stream_keep_seconds, MAX_ITEMS]
@@ -136,7 +163,10 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         self.reap(worker)
 
     def cancel(self, requests: list[RequestKey]) -> None:
-        """Ends requests without a result, wherever they are; their workers are told. For live calls (a batch has `cancel_batch`)."""
+        """Ends requests without a result, wherever they are; their workers are told.
+
+        For live calls (a batch has `cancel_batch`).
+        """
         for group in chunks([str(key)] for key in requests):
             self._scripts.call("cancel", ["requests", 0, *flat(group)])
 
@@ -146,14 +176,18 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         return TokenTotals(int(generated or 0), int(delivered or 0))
 
     def tokens_in_flight(self) -> int:
-        """Output tokens that unfinished requests have published; whoever runs them next goes on from there."""
+        """Output tokens that unfinished requests have published; whoever runs them next goes on
+        from there.
+        """
         with self.redis.pipeline(transaction=False) as pipeline:
             for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}:
                 pipeline.xrevrange(keys.tokens(name.decode()), count=1)
             return sum(int(entry_id.split(b"-")[0]) for entries in pipeline.execute() for entry_id, _ in entries)
 
     def _each(self, script: str, head: list[Any], rows: Iterable[list[Any]]) -> list[RequestKey]:
-        """Calls a script that takes one row per request and returns keys, as often as the size limits ask."""
+        """Calls a script that takes one row per request and returns keys, as often as the size
+        limits ask.
+        """
         answers = [self._scripts.call(script, [*head, *flat(group)]) for group in chunks(rows)]
         return [RequestKey.parse(name) for name in flat(answers)]
 
@@ -182,9 +216,15 @@ def _read_claim(row: list[Any]) -> Claim:
     name, fence, attempt, body, watched, suspicions, published = row
     key = RequestKey.parse(name)
     return Claim(
-        key=key, fence=fence, request=unpack_request(body), checkpoint=_read_checkpoint(published), attempt=attempt, live=key.live,
-        watched=bool(watched), suspicions=suspicions,
-    )  # fmt: skip
+        key=key,
+        fence=fence,
+        request=unpack_request(body),
+        checkpoint=_read_checkpoint(published),
+        attempt=attempt,
+        live=key.live,
+        watched=bool(watched),
+        suspicions=suspicions,
+    )
 
 
 def _read_checkpoint(published: list[bytes]) -> Checkpoint | None:

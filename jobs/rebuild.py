@@ -1,4 +1,7 @@
-"""Rebuild: makes the record of a batch in an empty Redis from its manifest. The job that comes next takes up parts and plan."""
+"""Rebuild: makes the record of a batch in an empty Redis from its manifest.
+
+The job that comes next takes up parts and plan.
+"""
 
 import logging
 import math
@@ -30,7 +33,9 @@ log = logging.getLogger(__name__)
 
 
 def unknown_folders(queue: Queue, file_store: str) -> list[str]:
-    """Names of folders under `file_store` that may hold a batch without a record, the newest of the API first. Raises `StoreError`."""
+    """Names of folders under `file_store` that may hold a batch without a record, the newest of the
+    API first. Raises `StoreError`.
+    """
     known = set(queue.batches())  # of the API's, a folder bears the name
     return [name for name in reversed(list_names(join(file_store, BATCHES_FOLDER))) if name not in known]
 
@@ -38,9 +43,11 @@ def unknown_folders(queue: Queue, file_store: str) -> list[str]:
 def rebuild_all(
     queue: Queue, file_store: str, names: list[str] | None = None, seconds: float = math.inf
 ) -> tuple[int, list[str]]:
-    """Rebuilds the batches without a record in these folders (default: `unknown_folders`), passing over what cannot be read.
+    """Rebuilds the batches without a record in these folders (default: `unknown_folders`), passing
+    over what cannot be read.
 
-    Returns how many it rebuilt, and the folders to be tried again: in other hands, or left when `seconds` were over. Raises `StoreError`.
+    Returns how many it rebuilt, and the folders to be tried again: in other hands, or left when
+    `seconds` were over. Raises `StoreError`.
     """
     deadline = time.monotonic() + seconds
     names = unknown_folders(queue, file_store) if names is None else names
@@ -58,7 +65,10 @@ def rebuild_all(
 
 
 def rebuild(queue: Queue, root: str) -> bool:
-    """Makes the record of the batch in `root`; False if it has one, or there is no batch. Raises `StoreError` and `Busy`."""
+    """Makes the record of the batch in `root`; False if it has one, or there is no batch.
+
+    Raises `StoreError` and `Busy`.
+    """
     with exclusive(root, patience=0):
         manifest = load_manifest(root)
         if manifest is None:
@@ -67,7 +77,8 @@ def rebuild(queue: Queue, root: str) -> bool:
         if record and record.get("state") != FORGOTTEN:
             return False
         if record or manifest.state not in END_STATES:
-            queue.forget(manifest.batch_id)  # what a start that was killed while it removed a record has left
+            # What a start that was killed while it removed a record has left
+            queue.forget(manifest.batch_id)
         manifest.generation = max(manifest.generation, int(record.get("generation", 0)))
         if manifest.state in END_STATES and _was_cancelled(manifest):
             manifest.end_cancelled()
@@ -77,12 +88,15 @@ def rebuild(queue: Queue, root: str) -> bool:
 
 
 def register(queue: Queue, manifest: Manifest) -> None:
-    """Makes the record that the manifest describes and enqueues the job that comes next; for the holder of `storage.exclusive`.
+    """Makes the record that the manifest describes and enqueues the job that comes next; for the
+    holder of `storage.exclusive`.
 
-    A running batch comes back as `validating`: that job finds the plan made, counts what the parts hold, and goes on.
+    A running batch comes back as `validating`: that job finds the plan made, counts what the parts
+    hold, and goes on.
     """
     state = _state_after(manifest)
-    if state not in END_STATES or state != manifest.state:  # on one that has ended nobody works any more
+    # On one that has ended nobody works any more
+    if state not in END_STATES or state != manifest.state:
         manifest.enter(state)
         manifest.generation += 1
         manifest.owner = secrets.token_hex(8)
@@ -92,7 +106,8 @@ def register(queue: Queue, manifest: Manifest) -> None:
         queue.list_batch(manifest.spec.tenant, manifest.batch_id)
     if state not in END_STATES and manifest.spec.input_file_id is not None:
         queue.open_batch(manifest.spec.tenant, manifest.batch_id, None)
-    if state not in END_STATES:  # before there is a record, so that no kill leaves one that nobody looks after
+    # Before there is a record, so that no kill leaves one that nobody looks after
+    if state not in END_STATES:
         queue.activate(manifest.batch_id)
     total = manifest.total if manifest.plan_sha256 is not None else 0
     if not queue.create_batch(manifest.batch_id, total, tenant=manifest.spec.tenant, state=state, fields=fields):
@@ -111,13 +126,17 @@ def register(queue: Queue, manifest: Manifest) -> None:
 
 
 def _was_cancelled(manifest: Manifest) -> bool:
-    """Whether an ended batch of the API was cancelled before its end was told; the mark goes once that is done (`retention.tidy`)."""
+    """Whether an ended batch of the API was cancelled before its end was told; the mark goes once
+    that is done (`retention.tidy`).
+    """
     spec = manifest.spec
     return manifest.state != "cancelled" and spec.input_file_id is not None and is_marked_cancelled(spec.root)
 
 
 def _state_after(manifest: Manifest) -> State:
-    """The state to go on from: what was cancelled stays so, all else is counted again (and expires again)."""
+    """The state to go on from: what was cancelled stays so, all else is counted again (and expires
+    again).
+    """
     if manifest.state in END_STATES:
         return manifest.state
     return "cancelling" if is_marked_cancelled(manifest.spec.root) else "validating"

@@ -11,7 +11,10 @@ from jobs.results import Result, Usage
 
 
 def repair(manifest: Manifest) -> None:
-    """Replaces damaged parts by what can be read of them; their other lines run again. Raises `StoreError`."""
+    """Replaces damaged parts by what can be read of them; their other lines run again.
+
+    Raises `StoreError`.
+    """
     root = manifest.spec.root
     for index, part in enumerate(manifest.parts):
         if not verify(root, part):
@@ -21,7 +24,9 @@ def repair(manifest: Manifest) -> None:
 
 
 def restore_progress(held: Slice) -> dict[str, Any]:
-    """Sets the done bitmap and the registered parts from the manifest; returns counts and usage as fields of the record."""
+    """Sets the done bitmap and the registered parts from the manifest; returns counts and usage as
+    fields of the record.
+    """
     manifest = held.manifest
     manifest.completed = manifest.failed = 0
     manifest.usage = None

@@ -52,7 +52,9 @@ class Registry(QueueBase):
         self._writing = threading.Lock()  # so that an older record never replaces a newer one
 
     def register_worker(self, record: WorkerRecord) -> None:
-        """Writes the record; a ready worker's models are registered too, and it hears of live calls from then on."""
+        """Writes the record; a ready worker's models are registered too, and it hears of live calls
+        from then on.
+        """
         if not record.id or " " in record.id:
             raise ValueError(f"not a worker id: {record.id!r}")
         with self._writing:
@@ -94,7 +96,9 @@ class Registry(QueueBase):
             self._records.pop(worker, None)
 
     def _register_again(self, worker: str) -> None:
-        """A server that came back empty, or a long stop, loses the record; the next renewal restores it."""
+        """A server that came back empty, or a long stop, loses the record; the next renewal
+        restores it.
+        """
         with self._writing:
             record = self._records.get(worker)
             if record is not None:

@@ -1,4 +1,6 @@
-"""What travels through the queue: the name of a request, the request, and what workers say about it."""
+"""What travels through the queue: the name of a request, the request, and what workers say about
+it.
+"""
 
 import hashlib
 import secrets
@@ -11,7 +13,10 @@ LIVE_PREFIX = "live_"
 
 
 def new_live_id(tenant: str) -> str:
-    """An id for a live call. It bears a mark of the tenant, so that nothing has to be remembered to keep it from others."""
+    """An id for a live call.
+
+    It bears a mark of the tenant, so that nothing has to be remembered to keep it from others.
+    """
     return f"{_live_ids_of(tenant)}{secrets.token_hex(10)}"
 
 
@@ -96,9 +101,12 @@ class TokenChunk(msgspec.Struct, array_like=True):
     text: str
     text_offset: int  # characters of the choice's text before `text`
     logprobs: list[PositionLogprobs] | None = None  # one per token, when asked for
-    prompt_logprobs: list[PositionLogprobs] | None = None  # with a choice's first chunk, when echo asks for them
+    # With a choice's first chunk, when echo asks for them
+    prompt_logprobs: list[PositionLogprobs] | None = None
     cached_tokens: int = (
-        0  # with a choice's first chunk: tokens of the prompt that its first worker had in its prefix cache
+        # With a choice's first chunk: tokens of the prompt that its first worker had in its prefix
+        # cache
+        0
     )
 
 
@@ -142,7 +150,9 @@ class StreamEntry(msgspec.Struct):
 
 
 class BatchEntry(msgspec.Struct, frozen=True):
-    """One entry of the stream of a batch that is read: what one of its requests was given, or that the state of the batch moved."""
+    """One entry of the stream of a batch that is read: what one of its requests was given, or that
+    the state of the batch moved.
+    """
 
     id: str  # in that stream; "" of one that sums up the request's own
     key: RequestKey | None  # None: the state moved

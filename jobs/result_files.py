@@ -1,4 +1,6 @@
-"""The result files of a batch that came through the API: its completion log while it runs, and what becomes of them in the file store."""
+"""The result files of a batch that came through the API: its completion log while it runs, and what
+becomes of them in the file store.
+"""
 
 import os
 
@@ -35,9 +37,12 @@ class LoggedLines:
 def log_successes(
     queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines
 ) -> list[tuple[int, Result]]:
-    """Appends to the log those successes that it lacks; they count once the manifest is saved. Raises `StoreError`.
+    """Appends to the log those successes that it lacks; they count once the manifest is saved.
 
-    Returns the results less those that are logged already: they came once more, since Redis lost what it had been told.
+    Raises `StoreError`.
+
+    Returns the results less those that are logged already: they came once more, since Redis lost
+    what it had been told.
     """
     root = manifest.spec.root
     extent = sound_extent(root, manifest.logged)
@@ -65,7 +70,10 @@ def begin_result_files(queue: Queue, manifest: Manifest) -> None:
 def publish_result_files(
     queue: Queue, manifest: Manifest, output: str | None, error_output: str | None, ended_at: float
 ) -> None:
-    """Makes the written files known to clients, and removes what stands for one that has no lines. Raises `StoreError`."""
+    """Makes the written files known to clients, and removes what stands for one that has no lines.
+
+    Raises `StoreError`.
+    """
     store = _store(queue, manifest)
     for file_id, kind, location in zip(_file_ids(manifest), ("output", "error"), (output, error_output), strict=True):
         if location is None:
@@ -119,6 +127,14 @@ def _record(
     complete: bool = True,
 ) -> FileRecord:
     return FileRecord(
-        id=file_id, bytes=bytes, created_at=now, filename=f"{manifest.batch_id}_{kind}{suffix}", purpose=RESULT_PURPOSE,
-        expires_at=expires_at, tenant=manifest.spec.tenant, suffix=suffix, batch_id=manifest.batch_id, complete=complete,
-    )  # fmt: skip
+        id=file_id,
+        bytes=bytes,
+        created_at=now,
+        filename=f"{manifest.batch_id}_{kind}{suffix}",
+        purpose=RESULT_PURPOSE,
+        expires_at=expires_at,
+        tenant=manifest.spec.tenant,
+        suffix=suffix,
+        batch_id=manifest.batch_id,
+        complete=complete,
+    )

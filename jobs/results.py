@@ -1,4 +1,6 @@
-"""What a finished request gives: choices, usage, the result or the error, and the lines of result files."""
+"""What a finished request gives: choices, usage, the result or the error, and the lines of result
+files.
+"""
 
 import json
 import uuid
@@ -28,7 +30,9 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One token's log probability, from the model's own distribution (before temperature and all else)."""
+    """One token's log probability, from the model's own distribution (before temperature and all
+    else).
+    """
 
     token_id: int
     token: bytes  # its text; may be a part of a character
@@ -37,7 +41,9 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What stands at one position, and the most likely tokens there, as many as were asked for, best first."""
+    """What stands at one position, and the most likely tokens there, as many as were asked for,
+    best first.
+    """
 
     chosen: TokenLogprob
     top: list[TokenLogprob]
@@ -55,7 +61,10 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """The finished response of one request. `body` is JSON: a completion, or an error object when `status` is 400 or more."""
+    """The finished response of one request.
+
+    `body` is JSON: a completion, or an error object when `status` is 400 or more.
+    """
 
     status: int
     body: bytes
@@ -96,7 +105,10 @@ class ApiError(Exception):
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON as UTF-8. Halves of characters (surrogates), which strict readers refuse even when escaped, are replaced."""
+    """JSON as UTF-8.
+
+    Halves of characters (surrogates), which strict readers refuse even when escaped, are replaced.
+    """
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -115,15 +127,28 @@ def batch_request_id(batch: str, line: int) -> str:
 
 
 def output_line(custom_id: str, result: Result, batch_request_id: str) -> bytes:
-    """One line of a result file, without the line feed. A failed one says so in both places that clients look at."""
+    """One line of a result file, without the line feed.
+
+    A failed one says so in both places that clients look at.
+    """
     error = b"null" if result.succeeded else _line_error(result.body)
-    return _unbroken(b'{"id":%b,"custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":%b}' % (
-        encode_json(batch_request_id), encode_json(custom_id), result.status, encode_json(result.request_id), result.body, error,
-    ))  # fmt: skip
+    return _unbroken(
+        b'{"id":%b,"custom_id":%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":%b}'
+        % (
+            encode_json(batch_request_id),
+            encode_json(custom_id),
+            result.status,
+            encode_json(result.request_id),
+            result.body,
+            error,
+        )
+    )
 
 
 def unanswered_line(custom_id: str, code: str, message: str, batch_request_id: str) -> bytes:
-    """One line of an error file for a request that never ran, such as `batch_cancelled` or `batch_expired`."""
+    """One line of an error file for a request that never ran, such as `batch_cancelled` or
+    `batch_expired`.
+    """
     line = {
         "id": batch_request_id,
         "custom_id": custom_id,
@@ -134,7 +159,9 @@ def unanswered_line(custom_id: str, code: str, message: str, batch_request_id: s
 
 
 def _unbroken(line: bytes) -> bytes:
-    """Escapes what JSON allows inside a line and Python's `splitlines`, by which many read result files, takes for its end."""
+    """Escapes what JSON allows inside a line and Python's `splitlines`, by which many read result
+    files, takes for its end.
+    """
     if line.isascii():
         return line
     return (

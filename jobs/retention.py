@@ -20,14 +20,18 @@ from jobs.storage import StoreError, delete, join, list_names
 BATCHES_FOLDER = "batches"
 _UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is nobody's
 _UNMADE_CHECKED_SECONDS = (
-    3600  # for so long after that it is looked for, and then with what is old enough to have ended long ago
+    # For so long after that it is looked for, and then with what is old enough to have ended long
+    # ago
+    3600
 )
 
 log = logging.getLogger(__name__)
 
 
 def tidy(root: str) -> None:
-    """Removes what an ended batch of the API needs no more; its completion log stays, with what its lines are named by."""
+    """Removes what an ended batch of the API needs no more; its completion log stays, with what its
+    lines are named by.
+    """
     try:
         manifest = load_manifest(root)
         if manifest is None or manifest.state not in END_STATES or manifest.spec.input_file_id is None:
@@ -43,7 +47,9 @@ def tidy(root: str) -> None:
 
 
 def forget_output(root: str, file_id: str) -> None:
-    """Removes the completion log of an ended batch, whose output file is gone, and what its lines are named by. Raises `StoreError`."""
+    """Removes the completion log of an ended batch, whose output file is gone, and what its lines
+    are named by. Raises `StoreError`.
+    """
     manifest = load_manifest(root)
     if manifest is not None and manifest.state in END_STATES and manifest.spec.output_file_id == file_id:
         _remove_log(root, manifest)
@@ -58,7 +64,8 @@ def _remove_log(root: str, manifest: Manifest) -> None:
 
 
 def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = math.inf) -> int:
-    """Removes batches that ended `ended_batch_seconds` ago, and folders that never became one, for about `seconds`, the oldest first.
+    """Removes batches that ended `ended_batch_seconds` ago, and folders that never became one, for
+    about `seconds`, the oldest first.
 
     Returns how many. Raises `StoreError`.
     """
@@ -78,7 +85,10 @@ def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = mat
 
 
 def is_kept(queue: Queue, file_store: str, tenant: str, batch: str) -> bool:
-    """Whether the tenant's batch stands in the file store, so that its record is due there again. Raises `StoreError`."""
+    """Whether the tenant's batch stands in the file store, so that its record is due there again.
+
+    Raises `StoreError`.
+    """
     manifest = load_manifest(join(file_store, BATCHES_FOLDER, batch))
     if manifest is None or manifest.spec.tenant != tenant:
         return False

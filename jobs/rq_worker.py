@@ -1,9 +1,12 @@
-"""`python -m jobs.rq_worker --queue advance|bulk [--redis-url URL]`: runs the control plane's jobs of one queue.
+"""`python -m jobs.rq_worker --queue advance|bulk [--redis-url URL]`: runs the control plane's jobs
+of one queue.
 
-Slices of `advance` run one after the other; the long jobs of `bulk` run side by side in a few threads.
+Slices of `advance` run one after the other; the long jobs of `bulk` run side by side in a few
+threads.
 
-The jobs run in this process: they are our own code, keep no state that matters, and a kill at any point is recovered by the ticker. One
-queue per process keeps RQ's pop atomic. What RQ itself knows about workers and jobs is for show; nothing rests on it.
+The jobs run in this process: they are our own code, keep no state that matters, and a kill at any
+point is recovered by the ticker. One queue per process keeps RQ's pop atomic. What RQ itself knows
+about workers and jobs is for show; nothing rests on it.
 """
 
 import argparse
@@ -44,7 +47,8 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent()
     set_up_log(f"jobs-{options.queue}")
-    logging.getLogger("rq").setLevel(logging.ERROR)  # its registries complain of killed jobs that have long run again
+    # Its registries complain of killed jobs that have long run again
+    logging.getLogger("rq").setLevel(logging.ERROR)
     logging.getLogger("rq.worker").addFilter(_is_news)
     control.use_server(options.redis_url)
     if options.queue == "bulk":
@@ -61,16 +65,23 @@ def main() -> None:
 
 
 class ControlWorker(SimpleWorker):
-    """RQ's worker that forks nothing, with short times and without the parts that cost a connection or a thread."""
+    """RQ's worker that forks nothing, with short times and without the parts that cost a connection
+    or a thread.
+    """
 
     max_connection_wait_time = 1.0
     log_result_lifespan = False
 
     def __init__(self, queue: str, client: redis.Redis) -> None:
         super().__init__(
-            [queue], name=f"{queue}-{uuid.uuid4().hex}", connection=client, serializer=JSONSerializer, worker_ttl=_WORKER_TTL,
-            maintenance_interval=60, log_job_description=False,
-        )  # fmt: skip
+            [queue],
+            name=f"{queue}-{uuid.uuid4().hex}",
+            connection=client,
+            serializer=JSONSerializer,
+            worker_ttl=_WORKER_TTL,
+            maintenance_interval=60,
+            log_job_description=False,
+        )
 
     def subscribe(self) -> None:
         """No remote commands."""
@@ -86,7 +97,9 @@ class ControlWorker(SimpleWorker):
         control.stopping.set()
 
     def handle_job_success(self, job: Job, queue: JobQueue, started_job_registry: StartedJobRegistry) -> None:
-        """A Redis that forgot the job while it ran has nothing of it but the last sign of life, which nobody else would remove."""
+        """A Redis that forgot the job while it ran has nothing of it but the last sign of life,
+        which nobody else would remove.
+        """
         try:
             super().handle_job_success(job, queue, started_job_registry)
         except InvalidJobOperation:

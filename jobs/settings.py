@@ -1,4 +1,6 @@
-"""Configuration of everything that talks to the queue; every field is also an environment variable of the same name, in capitals."""
+"""Configuration of everything that talks to the queue; every field is also an environment variable
+of the same name, in capitals.
+"""
 
 import math
 import os
@@ -9,7 +11,9 @@ _NOT_GIVEN: Any = object()
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used; one sentence that names its environment variable and says what to do."""
+    """A setting that cannot be used; one sentence that names its environment variable and says what
+    to do.
+    """
 
 
 def _setting(default: float | str | None, *, may_be_zero: bool = False) -> Any:
@@ -19,22 +23,30 @@ def _setting(default: float | str | None, *, may_be_zero: bool = False) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueSettings:
-    """One frozen set of values per process. Seconds and bytes unless a comment says otherwise. Raises `SettingsError`.
+    """One frozen set of values per process.
+
+    Seconds and bytes unless a comment says otherwise. Raises `SettingsError`.
 
     Plain, for it is among the first things that every process imports.
     """
 
     redis_url: str | None = _setting(None)  # none: a private server is started
     lease_seconds: float = _setting(30.0)  # how long a claim lasts without being renewed
-    stream_interval: float = _setting(2.0)  # between the checkpoints of a request that nobody watches
+    # Between the checkpoints of a request that nobody watches
+    stream_interval: float = _setting(2.0)
     redis_retry_seconds: float = _setting(
         20.0, may_be_zero=True
     )  # how long one call tries again while Redis cannot answer
-    file_store: str = _setting("./store")  # folder under which files, manifests, parts and outputs stand
-    window_bytes: int = _setting(64 * 1024 * 1024)  # request bodies of one batch that stand in Redis at once
-    undrained_bytes: int = _setting(64 * 1024 * 1024)  # results of a batch in Redis above which none of its lines start
-    worker_deaths: int = _setting(1000)  # lost workers after which a request ends; machines die, requests do not
-    ended_batch_seconds: int = _setting(30 * 24 * 3600)  # how long the queue knows an ended batch; its files stay
+    # Folder under which files, manifests, parts and outputs stand
+    file_store: str = _setting("./store")
+    # Request bodies of one batch that stand in Redis at once
+    window_bytes: int = _setting(64 * 1024 * 1024)
+    # Results of a batch in Redis above which none of its lines start
+    undrained_bytes: int = _setting(64 * 1024 * 1024)
+    # Lost workers after which a request ends; machines die, requests do not
+    worker_deaths: int = _setting(1000)
+    # How long the queue knows an ended batch; its files stay
+    ended_batch_seconds: int = _setting(30 * 24 * 3600)
     stream_keep_seconds: int = _setting(300)  # how long a finished token stream can still be read
 
     def __post_init__(self) -> None:

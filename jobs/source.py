@@ -1,4 +1,6 @@
-"""The JSONL that a plan's offsets point into: hashed while it is validated, and known again later by its size and time, or by its hash."""
+"""The JSONL that a plan's offsets point into: hashed while it is validated, and known again later
+by its size and time, or by its hash.
+"""
 
 from typing import BinaryIO
 
@@ -20,7 +22,10 @@ def is_whole(manifest: Manifest) -> bool:
 
 
 def open_source(manifest: Manifest) -> BinaryIO:
-    """The source, reading all of it only if it was touched; for the holder of `storage.exclusive`. Raises `StoreError` if it changed."""
+    """The source, reading all of it only if it was touched; for the holder of `storage.exclusive`.
+
+    Raises `StoreError` if it changed.
+    """
     assert manifest.source is not None, "validate names it"
     stamp = stamp_of(manifest.source)
     if stamp != (manifest.source_bytes, manifest.source_mtime_ns):

@@ -1,4 +1,7 @@
-"""Where files stand: a local path or a URI that `pyarrow.fs` knows. What is written here is either whole and on disk, or absent."""
+"""Where files stand: a local path or a URI that `pyarrow.fs` knows.
+
+What is written here is either whole and on disk, or absent.
+"""
 
 import contextlib
 import errno
@@ -67,7 +70,9 @@ def size_of(location: str) -> int | None:
 
 
 def stamp_of(location: str) -> tuple[int, int] | None:
-    """Bytes and time of the last change (ns; 0 if the store knows none) of a file, or None if there is none. Raises `StoreError`."""
+    """Bytes and time of the last change (ns; 0 if the store knows none) of a file, or None if there
+    is none. Raises `StoreError`.
+    """
     path = local_path(location)
     with named("cannot read", location):
         if path is None:
@@ -115,7 +120,10 @@ def _make_folder(path: Path) -> None:
 
 
 def list_names(location: str) -> list[str]:
-    """Names of the files and folders in a folder, sorted; empty if there is no such folder. Raises `StoreError`."""
+    """Names of the files and folders in a folder, sorted; empty if there is no such folder.
+
+    Raises `StoreError`.
+    """
     path = local_path(location)
     with named("cannot list", location):
         if path is not None:
@@ -138,10 +146,11 @@ def delete(location: str) -> None:
 
 
 class AtomicWriter:
-    """Writes a file that appears under its name only when `commit` has put all of it on disk; `close` without it leaves nothing.
+    """Writes a file that appears under its name only when `commit` has put all of it on disk;
+    `close` without it leaves nothing.
 
-    `sha256` and `bytes` describe what was written. `scratch` is a folder to write in until then, used if it stands beside the file.
-    Raises `StoreError`, also for a full disk.
+    `sha256` and `bytes` describe what was written. `scratch` is a folder to write in until then,
+    used if it stands beside the file. Raises `StoreError`, also for a full disk.
     """
 
     def __init__(self, location: str, scratch: str | None = None) -> None:
@@ -153,7 +162,8 @@ class AtomicWriter:
         with named("cannot write", location):
             if self._path is not None:
                 self._temporary = _scratch_for(self._path, scratch) / f".{self._path.name}.{os.getpid()}.tmp"
-                self._file: Any = open(self._temporary, "wb", buffering=_BUFFER)  # noqa: SIM115 - closed by `commit` or `close`
+                # Closed by `commit` or `close`.
+                self._file: Any = open(self._temporary, "wb", buffering=_BUFFER)  # noqa: SIM115
             else:
                 self._filesystem, self._inside = _remote(location)
                 folder, _, name = self._inside.rpartition("/")
@@ -231,9 +241,11 @@ class Busy(Exception):
 
 @contextlib.contextmanager
 def exclusive(root: str, patience: float) -> Iterator[None]:
-    """Holds a folder against every other process on this file system, stopped ones included; the kernel lets go when the holder dies.
+    """Holds a folder against every other process on this file system, stopped ones included; the
+    kernel lets go when the holder dies.
 
-    Raises `Busy` after `patience` seconds, and `StoreError`: always for a remote folder, which has no such lock.
+    Raises `Busy` after `patience` seconds, and `StoreError`: always for a remote folder, which has
+    no such lock.
     """
     path = local_path(root)
     if path is None:
@@ -266,7 +278,9 @@ def sweep(root: str) -> None:
 
 
 def sweep_beside(location: str) -> None:
-    """Removes what killed writers of one file left in its folder; only for the one process that may write it."""
+    """Removes what killed writers of one file left in its folder; only for the one process that may
+    write it.
+    """
     folder, _, name = location.rpartition("/")
     half_written = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]+\.tmp")
     for found in list_names(folder or "/"):

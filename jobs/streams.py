@@ -18,14 +18,17 @@ FIRST_ID = "0-0"
 class ControlMessage(msgspec.Struct, frozen=True):
     """An order to a worker, or news for the control plane (`kind` "batch").
 
-    "trial" asks a worker to hand back what it holds and to claim: suspects wait for one that has nothing else.
+    "trial" asks a worker to hand back what it holds and to claim: suspects wait for one that has
+    nothing else.
     """
 
     id: str  # of the stream entry; reading goes on after it
     kind: Literal["bell", "cancel", "drain", "watch", "trial", "batch"]
     keys: list[RequestKey] = []
     batch: str = (
-        ""  # cancel, watch: every request of this batch; batch: its ready list fell low, or its last line was committed
+        # Cancel, watch: every request of this batch; batch: its ready list fell low, or its last
+        # line was committed
+        ""
     )
     seconds: int = 0  # watch: for how long
 
@@ -34,10 +37,12 @@ class Streams(QueueBase):
     """Blocking reads run on a client of their own and wait at most `MAX_BLOCK_SECONDS`."""
 
     def read_tokens(self, positions: Mapping[RequestKey, str], timeout: float = 0.0) -> list[StreamEntry]:
-        """Entries of the requests' token streams after the given entry ids (`FIRST_ID` for all), in each stream's order.
+        """Entries of the requests' token streams after the given entry ids (`FIRST_ID` for all), in
+        each stream's order.
 
-        Waits up to `timeout` seconds for the first one. A stream goes away some time after its request ended, or at once if
-        nobody watched a batch request (its result is then in `results` or a part).
+        Waits up to `timeout` seconds for the first one. A stream goes away some time after its
+        request ended, or at once if nobody watched a batch request (its result is then in `results`
+        or a part).
         """
         names = {keys.tokens(str(key)): key for key in positions}
         found = self._read_streams({name: positions[key] for name, key in names.items()}, timeout)
@@ -51,7 +56,8 @@ class Streams(QueueBase):
         ]
 
     def control_messages(self, worker: str, last_id: str, timeout: float) -> list[ControlMessage]:
-        """Orders to a worker after `last_id` (`FIRST_ID` at first); waits up to `timeout` seconds for one.
+        """Orders to a worker after `last_id` (`FIRST_ID` at first); waits up to `timeout` seconds
+        for one.
 
         The control plane reads its own under the name `keys.JOBS_CONTROL`.
         """
@@ -64,14 +70,18 @@ class Streams(QueueBase):
         self._command("EXPIRE", keys.control(worker), 600)
 
     def watch(self, target: RequestKey | str, seconds: int) -> str:
-        """Says that somebody reads the token stream of a request, or of every request of a batch: workers then publish at once.
+        """Says that somebody reads the token stream of a request, or of every request of a batch:
+        workers then publish at once.
 
-        A batch has a stream of its own for as long, whose last entry this returns the id of ("" for a request).
+        A batch has a stream of its own for as long, whose last entry this returns the id of ("" for
+        a request).
         """
         return text(self._scripts.call("watch", [str(target), seconds]))
 
     def running(self, batch: str, limit: int | None = None) -> list[RequestKey]:
-        """Requests of a batch that workers began, whoever holds them now, to read along with `read_tokens`; the first `limit` of them."""
+        """Requests of a batch that workers began, whoever holds them now, to read along with
+        `read_tokens`; the first `limit` of them.
+        """
         begun = (
             RequestKey.parse(name)
             for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}
@@ -79,7 +89,9 @@ class Streams(QueueBase):
         return sorted(key for key in begun if key.batch == batch)[:limit]
 
     def read_ranges(self, ranges: Sequence[tuple[RequestKey, str, str]]) -> list[list[StreamEntry]]:
-        """Entries of requests' token streams from one id to another, as XRANGE takes them; a stream that is gone has none."""
+        """Entries of requests' token streams from one id to another, as XRANGE takes them; a stream
+        that is gone has none.
+        """
         answers = self.commands(("XRANGE", keys.tokens(str(key)), first, last) for key, first, last in ranges)
         return [
             [parse_entry(key, text(entry_id), fields) for entry_id, fields in found]
@@ -89,7 +101,8 @@ class Streams(QueueBase):
     def read_batch(self, batch: str, last_id: str, limit: int = 200) -> list[BatchEntry] | None:
         """Entries of a watched batch's stream after the one of id `last_id`.
 
-        None when that one is not there, so that entries between may be missing: it was trimmed, lost, or the stream is another one.
+        None when that one is not there, so that entries between may be missing: it was trimmed,
+        lost, or the stream is another one.
         """
         found = self._command("XRANGE", keys.batch_tokens(batch), last_id, "+", "COUNT", limit + 1)
         if not found or text(found[0][0]) != last_id:
@@ -144,7 +157,9 @@ def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -
 
 
 def parse_api_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> tuple[str, StreamEntry]:
-    """An entry of an API process' stream: its id there, and the entry of the request's token stream that it repeats."""
+    """An entry of an API process' stream: its id there, and the entry of the request's token stream
+    that it repeats.
+    """
     return entry_id, parse_entry(RequestKey.parse(fields[b"k"]), text(fields[b"e"]), fields)
 
 

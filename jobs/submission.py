@@ -1,4 +1,6 @@
-"""Batches that come through the API: made out of a file of the store, in a folder of their own there."""
+"""Batches that come through the API: made out of a file of the store, in a folder of their own
+there.
+"""
 
 import contextlib
 import errno
@@ -34,7 +36,8 @@ class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # of the completion window
     metadata: dict[str, str] | None = None
     tenant: str = ""
-    output_expires_seconds: int | None = None  # None: as long as the file store keeps a batch's files
+    # None: as long as the file store keeps a batch's files
+    output_expires_seconds: int | None = None
     max_lines: int | None = None
     queued_tokens: int | None = None  # in all open batches of the tenant
     open_batches: int | None = None  # of the tenant
@@ -45,10 +48,12 @@ class TooManyBatches(Exception):
 
 
 def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
-    """Makes a batch, which is durable when this returns. One whose input file cannot be used is made too, and fails in validation.
+    """Makes a batch, which is durable when this returns.
 
-    Raises `TooManyBatches`, `StoreError` (`full` for a full disk) and `QueueFull`: then none was made. After another `QueueUnavailable`
-    it may have been: who asks again may get two.
+    One whose input file cannot be used is made too, and fails in validation.
+
+    Raises `TooManyBatches`, `StoreError` (`full` for a full disk) and `QueueFull`: then none was
+    made. After another `QueueUnavailable` it may have been: who asks again may get two.
     """
     now = queue.now()
     batch = new_id(BATCH, now)
@@ -68,7 +73,9 @@ def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
 
 
 def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> BatchRecord:
-    """The record as it was made: the job that comes next may have moved it on as soon as it can take the folder."""
+    """The record as it was made: the job that comes next may have moved it on as soon as it can
+    take the folder.
+    """
     root = Path(manifest.spec.root)
     with named("cannot make the folder", str(root)):
         make_folder(str(root.parent))
@@ -79,7 +86,8 @@ def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> 
         message = f"The input file '{fields.shown(new.input_file_id)}' does not exist, or is no file for batches."
         manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
     try:
-        with exclusive(str(root), _PATIENCE_SECONDS):  # the ticker looks into every folder after a start of Redis
+        # The ticker looks into every folder after a start of Redis
+        with exclusive(str(root), _PATIENCE_SECONDS):
             try:
                 register(queue, manifest)
             except (StoreError, QueueFull):
@@ -113,15 +121,28 @@ def _spec(queue: Queue, files: FileStore, new: NewBatch, root: Path) -> BatchSpe
     output_file_id, error_file_id = (new_id(FILE, queue.now()) for _ in range(2))
     output, error_output = result_locations(files, output_file_id, error_file_id, source)
     return BatchSpec(
-        input=source, root=str(root), output=output, error_output=error_output, endpoint=new.endpoint, tenant=new.tenant,
-        metadata=new.metadata, completion_window_seconds=new.seconds, input_file_id=new.input_file_id, output_file_id=output_file_id,
-        error_file_id=error_file_id, completion_window=new.completion_window, output_expires_seconds=new.output_expires_seconds,
-        max_lines=new.max_lines, queued_tokens=new.queued_tokens,
-    )  # fmt: skip
+        input=source,
+        root=str(root),
+        output=output,
+        error_output=error_output,
+        endpoint=new.endpoint,
+        tenant=new.tenant,
+        metadata=new.metadata,
+        completion_window_seconds=new.seconds,
+        input_file_id=new.input_file_id,
+        output_file_id=output_file_id,
+        error_file_id=error_file_id,
+        completion_window=new.completion_window,
+        output_expires_seconds=new.output_expires_seconds,
+        max_lines=new.max_lines,
+        queued_tokens=new.queued_tokens,
+    )
 
 
 def _take_input(files: FileStore, new: NewBatch, root: Path) -> str:
-    """Links the input file into the batch's folder, so that it may be deleted meanwhile; "" where it is none for batches."""
+    """Links the input file into the batch's folder, so that it may be deleted meanwhile; "" where
+    it is none for batches.
+    """
     with contextlib.suppress(KeyError, FileNotFoundError):
         record = files.get(new.tenant, new.input_file_id)
         if record.purpose == "batch":
@@ -132,7 +153,10 @@ def _take_input(files: FileStore, new: NewBatch, root: Path) -> str:
 
 
 def _link(source: Path, link: Path) -> None:
-    """A second name, or a copy where the file system has none. Raises `FileNotFoundError` and `StoreError`."""
+    """A second name, or a copy where the file system has none.
+
+    Raises `FileNotFoundError` and `StoreError`.
+    """
     try:
         os.link(source, link)
     except FileNotFoundError:

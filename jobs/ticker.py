@@ -1,8 +1,11 @@
-"""`python -m jobs.ticker [--redis-url URL]`: the clock of the control plane. Any number may run; one leads, the others wait for its place.
+"""`python -m jobs.ticker [--redis-url URL]`: the clock of the control plane.
 
-The leader ends expired leases, hands RQ a slice for each batch that has something to do, and gives the jobs of batches without a
-heartbeat to another process under a new generation. With `--file-store` it rebuilds what a server that was restarted or emptied has lost,
-and removes the files and batches whose time is over.
+Any number may run; one leads, the others wait for its place.
+
+The leader ends expired leases, hands RQ a slice for each batch that has something to do, and gives
+the jobs of batches without a heartbeat to another process under a new generation. With
+`--file-store` it rebuilds what a server that was restarted or emptied has lost, and removes the
+files and batches whose time is over.
 """
 
 import argparse
@@ -46,7 +49,9 @@ TICK_SECONDS = 1.0
 LEAD_SECONDS = 3.0
 SWEEP_SECONDS = 60.0
 MOMENT_SECONDS = 0.5
-"""What a tick gives each thing that takes the longer the more batches and files there are: leases and slices cannot wait for all of it."""
+"""What a tick gives each thing that takes the longer the more batches and files there are: leases
+and slices cannot wait for all of it.
+"""
 
 _FIRST_RETRY_SECONDS = 0.02
 _LONGEST_RETRY_SECONDS = 0.25
@@ -101,7 +106,9 @@ def main() -> None:
 
 
 class _Retry(NamedTuple):
-    """When to ask for a batch's slice again (monotonic seconds), and how long was waited for that."""
+    """When to ask for a batch's slice again (monotonic seconds), and how long was waited for
+    that.
+    """
 
     when: float
     pause: float
@@ -122,11 +129,14 @@ class Ticker:
         self._orphans: dict[
             Execution, float
         ] = {}  # what RQ takes for running and no batch waits for, since when (monotonic seconds)
-        self._server: Any = None  # run id of the server that was looked at since it was restarted or emptied
+        # Run id of the server that was looked at since it was restarted or emptied
+        self._server: Any = None
         self._seen = ""  # the last batch that the tick before had time for
-        self._unknown: list[str] = []  # folders of batches that may lack a record, to be looked into
+        # Folders of batches that may lack a record, to be looked into
+        self._unknown: list[str] = []
         self._unlisted: list[str] = []  # files to be listed again
-        self._pending: dict[str, _Retry] = {}  # batches whose slice runs just now and that want another
+        # Batches whose slice runs just now and that want another
+        self._pending: dict[str, _Retry] = {}
 
     def run(self) -> None:
         """Leads whenever it can, until the process is told to end."""
@@ -138,7 +148,10 @@ class Ticker:
             self.listen(TICK_SECONDS)
 
     def lead(self) -> bool:
-        """Takes or keeps the lead. Two leaders for a moment do no harm: all that they do may be done twice."""
+        """Takes or keeps the lead.
+
+        Two leaders for a moment do no harm: all that they do may be done twice.
+        """
         lifetime = int(LEAD_SECONDS * 1000)
         if self._client.set(keys.LEADER, self._token, nx=True, px=lifetime):
             return True
@@ -171,7 +184,9 @@ class Ticker:
             self._sweep(self._files, now)
 
     def make_room(self) -> None:
-        """A server without memory takes no jobs for RQ, and so the finished lines that fill it are drained here."""
+        """A server without memory takes no jobs for RQ, and so the finished lines that fill it are
+        drained here.
+        """
         try:
             flush(self._queue)
         except (redis.RedisError, QueueUnavailable) as error:
@@ -193,7 +208,9 @@ class Ticker:
                     self._slice(batch, min(2 * retry.pause, _LONGEST_RETRY_SECONDS))
 
     def _slice(self, batch: str, pause: float = _FIRST_RETRY_SECONDS) -> None:
-        """Enqueues a slice; while one runs that does not end, tries again after ever longer pauses."""
+        """Enqueues a slice; while one runs that does not end, tries again after ever longer
+        pauses.
+        """
         self._pending.pop(batch, None)
         fields = self._queue.batch_fields(batch)
         if fields.get("state") != "in_progress":
@@ -205,7 +222,9 @@ class Ticker:
             self._pending[batch] = _Retry(time.monotonic() + pause, pause)
 
     def _look_after_all(self, now: float) -> None:
-        """Goes on at the next tick where a moment was not enough: thousands of windows may close at once."""
+        """Goes on at the next tick where a moment was not enough: thousands of windows may close at
+        once.
+        """
         waiting, records = waiting_jobs(self._client), self._records()
         self._forget_orphans(records)
         deadline = time.monotonic() + MOMENT_SECONDS
@@ -219,7 +238,9 @@ class Ticker:
                 break
 
     def _forget_orphans(self, records: dict[str, dict[str, str]]) -> None:
-        """Removes what RQ keeps of jobs whose process was killed, some seconds after their batch moved on without them."""
+        """Removes what RQ keeps of jobs whose process was killed, some seconds after their batch
+        moved on without them.
+        """
         now, running, wanted = time.monotonic(), executions(self._client), set[str]()
         for batch, fields in records.items() if running else ():
             job = _JOBS.get(fields.get("state", ""))
@@ -248,9 +269,11 @@ class Ticker:
             self._revive(batch, fields, job)
 
     def _revive(self, batch: str, fields: dict[str, str], job: JobName) -> None:
-        """Runs the batch's job again, under a new generation if a process took the last one with it.
+        """Runs the batch's job again, under a new generation if a process took the last one with
+        it.
 
-        That is so if the job neither waits nor gives a sign of life at two ticks in a row; at one, it may have begun just now.
+        That is so if the job neither waits nor gives a sign of life at two ticks in a row; at one,
+        it may have begun just now.
         """
         generation = int(fields["generation"])
         if enqueue(self._client, job, batch, generation) or is_waiting(self._client, job, batch, generation):
@@ -264,7 +287,9 @@ class Ticker:
             enqueue(self._client, job, batch, generation + 1)
 
     def _expire(self, batch: str, fields: dict[str, str]) -> bool:
-        """Ends a batch whose completion window has passed; finished lines stay, the rest get error lines."""
+        """Ends a batch whose completion window has passed; finished lines stay, the rest get error
+        lines.
+        """
         moved = {"outcome": "expired", "finalizing_at": time.time()}
         if not self._queue.transition(batch, ["validating", "in_progress"], "finalizing", moved):
             return False

@@ -1,4 +1,6 @@
-"""Parameters that OpenAI or vLLM know and that cannot be honoured here: only values that change nothing pass."""
+"""Parameters that OpenAI or vLLM know and that cannot be honoured here: only values that change
+nothing pass.
+"""
 
 from collections.abc import Callable
 from typing import Any

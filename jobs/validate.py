@@ -1,4 +1,6 @@
-"""Validate: one pass over the input that names every bad line, or makes the plan; a rebuilt batch takes up its finished lines here."""
+"""Validate: one pass over the input that names every bad line, or makes the plan; a rebuilt batch
+takes up its finished lines here.
+"""
 
 import contextlib
 import hashlib
@@ -125,12 +127,14 @@ def _bounds_of(spec: BatchSpec) -> Bounds:
     if spec.input_file_id is None:
         return OWN_FILE
     most_bytes = max(_UNPACKED_BYTES, _UNPACKED_TIMES * (size_of(spec.input) or 0))
-    most_rows = None if spec.max_lines is None else spec.max_lines + 1  # one more, so that there are too many
+    # One more, so that there are too many
+    most_rows = None if spec.max_lines is None else spec.max_lines + 1
     return Bounds(most_bytes, most_rows, _PARQUET_MEMORY_BYTES, _PARQUET_CPU_SECONDS)
 
 
 def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len) -> Checked:
-    """One pass over JSONL: problems in line order, at most `MAX_PROBLEMS` of them and a note of how many more there are.
+    """One pass over JSONL: problems in line order, at most `MAX_PROBLEMS` of them and a note of how
+    many more there are.
 
     `note` is handed every byte.
     """
@@ -183,7 +187,10 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
 
 
 def known_models(held: Slice, patience: float) -> set[str]:
-    """Models that are or were served. Where there is none it waits for one: an emptied Redis hears of them as leases are renewed."""
+    """Models that are or were served.
+
+    Where there is none it waits for one: an emptied Redis hears of them as leases are renewed.
+    """
     deadline = time.monotonic() + min(held.queue.settings.lease_seconds / 3, patience)
     while not (models := {model.name for model in held.queue.models()}) and time.monotonic() < deadline:
         held.beat()
@@ -192,17 +199,23 @@ def known_models(held: Slice, patience: float) -> set[str]:
 
 
 def _token_problem(held: Slice, size: int) -> LineProblem | None:
-    """Whether the tenant's open batches, with this one of `size` bytes, would hold more tokens than they may; notes how many it holds."""
+    """Whether the tenant's open batches, with this one of `size` bytes, would hold more tokens than
+    they may; notes how many it holds.
+    """
     spec = held.manifest.spec
     held.manifest.queued_tokens = own = -(-size // _BYTES_PER_TOKEN)
-    held.note({"queued_tokens": own})  # before the others are looked at, so that of two at once one sees the other
+    # Before the others are looked at, so that of two at once one sees the other
+    held.note({"queued_tokens": own})
     most = spec.queued_tokens
     if most is None:
         return None
     others = sum(tokens for batch, tokens in held.queue.open_tokens(spec.tenant).items() if batch != held.batch)
     if own + others <= most:
         return None
-    message = f"About {own} tokens in this batch and {others} in others that have not ended are more than the {most} that may be queued."
+    message = (
+        f"About {own} tokens in this batch and {others} in others that have not ended are more than the {most} that may"
+        " be queued."
+    )
     return LineProblem("token_limit_exceeded", message)
 
 
@@ -229,7 +242,9 @@ class _CustomIds:
         )
 
     def duplicates(self, source: str) -> tuple[int, list[LineProblem]]:
-        """How many lines repeat an earlier one's, and problems for the first `MAX_PROBLEMS` of them."""
+        """How many lines repeat an earlier one's, and problems for the first `MAX_PROBLEMS` of
+        them.
+        """
         count = 0
         first_lines: list[tuple[int, PlanEntry, PlanEntry]] = []  # heap, the highest line on top
         original = b""

@@ -1,4 +1,6 @@
-"""One validator for lines of batch files and for live calls: `check_line` looks at a line's structure, `parse_call` into its body."""
+"""One validator for lines of batch files and for live calls: `check_line` looks at a line's
+structure, `parse_call` into its body.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -44,7 +46,8 @@ class Call(msgspec.Struct, frozen=True):
     endpoint: str
     model: str
     prompts: list[str | list[int]]  # texts, or lists of token ids
-    messages: list[dict[str, Any]]  # role, content (a string), and name, tool_calls, tool_call_id as given
+    # Role, content (a string), and name, tool_calls, tool_call_id as given
+    messages: list[dict[str, Any]]
     n: int  # answers to each prompt
     best_of: int  # answers to generate, of which the best `n` count
     max_tokens: int | None  # None: the rest of the context
@@ -63,7 +66,8 @@ class Call(msgspec.Struct, frozen=True):
     bad_words: list[str]
     ignore_eos: bool
     skip_special_tokens: bool
-    logprobs: int | None  # how many of the most likely tokens beside the answer's own; None: no log probabilities
+    # How many of the most likely tokens beside the answer's own; None: no log probabilities
+    logprobs: int | None
     prompt_logprobs: int | None  # the same for the prompt's, in vLLM's field
     echo: bool
     truncate_prompt_tokens: (
@@ -86,10 +90,11 @@ def check_line(
     models: Collection[str] | None = None,
     default_model: str | None = None,
 ) -> LineRequest | LineError:
-    """Checks the structure of line `number` (from 1) of a batch file: what it lacks makes the whole file be refused.
+    """Checks the structure of line `number` (from 1) of a batch file: what it lacks makes the whole
+    file be refused.
 
-    `endpoint` is the only url allowed (None: any of `ENDPOINTS`), `models` those that are served (None: not looked at), `default_model`
-    that of a line that names none (None: every line must).
+    `endpoint` is the only url allowed (None: any of `ENDPOINTS`), `models` those that are served
+    (None: not looked at), `default_model` that of a line that names none (None: every line must).
     """
     try:
         line = decode_json(raw)
@@ -103,7 +108,9 @@ def check_line(
 
 
 def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Collection[str]) -> LineRequest | LineError:
-    """As `check_line`, for a batch that came through the API: also the body's type is looked at, and the codes are OpenAI's for batches."""
+    """As `check_line`, for a batch that came through the API: also the body's type is looked at,
+    and the codes are OpenAI's for batches.
+    """
     found = check_line(raw, number, endpoint, models)
     if isinstance(found, LineRequest):
         try:
@@ -118,7 +125,10 @@ def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Coll
 
 
 def parse_call(endpoint: str, body: Any) -> Call:
-    """Reads the body of a call. Raises `ApiError` 400 for a bad value, naming it; parameters that nobody knows are ignored."""
+    """Reads the body of a call.
+
+    Raises `ApiError` 400 for a bad value, naming it; parameters that nobody knows are ignored.
+    """
     body = fields.mapping(body, "body")
     model = fields.text(fields.required(body, "model"), "model")
     chat = endpoint == CHAT

@@ -1,4 +1,6 @@
-"""The official client against a server of ours, or any that speaks OpenAI's API; what goes wrong with it is one sentence."""
+"""The official client against a server of ours, or any that speaks OpenAI's API; what goes wrong
+with it is one sentence.
+"""
 
 import contextlib
 import os
@@ -37,7 +39,9 @@ def _check_base_url(_ctx: click.Context, _param: click.Parameter, url: str) -> s
 
 
 class _Id(click.ParamType[str]):
-    """An id, which the server knows or not; the client cannot send one that is no part of a path."""
+    """An id, which the server knows or not; the client cannot send one that is no part of a
+    path.
+    """
 
     name = "id"
 
@@ -101,7 +105,10 @@ def is_passing(error: Exception) -> bool:
 
 
 def is_cut(error: Exception) -> bool:
-    """Whether a connection ended in the middle of a call. The client's own library is httpx or httpx2, by its version."""
+    """Whether a connection ended in the middle of a call.
+
+    The client's own library is httpx or httpx2, by its version.
+    """
     return any(isinstance(error, getattr(sys.modules[module], name)) for module, name in _CUTS if module in sys.modules)
 
 

@@ -1,4 +1,7 @@
-"""The batch of one run: handed in, looked after until it is done, told of. Imported when its worker is on its way (`batch_task`)."""
+"""The batch of one run: handed in, looked after until it is done, told of.
+
+Imported when its worker is on its way (`batch_task`).
+"""
 
 import contextlib
 import logging
@@ -21,10 +24,13 @@ from pipeline.signals import Signals
 from pipeline.stack import Stack
 from pipeline.summary import Summary, print_problems, print_summary
 
-# Between two looks: a tenth of what the whole record takes goes to the state, and little more to what waits.
+# Between two looks: a tenth of what the whole record takes goes to the state, and little more to
+# what waits.
 _STATE_SECONDS = 0.05
 _BEGINNING_SECONDS = (
-    0.02  # at the state and at what waits, while nothing runs: from then on the output tokens/s are counted
+    # At the state and at what waits, while nothing runs: from then on the output tokens/s are
+    # counted
+    0.02
 )
 _IDLE_RECORD_SECONDS = 0.15
 _BUSY_RECORD_SECONDS = 0.5
@@ -38,10 +44,15 @@ log = logging.getLogger("run-batch")
 
 
 class BatchRun:
-    """The batch of one run, from its making to its end. Raises `Refused`, `Unfinished` and `Interrupted`."""
+    """The batch of one run, from its making to its end.
+
+    Raises `Refused`, `Unfinished` and `Interrupted`.
+    """
 
     def __init__(self, task: Task, served: list[str], began: float) -> None:
-        """`served`: the names of the model that is served here, if one is; `began` on the monotonic clock."""
+        """`served`: the names of the model that is served here, if one is; `began` on the monotonic
+        clock.
+        """
         self._task = task
         self._served = served
         self._began = began
@@ -98,7 +109,9 @@ class BatchRun:
         return record
 
     def _is_under_way(self, client: redis.Redis) -> bool:
-        """Whether the fleet has this run's batch already, so that it matters no more who is there to answer."""
+        """Whether the fleet has this run's batch already, so that it matters no more who is there
+        to answer.
+        """
         manifest = load_manifest(str(self._task.root))
         try:
             return (
@@ -110,7 +123,9 @@ class BatchRun:
             return False
 
     def _spec(self, queue: Queue | None) -> BatchSpec:
-        """`queue` is given where the workers that are there now must do: then their models are the only ones that lines may name."""
+        """`queue` is given where the workers that are there now must do: then their models are the
+        only ones that lines may name.
+        """
         task = self._task
         models: tuple[str, ...] | None = None
         if task.redis_url is None:
@@ -119,9 +134,14 @@ class BatchRun:
             models = self._fleet_models(queue)
         default = self._served[0] if self._served else task.model
         return BatchSpec(
-            input=str(task.source.absolute()), root=str(task.root), output=str(task.output.absolute()), error_file="inline",
-            default_model=default, models=models, seed=task.model_flags["seed"],
-        )  # fmt: skip
+            input=str(task.source.absolute()),
+            root=str(task.root),
+            output=str(task.output.absolute()),
+            error_file="inline",
+            default_model=default,
+            models=models,
+            seed=task.model_flags["seed"],
+        )
 
     def _fleet_models(self, queue: Queue) -> tuple[str, ...]:
         served = sorted({name for worker in queue.workers() if worker.state in _SERVING for name in worker.models})
@@ -137,7 +157,8 @@ class BatchRun:
     def _follow(
         self, batch_id: str, spec: BatchSpec, stack: Stack, signals: Signals, progress: Progress
     ) -> BatchRecord:
-        """Supervises until the batch has ended; the worker starts once the input has been found good and something is left to do.
+        """Supervises until the batch has ended; the worker starts once the input has been found
+        good and something is left to do.
 
         A Redis that came back empty gets the batch again, from its manifest.
         """
@@ -177,7 +198,9 @@ class BatchRun:
 
     @staticmethod
     def _wait(record: BatchRecord, seconds: float, stack: Stack, signals: Signals) -> None:
-        """Returns after `seconds`, at a signal, or soon after the batch has moved on: its state or, while nothing ran, what waits."""
+        """Returns after `seconds`, at a signal, or soon after the batch has moved on: its state or,
+        while nothing ran, what waits.
+        """
         deadline = time.monotonic() + seconds
         look = _STATE_SECONDS if record.running else _BEGINNING_SECONDS
         while (left := deadline - time.monotonic()) > 0 and not signals.wait(min(left, look)):
@@ -228,10 +251,15 @@ class BatchRun:
     def _farewell(self, batch_id: str) -> str:
         if self._task.redis_url is None:
             return _FAREWELL
-        return f"Interrupted: the fleet goes on with {batch_id}; `pipeline wait {batch_id}` or the same command comes back for the results."
+        return (
+            f"Interrupted: the fleet goes on with {batch_id}; `pipeline wait {batch_id}` or the same command comes back"
+            " for the results."
+        )
 
     def _wind_up(self, ended: bool, stack: Stack, signals: Signals, progress: Progress) -> None:
-        """Lets the worker end, then the control plane, which keeps what is finished; a second order to stop ends everything at once."""
+        """Lets the worker end, then the control plane, which keeps what is finished; a second order
+        to stop ends everything at once.
+        """
 
         def insisted() -> bool:
             return signals.stops > 1

@@ -1,5 +1,6 @@
-"""What was asked of a run, and its first steps: the worker is on its way before this process imports what it needs for the batch itself,
-for loading a model takes longer than all the rest."""
+"""What was asked of a run, and its first steps: the worker is on its way before this process
+imports what it needs for the batch itself, for loading a model takes longer than all the rest.
+"""
 
 import contextlib
 import errno
@@ -32,7 +33,10 @@ log = logging.getLogger("run-batch")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a person asked for. With no `redis_url` everything runs here; `model_flags` are the values of the model flags."""
+    """What a person asked for.
+
+    With no `redis_url` everything runs here; `model_flags` are the values of the model flags.
+    """
 
     source: Path
     output: Path
@@ -54,7 +58,10 @@ class Task:
 
 
 def run_task(task: Task) -> None:
-    """Runs the batch to its end and prints what came of it. Raises `Refused`, `Unfinished` and `Interrupted`."""
+    """Runs the batch to its end and prints what came of it.
+
+    Raises `Refused`, `Unfinished` and `Interrupted`.
+    """
     began = time.monotonic()
     served = _checked(task)
     with Signals() as signals, make_progress() as progress, _failures(), _folder(task):
@@ -64,7 +71,8 @@ def run_task(task: Task) -> None:
                 and load_manifest(str(task.root)) is None
                 and task.source.stat().st_size < _SMALL_BYTES
             ):
-                start_worker(task, stack)  # it still loads its model when the check of so small a file is over
+                # It still loads its model when the check of so small a file is over
+                start_worker(task, stack)
             from pipeline.batch_run import BatchRun
 
             run = BatchRun(task, served, began)
@@ -90,7 +98,10 @@ def start_worker(task: Task, stack: Stack) -> None:
 
 
 def _checked(task: Task) -> list[str]:
-    """The names of the model that is served here; none if no worker is started. Raises `Refused`."""
+    """The names of the model that is served here; none if no worker is started.
+
+    Raises `Refused`.
+    """
     served = worker_settings(task.model, "", task.model_flags).models if task.starts_worker else []
     check_input(task.source)
     check_output(task.output, task.source)
@@ -155,7 +166,9 @@ def alone(root: Path) -> Iterator[None]:
 
 
 def check_output(output: Path, source: Path) -> None:
-    """Raises `Refused` if the output is a folder or the input; the rest is found out when the batch is made."""
+    """Raises `Refused` if the output is a folder or the input; the rest is found out when the batch
+    is made.
+    """
     if output.is_dir():
         raise Refused(f"the output {output} is a folder")
     if output.exists() and output.samefile(source):
@@ -163,7 +176,9 @@ def check_output(output: Path, source: Path) -> None:
 
 
 def start_over_if_removed(root: Path) -> None:
-    """A finished run whose output somebody removed is not brought back from its parts: it is run anew."""
+    """A finished run whose output somebody removed is not brought back from its parts: it is run
+    anew.
+    """
     manifest = load_manifest(str(root))
     if (
         manifest is not None

@@ -16,7 +16,10 @@ _POLL_SECONDS = 0.2
 
 
 def wait_for_batch(batch_id: str, output: Path | None, redis_url: str, fail_on_error: bool) -> None:
-    """Shows progress until the batch has ended, copies its results if asked to. Raises `Refused`, `Unfinished` and `Interrupted`."""
+    """Shows progress until the batch has ended, copies its results if asked to.
+
+    Raises `Refused`, `Unfinished` and `Interrupted`.
+    """
     began = time.monotonic()
     with connect(redis_url) as client, Signals() as signals, make_progress() as progress:
         check_server(client)

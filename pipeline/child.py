@@ -1,4 +1,6 @@
-"""One child process: started, listened to, noticed when it ends, started again after a growing pause, stopped."""
+"""One child process: started, listened to, noticed when it ends, started again after a growing
+pause, stopped.
+"""
 
 import os
 import signal
@@ -21,12 +23,16 @@ _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 8.0
 _STOP_POLL = 0.01
 _LAST_WORDS_SECONDS = (
-    2.0  # in which what an ended child had printed is read; a child of its own may hold its output open
+    # In which what an ended child had printed is read; a child of its own may hold its output open
+    2.0
 )
 
 
 class ChildFailed(Exception):
-    """A child ended in a way that starting it again cannot mend. `exit_code` is what the command should end with."""
+    """A child ended in a way that starting it again cannot mend.
+
+    `exit_code` is what the command should end with.
+    """
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -38,10 +44,13 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A process that is kept running. `command` is asked anew at each start; `on_death` gets the process id as soon as the process
-    is found ended. One that is `named` has its name before each line that it prints.
+    """A process that is kept running.
 
-    The kernel ties a child to the thread that started it, so `start` and `check` belong to the main thread.
+    `command` is asked anew at each start; `on_death` gets the process id as soon as the process is
+    found ended. One that is `named` has its name before each line that it prints.
+
+    The kernel ties a child to the thread that started it, so `start` and `check` belong to the main
+    thread.
     """
 
     def __init__(
@@ -82,16 +91,26 @@ class Child:
         self._start_at = None
         self._errors.clear()
         self._process = subprocess.Popen(
-            self._command(), env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", start_new_session=True, preexec_fn=partial(die_with_parent, os.getpid()),
-        )  # fmt: skip
+            self._command(),
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
         self._reader = threading.Thread(
             target=self._listen, args=(self._process,), name=f"log-{self.name}", daemon=True
         )
         self._reader.start()
 
     def check(self) -> None:
-        """Notices an end and starts the process again when its pause is over. Raises `ChildFailed`."""
+        """Notices an end and starts the process again when its pause is over.
+
+        Raises `ChildFailed`.
+        """
         if self._process is not None and self._process.poll() is not None:
             self._ended(self._process.returncode)
         if self._start_at is not None and time.monotonic() >= self._start_at:
@@ -108,7 +127,9 @@ class Child:
         self._signal(signal.SIGKILL)
 
     def wait_until_stopped(self, deadline: float, insisted: Callable[[], bool] = lambda: False) -> None:
-        """Waits for the end; it is forced at `deadline` (of time.monotonic), or as soon as `insisted()`."""
+        """Waits for the end; it is forced at `deadline` (of time.monotonic), or as soon as
+        `insisted()`.
+        """
         if self._process is None or self._reader is None:
             return
         while self._process.poll() is None:

@@ -30,7 +30,9 @@ class Interrupted(Exception):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Says on stderr, in one sentence, why a command ended; an error that nobody foresaw is raised again."""
+    """Says on stderr, in one sentence, why a command ended; an error that nobody foresaw is raised
+    again.
+    """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, click.exceptions.Exit):
@@ -55,7 +57,9 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def explain(error: BaseException) -> str | None:
-    """One sentence for an error of the surroundings (Redis, the disk), None for one that is a fault of the program."""
+    """One sentence for an error of the surroundings (Redis, the disk), None for one that is a fault
+    of the program.
+    """
     redis = sys.modules.get("redis")
     if redis is not None and isinstance(error, redis.exceptions.RedisError):
         return f"Redis cannot be used: {one_line(error)}"

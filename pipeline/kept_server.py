@@ -1,4 +1,6 @@
-"""The private Redis of one command, started again whenever it ends, by a thread that no call to Redis can hold up."""
+"""The private Redis of one command, started again whenever it ends, by a thread that no call to
+Redis can hold up.
+"""
 
 import threading
 from collections.abc import Callable
@@ -12,9 +14,12 @@ _STARTS_ALLOWED = 10
 
 
 class KeptServer:
-    """A context in which a private server runs. Whoever waits for Redis to come back does so in other threads than the one that sees to it.
+    """A context in which a private server runs.
 
-    The kernel ties the server to the thread that started it, so one thread does all of it: start, restarts and stop.
+    Whoever waits for Redis to come back does so in other threads than the one that sees to it.
+
+    The kernel ties the server to the thread that started it, so one thread does all of it: start,
+    restarts and stop.
     """
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:

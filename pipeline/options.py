@@ -1,4 +1,6 @@
-"""Flags that several commands share, and where their values come from: flag, then environment, then --config file, then default."""
+"""Flags that several commands share, and where their values come from: flag, then environment, then
+--config file, then default.
+"""
 
 import logging
 import os
@@ -30,7 +32,9 @@ _SOURCES = {
 
 
 class Size(click.ParamType[int]):
-    """A whole number from 1 up, with k, m, g (thousands) or K, M, G (powers of 1024) behind it if wanted."""
+    """A whole number from 1 up, with k, m, g (thousands) or K, M, G (powers of 1024) behind it if
+    wanted.
+    """
 
     name = "size"
 
@@ -61,7 +65,9 @@ class Device(click.ParamType[str]):
 
 
 def flag(*names: str, env: str | None = None, **attributes: Any) -> Callable[[Command], Command]:
-    """A click option that can also be set by the environment variable `env` (PIPELINE_ and the flag's name, unless given)."""
+    """A click option that can also be set by the environment variable `env` (PIPELINE_ and the
+    flag's name, unless given).
+    """
     longest = max((name.split("/")[0] for name in names), key=len)
     variable = env or "PIPELINE_" + longest.lstrip("-").upper().replace("-", "_")
     attributes.setdefault("show_default", attributes.get("default") is not None)
@@ -119,10 +125,21 @@ def _parse_config(path: Path) -> dict[str, Any]:
 
 
 common_options = all_of(
-    flag("--config", type=click.Path(path_type=Path), is_eager=True, expose_value=False, callback=_read_config,
-         help="YAML or TOML file of flag names and values; flags and environment variables win over it."),
-    flag("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", help="What the log says."),
-)  # fmt: skip
+    flag(
+        "--config",
+        type=click.Path(path_type=Path),
+        is_eager=True,
+        expose_value=False,
+        callback=_read_config,
+        help="YAML or TOML file of flag names and values; flags and environment variables win over it.",
+    ),
+    flag(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        help="What the log says.",
+    ),
+)
 
 
 def _check_url(ctx: click.Context, _param: click.Parameter, url: str | None) -> str | None:
@@ -164,11 +181,21 @@ def _read_password(ctx: click.Context, _param: click.Parameter, path: Path | Non
 
 
 redis_option = all_of(
-    flag("--redis-url", env="REDIS_URL", callback=_check_url,
-         help="redis://, rediss:// or unix:// URL of the queue. [default: a private one]"),
-    flag("--redis-password-file", env="REDIS_PASSWORD_FILE", type=click.Path(path_type=Path), expose_value=False, callback=_read_password,
-         help="File that holds the password for a --redis-url that names none."),
-)  # fmt: skip
+    flag(
+        "--redis-url",
+        env="REDIS_URL",
+        callback=_check_url,
+        help="redis://, rediss:// or unix:// URL of the queue. [default: a private one]",
+    ),
+    flag(
+        "--redis-password-file",
+        env="REDIS_PASSWORD_FILE",
+        type=click.Path(path_type=Path),
+        expose_value=False,
+        callback=_read_password,
+        help="File that holds the password for a --redis-url that names none.",
+    ),
+)
 
 
 def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) -> str:
@@ -182,9 +209,15 @@ def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) ->
 
 
 store_option = flag(
-    "--file-store", env="FILE_STORE", default="./store", callback=_check_store,
-    help="Folder of files, batches and API keys; one and the same for every `pipeline api` and `pipeline jobs` of a fleet.",
-)  # fmt: skip
+    "--file-store",
+    env="FILE_STORE",
+    default="./store",
+    callback=_check_store,
+    help=(
+        "Folder of files, batches and API keys; one and the same for every `pipeline api` and `pipeline jobs` of a"
+        " fleet."
+    ),
+)
 
 json_option = flag("--json", "as_json", env="PIPELINE_JSON", is_flag=True, help="Print JSON for programs.")
 
@@ -206,7 +239,10 @@ model_options = all_of(
         "--model-impl",
         type=click.Choice(["auto", "own", "transformers"]),
         default="auto",
-        help="Whose code runs the model; auto: the engine's own where it has a file for the architecture, else transformers'.",
+        help=(
+            "Whose code runs the model; auto: the engine's own where it has a file for the architecture, else"
+            " transformers'."
+        ),
     ),
     flag(
         "--device",
@@ -223,7 +259,10 @@ model_options = all_of(
     flag(
         "--device-lock-folder",
         type=click.Path(file_okay=False),
-        help="Where workers of this host say which card they have; one for all, containers too. [default: /run/lock or /tmp]",
+        help=(
+            "Where workers of this host say which card they have; one for all, containers too. [default: /run/lock or"
+            " /tmp]"
+        ),
     ),
     flag(
         "--dtype",
@@ -267,7 +306,10 @@ model_options = all_of(
     flag(
         "--step-timeout",
         type=click.FloatRange(min=1),
-        help="Seconds without a step after which the engine core counts as hung. [default: 300, and less once steps have been seen]",
+        help=(
+            "Seconds without a step after which the engine core counts as hung. [default: 300, and less once steps have"
+            " been seen]"
+        ),
     ),
     flag(
         "--profile",
@@ -303,10 +345,15 @@ MODEL_FLAGS = (
 
 
 replicas_option = flag(
-    "--data-parallel-size", type=click.IntRange(min=1), default=1,
-    help="Copies of the model, each with a card (or --tensor-parallel-size of them) of its own; they share the work, and on a CPU the "
-    "threads: OMP_NUM_THREADS, else one for each CPU, divided equally among all processes of all copies.",
-)  # fmt: skip
+    "--data-parallel-size",
+    type=click.IntRange(min=1),
+    default=1,
+    help=(
+        "Copies of the model, each with a card (or --tensor-parallel-size of them) of its own; they share the work, and"
+        " on a CPU the threads: OMP_NUM_THREADS, else one for each CPU, divided equally among all processes of all"
+        " copies."
+    ),
+)
 
 
 def check_model_flags(ctx: click.Context) -> None:
@@ -315,12 +362,14 @@ def check_model_flags(ctx: click.Context) -> None:
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if ":" in values["device"] and values.get(name, 1) > 1:
             raise Refused(
-                f"--device {values['device']} names one card, and {as_flag(name)} {values[name]} needs more: give --device cuda"
+                f"--device {values['device']} names one card, and {as_flag(name)} {values[name]} needs more: give"
+                " --device cuda"
             )
     tokens, requests = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
     if tokens is not None and requests is not None and tokens < requests:
         raise Refused(
-            f"--max-num-batched-tokens {tokens} is below --max-num-seqs {requests}: a step gives each running request one token"
+            f"--max-num-batched-tokens {tokens} is below --max-num-seqs {requests}: a step gives each running request"
+            " one token"
         )
     if values.get("kv_cache_memory_bytes") is not None and given(ctx, "gpu_memory_utilization"):
         raise Refused("--kv-cache-memory-bytes and --gpu-memory-utilization both size the KV cache: give one of them")
@@ -348,15 +397,20 @@ def as_flag(name: str) -> str:
 
 
 def log_settings(ctx: click.Context) -> None:
-    """Logs every setting that differs from its default, with where it came from; a child was told them by its parent, which logged them."""
+    """Logs every setting that differs from its default, with where it came from; a child was told
+    them by its parent, which logged them.
+    """
     if CHILD_VARIABLE in os.environ:
         return
     changed = [
         f"{param.name}={_shown(param.name, ctx.params.get(param.name))} ({_SOURCES[source]})"
         for param in ctx.command.params
-        if isinstance(param, click.Option) and param.name and (source := ctx.get_parameter_source(param.name)) in _SOURCES
-        and ctx.params.get(param.name) != param.default and param.name in ctx.params
-    ]  # fmt: skip
+        if isinstance(param, click.Option)
+        and param.name
+        and (source := ctx.get_parameter_source(param.name)) in _SOURCES
+        and ctx.params.get(param.name) != param.default
+        and param.name in ctx.params
+    ]
     if changed:
         log.info("settings that differ from the defaults: %s", ", ".join(changed))
 

@@ -14,7 +14,10 @@ _OWNER = "owner.lock"
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A fresh 0700 folder, gone at the end. Its path is short, since the kernel allows a socket path only 107 bytes."""
+    """A fresh 0700 folder, gone at the end.
+
+    Its path is short, since the kernel allows a socket path only 107 bytes.
+    """
     remove_abandoned()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = os.open(folder / _OWNER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -27,7 +30,9 @@ def private_folder() -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's private folders whose process is gone: the kernel lets go of a lock when its holder dies."""
+    """Removes this user's private folders whose process is gone: the kernel lets go of a lock when
+    its holder dies.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.stat().st_uid == os.getuid() and _is_abandoned(folder / _OWNER):

@@ -1,4 +1,6 @@
-"""How far a batch is, for a person: a live bar on a terminal, a plain line now and then elsewhere."""
+"""How far a batch is, for a person: a live bar on a terminal, a plain line now and then
+elsewhere.
+"""
 
 import sys
 import time
@@ -12,7 +14,10 @@ _RATE_WINDOW = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """One reading of a batch. `tokens` are output tokens of finished requests; `note` says what is being waited for, if anything.
+    """One reading of a batch.
+
+    `tokens` are output tokens of finished requests; `note` says what is being waited for, if
+    anything.
 
     `running` is None where nobody says which of the others run.
     """
@@ -30,7 +35,9 @@ class Counts:
 
 
 class Rate:
-    """Tokens per second over the last ten seconds, and the seconds left at the pace of the requests."""
+    """Tokens per second over the last ten seconds, and the seconds left at the pace of the
+    requests.
+    """
 
     def __init__(self) -> None:
         self._readings: list[tuple[float, Counts]] = []
@@ -77,7 +84,9 @@ def make_progress() -> Progress:
 
 
 class PlainProgress:
-    """A line when something changed: at once if it is what is being waited for, else at most every few seconds."""
+    """A line when something changed: at once if it is what is being waited for, else at most every
+    few seconds.
+    """
 
     def __init__(self) -> None:
         self._rate = Rate()
@@ -139,7 +148,9 @@ class BarProgress:
 
 
 def describe(counts: Counts, rate: Rate) -> str:
-    """One line: done / running / waiting, tokens/s and the time left, or the note while nothing runs."""
+    """One line: done / running / waiting, tokens/s and the time left, or the note while nothing
+    runs.
+    """
     if counts.note and not counts.running:
         return f"{counts.done} of {counts.total} done; {counts.note}" if counts.done else counts.note
     parts = [f"{counts.done} done", f"{counts.running} running", f"{counts.waiting} waiting"]

@@ -1,4 +1,6 @@
-"""Batches of a server: made of a local file or of one that is there, waited for, and their results fetched."""
+"""Batches of a server: made of a local file or of one that is there, waited for, and their results
+fetched.
+"""
 
 import contextlib
 import json
@@ -48,7 +50,10 @@ class NewBatch:
 
 
 def submit(client: "openai.OpenAI", new: NewBatch) -> "Batch":
-    """Uploads the file if it is a local one, and makes the batch. Without a batch no file is left behind. Raises `Refused`."""
+    """Uploads the file if it is a local one, and makes the batch.
+
+    Without a batch no file is left behind. Raises `Refused`.
+    """
     if new.path is None:
         return _create(client, new, new.source, new.endpoint)
     endpoint = new.endpoint or endpoint_of(new.path)
@@ -57,7 +62,8 @@ def submit(client: "openai.OpenAI", new: NewBatch) -> "Batch":
         batch = _create(client, new, file_id, endpoint)
     except BaseException:
         with contextlib.suppress(Exception):
-            client.with_options(max_retries=0).files.delete(file_id)  # a batch that was made after all has its own
+            # A batch that was made after all has its own
+            client.with_options(max_retries=0).files.delete(file_id)
         raise
     click.echo(f"{new.path} is uploaded as {file_id}", err=True)
     return batch
@@ -72,7 +78,10 @@ def _create(client: "openai.OpenAI", new: NewBatch, file_id: str, endpoint: str 
 
 
 def endpoint_of(path: Path) -> str | None:
-    """What the first request of a file is for; None if it does not say. Raises `Refused` for a file that cannot be read."""
+    """What the first request of a file is for; None if it does not say.
+
+    Raises `Refused` for a file that cannot be read.
+    """
     if not path.is_file():
         raise Refused(
             f"{path} is a folder" if path.is_dir() else f"there is no file {path}, and no id of one begins so"
@@ -89,7 +98,9 @@ def endpoint_of(path: Path) -> str | None:
 
 
 def wait_for(client: "openai.OpenAI", batch_id: str) -> "Batch":
-    """Shows progress until the batch has ended; a server that is away for less than a minute is waited for. Raises `Interrupted`."""
+    """Shows progress until the batch has ended; a server that is away for less than a minute is
+    waited for. Raises `Interrupted`.
+    """
     patient = client.with_options(max_retries=0)
     counts, pause, away_since = Counts(), _FIRST_PAUSE, None
     with Signals() as signals, make_progress() as progress:
@@ -129,7 +140,9 @@ def see_to_the_end(
     as_json: bool,
     source: str | None = None,
 ) -> None:
-    """Waits, says on stdout how the batch ended, saves its answers if asked to. Raises `Refused`, `Unfinished` and `Interrupted`.
+    """Waits, says on stdout how the batch ended, saves its answers if asked to.
+
+    Raises `Refused`, `Unfinished` and `Interrupted`.
 
     `source` is the input's name for a person.
     """
@@ -155,7 +168,10 @@ def check_end(batch: "Batch", fail_on_error: bool, source: str | None = None) ->
 
 
 def save_results(client: "openai.OpenAI", batch: "Batch", output: Path | None, errors: bool = False) -> None:
-    """Writes what the batch has so far of answers, or of error lines. Raises `Refused` where there is nothing."""
+    """Writes what the batch has so far of answers, or of error lines.
+
+    Raises `Refused` where there is nothing.
+    """
     file_id = batch.error_file_id if errors else batch.output_file_id
     if not file_id:
         raise Refused(_why_nothing(batch, errors))

@@ -1,4 +1,6 @@
-"""The tokens of a batch as a server streams them, line by line under the names of their requests; a cut stream is taken up again."""
+"""The tokens of a batch as a server streams them, line by line under the names of their requests; a
+cut stream is taken up again.
+"""
 
 import json
 import sys
@@ -51,10 +53,14 @@ def tail(client: "openai.OpenAI", batch_id: str, as_json: bool) -> None:
 
 
 class Printer:
-    """Whole lines of every answer, each under its request's name. What is told twice, as after a cut, is printed once."""
+    """Whole lines of every answer, each under its request's name.
+
+    What is told twice, as after a cut, is printed once.
+    """
 
     def __init__(self) -> None:
-        self._begun: dict[tuple[int, int], str] = {}  # (line of the file, choice) -> what is begun of a line
+        # (line of the file, choice) -> what is begun of a line
+        self._begun: dict[tuple[int, int], str] = {}
         self._seen: dict[tuple[int, int], int] = {}  # characters that came
 
     def show(self, value: dict[str, Any]) -> None:
@@ -86,7 +92,10 @@ class Printer:
 
 
 def parse_events(chunks: Iterable[bytes]) -> Iterator[Event]:
-    """Events of a stream whose data are single lines; comments are passed over. A line ends at a line feed and nowhere else."""
+    """Events of a stream whose data are single lines; comments are passed over.
+
+    A line ends at a line feed and nowhere else.
+    """
     event_id: str | None = None
     begun = b""
     for chunk in chunks:

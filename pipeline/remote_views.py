@@ -33,15 +33,23 @@ def show_object(value: dict[str, Any], as_json: bool) -> None:
 
 
 def counts_of(batch: "Batch") -> Counts:
-    """The batch as progress shows it. How many of its requests run just now, the API does not say."""
+    """The batch as progress shows it.
+
+    How many of its requests run just now, the API does not say.
+    """
     counts = batch.request_counts
     note = batch.status if batch.status != "in_progress" else ""
     if counts is None:
         return Counts(note=note)
     tokens = batch.usage.output_tokens if batch.usage is not None else 0
     return Counts(
-        total=counts.total, done=counts.completed + counts.failed, failed=counts.failed, running=None, tokens=tokens, note=note
-    )  # fmt: skip
+        total=counts.total,
+        done=counts.completed + counts.failed,
+        failed=counts.failed,
+        running=None,
+        tokens=tokens,
+        note=note,
+    )
 
 
 def print_problems(batch: "Batch", source: str) -> None:

@@ -1,4 +1,6 @@
-"""What long-running commands do in the foreground: keep their children running until they are told to stop."""
+"""What long-running commands do in the foreground: keep their children running until they are told
+to stop.
+"""
 
 import sys
 
@@ -7,7 +9,10 @@ from pipeline.stack import Stack
 
 
 def run_until_stopped(stack: Stack) -> None:
-    """Supervises until SIGINT or SIGTERM; the first one stops in order, a second one at once. Raises `ChildFailed`."""
+    """Supervises until SIGINT or SIGTERM; the first one stops in order, a second one at once.
+
+    Raises `ChildFailed`.
+    """
     with Signals() as signals:
         while not signals.stops:
             signals.wait(stack.check())

@@ -1,4 +1,6 @@
-"""Waiting for signals in the main thread without polling: stop orders, the end of a child, or a timeout."""
+"""Waiting for signals in the main thread without polling: stop orders, the end of a child, or a
+timeout.
+"""
 
 import os
 import select
@@ -11,7 +13,8 @@ _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
 class Signals:
-    """A context in which `wait` returns as soon as one of the signals arrives; `stops` counts the orders to stop.
+    """A context in which `wait` returns as soon as one of the signals arrives; `stops` counts the
+    orders to stop.
 
     The third such order ends the process there and then, whatever it is waiting for.
     """

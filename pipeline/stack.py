@@ -1,4 +1,6 @@
-"""Every process on one machine: a private Redis if none is given, and the children that stand on it, supervised by this process."""
+"""Every process on one machine: a private Redis if none is given, and the children that stand on
+it, supervised by this process.
+"""
 
 import contextlib
 import socket
@@ -24,9 +26,11 @@ _STOP_SECONDS = 15.0
 
 
 class Stack:
-    """Children are started one by one by the `start_` methods and kept running by `check`; leaving the context stops them in order.
+    """Children are started one by one by the `start_` methods and kept running by `check`; leaving
+    the context stops them in order.
 
-    With no `redis_url` a private server is started in a folder of its own, which is removed at the end.
+    With no `redis_url` a private server is started in a folder of its own, which is removed at the
+    end.
     """
 
     def __init__(
@@ -77,7 +81,10 @@ class Stack:
 
     @property
     def queue(self) -> "Queue":
-        """The queue of all children. What it needs is imported at its first use, so that the children are on their way by then."""
+        """The queue of all children.
+
+        What it needs is imported at its first use, so that the children are on their way by then.
+        """
         if self._queue is None:
             self._queue = self._connect()
         return self._queue
@@ -91,14 +98,19 @@ class Stack:
         return self._server.url
 
     def start_jobs(self, file_store: str | None = None) -> None:
-        """The control plane: one RQ worker for each queue, and the ticker, which rebuilds an empty Redis from the `file_store`."""
+        """The control plane: one RQ worker for each queue, and the ticker, which rebuilds an empty
+        Redis from the `file_store`.
+        """
         for queue in ("advance", "bulk"):
             self._add(f"jobs-{queue}", partial(_python, "jobs.rq_worker", "--queue", queue))
         store = ["--file-store", file_store] if file_store is not None else []
         self._add("ticker", partial(_python, "jobs.ticker", *store))
 
     def start_workers(self, arguments: list[str], replicas: int = 1) -> None:
-        """Model replicas, each with a front and an engine core; they take different cards. `arguments` are flags of `pipeline worker`."""
+        """Model replicas, each with a front and an engine core; they take different cards.
+
+        `arguments` are flags of `pipeline worker`.
+        """
         # Said in any case, for the environment, which a child inherits, may say something else.
         command = partial(
             _python, "pipeline", "worker", "--log-level", self._log_level, "--data-parallel-size", "1", *arguments
@@ -115,7 +127,10 @@ class Stack:
         self._add("api", partial(_python, "pipeline", "api", "--log-level", self._log_level, *arguments))
 
     def check(self) -> float:
-        """Starts again what ended. Returns the seconds until it should be called again at the latest. Raises `ChildFailed`."""
+        """Starts again what ended.
+
+        Returns the seconds until it should be called again at the latest. Raises `ChildFailed`.
+        """
         if self._server is not None and self._server.failure is not None:
             raise ChildFailed(self._server.failure, Unfinished.exit_code)
         for child in self._children:
@@ -128,7 +143,8 @@ class Stack:
         return any(child.name.startswith(kind) for child in self._children)
 
     def stop(self, only: str = "", insisted: Callable[[], bool] = lambda: False) -> None:
-        """Stops the children whose name begins with `only`: first those that take work, then those that take its results.
+        """Stops the children whose name begins with `only`: first those that take work, then those
+        that take its results.
 
         Each kind gets some time to end in order; once `insisted()`, none does.
         """
@@ -171,7 +187,9 @@ class Stack:
         return Queue(client, self.settings)
 
     def _bury(self, pid: int) -> None:
-        """Gives what a dead worker held to others at once; the ticker would find out too, but a lease later."""
+        """Gives what a dead worker held to others at once; the ticker would find out too, but a
+        lease later.
+        """
         import redis
 
         from jobs.scripts import QueueUnavailable

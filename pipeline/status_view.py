@@ -49,9 +49,12 @@ def batches_table(queue: Queue) -> Table:
 
 
 def tokens_table(queue: Queue) -> Table:
-    """What became of the output tokens that were ever generated; a worker's newest ones come with what it publishes next."""
+    """What became of the output tokens that were ever generated; a worker's newest ones come with
+    what it publishes next.
+    """
     totals, in_flight = queue.token_totals(), queue.tokens_in_flight()
-    # The two are read one after the other, and what is generated between them would make it negative.
+    # The two are read one after the other, and what is generated between them would make it
+    # negative.
     again = max(0, totals.generated - totals.delivered - in_flight)
     share = f"{again} ({again / totals.generated:.1%})" if totals.generated else "0"
     table = new_table("Output tokens", "generated", "delivered", "in flight", "computed again or cancelled")

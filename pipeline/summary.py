@@ -18,7 +18,9 @@ _LONGEST_ANSWER = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """The end of a batch, the seconds of the whole run, and those in which requests were answered (0: none were)."""
+    """The end of a batch, the seconds of the whole run, and those in which requests were answered
+    (0: none were).
+    """
 
     record: BatchRecord
     seconds: float
@@ -49,7 +51,10 @@ def describe(summary: Summary) -> str:
     record, usage = summary.record, summary.record.usage
     parts = [
         f"{record.total} request{'s' if record.total != 1 else ''}, {record.failed} failed",
-        f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} from the cache), {usage.completion_tokens:,} output tokens",
+        (
+            f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} from the cache),"
+            f" {usage.completion_tokens:,} output tokens"
+        ),
     ]
     if summary.answering > 0:
         parts.append(f"{usage.completion_tokens / summary.answering:,.0f} output tokens/s")

@@ -1,4 +1,6 @@
-"""Printing tokens as they come: the text of one request as it is (its first choice), those of a batch line by line under their names."""
+"""Printing tokens as they come: the text of one request as it is (its first choice), those of a
+batch line by line under their names.
+"""
 
 import sys
 import time
@@ -18,7 +20,10 @@ _READ_SECONDS = 1.0
 
 
 def tail_target(target: str, redis_url: str) -> None:
-    """Follows a request (`batch_x/17`, `live_x`) or every running request of a batch, to its end. Raises `Refused`."""
+    """Follows a request (`batch_x/17`, `live_x`) or every running request of a batch, to its end.
+
+    Raises `Refused`.
+    """
     with connect(redis_url) as client:
         check_server(client)
         queue = Queue(client)

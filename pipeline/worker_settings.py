@@ -45,7 +45,9 @@ def _check_processes(ranks: int, replicas: int) -> None:
 
 
 def check_model_folder(model: str | None) -> None:
-    """Raises `Refused` if the model is plainly a local path and nothing is there; the rest is the worker's to find out."""
+    """Raises `Refused` if the model is plainly a local path and nothing is there; the rest is the
+    worker's to find out.
+    """
     looks_local = model is not None and (model.startswith(("/", "./", "../", "~")) or model.count("/") > 1)
     if model is not None and looks_local and not Path(model).is_dir():
         raise Refused(f"there is no model folder {model}")

@@ -12,8 +12,8 @@ from jobs.queue import Queue
 from jobs.server import PrivateServer
 from tests.support.redis_server import running_server
 
-# How long an example takes says more of the machine than of what is tested; and the examples are the same each time unless others are
-# asked for (`HYPOTHESIS_PROFILE=others pytest`).
+# How long an example takes says more of the machine than of what is tested; and the examples are
+# the same each time unless others are asked for (`HYPOTHESIS_PROFILE=others pytest`).
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 settings.register_profile("others", settings.get_profile("tests"), derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
@@ -30,7 +30,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _file_store(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whatever names no file store of its own, in this process or in one that it starts, has one that nobody else sees."""
+    """Whatever names no file store of its own, in this process or in one that it starts, has one
+    that nobody else sees.
+    """
     os.environ["FILE_STORE"] = str(tmp_path_factory.mktemp("store"))
 
 

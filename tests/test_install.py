@@ -1,4 +1,6 @@
-"""An install without the worker extra: the queue, the control plane, the API and the command line run without torch."""
+"""An install without the worker extra: the queue, the control plane, the API and the command line
+run without torch.
+"""
 
 import shutil
 import subprocess

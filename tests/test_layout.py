@@ -1,4 +1,6 @@
-"""The walls of the house: who may import what, seen from a fresh interpreter rather than from the source."""
+"""The walls of the house: who may import what, seen from a fresh interpreter rather than from the
+source.
+"""
 
 import ast
 import subprocess
@@ -39,7 +41,9 @@ EngineCore(Executor(config))
 
 
 def test_what_the_front_imports_loads_neither_torch_nor_transformers() -> None:
-    """All in one interpreter first, since each alone takes most of a second; one that fails is then found by name."""
+    """All in one interpreter first, since each alone takes most of a second; one that fails is then
+    found by name.
+    """
     if loaded_by(import_of(*TORCH_FREE)):
         pytest.fail(
             "\n".join(f"{module}: {loaded}" for module in TORCH_FREE if (loaded := loaded_by(import_of(module))))
@@ -62,7 +66,9 @@ def test_modules_that_say_they_import_no_torch_do_not() -> None:
 
 
 def test_an_engine_on_the_cpu_loads_neither_transformers_nor_kernels() -> None:
-    """The one takes seconds; the others are read as they are for the interpreter or for a card, and need Triton."""
+    """The one takes seconds; the others are read as they are for the interpreter or for a card, and
+    need Triton.
+    """
     program = f"{ON_THE_CPU}\nloaded = set(sys.modules) - before\n"
     assert not loaded_by(program, "transformers", "triton", "workers.engine.kernels")
 
@@ -72,7 +78,9 @@ def import_of(*modules: str) -> str:
 
 
 def loaded_by(program: str, *names: str) -> str:
-    """Those of `names` (torch and transformers) that are in what `program` calls `loaded`, or how it failed."""
+    """Those of `names` (torch and transformers) that are in what `program` calls `loaded`, or how
+    it failed.
+    """
     asked = names or ("torch", "transformers")
     done = subprocess.run(
         [sys.executable, "-c", f"{program}\nprint(*(name for name in {asked!r} if name in loaded))"],

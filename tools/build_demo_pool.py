@@ -1,12 +1,14 @@
-"""Build the example requests and the pool of checked questions from held-out questions that the demo model gets right.
+"""Build the example requests and the pool of checked questions from held-out questions that the
+demo model gets right.
 
     python -m tools.build_demo_pool
 
-Writes examples/requests.jsonl (OpenAI batch lines), tests/data/example_answers.jsonl (custom_id, answer) and
-tests/data/pool.jsonl.gz (id, messages, answer, max_tokens, answer_tokens, min_margin). Every question was answered
-alone, greedily, in bfloat16 by transformers: word for word right, and at each token the best logit led the second
-by more than MOVEMENTS_TO_MARGIN times what another batch shape or summation order moved a logit. answer_tokens leaves out the
-mark that ends an answer; min_margin is that smallest lead.
+Writes examples/requests.jsonl (OpenAI batch lines), tests/data/example_answers.jsonl (custom_id,
+answer) and tests/data/pool.jsonl.gz (id, messages, answer, max_tokens, answer_tokens, min_margin).
+Every question was answered alone, greedily, in bfloat16 by transformers: word for word right, and
+at each token the best logit led the second by more than MOVEMENTS_TO_MARGIN times what another
+batch shape or summation order moved a logit. answer_tokens leaves out the mark that ends an answer;
+min_margin is that smallest lead.
 """
 
 import argparse
@@ -34,7 +36,9 @@ LONG_PROMPT_TOKENS = 500
 
 @dataclass(frozen=True)
 class Shares:
-    """How many questions of each kind a file holds, and among how many long system prompts the last kind is shared."""
+    """How many questions of each kind a file holds, and among how many long system prompts the last
+    kind is shared.
+    """
 
     ordinary: int
     long_answers: int
@@ -72,7 +76,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def checked_rows(model, tokenizer, drawn: dict[str, tuple[int, Iterator[dict]]], margin: float) -> list[dict]:
-    """Of each kind as many rows as wanted, skipping the questions that fail; prints how many were skipped and why."""
+    """Of each kind as many rows as wanted, skipping the questions that fail; prints how many were
+    skipped and why.
+    """
     kept: list[dict] = []
     outcomes: Counter[str] = Counter()
     for wanted, rows in drawn.values():
@@ -93,7 +99,9 @@ def checked_rows(model, tokenizer, drawn: dict[str, tuple[int, Iterator[dict]]],
 
 @torch.inference_mode()
 def answer_alone(model, tokenizer, row: dict) -> tuple[str, float]:
-    """The greedy answer of a batch of one, and the smallest lead of its best logit over the second."""
+    """The greedy answer of a batch of one, and the smallest lead of its best logit over the
+    second.
+    """
     prompt = torch.tensor([prompt_ids(tokenizer, row["messages"])])
     output = model.generate(
         prompt,
@@ -176,7 +184,8 @@ def write_pool(rows: list[dict]) -> None:
     long_prompts = sum(row["prompt_tokens"] > LONG_PROMPT_TOKENS for row in rows)
     margins = sorted(row["min_margin"] for row in rows)
     print(
-        f"pool: {len(packed)} bytes, {long_answers} long answers, {long_prompts} long prompts, smallest margin {margins[0]}"
+        f"pool: {len(packed)} bytes, {long_answers} long answers, {long_prompts} long prompts, smallest margin"
+        f" {margins[0]}"
     )
     print(f"margins: median {margins[len(margins) // 2]}, per task {dict(Counter(row['task'] for row in rows))}")
 

@@ -1,4 +1,6 @@
-"""Greedy answers of a chat model in plain transformers, in batches, for the checks of the demo model."""
+"""Greedy answers of a chat model in plain transformers, in batches, for the checks of the demo
+model.
+"""
 
 import torch
 
@@ -6,7 +8,10 @@ from tools.demo_tasks import Question
 
 
 def greedy_answers(model, tokenizer, questions: list[Question], batch: int = 64) -> list[str]:
-    """Answers in the order of the questions. Batches hold answers of similar length and end with the longest right one."""
+    """Answers in the order of the questions.
+
+    Batches hold answers of similar length and end with the longest right one.
+    """
     lengths = [len(answer_ids(tokenizer, asked.answer)) for asked in questions]
     order = sorted(range(len(questions)), key=lengths.__getitem__)
     answers = [""] * len(questions)

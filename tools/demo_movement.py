@@ -1,4 +1,6 @@
-"""How far the logits of the demo model move when the same tokens are computed in another shape, order or precision."""
+"""How far the logits of the demo model move when the same tokens are computed in another shape,
+order or precision.
+"""
 
 import copy
 import random
@@ -18,7 +20,9 @@ Row = tuple[list[int], int]
 
 
 def largest_movement(model, tokenizer, seed: int) -> float:
-    """Over held-out questions, the largest change of any logit at a place where a token of the answer is chosen."""
+    """Over held-out questions, the largest change of any logit at a place where a token of the
+    answer is chosen.
+    """
     largest = 0.0
     for name, moved in movements(model, tokenizer, seed):
         print(f"logits moved by {name}: at most {moved.max():.3f}, on average {moved.mean():.4f}", flush=True)
@@ -45,7 +49,9 @@ def movements(model, tokenizer, seed: int) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def answered_row(tokenizer, rng: random.Random) -> Row:
-    """The tokens of a question with its answer, and how many of the last logits choose a token of the answer."""
+    """The tokens of a question with its answer, and how many of the last logits choose a token of
+    the answer.
+    """
     asked = question(rng, held_out=True)
     answer = answer_ids(tokenizer, asked.answer)
     return prompt_ids(tokenizer, asked.messages) + answer[:-1], len(answer)
@@ -84,7 +90,9 @@ def logits_in_chunks(model, row: Row, chunk: int) -> torch.Tensor:
 
 
 def with_reordered_channels(model, rng: random.Random):
-    """The same function with its hidden channels shuffled, so that every sum over them is taken in another order."""
+    """The same function with its hidden channels shuffled, so that every sum over them is taken in
+    another order.
+    """
     shuffled = copy.deepcopy(model)
     channels = torch.tensor(rng.sample(range(model.config.hidden_size), model.config.hidden_size))
     inner = torch.tensor(rng.sample(range(model.config.intermediate_size), model.config.intermediate_size))

@@ -1,7 +1,8 @@
 """Seeded generators of the demo model's questions, each with its exact answer.
 
-question(rng) draws a question of the training split; held_out=True draws from the rest. The split hashes the task and
-its operands, not the wording, so that a held-out sum or list is never trained in any phrasing.
+question(rng) draws a question of the training split; held_out=True draws from the rest. The split
+hashes the task and its operands, not the wording, so that a held-out sum or list is never trained
+in any phrasing.
 """
 
 import hashlib
@@ -36,7 +37,9 @@ def question(
     size: float = 1.0,
     system: str | None = None,
 ) -> Question:
-    """Draw one question. size below 1 shortens lists and system prompts; system replaces the drawn system prompt."""
+    """Draw one question. size below 1 shortens lists and system prompts; system replaces the drawn
+    system prompt.
+    """
     task = task or rng.choices(list(TASKS), [weight for weight, _ in TASKS.values()])[0]
     exercise = _exercise_of_split(rng, task, size, held_out)
     system = system_prompt(rng, size) if system is None else system
@@ -255,19 +258,23 @@ TASKS: dict[str, tuple[float, Callable[[random.Random, float], Exercise]]] = {
     "tally": (1.0, _tally),
 }
 
-# Three to five letters, none twice in a word, so that the letter just written tells which one follows.
+# Three to five letters, none twice in a word, so that the letter just written tells which one
+# follows.
 WORD_LIST = """
-    acorn actor amber angel ankle apron arm axe badge baker barn basil basin beach beard bench bike bird blade blaze boat bone bowl
-    box brick bride bring brush cabin cable camel candy cape card cargo cart cave chain chalk charm cider clay cloth cloud clown coast
-    coin comb coral corn crab crane crow crown cup daisy dance desk diary dime dish diver dock dove dream drum duck dust earth elf
-    fair farm fawn field fig fire fish flag flame flask flint flour flute forge fox frame frog fruit gate ghost giant glove goat grape
-    grain hand harp hawk heart hive honey horse hotel house ice ink iron ivory jade jar jean juice jump jury king kite knife knot lake
-    lamb lamp lark laser lemon light lime lion lunch magic maple mask match medal mice milk mint money monk moth mouse music nail navy
-    neck nest night north nurse oak ocean olive orbit organ owl oxen paint palm panel pearl piano pie pilot plane plant plum poem pond
-    prize quail quilt radio ram raven ribs rice ring road robe robin rope rose royal ruby salt sand scarf seal shark ship shoe silk
-    smile snow soap south spice spoke stamp star stone storm sugar swan sword table tea thorn tiger toad torch towel tower track train
-    tribe tulip uncle unit urn vase velum vine virus vote wagon walk wasp water whale wheat wine wing wolf wrist yacht yard yarn yeast
-    young zebra zinc zone
+    acorn actor amber angel ankle apron arm axe badge baker barn basil basin beach beard bench bike
+    bird blade blaze boat bone bowl box brick bride bring brush cabin cable camel candy cape card
+    cargo cart cave chain chalk charm cider clay cloth cloud clown coast coin comb coral corn crab
+    crane crow crown cup daisy dance desk diary dime dish diver dock dove dream drum duck dust earth
+    elf fair farm fawn field fig fire fish flag flame flask flint flour flute forge fox frame frog
+    fruit gate ghost giant glove goat grape grain hand harp hawk heart hive honey horse hotel house
+    ice ink iron ivory jade jar jean juice jump jury king kite knife knot lake lamb lamp lark laser
+    lemon light lime lion lunch magic maple mask match medal mice milk mint money monk moth mouse
+    music nail navy neck nest night north nurse oak ocean olive orbit organ owl oxen paint palm
+    panel pearl piano pie pilot plane plant plum poem pond prize quail quilt radio ram raven ribs
+    rice ring road robe robin rope rose royal ruby salt sand scarf seal shark ship shoe silk smile
+    snow soap south spice spoke stamp star stone storm sugar swan sword table tea thorn tiger toad
+    torch towel tower track train tribe tulip uncle unit urn vase velum vine virus vote wagon walk
+    wasp water whale wheat wine wing wolf wrist yacht yard yarn yeast young zebra zinc zone
 """
 WORDS = WORD_LIST.split()
 

@@ -2,13 +2,15 @@
 
     python -m tools.train_demo_model
 
-The weights live in bfloat16 while training and the optimizer keeps float32 copies, so what is trained is what ships.
-Batches are drawn from the seed and the step alone; a run that stopped goes on from its checkpoint with --resume.
+The weights live in bfloat16 while training and the optimizer keeps float32 copies, so what is
+trained is what ships. Batches are drawn from the seed and the step alone; a run that stopped goes
+on from its checkpoint with --resume.
 
-The weights in the repository had less than the default run: about an hour on one shared core, 1,400 steps of 48 questions
-at the full rate and 1,250 of 32 while it decayed. On the way the end of an answer was given its weight, sorting words
-its working, and picks and sorts got shorter; afterwards counts and unnumbered lists were cut to the lengths that the model had
-learned. The vocabulary dates from the tasks as they were first written, so a new run finds slightly different tokens.
+The weights in the repository had less than the default run: about an hour on one shared core, 1,400
+steps of 48 questions at the full rate and 1,250 of 32 while it decayed. On the way the end of an
+answer was given its weight, sorting words its working, and picks and sorts got shorter; afterwards
+counts and unnumbered lists were cut to the lengths that the model had learned. The vocabulary dates
+from the tasks as they were first written, so a new run finds slightly different tokens.
 """
 
 import argparse
@@ -82,7 +84,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def write_tokenizer(folder: Path, seed: int) -> None:
-    """A byte-level BPE: all 256 bytes are in its alphabet, so any text survives, and every digit stays alone."""
+    """A byte-level BPE: all 256 bytes are in its alphabet, so any text survives, and every digit
+    stays alone.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -146,7 +150,9 @@ def new_model(tokenizer) -> LlamaForCausalLM:
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling, **_):
-    """Causal attention by plain products: on the CPU its bfloat16 backward pass takes a third of the fused one's time."""
+    """Causal attention by plain products: on the CPU its bfloat16 backward pass takes a third of
+    the fused one's time.
+    """
     batch, heads, length, width = query.shape
     kv_heads = key.shape[1]
     grouped = (query * scaling).reshape(batch, kv_heads, -1, width)
@@ -185,7 +191,9 @@ def train(model: LlamaForCausalLM, tokenizer, options: argparse.Namespace) -> No
 
 
 def new_optimizers(model: LlamaForCausalLM, masters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, which here learns in fewer steps than AdamW, and AdamW for the rest."""
+    """Muon for the matrices of the layers, which here learns in fewer steps than AdamW, and AdamW
+    for the rest.
+    """
     names = [name for name, _ in model.named_parameters()]
     in_layers = [master.ndim == 2 and "layers" in name for name, master in zip(names, masters, strict=True)]
     matrices = [master for master, inside in zip(masters, in_layers, strict=True) if inside]
@@ -200,7 +208,9 @@ def rate_factor(step: int, steps: int) -> float:
 
 
 def step_batches(tokenizer, seed: int, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Inputs and targets of one step, sorted by length and cut into micro-batches of similar rows, so that little is padding."""
+    """Inputs and targets of one step, sorted by length and cut into micro-batches of similar rows,
+    so that little is padding.
+    """
     rng = random.Random(f"{seed} {step}")
     size = min(1.0, 0.25 + step / CURRICULUM_STEPS)
     rows = []
@@ -271,7 +281,9 @@ def restore(path: Path, masters: list[torch.Tensor], parameters: list, optimizer
 
 
 def print_accuracy(model: LlamaForCausalLM, tokenizer, seed: int, questions_per_task: int) -> None:
-    """Greedy accuracy on held-out questions, decoded with the attention that transformers brings along."""
+    """Greedy accuracy on held-out questions, decoded with the attention that transformers brings
+    along.
+    """
     rng = random.Random(f"accuracy {seed}")
     questions = [question(rng, held_out=True, task=task) for task in TASKS for _ in range(questions_per_task)]
     model.set_attn_implementation("sdpa")

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 def card_gauges(uuids: list[str]) -> list[CardGauges]:
     """Use, memory and power of these cards. Blocks for milliseconds.
 
-    Empty where there is no card, library (nvidia-ml-py) or driver, and where a library of that name does something else; says why once.
+    Empty where there is no card, library (nvidia-ml-py) or driver, and where a library of that name
+    does something else; says why once.
     """
     if not uuids:
         return []

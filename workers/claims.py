@@ -1,4 +1,6 @@
-"""Intake: takes from Redis as many requests as the engine can soon use, and no more, so that other workers find work too."""
+"""Intake: takes from Redis as many requests as the engine can soon use, and no more, so that other
+workers find work too.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ _FIRST_CLAIM = 16  # requests; no fewer than suspects run together
 
 
 class Intake:
-    """Claims and prepares. The next claim is made when enough room is free, or when a bell rings."""
+    """Claims and prepares.
+
+    The next claim is made when enough room is free, or when a bell rings.
+    """
 
     def __init__(
         self,
@@ -39,12 +44,15 @@ class Intake:
         load: Callable[[], Load],
         start: Callable[[list[Prepared], list[Finished]], None],
     ) -> None:
-        """`load` is what the engine has; `start` takes what was prepared, and the results of what cannot run."""
+        """`load` is what the engine has; `start` takes what was prepared, and the results of what
+        cannot run.
+        """
         self._queue = queue
         self._worker = worker
         self._models = models
         self._room = max_num_seqs + max(2, max_num_seqs // 8)
-        self._live_room = self._room + max_num_seqs  # live calls get in even when batch work fills every slot
+        # Live calls get in even when batch work fills every slot
+        self._live_room = self._room + max_num_seqs
         self._least = max(1, max_num_seqs // 16)
         self._leases = leases
         self._preparation = preparation
@@ -85,7 +93,9 @@ class Intake:
         self.bell()
 
     async def pause(self) -> None:
-        """Claims nothing more until `resume`; returns when what was being prepared has been handed on."""
+        """Claims nothing more until `resume`; returns when what was being prepared has been handed
+        on.
+        """
         self._paused = True
         await self._idle.wait()
 
@@ -117,11 +127,15 @@ class Intake:
         return self._room - load.batch - load.live
 
     def _free_for_live(self, load: Load) -> int:
-        """Requests with many choices may have taken more than the room for batch work; that is not at the expense of live calls."""
+        """Requests with many choices may have taken more than the room for batch work; that is not
+        at the expense of live calls.
+        """
         return self._live_room - min(load.batch, self._room) - load.live
 
     def _requests_for(self, free: int, load: Load) -> int:
-        """How many requests fill so many places, if they have as many choices as those in flight; a few if there are none to go by."""
+        """How many requests fill so many places, if they have as many choices as those in flight; a
+        few if there are none to go by.
+        """
         if free <= 0:
             return 0
         return max(1, free * load.requests // (load.batch + load.live)) if load.requests else min(free, _FIRST_CLAIM)

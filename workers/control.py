@@ -1,4 +1,6 @@
-"""Orders to this worker, read from its own stream in Redis by a thread that blocks there: work has come, cancel, watch, drain."""
+"""Orders to this worker, read from its own stream in Redis by a thread that blocks there: work has
+come, cancel, watch, drain.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The leases that this worker holds, renewed from a thread of their own that neither the event loop nor the engine can starve."""
+"""The leases that this worker holds, renewed from a thread of their own that neither the event loop
+nor the engine can starve.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Leases:
         generated: Callable[[], int],
         on_lost: Callable[[list[Held]], None],
     ) -> None:
-        """`generated` says how many tokens the worker has generated in its life; `on_lost` is called in the renewing thread."""
+        """`generated` says how many tokens the worker has generated in its life; `on_lost` is
+        called in the renewing thread.
+        """
         self._queue = queue
         self._worker = worker
         self._pause = lease_seconds / RENEWALS_PER_LEASE

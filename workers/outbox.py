@@ -1,7 +1,10 @@
-"""What goes back to Redis: tokens that are due, and results. One delivery at a time, so that a request's tokens come before its end.
+"""What goes back to Redis: tokens that are due, and results.
 
-While Redis is away nothing is lost and nothing piles up: results wait here, tokens wait with their requests. A Redis without memory
-refuses tokens but takes results, which make room once they are drained: then results go first, with the tokens that belong to them.
+One delivery at a time, so that a request's tokens come before its end.
+
+While Redis is away nothing is lost and nothing piles up: results wait here, tokens wait with their
+requests. A Redis without memory refuses tokens but takes results, which make room once they are
+drained: then results go first, with the tokens that belong to them.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class Outbox:
         on_ended: Callable[[list[Held]], None],
         on_lost: Callable[[list[Held]], None],
     ) -> None:
-        """`generated` says how many tokens the worker has generated in its life, in the sending thread.
+        """`generated` says how many tokens the worker has generated in its life, in the sending
+        thread.
 
         `on_ended` hears of leases that ended with a result, `on_lost` of those that were lost.
         """
@@ -48,7 +52,8 @@ class Outbox:
         self._on_ended = on_ended
         self._on_lost = on_lost
         self._accepted: list[Delta] = []
-        self._refused: list[Delta] = []  # by a full Redis; they come before any later ones of the same requests
+        # By a full Redis; they come before any later ones of the same requests
+        self._refused: list[Delta] = []
         self._finished: list[Finished] = []
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -77,7 +82,9 @@ class Outbox:
         self._wake_at(self._last + self._sweep_seconds)
 
     async def run(self, due: Callable[[], list[Delta]], busy: Callable[[], bool]) -> None:
-        """Delivers results and the tokens that are `due`, which is asked now and then while requests run (`busy`), until cancelled."""
+        """Delivers results and the tokens that are `due`, which is asked now and then while
+        requests run (`busy`), until cancelled.
+        """
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -152,7 +159,9 @@ class Outbox:
 
 
 def with_their_tokens(finished: list[Finished], deltas: list[Delta]) -> tuple[list[Finished], list[Delta]]:
-    """Results that carry all tokens of their requests, and the deltas that are left, of requests that go on."""
+    """Results that carry all tokens of their requests, and the deltas that are left, of requests
+    that go on.
+    """
     by_lease: dict[Held, list[Delta]] = {(item.key, item.fence): [] for item in finished}
     left: list[Delta] = []
     for delta in deltas:

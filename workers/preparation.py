@@ -1,4 +1,6 @@
-"""From claimed requests to what the engine takes: parsed, rendered, tokenised many at a time, checked against the model's limits."""
+"""From claimed requests to what the engine takes: parsed, rendered, tokenised many at a time,
+checked against the model's limits.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from workers.text.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 _PROBED_CHARACTERS = 8  # per token of the context, twice as many as most texts have
-_SPARE_TOKENS = 64  # read beside those that a cut prompt keeps, since cutting a text changes the tokens next to the cut
+# Read beside those that a cut prompt keeps, since cutting a text changes the tokens next to the cut
+_SPARE_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -102,7 +105,9 @@ class Preparation:
         return prompt
 
     def _probe(self, prompt: str, param: str) -> None:
-        """Raises ApiError for a text whose beginning alone has more tokens than the model can take: a tenth more, as the cut gives some."""
+        """Raises ApiError for a text whose beginning alone has more tokens than the model can take:
+        a tenth more, as the cut gives some.
+        """
         longest = self._limits.max_model_len
         with contextlib.suppress(EncodingError):
             start = len(self._tokenizer.encode([prompt[: _PROBED_CHARACTERS * longest]], special_tokens=False)[0])
@@ -124,7 +129,9 @@ class Preparation:
         return call.truncate_prompt_tokens
 
     def _tokenise(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
-        """Gives each request the token ids of its prompts, or the reason why one cannot be encoded."""
+        """Gives each request the token ids of its prompts, or the reason why one cannot be
+        encoded.
+        """
         texts = [prompt for item in pending for prompt in item.given if isinstance(prompt, str)]
         try:
             encoded = iter(self._tokenizer.encode(texts, special_tokens) if texts else ())
@@ -166,7 +173,9 @@ class Preparation:
         )
 
     def _last(self, token_ids: list[int], kept: int, framed: bool) -> list[int]:
-        """The last tokens; where the tokenizer puts special ones in front (`framed`), they stay there and count."""
+        """The last tokens; where the tokenizer puts special ones in front (`framed`), they stay
+        there and count.
+        """
         front = self._tokenizer.encode([""], special_tokens=True)[0] if framed else []
         if front and len(front) < kept and token_ids[: len(front)] == front:
             return front + token_ids[len(front) - kept :]

@@ -14,9 +14,10 @@ from workers.text.tokenizer import TextTokenizer
 class Prompt:
     """One prompt of a request, as the engine takes it.
 
-    `sampling` is meant for every choice: its `choice` is not looked at. `stop_token_ids` are all that can end a choice, the model's own
-    among them. `logprobs` is 0 where only the best of several choices count, else what the call asks for; `prompt_logprobs` is what echo
-    or the call's own `prompt_logprobs` needs, whichever is more. `max_tokens` may be 0.
+    `sampling` is meant for every choice: its `choice` is not looked at. `stop_token_ids` are all
+    that can end a choice, the model's own among them. `logprobs` is 0 where only the best of
+    several choices count, else what the call asks for; `prompt_logprobs` is what echo or the call's
+    own `prompt_logprobs` needs, whichever is more. `max_tokens` may be 0.
     """
 
     token_ids: list[int]
@@ -26,7 +27,9 @@ class Prompt:
 
 @dataclass(slots=True)
 class Prepared:
-    """A claimed request that can run: parsed, rendered, tokenised and checked against the model's limits."""
+    """A claimed request that can run: parsed, rendered, tokenised and checked against the model's
+    limits.
+    """
 
     claim: Claim
     call: Call

@@ -1,6 +1,7 @@
 """One engine core and everything that answers for what it has: intake, leases, orders, results.
 
-Each is registered under a name of its own, because numbered claims belong to one life: after a core's death the next one is a newcomer.
+Each is registered under a name of its own, because numbered claims belong to one life: after a
+core's death the next one is a newcomer.
 """
 
 from __future__ import annotations
@@ -42,10 +43,14 @@ from workers.trials import HARMLESS_TOKENS, Trials
 logger = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 5.0
-"""How long a stopping worker waits for Redis to take its last results, and to hear what it hands back."""
+"""How long a stopping worker waits for Redis to take its last results, and to hear what it hands
+back.
+"""
 
 PACE_SECONDS = 0.5
-"""How long a draining worker looks at its requests, at least, before it tells which of them cannot finish in time."""
+"""How long a draining worker looks at its requests, at least, before it tells which of them cannot
+finish in time.
+"""
 
 PACE_STEPS = 2
 """How many steps it sees meanwhile, at least, unless the core's process is stopped."""
@@ -69,10 +74,11 @@ class Replica:
         longest_at_death: int = 0,
         launched: LaunchedCore | None = None,
     ) -> None:
-        """`stopping` is set when it is to end, and may be set here by an order that came through Redis.
+        """`stopping` is set when it is to end, and may be set here by an order that came through
+        Redis.
 
-        `longest_at_death`: tokens of the longest request that an earlier core of this worker had when it ended by itself; 0 for none.
-        `launched`: a core that loads its model already.
+        `longest_at_death`: tokens of the longest request that an earlier core of this worker had
+        when it ended by itself; 0 for none. `launched`: a core that loads its model already.
         """
         self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.was_ready = False
@@ -109,9 +115,11 @@ class Replica:
         return self._intake is not None and self._intake.in_trial
 
     async def run(self, pause: float = 0.0) -> None:
-        """Serves until told to stop; the core is started after `pause` seconds, in which the registry has the worker already.
+        """Serves until told to stop; the core is started after `pause` seconds, in which the
+        registry has the worker already.
 
-        Raises WorkerError or EngineStartError when it cannot start, and EngineDeadError, everything given back, after a death.
+        Raises WorkerError or EngineStartError when it cannot start, and EngineDeadError, everything
+        given back, after a death.
         """
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -167,7 +175,8 @@ class Replica:
         await self._engine.start(self._settings.start_timeout)
         info = self._engine.info
         logger.info(
-            "engine on %s (%s): %d requests at once, context of %d tokens, cache of %d blocks of %d; weights read in %.1f s",
+            "engine on %s (%s): %d requests at once, context of %d tokens, cache of %d blocks of %d; weights read in"
+            " %.1f s",
             *(
                 info.device,
                 info.dtype,
@@ -186,10 +195,12 @@ class Replica:
             ) from error
 
     async def _try_engine(self, max_model_len: int) -> None:
-        """A request of its own before anything is claimed: a device that fails at everything must not have requests condemned for it.
+        """A request of its own before anything is claimed: a device that fails at everything must
+        not have requests condemned for it.
 
-        After a death it is as long as what that core had, and gets the tokens that acquit a suspect: one that fails at it as well failed
-        at its length. It also loads what the first request would wait for, and begins to teach how long a step takes.
+        After a death it is as long as what that core had, and gets the tokens that acquit a
+        suspect: one that fails at it as well failed at its length. It also loads what the first
+        request would wait for, and begins to teach how long a step takes.
         """
         length, tokens = (self.longest_at_death, HARMLESS_TOKENS) if self.longest_at_death else (_TRY_LENGTH, 2)
         tokens = min(tokens, max_model_len - 1)
@@ -268,7 +279,9 @@ class Replica:
             self._trials.begin()
 
     async def _drain(self, steps: asyncio.Task[None]) -> None:
-        """Stops in order: nothing new, what has not begun goes back at once, the rest when its time is over, with what it has so far."""
+        """Stops in order: nothing new, what has not begun goes back at once, the rest when its time
+        is over, with what it has so far.
+        """
         await self._set_state("draining")
         await self._take_nothing_more()
         unstarted = self._running.drop_unstarted()
@@ -303,7 +316,9 @@ class Replica:
             await self._intake.pause()
 
     async def _give_up(self, keys: list[RequestKey], acquitted: bool = False) -> int:
-        """Hands requests back with what they have so far, after all results that wait; returns how many."""
+        """Hands requests back with what they have so far, after all results that wait; returns how
+        many.
+        """
         deltas = self._running.checkpoint(keys)
         held = self._running.drop(keys)
         await self._deliver_last(deltas)
@@ -312,7 +327,8 @@ class Replica:
         return len(held)
 
     async def _bury_engine(self, error: EngineDeadError) -> None:
-        """Publishes what the dead core had generated, from where its requests go on elsewhere; `_end` then gives up their leases.
+        """Publishes what the dead core had generated, from where its requests go on elsewhere;
+        `_end` then gives up their leases.
 
         If it ended by itself they are suspects; what never reached it goes back.
         """
@@ -334,7 +350,9 @@ class Replica:
         await self._let_go(held, lambda: self._queue.hand_back(self.id, held, acquitted=acquitted))
 
     async def _let_go(self, held: list[Held], action: Callable[[], object]) -> None:
-        """Leases are renewed until Redis has heard what becomes of the requests: run out, they would count as a worker's death."""
+        """Leases are renewed until Redis has heard what becomes of the requests: run out, they
+        would count as a worker's death.
+        """
         if held:
             if not await self._in_time(self._until_heard(action)):
                 logger.warning("Redis is away: %d requests wait there until their leases have run out", len(held))
@@ -390,7 +408,10 @@ class Replica:
         await self._call(lambda: self._queue.register_worker(self._record))
 
     async def _in_time(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Waits for Redis as long as it takes; once the worker is to stop, GOODBYE_SECONDS more. Returns whether the work was done."""
+        """Waits for Redis as long as it takes; once the worker is to stop, GOODBYE_SECONDS more.
+
+        Returns whether the work was done.
+        """
         task, stopping = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -415,7 +436,9 @@ class Replica:
                 await asyncio.sleep(_TELL_AGAIN_SECONDS)
 
     async def _call(self, action: Callable[[], object]) -> None:
-        """A call to Redis that is not worth failing for: leases run out by themselves, and records too."""
+        """A call to Redis that is not worth failing for: leases run out by themselves, and records
+        too.
+        """
         try:
             await asyncio.to_thread(action)
         except QueueUnavailable as error:
@@ -423,12 +446,20 @@ class Replica:
 
 
 def _unfit(error: EngineDeadError, tokens: int) -> EngineDeadError:
-    """What is to be said of a core that ended by itself at a request of `tokens` tokens which is nobody's."""
-    blame = f"an engine core failed at a harmless request of {tokens} tokens, so the device or the installation is at fault, not a request"
+    """What is to be said of a core that ended by itself at a request of `tokens` tokens which is
+    nobody's.
+    """
+    blame = (
+        f"an engine core failed at a harmless request of {tokens} tokens, so the device or the installation is at"
+        " fault, not a request"
+    )
     return EngineDeadError(f"{blame}: {error}", error.returncode)
 
 
 def condemned(error: EngineDeadError) -> Result:
     """How a request ends that ended an engine core even when it ran alone."""
-    message = f"This request was given up, because every time it ran the engine failed, at last with nothing beside it: {error.reason}."
+    message = (
+        "This request was given up, because every time it ran the engine failed, at last with nothing beside it:"
+        f" {error.reason}."
+    )
     return ApiError(500, message, "server_error", code="engine_crashed").result(new_request_id())

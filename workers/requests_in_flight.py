@@ -1,4 +1,6 @@
-"""One claimed request on its way through the engine: the choices of all its prompts, and the result that they end as."""
+"""One claimed request on its way through the engine: the choices of all its prompts, and the result
+that they end as.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,32 @@ from workers.sequence import Sequence, at_most, positions
 class RequestInFlight:
     """All choices run side by side under one lease, numbered prompt by prompt.
 
-    Of each prompt the first choice that has something left to do goes ahead: it computes the prompt, whose log probabilities come with its
-    first token, and the others find it in the prefix cache.
+    Of each prompt the first choice that has something left to do goes ahead: it computes the
+    prompt, whose log probabilities come with its first token, and the others find it in the prefix
+    cache.
     """
 
     __slots__ = (
-        "_at_once", "_call", "_prompt_logprobs", "_prompts", "_tokenizer", "announced", "claim", "next_publish", "running", "sequences",
+        "_at_once",
+        "_call",
+        "_prompt_logprobs",
+        "_prompts",
+        "_tokenizer",
+        "announced",
+        "claim",
+        "next_publish",
+        "running",
+        "sequences",
         "waiting",
-    )  # fmt: skip
+    )
 
     def __init__(self, prepared: Prepared, ids: Iterator[int], next_publish: float) -> None:
-        """Takes an id for each choice that needs the engine; `next_publish` is when its first tokens are due, on the monotonic clock."""
+        """Takes an id for each choice that needs the engine; `next_publish` is when its first
+        tokens are due, on the monotonic clock.
+        """
         self.claim = prepared.claim
-        self.announced = prepared.claim.checkpoint is not None  # whether any of its tokens were published
+        # Whether any of its tokens were published
+        self.announced = prepared.claim.checkpoint is not None
         self.next_publish = next_publish
         self.running: dict[int, Sequence] = {}  # by engine id
         self.waiting: dict[
@@ -129,7 +144,9 @@ class RequestInFlight:
         ]
 
     def _line_up(self, prompt: int, ids: Iterator[int]) -> None:
-        """Makes engine requests of a prompt's choices; without any left, of the first one if the prompt's log probabilities are needed."""
+        """Makes engine requests of a prompt's choices; without any left, of the first one if the
+        prompt's log probabilities are needed.
+        """
         sequences = self._choices_of(prompt)
         needs_prompt = self._prompts[prompt].sampling.prompt_logprobs >= 0
         left = [sequence for sequence in sequences if not sequence.ended] or sequences[:needs_prompt]

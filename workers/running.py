@@ -1,4 +1,6 @@
-"""The requests that the engine has: what each step means for their choices, and which tokens are due to be published."""
+"""The requests that the engine has: what each step means for their choices, and which tokens are
+due to be published.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ from workers.sequence import Sequence
 logger = logging.getLogger(__name__)
 
 WATCHED_SECONDS = 60.0
-"""How long a request counts as watched that was when it was claimed; whoever watches says so again before that."""
+"""How long a request counts as watched that was when it was claimed; whoever watches says so again
+before that.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much the engine has: requests, and their choices that have not ended, of batches and of live calls."""
+    """How much the engine has: requests, and their choices that have not ended, of batches and of
+    live calls.
+    """
 
     requests: int = 0
     batch: int = 0
@@ -80,7 +86,9 @@ class Running:
         return Load(len(self._requests), len(self._sequences) - live, live)
 
     def start(self, prepared: Iterable[Prepared]) -> None:
-        """Hands requests to the engine, with what earlier workers generated as a forced beginning."""
+        """Hands requests to the engine, with what earlier workers generated as a forced
+        beginning.
+        """
         now = self._clock()
         added: list[EngineRequest] = []
         for item in prepared:
@@ -136,7 +144,9 @@ class Running:
             self._outgoing.tokens_wait(first)
 
     def due(self) -> list[Delta]:
-        """What is to be published now: everything of requests that someone watches, of the others once per stream interval."""
+        """What is to be published now: everything of requests that someone watches, of the others
+        once per stream interval.
+        """
         now = self._clock()
         self._watched = {request: until for request, until in self._watched.items() if until > now}
         deltas = self._deltas(self._watched)
@@ -163,7 +173,9 @@ class Running:
         return self._deltas(self._requests[key] for key in keys if key in self._requests)
 
     def all_have(self, tokens: int) -> bool:
-        """Whether every request got so many tokens from this engine; those that have ended are not asked for."""
+        """Whether every request got so many tokens from this engine; those that have ended are not
+        asked for.
+        """
         return all(request.all_have(tokens) for request in self._requests.values())
 
     def tokens_left(self) -> dict[RequestKey, int]:
@@ -171,15 +183,19 @@ class Running:
         return {key: request.tokens_left for key, request in self._requests.items()}
 
     def hopeless(self, before: Mapping[RequestKey, int], times: float) -> list[RequestKey]:
-        """Batch requests that at their pace since `before` would need more than `times` as long again to use up their tokens.
+        """Batch requests that at their pace since `before` would need more than `times` as long
+        again to use up their tokens.
 
-        One of them may still end before that by itself; it loses little by going on elsewhere, and a live call's client waits.
+        One of them may still end before that by itself; it loses little by going on elsewhere, and
+        a live call's client waits.
         """
         left = self.tokens_left()
         return [key for key, now in left.items() if not key.live and now > max(0, before.get(key, now) - now) * times]
 
     def watch(self, order: ControlMessage) -> None:
-        """Somebody reads the tokens of these requests, or of every request of a batch, for a while."""
+        """Somebody reads the tokens of these requests, or of every request of a batch, for a
+        while.
+        """
         until = self._clock() + order.seconds
         for request in self._named(order):
             self._watched[request] = max(until, self._watched.get(request, 0.0))
@@ -190,7 +206,9 @@ class Running:
         return self.drop([request.claim.key for request in self._named(order)])
 
     def lose(self, held: Iterable[Held]) -> int:
-        """Drops requests whose lease another worker may have by now; returns how many were still running."""
+        """Drops requests whose lease another worker may have by now; returns how many were still
+        running.
+        """
         keys = [key for key, fence in held if key in self._requests and self._requests[key].claim.fence == fence]
         return len(self.drop(keys))
 
@@ -225,7 +243,9 @@ class Running:
                 self._engine.abort(request_ids)
 
     def _begin(self, item: Prepared, now: float) -> list[EngineRequest]:
-        """What the engine is to have of a request at once; nothing if what was published is the whole of it."""
+        """What the engine is to have of a request at once; nothing if what was published is the
+        whole of it.
+        """
         claim, request = item.claim, RequestInFlight(item, self._ids, now + self._stream_interval)
         if claim.live:
             self._outgoing.accept(request.accepted())
@@ -254,7 +274,9 @@ class Running:
         return left
 
     def _end_choice(self, request_id: int, finish: int, stop_token: int, error: str | None) -> list[int]:
-        """Ends one choice, and the request if it is the last one or failed; returns what is to leave the engine."""
+        """Ends one choice, and the request if it is the last one or failed; returns what is to
+        leave the engine.
+        """
         request, sequence = self._sequences[request_id]
         if finish > Finish.LENGTH:
             reason = error or "The engine gave this request up."

@@ -1,4 +1,6 @@
-"""From what a call asks for to the engine's parameters, checked against the vocabulary and the room that its prompt leaves."""
+"""From what a call asks for to the engine's parameters, checked against the vocabulary and the room
+that its prompt leaves.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from workers.text.tokenizer import TextTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engine can take, tokens of prompt and output together and token ids, and which of these end a text."""
+    """What the engine can take, tokens of prompt and output together and token ids, and which of
+    these end a text.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -24,10 +28,14 @@ class Limits:
 
 
 MOST_LOGPROBS = 2**19
-"""Log probabilities that one request may ask for, of about 25 bytes in its checkpoint each; its worker and its answer hold all at once."""
+"""Log probabilities that one request may ask for, of about 25 bytes in its checkpoint each; its
+worker and its answer hold all at once.
+"""
 
 _NOMINAL_TOKENS = 4096
-"""What a choice counts for that may take the rest of the context: few take it, and a long context alone should refuse nobody."""
+"""What a choice counts for that may take the rest of the context: few take it, and a long context
+alone should refuse nobody.
+"""
 
 
 MOST_BAD_WORD_TOKENS = 8192
@@ -38,7 +46,10 @@ class SamplingMaker:
     """Makes the parameters of one call's prompts."""
 
     def __init__(self, call: Call, seed: int, tokenizer: TextTokenizer, limits: Limits) -> None:
-        """`seed` is for a call that names none. Raises ApiError for a parameter that the model cannot honour."""
+        """`seed` is for a call that names none.
+
+        Raises ApiError for a parameter that the model cannot honour.
+        """
         self._call = call
         self._seed = (seed if call.seed is None else call.seed) & MAX_SEED
         self._longest = limits.max_model_len
@@ -110,7 +121,9 @@ def too_long(asked: str, param: str, longest: int, reducible: str) -> NoReturn:
 
 
 def check_logprobs(call: Call, prompts: Sequence[Prompt]) -> None:
-    """Raises ApiError for a call that asks for more log probabilities than a worker should hold at once."""
+    """Raises ApiError for a call that asks for more log probabilities than a worker should hold at
+    once.
+    """
     count = 0
     for prompt in prompts:
         sampling = prompt.sampling
@@ -148,9 +161,12 @@ def check_token(token: int, vocab_size: int, param: str) -> None:
     """Raises ApiError for a token id that the model does not have."""
     if token >= vocab_size:
         raise ApiError(
-            400, f"Invalid '{param}': integer above maximum value. Expected a token id <= {vocab_size - 1}, but got {token} instead.",
-            param=param, code="integer_above_max_value",
-        )  # fmt: skip
+            400,
+            f"Invalid '{param}': integer above maximum value. Expected a token id <= {vocab_size - 1}, but got {token}"
+            " instead.",
+            param=param,
+            code="integer_above_max_value",
+        )
 
 
 def _bad_words(words: list[str], tokenizer: TextTokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
@@ -169,6 +185,9 @@ def _bad_words(words: list[str], tokenizer: TextTokenizer, vocab_size: int) -> t
         runs.update(dict.fromkeys(map(tuple, written)))
     count = sum(map(len, runs))
     if count > MOST_BAD_WORD_TOKENS:
-        message = f"Invalid 'bad_words': the words are {count} tokens, with and without a space, and may be at most {MOST_BAD_WORD_TOKENS}."
+        message = (
+            f"Invalid 'bad_words': the words are {count} tokens, with and without a space, and may be at most"
+            f" {MOST_BAD_WORD_TOKENS}."
+        )
         raise ApiError(400, message, param="bad_words", code="invalid_value")
     return tuple(runs)

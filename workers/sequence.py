@@ -1,4 +1,6 @@
-"""One choice of one prompt: its tokens, their text and log probabilities, how much of that is published, and how it ended."""
+"""One choice of one prompt: its tokens, their text and log probabilities, how much of that is
+published, and how it ended.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,41 @@ from workers.text.tokenizer import TextTokenizer
 
 
 class Sequence:
-    """Output tokens become text only when someone needs the text: at once for stop strings, else when they are published or at the end.
+    """Output tokens become text only when someone needs the text: at once for stop strings, else
+    when they are published or at the end.
 
-    It starts from its checkpoint, which may show that it has ended: by a stop string, by a token that stops, or by its length.
+    It starts from its checkpoint, which may show that it has ended: by a stop string, by a token
+    that stops, or by its length.
     """
 
     __slots__ = (
-        "_call", "_decoded", "_detokenizer", "_ending", "_min_tokens", "_prompt", "_published_characters", "_resumed_tokens", "_sampling",
-        "_stops", "_text", "_token_bytes", "announced", "cached_tokens", "ended", "logprobs", "number", "published_tokens", "token_ids",
-    )  # fmt: skip
+        "_call",
+        "_decoded",
+        "_detokenizer",
+        "_ending",
+        "_min_tokens",
+        "_prompt",
+        "_published_characters",
+        "_resumed_tokens",
+        "_sampling",
+        "_stops",
+        "_text",
+        "_token_bytes",
+        "announced",
+        "cached_tokens",
+        "ended",
+        "logprobs",
+        "number",
+        "published_tokens",
+        "token_ids",
+    )
 
     def __init__(
         self, number: int, prompt: Prompt, call: Call, tokenizer: TextTokenizer, checkpoint: ChoiceCheckpoint | None
     ) -> None:
-        """`number` counts the choices of all prompts of a request; it is the `choice` of the noise."""
+        """`number` counts the choices of all prompts of a request; it is the `choice` of the
+        noise.
+        """
         self.number = number
         self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
         self.published_tokens = self._resumed_tokens = len(self.token_ids)
@@ -89,7 +112,8 @@ class Sequence:
     def engine_request(
         self, request_id: int, *, live: bool, with_prompt_logprobs: bool, job: str = ""
     ) -> EngineRequest:
-        """What the engine is to do: go on from here or, when nothing is left to generate, look at the prompt alone.
+        """What the engine is to do: go on from here or, when nothing is left to generate, look at
+        the prompt alone.
 
         `job` names requests whose outputs may be about as long.
         """
@@ -114,9 +138,11 @@ class Sequence:
         )
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
-        """Adds generated tokens, in order; whether a stop string ended it, after which it keeps no more of them.
+        """Adds generated tokens, in order; whether a stop string ended it, after which it keeps no
+        more of them.
 
-        `stop_token`, if any, is the last of the tokens: it counts but gives no text. `logprobs` has one item per token, if it asked.
+        `stop_token`, if any, is the last of the tokens: it counts but gives no text. `logprobs` has
+        one item per token, if it asked.
         """
         stopped = False
         if self._stops is None:
@@ -129,7 +155,10 @@ class Sequence:
         return stopped
 
     def end(self, reason: FinishReason, stop_token: int = -1) -> None:
-        """No more tokens come; `stop_token` as for `take`. A stop string that was found goes before any other reason."""
+        """No more tokens come; `stop_token` as for `take`.
+
+        A stop string that was found goes before any other reason.
+        """
         stop_reason: int | str | None = stop_token if stop_token in self._call.stop_token_ids else None
         self._decode(len(self.token_ids) - (stop_token >= 0))
         self._decoded = len(self.token_ids)
@@ -167,7 +196,9 @@ class Sequence:
         return Choice(index, self._text, *self._ending, logprobs, of_prompt)
 
     def _recognise_end(self) -> None:
-        """Whether the checkpoint is the whole of it: a token that can stop it is the last one it got."""
+        """Whether the checkpoint is the whole of it: a token that can stop it is the last one it
+        got.
+        """
         last = self.token_ids[-1] if self.token_ids else -1
         stop_token = last if last in self._sampling.stop_token_ids else -1
         if self._stops is not None:

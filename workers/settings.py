@@ -1,4 +1,7 @@
-"""What one worker runs with. One frozen value; the command line makes it from flags, environment and config file."""
+"""What one worker runs with.
+
+One frozen value; the command line makes it from flags, environment and config file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ DEMO_NAME = "demo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """Configuration of a worker's front process; that of its engine core is `engine`. Seconds unless a field says otherwise.
+    """Configuration of a worker's front process; that of its engine core is `engine`.
+
+    Seconds unless a field says otherwise.
 
     Raises ValueError for a value out of range.
     """
@@ -29,7 +34,8 @@ class WorkerSettings:
     ] = ()  # none: the model as it was given, a folder's own name too, "demo" for the one that ships
     chat_template: str | None = None  # a file, or Jinja text
     start_timeout: float = 600.0
-    shutdown_timeout: float = 10.0  # what running requests get to finish in, before the rest is handed back
+    # What running requests get to finish in, before the rest is handed back
+    shutdown_timeout: float = 10.0
 
     def __post_init__(self) -> None:
         for name in ("start_timeout", "shutdown_timeout"):

@@ -1,4 +1,6 @@
-"""What an engine does, for people and machines: one line in the log every ten seconds while there is work, and gauges in Redis always."""
+"""What an engine does, for people and machines: one line in the log every ten seconds while there
+is work, and gauges in Redis always.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,18 @@ def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight
     """What happened between two moments, in one line."""
     computed, hits = now.computed_tokens - before.computed_tokens, now.prefix_hit_tokens - before.prefix_hit_tokens
     return (
-        f"generated {(now.tokens - before.tokens) / seconds:.0f} tokens/s, computed {computed / seconds:.0f} tokens/s, "
-        f"finished {finished / seconds:.1f} requests/s; {in_flight} in flight, {now.running} running, {now.waiting} waiting; "
-        f"cache {1 - now.free_blocks / max(1, num_blocks):.0%} full, {hits / max(1, hits + computed):.0%} of the tokens were in it, "
-        f"{now.preemptions - before.preemptions} preemptions"
+        f"generated {(now.tokens - before.tokens) / seconds:.0f} tokens/s, computed {computed / seconds:.0f} tokens/s,"
+        f" finished {finished / seconds:.1f} requests/s; {in_flight} in flight, {now.running} running, {now.waiting}"
+        f" waiting; cache {1 - now.free_blocks / max(1, num_blocks):.0%} full, {hits / max(1, hits + computed):.0%} of"
+        f" the tokens were in it, {now.preemptions - before.preemptions} preemptions"
     )
 
 
 async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
-    """Tells Redis until cancelled, whatever goes wrong: no figure is worth a replica. What does not arrive is told anew by the next one."""
+    """Tells Redis until cancelled, whatever goes wrong: no figure is worth a replica.
+
+    What does not arrive is told anew by the next one.
+    """
     loop = asyncio.get_running_loop()
     before, since, problem = engine.stats.tokens, loop.time(), ""
     while True:

@@ -1,4 +1,6 @@
-"""Trials: requests that an engine core had when it ended by itself run again with nothing beside them, until they are found harmless."""
+"""Trials: requests that an engine core had when it ended by itself run again with nothing beside
+them, until they are found harmless.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from jobs.requests import RequestKey
 logger = logging.getLogger(__name__)
 
 HARMLESS_TOKENS = 8
-"""A request that has got so many tokens since it was suspected did no harm: it goes on from where it would have been last time."""
+"""A request that has got so many tokens since it was suspected did no harm: it goes on from where
+it would have been last time.
+"""
 
 _LOOK_SECONDS = 0.02
 
@@ -44,7 +48,9 @@ class Trials:
     def __init__(
         self, intake: TrialIntake, running: TrialRequests, give_up: Callable[[list[RequestKey], bool], Awaitable[int]]
     ) -> None:
-        """`give_up` hands requests back with what they have so far, acquitted or not, after all results that wait for Redis."""
+        """`give_up` hands requests back with what they have so far, acquitted or not, after all
+        results that wait for Redis.
+        """
         self._intake = intake
         self._running = running
         self._give_up = give_up

@@ -1,6 +1,8 @@
-"""A worker's process: requests come from Redis, go through the engine core in its own process, and return as tokens and results.
+"""A worker's process: requests come from Redis, go through the engine core in its own process, and
+return as tokens and results.
 
-`main(settings)` runs one until it is told to stop. What it answers for stands in Redis at any moment, so it may be killed at any moment.
+`main(settings)` runs one until it is told to stop. What it answers for stands in Redis at any
+moment, so it may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from workers.text.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 MAX_ENGINE_RESTARTS = 5
-"""A worker gives up after one death more than that of cores in a row of which none got a request answered; those in trials do not count."""
+"""A worker gives up after one death more than that of cores in a row of which none got a request
+answered; those in trials do not count.
+"""
 
 CALL_RETRY_SECONDS = 2.0
 """How long one call to Redis tries again by itself; who calls decides what happens then."""
@@ -45,8 +49,8 @@ T = TypeVar("T")
 
 
 def main(settings: WorkerSettings, launched: LaunchedCore | None = None) -> int:
-    """Runs a worker to its end; returns the exit code: 0 when it was told to stop, 1 when it could not go on or Redis was away, 2 when it
-    could not start.
+    """Runs a worker to its end; returns the exit code: 0 when it was told to stop, 1 when it could
+    not go on or Redis was away, 2 when it could not start.
 
     `launched`: its first core, if it was launched before all of this was imported.
     """
@@ -72,7 +76,10 @@ class Worker:
         self._stop_orders = 0
 
     async def run(self) -> None:
-        """Serves until told to stop (SIGTERM, SIGINT or an order through Redis). Raises WorkerError."""
+        """Serves until told to stop (SIGTERM, SIGINT or an order through Redis).
+
+        Raises WorkerError.
+        """
         loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -115,7 +122,9 @@ class Worker:
                 self.was_ready = self.was_ready or replica.was_ready
 
     def _may_start_yet(self, error: EngineStartError) -> bool:
-        """Whether another try is worth it: a signal says nothing about the model, and who was ready once may lack memory for a moment."""
+        """Whether another try is worth it: a signal says nothing about the model, and who was ready
+        once may lack memory for a moment.
+        """
         return self.was_ready or (error.returncode is not None and error.returncode < 0)
 
     def _load_tokenizer(self) -> TextTokenizer:
@@ -142,9 +151,11 @@ class Worker:
 
 
 class Deaths:
-    """The deaths of cores that brought nothing, and how long to wait after each: 0, 1, 2, 4, ... seconds.
+    """The deaths of cores that brought nothing, and how long to wait after each: 0, 1, 2, 4, ...
+    seconds.
 
-    Those in trials are counted apart, for they are what a trial is there to find out; they end no worker.
+    Those in trials are counted apart, for they are what a trial is there to find out; they end no
+    worker.
     """
 
     def __init__(self) -> None:
@@ -152,7 +163,9 @@ class Deaths:
         self._in_trials = 0
 
     def count(self, *, in_trial: bool, answered: bool, acquitted: bool) -> float:
-        """A death, and whether that core had answered or acquitted a request before; returns the seconds to wait."""
+        """A death, and whether that core had answered or acquitted a request before; returns the
+        seconds to wait.
+        """
         if answered:
             self.in_a_row = 0
         if answered or acquitted:
@@ -166,7 +179,10 @@ class Deaths:
 
 
 def _in_daemon_thread(action: Callable[[], T]) -> asyncio.Future[T]:
-    """What `action` returns or raises. Unlike a thread of a pool this one holds nothing up when the process wants to end."""
+    """What `action` returns or raises.
+
+    Unlike a thread of a pool this one holds nothing up when the process wants to end.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,11 +1,12 @@
-"""The engine on one card, in under 8 minutes: prints the table of the GPU path's aims with what was measured, and writes it as JSON.
+"""The engine on one card, in under 8 minutes: prints the table of the GPU path's aims with what was
+measured, and writes it as JSON.
 
-    python -m benchmarks.gpu                            # everything, into benchmarks/results/gpu-<card>.{json,md}
-    python -m benchmarks.gpu --rows card decode-attention --out somewhere
-    python -m benchmarks.gpu --device cpu               # shows on any machine that it runs; nothing is written to results/
+    python -m benchmarks.gpu # everything, into benchmarks/results/gpu-<card>.{json,md} python -m
+    benchmarks.gpu --rows card decode-attention --out somewhere python -m benchmarks.gpu --device
+    cpu # shows on any machine that it runs; nothing is written to results/
 
-Each row runs in a process of its own and has a time of its own; one that fails says why and the others go on. Without a card that torch
-can use it says so and ends with status 2.
+Each row runs in a process of its own and has a time of its own; one that fails says why and the
+others go on. Without a card that torch can use it says so and ends with status 2.
 """
 
 import argparse
@@ -39,7 +40,9 @@ _PLENTY = 64 << 30  # bytes of memory
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if every row could be measured, 1 if one could not, 2 where there is no card to measure."""
+    """Returns 0 if every row could be measured, 1 if one could not, 2 where there is no card to
+    measure.
+    """
     parser = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -85,7 +88,9 @@ def _measure_all(names: list[str], device: str, began: float) -> dict[str, Outco
 
 
 def _roomy_folder() -> str | None:
-    """Where checkpoints of 19 GB go: memory where that is plenty, for no disk is as quick; else where temporary files do."""
+    """Where checkpoints of 19 GB go: memory where that is plenty, for no disk is as quick; else
+    where temporary files do.
+    """
     folder, available = Path("/dev/shm"), available_memory() or 0
     if "BENCHMARK_CACHE" in os.environ:
         return os.environ["BENCHMARK_CACHE"]
@@ -130,7 +135,8 @@ def _measure_here(name: str, setting: str, file: str) -> int:
     except NeedsCard as error:
         outcome = {"failed": f"it needs a card: {error}"}
     except Exception as error:
-        if not isinstance(error, OSError | ModelLoadError | EngineStartError):  # these explain themselves
+        # These explain themselves
+        if not isinstance(error, OSError | ModelLoadError | EngineStartError):
             import traceback
 
             traceback.print_exc()

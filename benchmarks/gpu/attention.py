@@ -1,7 +1,9 @@
-"""Rows for the attention kernel alone, in the shape of one layer of Qwen3-8B, called as the model's layers call it.
+"""Rows for the attention kernel alone, in the shape of one layer of Qwen3-8B, called as the model's
+layers call it.
 
-Blocks of a row are scattered over the cache, as after hours of work. A call also writes the step's own keys and values, as it does in the
-engine; that is counted in its time and not in its bytes and operations.
+Blocks of a row are scattered over the cache, as after hours of work. A call also writes the step's
+own keys and values, as it does in the engine; that is counted in its time and not in its bytes and
+operations.
 """
 
 from typing import Any
@@ -20,7 +22,9 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 
 class PagedLayer:
-    """One layer's cache, full of random keys and values, with room for `rows` requests of `context` tokens."""
+    """One layer's cache, full of random keys and values, with room for `rows` requests of `context`
+    tokens.
+    """
 
     def __init__(self, setting: Setting, rows: int, context: int) -> None:
         self.device = torch.device(setting.device)
@@ -35,7 +39,9 @@ class PagedLayer:
         self.tables = order.to(torch.int32).view(rows, per_row).to(self.device)
 
     def step(self, contexts: list[int], query: int) -> DeviceMetadata:
-        """Metadata of a step in which the row with `contexts[i]` tokens brings its last `query` ones."""
+        """Metadata of a step in which the row with `contexts[i]` tokens brings its last `query`
+        ones.
+        """
         lengths = torch.tensor(contexts, dtype=torch.int32, device=self.device)
         rows = torch.arange(len(contexts), device=self.device)
         positions = lengths.long()[:, None] - query + torch.arange(query, device=self.device)
@@ -62,7 +68,9 @@ class PagedLayer:
 
 
 def decode(setting: Setting) -> dict[str, Any]:
-    """One token each of 256 rows: bytes of keys and values read per second, for even contexts and mixed ones; the worst counts."""
+    """One token each of 256 rows: bytes of keys and values read per second, for even contexts and
+    mixed ones; the worst counts.
+    """
     rows, lengths, calls = (3, (16, 48), 1) if setting.tiny else (256, (1024, 2048, 4096, 8192), 20)
     layer = PagedLayer(setting, rows, max(lengths))
     draw = torch.Generator().manual_seed(1)
@@ -76,9 +84,11 @@ def decode(setting: Setting) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "gigabytes_per_second": {name: round(rate / 1e9, 1) for name, rate in rates.items()},
         "rows": rows,
-        "how": f"{rows} rows of one token, {layer.heads} heads over {layer.kv_heads}, {layer.dim} wide, blocks of {BLOCK}; bytes of keys "
-        "and values over the time of a call (the write of the new ones included), median by CUDA events; the worst of the contexts "
-        f"{', '.join(cases)}",
+        "how": (
+            f"{rows} rows of one token, {layer.heads} heads over {layer.kv_heads}, {layer.dim} wide, blocks of {BLOCK};"
+            " bytes of keys and values over the time of a call (the write of the new ones included), median by CUDA"
+            f" events; the worst of the contexts {', '.join(cases)}"
+        ),
         "value": round(min(rates.values()) / 1e9, 1),
     }
     if setting.card is not None:
@@ -87,7 +97,9 @@ def decode(setting: Setting) -> dict[str, Any]:
 
 
 def prefill(setting: Setting) -> dict[str, Any]:
-    """A prompt at once, against torch's SDPA with its FlashAttention backend on the same numbers; the row's figure is the worst ratio."""
+    """A prompt at once, against torch's SDPA with its FlashAttention backend on the same numbers;
+    the row's figure is the worst ratio.
+    """
     lengths, calls = ((32,), 1) if setting.tiny else ((4096, 8192, 16384), 10)
     layer = PagedLayer(setting, 1, max(lengths))
     cases = {}
@@ -103,15 +115,20 @@ def prefill(setting: Setting) -> dict[str, Any]:
     return {
         "lengths": cases,
         "value": min(case["ratio"] for case in cases.values()),
-        "how": f"one row of {', '.join(map(str, lengths))} tokens, causal, {layer.heads} heads over {layer.kv_heads}, {layer.dim} wide; "
-        "torch's scaled_dot_product_attention with SDPBackend.FLASH_ATTENTION on unpaged tensors, its time over ours (which also writes "
-        "the cache); medians by CUDA events; the worst of the lengths",
+        "how": (
+            f"one row of {', '.join(map(str, lengths))} tokens, causal, {layer.heads} heads over {layer.kv_heads},"
+            f" {layer.dim} wide; torch's scaled_dot_product_attention with SDPBackend.FLASH_ATTENTION on unpaged"
+            " tensors, its time over ours (which also writes the cache); medians by CUDA events; the worst of the"
+            " lengths"
+        ),
     }
 
 
 def _sdpa_seconds(layer: PagedLayer, length: int, calls: int) -> float:
-    q, k, v = (part.transpose(0, 1)[None].contiguous() for part in layer.inputs(length))  # [1, heads, T, d]
-    if layer.device.type == "cpu":  # where the backend takes only as many heads of keys as of queries
+    # [1, heads, T, d]
+    q, k, v = (part.transpose(0, 1)[None].contiguous() for part in layer.inputs(length))
+    # Where the backend takes only as many heads of keys as of queries
+    if layer.device.type == "cpu":
         k, v = (part.repeat_interleave(layer.heads // layer.kv_heads, 1) for part in (k, v))
     grouped = k.shape[1] != q.shape[1]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

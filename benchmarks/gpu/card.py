@@ -24,6 +24,8 @@ def measure(setting: Setting) -> dict[str, Any]:
         "value": round(bandwidth / 1e12, 3),
         "also": f"{rate / 1e12:.0f} TFLOP/s",
         "name": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "how": f"copy of {copied / 2**30:.3g} GiB, bytes read and written; bf16 product of {side} x {side} matrices of normal numbers; "
-        "medians of 5 batches by CUDA events",
+        "how": (
+            f"copy of {copied / 2**30:.3g} GiB, bytes read and written; bf16 product of {side} x {side} matrices of"
+            " normal numbers; medians of 5 batches by CUDA events"
+        ),
     }

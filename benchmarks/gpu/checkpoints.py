@@ -8,9 +8,15 @@ from benchmarks.models import settings_of
 from benchmarks.weights import write_checkpoint
 
 _TINY = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 256, "vocab_size": 160,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "vocab_size": 160,
+}
 
 
 def shape_of(setting: Setting, name: str) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Rows that drive the whole engine as a worker does: `AsyncEngine` in this process, its core in one of its own.
+"""Rows that drive the whole engine as a worker does: `AsyncEngine` in this process, its core in one
+of its own.
 
-A pass is a workload handed in at once; its seconds run from there to the last token, as this process sees it. What comes up once (kernels
-loaded and tuned, graphs captured) has come up before the measured pass: see `warm_up`. How long that took is told beside it.
+A pass is a workload handed in at once; its seconds run from there to the last token, as this
+process sees it. What comes up once (kernels loaded and tuned, graphs captured) has come up before
+the measured pass: see `warm_up`. How long that took is told beside it.
 """
 
 import asyncio
@@ -43,7 +45,9 @@ def qwen3_06b(setting: Setting) -> dict[str, Any]:
 
 
 def qwen3_06b_queued(setting: Setting) -> dict[str, Any]:
-    """Four requests of nano-vllm's lengths to each of 256 slots, a worker's everyday state: where one ends the next comes in."""
+    """Four requests of nano-vllm's lengths to each of 256 slots, a worker's everyday state: where
+    one ends the next comes in.
+    """
     work, slots = (_benchmark(setting, 0, 0, 0), 3) if setting.tiny else (drawn(1024, 100, 1024), 256)
     return _throughput(setting, "qwen3-0.6b", work, rehearse=False, max_num_seqs=slots)
 
@@ -54,7 +58,9 @@ def qwen25_05b(setting: Setting) -> dict[str, Any]:
 
 
 def qwen3_8b(setting: Setting) -> dict[str, Any]:
-    """1,024 requests of half those lengths, so that all fit into the cache at once and the row into its time."""
+    """1,024 requests of half those lengths, so that all fit into the cache at once and the row into
+    its time.
+    """
     return _throughput(setting, "qwen3-8b", _benchmark(setting, 1024, 50, 512), rehearse=False)
 
 
@@ -75,8 +81,10 @@ def start_up(setting: Setting) -> dict[str, Any]:
             "value": round(ready + one.first_token_seconds, 2),
             "ready_seconds": round(ready, 2),
             "weights_seconds": round(engine.info.weights_seconds, 2),
-            "how": "wall clock from starting the core's process (import of torch, CUDA, weights, profiling run) to the first token in this "
-            "one; files in the page cache, kernels in Triton's and the tuner's caches on disk",
+            "how": (
+                "wall clock from starting the core's process (import of torch, CUDA, weights, profiling run) to the"
+                " first token in this one; files in the page cache, kernels in Triton's and the tuner's caches on disk"
+            ),
         }
 
     return asyncio.run(measured())
@@ -100,7 +108,10 @@ async def with_engine(config: EngineConfig, use: Callable[[AsyncEngine], Awaitab
 
 
 async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> Pass:
-    """Hands in the whole workload and waits for its last token. Raises RuntimeError if a request failed."""
+    """Hands in the whole workload and waits for its last token.
+
+    Raises RuntimeError if a request failed.
+    """
     requests = work.requests(first_id)
     began = time.perf_counter()
     engine.add(requests)
@@ -118,7 +129,9 @@ async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> Pa
 
 
 async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
-    """Decode steps of all sizes that graphs have, up to `rows`, and as many of each as it takes; returns the seconds."""
+    """Decode steps of all sizes that graphs have, up to `rows`, and as many of each as it takes;
+    returns the seconds.
+    """
     from workers.engine.graphs import sizes, steps_to_record  # which needs torch
 
     found = sizes(engine.info.max_num_seqs)
@@ -129,7 +142,10 @@ async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
 
 
 def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool, **settings: Any) -> dict[str, Any]:
-    """`rehearse`: the whole workload once before it is measured, with other tokens in its prompts. `settings` are the engine's."""
+    """`rehearse`: the whole workload once before it is measured, with other tokens in its prompts.
+
+    `settings` are the engine's.
+    """
     folder = checkpoint(setting, name)
 
     async def measured(engine: AsyncEngine) -> tuple[float, list[Pass]]:
@@ -157,17 +173,22 @@ def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool, **s
         "rehearsal_seconds": [round(one.seconds, 3) for one in passes[:-1]],
         "prompt_tokens": work.prompt_tokens,
         "output_tokens": last.output_tokens,
-        "how": f"{len(work.prompts)} requests handed to AsyncEngine at once, {work.prompt_tokens:,} prompt and {last.output_tokens:,} "
-        f"output tokens, greedy, at most {figures['max_num_seqs']} at a time; wall clock from there to the last token in this process, "
-        "after a warm-up that is not counted",
+        "how": (
+            f"{len(work.prompts)} requests handed to AsyncEngine at once, {work.prompt_tokens:,} prompt and"
+            f" {last.output_tokens:,} output tokens, greedy, at most {figures['max_num_seqs']} at a time; wall clock"
+            " from there to the last token in this process, after a warm-up that is not counted"
+        ),
     }
     if setting.card is not None:
         least = roofline(cost_of(shape_of(setting, name)), work, setting.card)
         figures["bound"] = round(work.output_tokens / least.seconds, 1)
         figures["roofline"] = {
-            "prompt_seconds": least.prompt_seconds, "decode_seconds": least.decode_seconds, "weight_bytes": least.weight_bytes,
-            "kv_bytes": least.kv_bytes, "operations": least.operations,
-        }  # fmt: skip
+            "prompt_seconds": least.prompt_seconds,
+            "decode_seconds": least.decode_seconds,
+            "weight_bytes": least.weight_bytes,
+            "kv_bytes": least.kv_bytes,
+            "operations": least.operations,
+        }
     return figures
 
 

@@ -1,4 +1,6 @@
-"""The engine against transformers' own continuous batching, on the same card, with the same weights and requests."""
+"""The engine against transformers' own continuous batching, on the same card, with the same weights
+and requests.
+"""
 
 import asyncio
 from typing import Any
@@ -23,14 +25,19 @@ def measure(setting: Setting) -> dict[str, Any]:
         "generate_batch_tokens_per_second": round(theirs, 1),
         "output_tokens": work.output_tokens,
         "faster_attention": versions("flash-attn", "flash-attn-3", "kernels"),
-        "how": f"the {len(work.prompts)} prompts of the first row with {work.output_lengths[0]} greedy tokens each; theirs: "
-        "generate_batch of a model loaded with sdpa, which it leaves for a package of `faster_attention` if there is one, from the first "
-        "request's start to the last one's end as its results tell, its own warm-up not counted; ours: as in the first row",
+        "how": (
+            f"the {len(work.prompts)} prompts of the first row with {work.output_lengths[0]} greedy tokens each;"
+            " theirs: generate_batch of a model loaded with sdpa, which it leaves for a package of `faster_attention`"
+            " if there is one, from the first request's start to the last one's end as its results tell, its own"
+            " warm-up not counted; ours: as in the first row"
+        ),
     }
 
 
 def _share(setting: Setting) -> Workload:
-    """The benchmark's prompts, with answers so short that the slower side stays within the row's time."""
+    """The benchmark's prompts, with answers so short that the slower side stays within the row's
+    time.
+    """
     prompts = drawn(3, 2, 20, token_limit=150).prompts if setting.tiny else drawn(256, 100, 1024).prompts
     return Workload(prompts, [4 if setting.tiny else 128] * len(prompts))
 

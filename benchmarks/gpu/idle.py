@@ -1,4 +1,6 @@
-"""How much of a decode step the device stands still, from the engine core's own trace (`--profile`)."""
+"""How much of a decode step the device stands still, from the engine core's own trace
+(`--profile`).
+"""
 
 import asyncio
 import gzip
@@ -37,12 +39,17 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def kernel_intervals(events: Iterable[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Start and end of every kernel of a Chrome trace, in microseconds, in order of their starts. Copies are not counted as work."""
+    """Start and end of every kernel of a Chrome trace, in microseconds, in order of their starts.
+
+    Copies are not counted as work.
+    """
     return sorted((event["ts"], event["ts"] + event["dur"]) for event in events if event.get("cat") == "kernel")
 
 
 def figures_of(kernels: list[tuple[float, float]]) -> dict[str, Any]:
-    """Per cent of the traced time in which no kernel ran: in gaps as between steps, and in all gaps."""
+    """Per cent of the traced time in which no kernel ran: in gaps as between steps, and in all
+    gaps.
+    """
     if not kernels:
         raise RuntimeError("there is no kernel in the trace")
     gaps, busy_until = [], kernels[0][0]
@@ -56,7 +63,10 @@ def figures_of(kernels: list[tuple[float, float]]) -> dict[str, Any]:
         "all_gaps_per_cent": round(100 * sum(gaps) / whole, 2),
         "step_milliseconds": round(whole / STEPS / 1e3, 3),
         "kernels": len(kernels),
-        "how": f"torch.profiler (CUPTI) in the core over {STEPS} decode steps of 256 rows with contexts of about 600 tokens: time from the "
-        f"first kernel's start to the last one's end in which no kernel ran (a copy is none), in gaps of at least {_BETWEEN_STEPS:g} us "
-        "(shorter ones lie inside a graph; all_gaps_per_cent has them too)",
+        "how": (
+            f"torch.profiler (CUPTI) in the core over {STEPS} decode steps of 256 rows with contexts of about 600"
+            " tokens: time from the first kernel's start to the last one's end in which no kernel ran (a copy is"
+            f" none), in gaps of at least {_BETWEEN_STEPS:g} us (shorter ones lie inside a graph; all_gaps_per_cent has"
+            " them too)"
+        ),
     }

@@ -1,10 +1,13 @@
-"""The least time that a workload can take on a card, from what its memory and its matrix units were measured to do. Imports no torch.
+"""The least time that a workload can take on a card, from what its memory and its matrix units were
+measured to do. Imports no torch.
 
-Two kinds of work are counted. Prompts: every token runs through all matrices once, 2 operations per weight, at the matrix rate. Decoding:
-each step reads all weights once and every running request's keys and values once, at the copy bandwidth, or does its matrix operations at
-the matrix rate, whichever takes longer. All requests run at once from the first step on; step t has those whose answer is longer than t,
-each with a context of its prompt and t tokens. Nothing else is counted: no activation, no scheduling, no sampling, no launch, and no
-attention over the prompt (under 2 % of a prompt's operations at the lengths used here). So no engine reaches it.
+Two kinds of work are counted. Prompts: every token runs through all matrices once, 2 operations per
+weight, at the matrix rate. Decoding: each step reads all weights once and every running request's
+keys and values once, at the copy bandwidth, or does its matrix operations at the matrix rate,
+whichever takes longer. All requests run at once from the first step on; step t has those whose
+answer is longer than t, each with a context of its prompt and t tokens. Nothing else is counted: no
+activation, no scheduling, no sampling, no launch, and no attention over the prompt (under 2 % of a
+prompt's operations at the lengths used here). So no engine reaches it.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""The rows of the table, in the order in which they are measured: what each needs of its figure, and how long it may take."""
+"""The rows of the table, in the order in which they are measured: what each needs of its figure,
+and how long it may take.
+"""
 
 import importlib
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from benchmarks.gpu.setting import Setting
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`at_least` and `hoped` are in `unit`; `of_bound` says that they are shares of the bound that the row computes."""
+    """`at_least` and `hoped` are in `unit`; `of_bound` says that they are shares of the bound that
+    the row computes.
+    """
 
     title: str
     measured_by: str  # module of this package, and function
@@ -30,7 +34,9 @@ class Row:
         return measure(setting)
 
     def met(self, figures: dict[str, Any]) -> bool | None:
-        """Whether the figure is at least what was asked for; None where nothing was, or nothing can be said."""
+        """Whether the figure is at least what was asked for; None where nothing was, or nothing can
+        be said.
+        """
         if self.at_least is None or (self.of_bound and not figures.get("bound")):
             return None
         value = figures["value"] / figures["bound"] if self.of_bound else figures["value"]
@@ -63,4 +69,6 @@ ROWS = {
     ),
     "qwen3-0.6b-queued": Row("Qwen3-0.6B, bf16, 1,024 requests, 256 at a time", "engine:qwen3_06b_queued", 80, "tok/s"),
 }
-"""Those with a wide limit come last: on a card whose kernels have not been compiled and tuned yet, what comes first takes longer."""
+"""Those with a wide limit come last: on a card whose kernels have not been compiled and tuned yet,
+what comes first takes longer.
+"""

@@ -10,9 +10,12 @@ from workers.engine.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """`scratch` is a folder for checkpoints, shared by the rows of a run. `card` is what the row of that name measured, if it did.
+    """`scratch` is a folder for checkpoints, shared by the rows of a run.
 
-    On "cpu" everything is tiny: it shows that the benchmark runs, and its figures compare to nothing.
+    `card` is what the row of that name measured, if it did.
+
+    On "cpu" everything is tiny: it shows that the benchmark runs, and its figures compare to
+    nothing.
     """
 
     device: str  # "cuda" or "cpu"

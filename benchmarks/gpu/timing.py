@@ -1,4 +1,6 @@
-"""How long work takes on a device: CUDA events around calls that are queued back to back, so that launching one overlaps with the last."""
+"""How long work takes on a device: CUDA events around calls that are queued back to back, so that
+launching one overlaps with the last.
+"""
 
 import statistics
 import time
@@ -10,7 +12,9 @@ _BATCHES = 5
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Seconds of one call: the median over batches of `calls` calls, after one batch that warms up."""
+    """Seconds of one call: the median over batches of `calls` calls, after one batch that warms
+    up.
+    """
     measure = _by_events if device.type == "cuda" else _by_clock
     return statistics.median([measure(work, calls) for _ in range(_BATCHES + 1)][1:])
 

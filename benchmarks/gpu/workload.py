@@ -1,4 +1,6 @@
-"""The requests of the engine's rows: lengths and tokens by Python's `random`, so that another engine can be given exactly the same ones."""
+"""The requests of the engine's rows: lengths and tokens by Python's `random`, so that another
+engine can be given exactly the same ones.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +40,10 @@ class Workload:
 
 
 def drawn(requests: int, shortest: int, longest: int, seed: int = 0, token_limit: int = TOKEN_LIMIT) -> Workload:
-    """Prompts and answers of `shortest` to `longest` tokens. `drawn(256, 100, 1024)` is nano-vllm's benchmark, call for call."""
+    """Prompts and answers of `shortest` to `longest` tokens.
+
+    `drawn(256, 100, 1024)` is nano-vllm's benchmark, call for call.
+    """
     draw = Random(seed)
     prompts = [[draw.randint(0, token_limit) for _ in range(draw.randint(shortest, longest))] for _ in range(requests)]
     return Workload(prompts, [draw.randint(shortest, longest) for _ in range(requests)])

@@ -1,1 +1,3 @@
-"""One module per subcommand; what a command needs is imported when it runs, so that `--help` stays quick."""
+"""One module per subcommand; what a command needs is imported when it runs, so that `--help` stays
+quick.
+"""

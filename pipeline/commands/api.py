@@ -33,14 +33,24 @@ def _check_windows(_ctx: click.Context, _param: click.Parameter, windows: tuple[
 
 
 api_options = all_of(
-    flag("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for every one, which needs API keys (`pipeline keys create`)."),
+    flag(
+        "--host",
+        default="127.0.0.1",
+        help="Address to listen on; 0.0.0.0 for every one, which needs API keys (`pipeline keys create`).",
+    ),
     flag("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes a free one."),
     flag("--insecure", is_flag=True, help="While no API key exists, answer everybody who reaches the address."),
-    flag("--completion-window", env="PIPELINE_COMPLETION_WINDOWS", multiple=True, default=("24h",), callback=_check_windows,
-         help="How long a batch may take, as 24h, 30m or 10s; may be repeated, and a batch names one of them."),
+    flag(
+        "--completion-window",
+        env="PIPELINE_COMPLETION_WINDOWS",
+        multiple=True,
+        default=("24h",),
+        callback=_check_windows,
+        help="How long a batch may take, as 24h, 30m or 10s; may be repeated, and a batch names one of them.",
+    ),
     flag("--max-batch-lines", type=Size(), default=50_000, help="Most requests in a batch."),
     flag("--max-file-bytes", type=Size(), default=200 * 2**20, help="Largest input file of a batch."),
-)  # fmt: skip
+)
 
 log = logging.getLogger("api")
 
@@ -54,7 +64,10 @@ _API_FLAGS = ("host", "port", "insecure", "completion_window", "max_batch_lines"
 @common_options
 @click.pass_context
 def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level: str, **flags: Any) -> None:
-    """Answers HTTP: live calls, files, batches, models, health. Holds no state; run as many as you like."""
+    """Answers HTTP: live calls, files, batches, models, health.
+
+    Holds no state; run as many as you like.
+    """
     from pipeline.logs import configure_logs
 
     configure_logs("api", log_level)
@@ -95,7 +108,10 @@ def _settings(**given: Any) -> "ApiSettings":
 
 
 def check_open(host: str, insecure: bool, file_store: str) -> None:
-    """Refuses to answer everybody on an address that others reach, unless that is wanted. Raises `StoreError` for unreadable keys."""
+    """Refuses to answer everybody on an address that others reach, unless that is wanted.
+
+    Raises `StoreError` for unreadable keys.
+    """
     from api.auth import is_loopback
     from jobs.api_keys import KeyRing
 
@@ -104,8 +120,8 @@ def check_open(host: str, insecure: bool, file_store: str) -> None:
         return
     if not is_loopback(host):
         raise Refused(
-            f"others reach {host}, and there is no API key in {file_store}: make one (`pipeline keys create`), listen on 127.0.0.1, "
-            "or add --insecure to answer everybody"
+            f"others reach {host}, and there is no API key in {file_store}: make one (`pipeline keys create`), listen"
+            " on 127.0.0.1, or add --insecure to answer everybody"
         )
     if ring.known():
         log.warning(

@@ -19,9 +19,11 @@ fail_option = flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line'
 def batches() -> None:
     """Makes, shows, waits for and cancels batches of a server, over HTTP.
 
-    `pipeline status`, `wait` and `tail` look into a fleet's Redis instead, where they see the batches of `run-batch` and of every tenant.
+    `pipeline status`, `wait` and `tail` look into a fleet's Redis instead, where they see the
+    batches of `run-batch` and of every tenant.
 
-    Exit codes: 0 done, 1 stopped unfinished (expired, cancelled, or the server is away), 2 refused, 130 interrupted.
+    Exit codes: 0 done, 1 stopped unfinished (expired, cancelled, or the server is away), 2 refused,
+    130 interrupted.
     """
 
 
@@ -47,10 +49,20 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...])
 @fail_option
 @client_options
 def submit(
-    source: str, endpoint: str | None, completion_window: str, metadata: dict[str, str], output_expires_after: int | None, wait: bool,
-    output_file: Path | None, fail_on_error: bool, base_url: str, as_json: bool,
-) -> None:  # fmt: skip
-    """Uploads a local file, or takes the id of one that is there, makes a batch of it and prints the batch's id."""
+    source: str,
+    endpoint: str | None,
+    completion_window: str,
+    metadata: dict[str, str],
+    output_expires_after: int | None,
+    wait: bool,
+    output_file: Path | None,
+    fail_on_error: bool,
+    base_url: str,
+    as_json: bool,
+) -> None:
+    """Uploads a local file, or takes the id of one that is there, makes a batch of it and prints
+    the batch's id.
+    """
     from pipeline import remote_batches
 
     if (output_file is not None or fail_on_error) and not wait:
@@ -115,7 +127,10 @@ def get(batch_id: str, base_url: str, as_json: bool) -> None:
 @fail_option
 @client_options
 def wait(batch_id: str, output_file: Path | None, fail_on_error: bool, base_url: str, as_json: bool) -> None:
-    """Waits for the end of a batch, with its progress on stderr. A server that is away for less than a minute is waited for."""
+    """Waits for the end of a batch, with its progress on stderr.
+
+    A server that is away for less than a minute is waited for.
+    """
     from pipeline import remote_batches
 
     with api_client(base_url) as client:
@@ -139,7 +154,9 @@ def cancel(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
 @flag("--errors", is_flag=True, help="The error lines in place of the answers.")
 @server_option
 def results(batch_id: str, output_file: Path | None, errors: bool, base_url: str) -> None:
-    """Fetches the answers of a batch: of one that ended in input order, of one that still runs what is finished, in that order."""
+    """Fetches the answers of a batch: of one that ended in input order, of one that still runs what
+    is finished, in that order.
+    """
     from pipeline import remote_batches
 
     with api_client(base_url) as client:

@@ -11,7 +11,9 @@ from pipeline.options import common_options, redis_option
 @redis_option
 @common_options
 def health(process: str, redis_url: str | None, log_level: str) -> None:
-    """Exit code 0 if the workers, or the control plane, of this host are at work, 1 with a sentence if not. An API has GET /health."""
+    """Exit code 0 if the workers, or the control plane, of this host are at work, 1 with a sentence
+    if not. An API has GET /health.
+    """
     if redis_url is None:
         raise Refused("`pipeline health` looks at a fleet's queue: set REDIS_URL")
     import socket

@@ -1,4 +1,7 @@
-"""`pipeline keys`: who may call the API. Works on the file store alone; servers notice a change within about a second."""
+"""`pipeline keys`: who may call the API.
+
+Works on the file store alone; servers notice a change within about a second.
+"""
 
 import json
 import time
@@ -14,7 +17,8 @@ from pipeline.options import Size, flag, json_option, store_option
 def keys() -> None:
     """Makes, shows and revokes API keys; with the first one, callers need one.
 
-    They stand in the file store, so run this where `pipeline api` runs, or on the file system that it sees.
+    They stand in the file store, so run this where `pipeline api` runs, or on the file system that
+    it sees.
     """
 
 

@@ -55,14 +55,27 @@ from pipeline.options import (
 @common_options
 @click.pass_context
 def run_batch(
-    ctx: click.Context, /, input: Path | None, input_file: Path | None, output_file: Path | None, model: str | None, retry_failed: bool,
-    fail_on_error: bool, local_worker: bool, detach: bool, redis_url: str | None, lease_seconds: float, stream_interval: float,
-    data_parallel_size: int, log_level: str, **model_flags: object,
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    /,
+    input: Path | None,
+    input_file: Path | None,
+    output_file: Path | None,
+    model: str | None,
+    retry_failed: bool,
+    fail_on_error: bool,
+    local_worker: bool,
+    detach: bool,
+    redis_url: str | None,
+    lease_seconds: float,
+    stream_interval: float,
+    data_parallel_size: int,
+    log_level: str,
+    **model_flags: object,
+) -> None:
     """Answers every line of INPUT, in OpenAI's batch format, and writes the results in input order.
 
-    Run again with the same INPUT and output, it goes on where it was stopped. Exit codes: 0 every line has its answer (an error is one
-    too), 1 stopped unfinished, 2 refused, 130 interrupted.
+    Run again with the same INPUT and output, it goes on where it was stopped. Exit codes: 0 every
+    line has its answer (an error is one too), 1 stopped unfinished, 2 refused, 130 interrupted.
     """
     source = _one_input(ctx, input, input_file)
     check_model_flags(ctx)
@@ -94,7 +107,9 @@ def run_batch(
 
 
 def default_output(source: Path) -> Path:
-    """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet -> requests.results.parquet."""
+    """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet ->
+    requests.results.parquet.
+    """
     from jobs.files import is_parquet
 
     plain = source.with_suffix("") if source.suffix.lower() in (".gz", ".zst") else source
@@ -118,5 +133,6 @@ def _check_fleet_flags(ctx: click.Context, redis_url: str | None, local_worker: 
     unused = given_as_flag(ctx, [*MODEL_FLAGS, "data_parallel_size"])
     if redis_url is not None and not local_worker and unused:
         raise Refused(
-            f"{unused[0]} is for a worker that is started here, but with REDIS_URL the fleet answers: add --local-worker"
+            f"{unused[0]} is for a worker that is started here, but with REDIS_URL the fleet answers: add"
+            " --local-worker"
         )

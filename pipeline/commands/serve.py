@@ -38,10 +38,23 @@ _PATIENCE_SECONDS = 5.0  # in which a server that was told to stop may end
 @common_options
 @click.pass_context
 def serve(
-    ctx: click.Context, /, model: str | None, model_option: str | None, host: str, port: int, insecure: bool, file_store: str,
-    redis_url: str | None, lease_seconds: float, stream_interval: float, data_parallel_size: int, log_level: str, **other_flags: object,
-) -> None:  # fmt: skip
-    """Serves one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a private Redis.
+    ctx: click.Context,
+    /,
+    model: str | None,
+    model_option: str | None,
+    host: str,
+    port: int,
+    insecure: bool,
+    file_store: str,
+    redis_url: str | None,
+    lease_seconds: float,
+    stream_interval: float,
+    data_parallel_size: int,
+    log_level: str,
+    **other_flags: object,
+) -> None:
+    """Serves one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a
+    private Redis.
 
     Files and batches stand in the file store, and go on at the next start.
     """

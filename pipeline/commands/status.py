@@ -12,7 +12,8 @@ from pipeline.options import common_options, redis_option
 def status(redis_url: str | None, log_level: str) -> None:
     """Shows workers with their states, the models they serve, and the batches of all tenants.
 
-    It looks into the queue at REDIS_URL; over HTTP there is `pipeline batches list`, which shows those of one's own.
+    It looks into the queue at REDIS_URL; over HTTP there is `pipeline batches list`, which shows
+    those of one's own.
     """
     from pipeline.logs import configure_logs
 

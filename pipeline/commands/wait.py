@@ -15,7 +15,8 @@ from pipeline.options import common_options, flag, redis_option
 @redis_option
 @common_options
 def wait(batch: str, output_file: Path | None, fail_on_error: bool, redis_url: str | None, log_level: str) -> None:
-    """Waits for a batch that was handed in with `run-batch --detach`, and says where its results are.
+    """Waits for a batch that was handed in with `run-batch --detach`, and says where its results
+    are.
 
     It looks into the queue at REDIS_URL; over HTTP that is `pipeline batches wait`.
     """

@@ -47,12 +47,20 @@ _BESIDES = 10.0  # seconds that a replica may take to stop in beyond what its re
 @common_options
 @click.pass_context
 def worker(
-    ctx: click.Context, /, model: str | None, model_option: str | None, data_parallel_size: int, redis_url: str | None, log_level: str,
+    ctx: click.Context,
+    /,
+    model: str | None,
+    model_option: str | None,
+    data_parallel_size: int,
+    redis_url: str | None,
+    log_level: str,
     **_: object,
-) -> None:  # fmt: skip
-    """Answers the requests of a queue with one model: a front process, and an engine core process on the device.
+) -> None:
+    """Answers the requests of a queue with one model: a front process, and an engine core process
+    on the device.
 
-    With --data-parallel-size N there are N of both under this process, which starts again what ends.
+    With --data-parallel-size N there are N of both under this process, which starts again what
+    ends.
     """
     from pipeline.logs import configure_logs
 
@@ -61,7 +69,8 @@ def worker(
     check_model_flags(ctx)
     if redis_url is None:
         raise Refused(
-            "`pipeline worker` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)"
+            "`pipeline worker` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its"
+            " own)"
         )
     name = one_model(ctx, model, model_option)
     if data_parallel_size > 1:
@@ -84,7 +93,10 @@ def worker(
 
 @contextlib.contextmanager
 def _launched(config: "EngineConfig") -> Iterator["LaunchedCore"]:
-    """A core on its way; if no engine has taken it by the end, it is gone then. Raises `Refused`."""
+    """A core on its way; if no engine has taken it by the end, it is gone then.
+
+    Raises `Refused`.
+    """
     from workers.engine.launch import launch_core
 
     try:

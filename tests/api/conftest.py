@@ -1,4 +1,6 @@
-"""Fixtures: an API process' app in a thread, on a real Redis, with the official client and a worker that follows a script."""
+"""Fixtures: an API process' app in a thread, on a real Redis, with the official client and a worker
+that follows a script.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,9 @@ from tests.support.api_server import official_client, plain_client, running_api
 
 @pytest.fixture(autouse=True)
 def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices and ticks that a test runs in its own process do all that they find, however long the machine holds them up."""
+    """Slices and ticks that a test runs in its own process do all that they find, however long the
+    machine holds them up.
+    """
     monkeypatch.setattr(advance, "SLICE_SECONDS", 60.0)
     monkeypatch.setattr(ticker, "MOMENT_SECONDS", 60.0)
 

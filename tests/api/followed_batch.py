@@ -1,4 +1,6 @@
-"""A batch to follow: made over HTTP, its jobs run step by step, its lines answered piece by piece."""
+"""A batch to follow: made over HTTP, its jobs run step by step, its lines answered piece by
+piece.
+"""
 
 import threading
 import time

@@ -1,4 +1,6 @@
-"""A worker without a model: it speaks the queue's protocol over a real Redis and answers as the test says."""
+"""A worker without a model: it speaks the queue's protocol over a real Redis and answers as the
+test says.
+"""
 
 import threading
 import time
@@ -16,9 +18,11 @@ MODEL = "scripted"
 
 
 class ScriptedWorker:
-    """Takes live calls in a thread and answers each with what `script(claim)` gives: pieces of text, or an error.
+    """Takes live calls in a thread and answers each with what `script(claim)` gives: pieces of
+    text, or an error.
 
-    Between two pieces it waits for `step`, if that was set; `cancelled` names calls whose lease was lost.
+    Between two pieces it waits for `step`, if that was set; `cancelled` names calls whose lease was
+    lost.
     """
 
     def __init__(self, queue: Queue, script: Callable[[Claim], Answer], models: tuple[str, ...] = (MODEL,)) -> None:

@@ -30,7 +30,7 @@ def serve(redis_url: str, tmp_path: Path) -> Iterator[Serve]:
     running = []
 
     def start(**settings: object) -> str:
-        running.append(running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path), **settings)))  # type: ignore[arg-type]
+        running.append(running_api(ApiSettings(redis_url=redis_url, file_store=str(tmp_path), **settings)))
         return running[-1].__enter__()
 
     yield start
@@ -179,8 +179,18 @@ def test_the_lines_of_a_batch_are_shown_to_its_tenant_alone(serve: Serve, tmp_pa
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False),
-     ("127.0.0.1.example.org", False), ("", False), ("localhost.example.org", False)],
-)  # fmt: skip
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("127.0.0.1.example.org", False),
+        ("", False),
+        ("localhost.example.org", False),
+    ],
+)
 def test_what_counts_as_this_machine(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected

@@ -1,4 +1,6 @@
-"""Batches over HTTP where things go wrong: a Redis that forgot them, limits of a key, callers who are not theirs, late cancels."""
+"""Batches over HTTP where things go wrong: a Redis that forgot them, limits of a key, callers who
+are not theirs, late cancels.
+"""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""The chunks of streams with several answers, log probabilities and echo are what the official client's types say."""
+"""The chunks of streams with several answers, log probabilities and echo are what the official
+client's types say.
+"""
 
 from typing import Any
 

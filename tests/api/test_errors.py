@@ -123,7 +123,10 @@ def test_an_error_of_our_own_has_the_shape_too_and_tells_nothing_of_itself(
     answer = asyncio.run(call())
     assert answer.status_code == 500
     assert answer.json()["error"] == {
-        "message": "The server had an error while handling the request.", "type": "server_error", "param": None, "code": None,
-    }  # fmt: skip
+        "message": "The server had an error while handling the request.",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
     assert answer.headers["x-request-id"].startswith("req_")
     assert answer.headers["x-request-id"] in caplog.text

@@ -1,4 +1,6 @@
-"""Files against what a machine has: a disk that is full, memory that does not grow with a file, a process that is killed."""
+"""Files against what a machine has: a disk that is full, memory that does not grow with a file, a
+process that is killed.
+"""
 
 import hashlib
 import os
@@ -53,13 +55,15 @@ def test_a_full_disk_is_a_507_and_leaves_nothing(redis_client: redis.Redis, redi
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2, timeout=60) as client,
     ):
         inside = Path(f"/proc/{api.process.pid}/root{tmp_path}/store/files")
-        for size in (2_000_000, 76 * _PAGE, 75 * _PAGE, 74 * _PAGE + 1):  # of the last two, the content alone has room
+        # Of the last two, the content alone has room
+        for size in (2_000_000, 76 * _PAGE, 75 * _PAGE, 74 * _PAGE + 1):
             with pytest.raises(openai.InternalServerError) as caught:
                 client.files.create(file=("in.jsonl", b"x" * size), purpose="batch")
             assert (caught.value.status_code, caught.value.code) == (507, "insufficient_storage")
             assert os.listdir(inside) == []
             assert redis_client.zcard(keys.FILE_EXPIRY) == 0
-        assert api.output.count("No space left on device") >= 4  # more where the client had to send one again
+        # More where the client had to send one again
+        assert api.output.count("No space left on device") >= 4
         kept = client.files.create(file=("in.jsonl", b"x" * 70 * _PAGE), purpose="batch")
         with pytest.raises(openai.InternalServerError):
             client.files.create(file=("in.jsonl", b"x" * 10 * _PAGE), purpose="batch")

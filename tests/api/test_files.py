@@ -1,4 +1,6 @@
-"""`/v1/files` as clients use it: the official one, plain HTTP, and bare sockets that stop in the middle."""
+"""`/v1/files` as clients use it: the official one, plain HTTP, and bare sockets that stop in the
+middle.
+"""
 
 import json
 import os
@@ -189,28 +191,67 @@ BAD: dict[str, tuple[list[bytes], int, str | None, str | None]] = {
     "a purpose of no text": ([part("purpose", b"\xff\xfe"), FILE_PART], 400, "invalid_value", "purpose"),
     "anchor alone": (
         [FILE_PART, PURPOSE_PART, part("expires_after[anchor]", b"created_at")],
-        400, "missing_required_parameter", "expires_after[seconds]",
+        400,
+        "missing_required_parameter",
+        "expires_after[seconds]",
     ),
     "seconds alone": (
-        [part("expires_after[seconds]", b"3600"), FILE_PART, PURPOSE_PART], 400, "missing_required_parameter", "expires_after[anchor]",
+        [part("expires_after[seconds]", b"3600"), FILE_PART, PURPOSE_PART],
+        400,
+        "missing_required_parameter",
+        "expires_after[anchor]",
     ),
-    "another anchor": ([FILE_PART, PURPOSE_PART, part("expires_after[anchor]", b"now")], 400, "invalid_value", "expires_after[anchor]"),
+    "another anchor": (
+        [FILE_PART, PURPOSE_PART, part("expires_after[anchor]", b"now")],
+        400,
+        "invalid_value",
+        "expires_after[anchor]",
+    ),
     "too soon": (
-        [FILE_PART, PURPOSE_PART, part("expires_after[seconds]", b"3599")], 400, "integer_below_min_value", "expires_after[seconds]",
+        [FILE_PART, PURPOSE_PART, part("expires_after[seconds]", b"3599")],
+        400,
+        "integer_below_min_value",
+        "expires_after[seconds]",
     ),
     "too late": (
-        [part("expires_after[seconds]", b"2592001"), FILE_PART, PURPOSE_PART], 400, "integer_above_max_value", "expires_after[seconds]",
+        [part("expires_after[seconds]", b"2592001"), FILE_PART, PURPOSE_PART],
+        400,
+        "integer_above_max_value",
+        "expires_after[seconds]",
     ),
-    "no number": ([FILE_PART, PURPOSE_PART, part("expires_after[seconds]", b"1e5")], 400, "invalid_type", "expires_after[seconds]"),
-    "a part without a name": ([FILE_PART, b"--xYzZY\r\nContent-Type: text/plain\r\n\r\nbatch\r\n"], 400, "invalid_multipart", None),
+    "no number": (
+        [FILE_PART, PURPOSE_PART, part("expires_after[seconds]", b"1e5")],
+        400,
+        "invalid_type",
+        "expires_after[seconds]",
+    ),
+    "a part without a name": (
+        [FILE_PART, b"--xYzZY\r\nContent-Type: text/plain\r\n\r\nbatch\r\n"],
+        400,
+        "invalid_multipart",
+        None,
+    ),
     "a header that is none": ([FILE_PART, b"--xYzZY\r\nnonsense\r\n\r\nbatch\r\n"], 400, "invalid_multipart", None),
     "an extended name alone": (
-        [PURPOSE_PART, part("file", LINES, "in.jsonl").replace(b"filename=", b"filename*=utf-8''")], 400, "invalid_multipart", None,
+        [PURPOSE_PART, part("file", LINES, "in.jsonl").replace(b"filename=", b"filename*=utf-8''")],
+        400,
+        "invalid_multipart",
+        None,
     ),
     "many parts": ([part(f"x{number}", b"") for number in range(100)], 400, "invalid_multipart", None),
-    "a batch's file over the limit": ([PURPOSE_PART, part("file", b"x" * 3_000_001, "in.jsonl")], 413, "request_too_large", "file"),
-    "the same, purpose behind": ([part("file", b"x" * 3_000_001, "in.jsonl"), PURPOSE_PART], 413, "request_too_large", "file"),
-}  # fmt: skip
+    "a batch's file over the limit": (
+        [PURPOSE_PART, part("file", b"x" * 3_000_001, "in.jsonl")],
+        413,
+        "request_too_large",
+        "file",
+    ),
+    "the same, purpose behind": (
+        [part("file", b"x" * 3_000_001, "in.jsonl"), PURPOSE_PART],
+        413,
+        "request_too_large",
+        "file",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -344,9 +385,17 @@ def test_ranges_of_a_content(client: openai.OpenAI, http: httpx.Client) -> None:
 
 def test_a_result_that_is_being_written_is_not_deleted(client: openai.OpenAI, store: FileStore) -> None:
     record = FileRecord(
-        id=new_id(FILE, time.time()), bytes=0, created_at=int(time.time()), filename="batch_x_output.jsonl", purpose="batch_output",
-        expires_at=None, tenant="", suffix=".jsonl", batch_id="batch_" + "0" * 24, complete=False,
-    )  # fmt: skip
+        id=new_id(FILE, time.time()),
+        bytes=0,
+        created_at=int(time.time()),
+        filename="batch_x_output.jsonl",
+        purpose="batch_output",
+        expires_at=None,
+        tenant="",
+        suffix=".jsonl",
+        batch_id="batch_" + "0" * 24,
+        complete=False,
+    )
     store.put(record)
     with pytest.raises(openai.ConflictError):
         client.files.delete(record.id)

@@ -1,4 +1,6 @@
-"""Calls whose Redis goes away or comes back late, without HTTP around them: what the client hears, and what is left of them."""
+"""Calls whose Redis goes away or comes back late, without HTTP around them: what the client hears,
+and what is left of them.
+"""
 
 import asyncio
 import json
@@ -63,7 +65,9 @@ def test_a_stream_whose_catching_up_fails_ends_with_an_error(gone: bool) -> None
 def test_nothing_is_left_of_a_call_that_was_handed_in_after_its_client_had_left(
     redis_url: str, redis_client: redis.Redis, queue: Queue, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis is full when the client leaves, and has room later: what would cancel the call gets through before what hands it in."""
+    """Redis is full when the client leaves, and has room later: what would cancel the call gets
+    through before what hands it in.
+    """
     monkeypatch.setattr("api.live_calls._SILENCE_SECONDS", 0.05)
 
     async def leave() -> str:
@@ -77,13 +81,15 @@ def test_nothing_is_left_of_a_call_that_was_handed_in_after_its_client_had_left(
         while "errorstat_OOM" not in redis_client.info("errorstats"):
             await asyncio.sleep(0.01)
         waiting.cancel()
-        await asyncio.wait({waiting}, timeout=0.5)  # as long as it is too early to cancel, it does not end
+        # As long as it is too early to cancel, it does not end
+        await asyncio.wait({waiting}, timeout=0.5)
         redis_client.config_set("maxmemory", 0)
         await asyncio.gather(waiting, return_exceptions=True)
         return call.key.batch
 
     try:
-        name = asyncio.run(asyncio.wait_for(leave(), 60))  # which also joins the threads that still hand something in
+        # Which also joins the threads that still hand something in
+        name = asyncio.run(asyncio.wait_for(leave(), 60))
     finally:
         redis_client.config_set("maxmemory", 0)
     assert redis_client.lrange(keys.live(MODEL), 0, -1) == []

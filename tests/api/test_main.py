@@ -7,7 +7,9 @@ from api.main import listen
 
 
 def test_what_is_written_goes_out_at_once() -> None:
-    """With Nagle's algorithm on, an answer of two writes waits for the client's delayed acknowledgement, about 40 ms."""
+    """With Nagle's algorithm on, an answer of two writes waits for the client's delayed
+    acknowledgement, about 40 ms.
+    """
 
     async def no_delay() -> int:
         accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()

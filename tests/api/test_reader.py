@@ -1,4 +1,6 @@
-"""What a call hears of its worker: each choice in order and once, however much the stream of its API process lost or says again."""
+"""What a call hears of its worker: each choice in order and once, however much the stream of its
+API process lost or says again.
+"""
 
 import asyncio
 

@@ -1,4 +1,6 @@
-"""Several choices and log probabilities through the official client, streamed and whole: a real API, a real worker."""
+"""Several choices and log probabilities through the official client, streamed and whole: a real
+API, a real worker.
+"""
 
 from collections import defaultdict
 from typing import Any

@@ -1,4 +1,6 @@
-"""That the benchmarks of `make bench` run, that their arithmetic is right, and that pages quote what the results say."""
+"""That the benchmarks of `make bench` run, that their arithmetic is right, and that pages quote
+what the results say.
+"""
 
 import importlib
 import json
@@ -80,7 +82,9 @@ def test_the_rest_of_the_table_is_measured_without_llama_cpp(
 
 
 def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> None:
-    """Read back by the format's description: names, shapes with the inner dimension first, and a projection turned round."""
+    """Read back by the format's description: names, shapes with the inner dimension first, and a
+    projection turned round.
+    """
     torch.manual_seed(0)
     weights = {
         "transformer.wte.weight": torch.randn(5, 8).bfloat16(),
@@ -115,7 +119,9 @@ def test_a_gguf_file_has_every_weight_as_llama_cpp_reads_it(tmp_path: Path) -> N
 
 
 def test_the_work_of_a_pass_by_hand() -> None:
-    """llama's `tiny`: two layers of 64 x 64 for queries and output, 64 x 32 for keys and for values, three of 64 x 128."""
+    """llama's `tiny`: two layers of 64 x 64 for queries and output, 64 x 32 for keys and for
+    values, three of 64 x 128.
+    """
     shape = shape_of("tiny")
     assert shape.layer_weights == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     assert (shape.head_weights, shape.kv_bytes_per_token) == (64 * 32_000, 2 * 2 * 32 * 2)

@@ -1,4 +1,6 @@
-"""That `make bench-gpu` runs: its rows on tiny models and a CPU, its arithmetic on numbers that can be checked by hand."""
+"""That `make bench-gpu` runs: its rows on tiny models and a CPU, its arithmetic on numbers that can
+be checked by hand.
+"""
 
 import json
 import os
@@ -48,7 +50,9 @@ def test_a_staircase_has_the_decode_steps_asked_for_of_each_size() -> None:
 
 
 def test_the_roofline_of_the_smallest_workload_by_hand() -> None:
-    """Two requests over weights of 10 + 4 elements and 6 bytes per token: one step with both, two with the longer one alone."""
+    """Two requests over weights of 10 + 4 elements and 6 bytes per token: one step with both, two
+    with the longer one alone.
+    """
     sizes = {"hidden_size": 1, "intermediate_size": 2, "num_hidden_layers": 1, "vocab_size": 4}
     cost = cost_of(sizes | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1})
     assert (cost.layer_weights, cost.head_weights, cost.kv_bytes_per_token, cost.weight_bytes) == (4 + 6, 4, 4, 28)
@@ -105,7 +109,9 @@ def test_generate_batch_answers_everything(setting: Setting) -> None:
 
 
 def test_idle_time_is_what_no_kernel_covers() -> None:
-    """Kernels of two streams that overlap, a gap of 3 us as inside a graph, one of 10 us as between steps, and a copy that is no work."""
+    """Kernels of two streams that overlap, a gap of 3 us as inside a graph, one of 10 us as between
+    steps, and a copy that is no work.
+    """
     events = [
         {"cat": "kernel", "ts": 100.0, "dur": 40.0},
         {"cat": "kernel", "ts": 120.0, "dur": 10.0},
@@ -158,7 +164,8 @@ def test_without_a_card_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_ended_by_a_signal_it_takes_its_scratch_folder_along(tmp_path: Path) -> None:
-    with bench_gpu(tmp_path, "--device", "cpu") as process:  # all rows, which take far longer than this test
+    # All rows, which take far longer than this test
+    with bench_gpu(tmp_path, "--device", "cpu") as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("card: ")
         assert [folder.name[:10] for folder in tmp_path.iterdir()] == ["gpu-bench-"]

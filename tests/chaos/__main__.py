@@ -1,8 +1,11 @@
-"""`python -m tests.chaos --seconds 600 [--seed N]`: a fleet at work while everything that can break does, drawn from a seed.
+"""`python -m tests.chaos --seconds 600 [--seed N]`: a fleet at work while everything that can break
+does, drawn from a seed.
 
-Batches of questions with known answers, and live calls beside them, run through the real control plane, workers and API (`load.py`).
-Every few seconds something is killed, stopped, cut off, filled, emptied or set to another time (`killers.py`), and whatever ended is
-started again, as a supervisor would. At the end every answer must be there once and right, and nothing may be left over (`verdict.py`).
+Batches of questions with known answers, and live calls beside them, run through the real control
+plane, workers and API (`load.py`). Every few seconds something is killed, stopped, cut off, filled,
+emptied or set to another time (`killers.py`), and whatever ended is started again, as a supervisor
+would. At the end every answer must be there once and right, and nothing may be left over
+(`verdict.py`).
 """
 
 import argparse

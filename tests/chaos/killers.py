@@ -22,7 +22,10 @@ MEND_SECONDS = 10.0  # in which a connection that an earlier failure broke is ma
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to break things. `breaks` does it, and returns what it did it to; None if it cannot be done just now."""
+    """One way to break things.
+
+    `breaks` does it, and returns what it did it to; None if it cannot be done just now.
+    """
 
     name: str
     weight: int
@@ -30,7 +33,9 @@ class Kind:
 
 
 class Killers:
-    """Draws from a deck in which each kind stands as often as it weighs; the first time round once each."""
+    """Draws from a deck in which each kind stands as often as it weighs; the first time round once
+    each.
+    """
 
     def __init__(self, fleet: Fleet, load: Load, rng: random.Random, every: float) -> None:
         self.fleet = fleet
@@ -48,7 +53,10 @@ class Killers:
         self.redis_is_broken = False
 
     def act(self, now: float) -> None:
-        """Mends what is due to be whole again, and breaks the next thing when it is time. `now` is seconds since the start."""
+        """Mends what is due to be whole again, and breaks the next thing when it is time.
+
+        `now` is seconds since the start.
+        """
         self.now = now
         while self._later and self._later[0][0] <= now:
             heapq.heappop(self._later)[2]()

@@ -1,4 +1,6 @@
-"""Work whose every answer is known: batches of several tenants, and live calls by the official client."""
+"""Work whose every answer is known: batches of several tenants, and live calls by the official
+client.
+"""
 
 import contextlib
 import json
@@ -27,7 +29,8 @@ LIVE_CALLERS = 3
 CANCELLED = 5  # every so many batches one is cancelled at some line
 LEAVING = 0.1  # of the live callers' calls, that they hang up in
 _ORDER = {"validating": 0, "in_progress": 1, "finalizing": 2, "cancelling": 2, "completed": 3, "cancelled": 3}
-_OUTAGES = ("queue_unavailable", "model_loading", "no_worker")  # codes of errors that a live call may end with here
+# Codes of errors that a live call may end with here
+_OUTAGES = ("queue_unavailable", "model_loading", "no_worker")
 _LOOK_SECONDS = 0.25
 _PAUSE = 0.2
 
@@ -59,7 +62,9 @@ class LiveAnswers:
 
 
 class Load:
-    """Hands in batches so that some are always under way, follows them, and makes live calls, until `stop`; all in threads."""
+    """Hands in batches so that some are always under way, follows them, and makes live calls, until
+    `stop`; all in threads.
+    """
 
     def __init__(self, fleet: Fleet, rng: random.Random) -> None:
         self._fleet = fleet
@@ -76,7 +81,8 @@ class Load:
         self.batches: list[Batch] = []
         self.live = LiveAnswers()
         self.faults: list[str] = []  # what was seen on the way and must not be
-        self.lives = 0  # how often Redis began or ended to lose something; even while it loses nothing
+        # How often Redis began or ended to lose something; even while it loses nothing
+        self.lives = 0
         self._lost_totals = (0, 0)
 
     def __enter__(self) -> "Load":
@@ -124,16 +130,22 @@ class Load:
         return self._stopping.is_set() and not self.unfinished and not any(thread.is_alive() for thread in callers)
 
     def token_totals(self) -> tuple[int, int]:
-        """Tokens generated and delivered, over all lives of Redis, as far as it was told of them."""
+        """Tokens generated and delivered, over all lives of Redis, as far as it was told of
+        them.
+        """
         generated, delivered = self._fleet.queue.token_totals()
         return self._lost_totals[0] + generated, self._lost_totals[1] + delivered
 
     def note_loss(self) -> None:
-        """Redis is about to go back, and what it says of batches with it, or has just done so: what was read before says nothing now."""
+        """Redis is about to go back, and what it says of batches with it, or has just done so: what
+        was read before says nothing now.
+        """
         self.lives += 1
 
     def note_empty(self) -> None:
-        """The same, where it loses everything; workers that live on will tell the next one of all their tokens again."""
+        """The same, where it loses everything; workers that live on will tell the next one of all
+        their tokens again.
+        """
         generated, delivered = self.token_totals()
         told_again = sum(
             int(self._fleet.client.get(keys.counted(worker.id)) or 0) for worker in self._fleet.queue.workers()
@@ -180,7 +192,9 @@ class Load:
         return Batch(source, output, spec, answers, cancel_at)
 
     def _look_at(self, batch: Batch) -> None:
-        """Hands the batch in until that is known to have worked; then follows its record, which only moves forward."""
+        """Hands the batch in until that is known to have worked; then follows its record, which
+        only moves forward.
+        """
         life = self.lives
         if batch.id is None:
             try:
@@ -211,7 +225,10 @@ class Load:
                 pass
 
     def _answered(self, question: dict[str, Any], leaves: bool) -> bool:
-        """One call; whether it brought the whole answer, or as much as was wanted. What it showed of it must be right in any case."""
+        """One call; whether it brought the whole answer, or as much as was wanted.
+
+        What it showed of it must be right in any case.
+        """
         texts: list[str] = []
         stream_id = None
         try:
@@ -244,7 +261,9 @@ class Load:
         return True
 
     def _is_known_refusal(self, error: Exception, question: dict[str, Any], text: str, stream_id: str | None) -> bool:
-        """A call may end with its API process, or without Redis; whether the rest of its answer could be read afterwards."""
+        """A call may end with its API process, or without Redis; whether the rest of its answer
+        could be read afterwards.
+        """
         self._compare_text(question, text, whole=False)
         name = f"{getattr(error, 'status_code', '')} {type(error).__name__}: {str(error)[:100]}".strip()
         expected = isinstance(error, openai.APIConnectionError | httpx.TransportError | ConnectionError)
@@ -264,7 +283,9 @@ class Load:
         return True
 
     def _read_stream(self, stream_id: str) -> str | None:
-        """The whole text from the request's own stream, on the API process that comes next; None if it is not to be had."""
+        """The whole text from the request's own stream, on the API process that comes next; None if
+        it is not to be had.
+        """
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not self._ending.is_set():
             try:

@@ -1,4 +1,6 @@
-"""What a run must have kept: `judge` looks at every line, call, process and key, and says what is wrong."""
+"""What a run must have kept: `judge` looks at every line, call, process and key, and says what is
+wrong.
+"""
 
 import os
 import time
@@ -63,13 +65,17 @@ class Verdict:
 def judge(
     fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int, requests: int, others: set[int]
 ) -> Verdict:
-    """Stops the fleet, which has nothing to do any more, and looks at all that it leaves. `others`: processes that are none of its."""
+    """Stops the fleet, which has nothing to do any more, and looks at all that it leaves.
+
+    `others`: processes that are none of its.
+    """
     found = [*load.faults, *load.live.wrong]
     for batch in load.batches:
         found += _batch_faults(batch)
     exits = fleet.exits
     codes = fleet.stop("api", "worker")
-    found += leftovers(fleet.client)  # while the control plane still clears away what stopped workers leave
+    # While the control plane still clears away what stopped workers leave
+    found += leftovers(fleet.client)
     codes |= fleet.stop("jobs")
     found += [f"{name} ended with exit code {code} when it was told to stop" for name, code in codes.items() if code]
     found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
@@ -90,7 +96,9 @@ def _left_running(others: set[int], patience: float = 30.0) -> set[int]:
 
 
 def _batch_faults(batch: Batch) -> list[str]:
-    """Every line once, in the output or among the errors, the output's in order and right; nothing but cancelling makes errors."""
+    """Every line once, in the output or among the errors, the output's in order and right; nothing
+    but cancelling makes errors.
+    """
     name, record = batch.source.parent.name, batch.record
     ends = ("completed",) if batch.cancel_at is None else ("completed", "cancelled")
     if record is None or record.state not in ends:
@@ -98,7 +106,8 @@ def _batch_faults(batch: Batch) -> list[str]:
     found = []
     if not record.completed + record.failed == record.total == len(batch.answers):
         found.append(
-            f"{name}: {record.completed} completed and {record.failed} failed of {record.total}, not {len(batch.answers)}"
+            f"{name}: {record.completed} completed and {record.failed} failed of {record.total}, not"
+            f" {len(batch.answers)}"
         )
     answered = [] if record.output is None else read_results(Path(record.output))
     failed = [] if record.error_output is None else read_results(Path(record.error_output))

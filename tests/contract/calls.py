@@ -24,7 +24,7 @@ def submit(
 ) -> Batch:
     """A batch of this content, as it was created."""
     options = {"completion_window": WINDOW, **options}
-    return client.batches.create(input_file_id=upload(client, content, name), endpoint=endpoint, **options)  # type: ignore[arg-type]
+    return client.batches.create(input_file_id=upload(client, content, name), endpoint=endpoint, **options)
 
 
 def wait(client: openai.OpenAI, batch_id: str, *states: str) -> Batch:

@@ -1,4 +1,6 @@
-"""Read by schemathesis: half of the calls name a file, a batch or a model that exist, so that they come further than to a 404."""
+"""Read by schemathesis: half of the calls name a file, a batch or a model that exist, so that they
+come further than to a 404.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
 
 @schemathesis.hook
 def filter_failure(context: Any, failure: Any, case: Any, response: Any) -> bool:
-    """A model of whose workers none is there at the moment is a 503 by right; schemathesis reads its name in the batches that wait."""
+    """A model of whose workers none is there at the moment is a 503 by right; schemathesis reads
+    its name in the batches that wait.
+    """
     return not (response.status_code == 503 and json.loads(response.content)["error"]["code"] == "no_worker")
 
 

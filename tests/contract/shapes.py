@@ -1,6 +1,8 @@
-"""What every body must be: `Recorder` looks at each answer that the official client gets, strictly, whatever the test asks of it.
+"""What every body must be: `Recorder` looks at each answer that the official client gets, strictly,
+whatever the test asks of it.
 
-`openai.types` say which fields there are and of what type; that none may be absent (null where it is unset) is the hosted service's way.
+`openai.types` say which fields there are and of what type; that none may be absent (null where it
+is unset) is the hosted service's way.
 """
 
 import json
@@ -12,7 +14,8 @@ from openai.types import Batch, FileDeleted, FileObject
 from pydantic import BaseModel, ValidationError
 
 FILE, BATCH = r"file-[0-9A-Za-z_]+", r"batch_[0-9A-Za-z_]+"
-ROUTES: list[tuple[str, str, type[BaseModel], bool]] = [  # method, path, what answers, whether in pages
+# Method, path, what answers, whether in pages
+ROUTES: list[tuple[str, str, type[BaseModel], bool]] = [
     ("POST", r"/v1/files", FileObject, False),
     ("GET", r"/v1/files", FileObject, True),
     ("GET", rf"/v1/files/{FILE}", FileObject, False),
@@ -32,12 +35,16 @@ STEPS = {
 
 
 class Recorder:
-    """An event hook of the client's HTTP transport. `faults` gathers sentences about answers that are not what they should be."""
+    """An event hook of the client's HTTP transport.
+
+    `faults` gathers sentences about answers that are not what they should be.
+    """
 
     def __init__(self) -> None:
         self.faults: list[str] = []
         self.checked = 0
-        self.states: dict[str, list[str]] = defaultdict(list)  # of each batch that was seen, in order
+        # Of each batch that was seen, in order
+        self.states: dict[str, list[str]] = defaultdict(list)
         self._counts: dict[str, tuple[int, int]] = {}
 
     def __call__(self, response: Any) -> None:

@@ -1,4 +1,6 @@
-"""docs/api.md: its examples run as they stand, one after the other, and it names every route that there is."""
+"""docs/api.md: its examples run as they stand, one after the other, and it names every route that
+there is.
+"""
 
 import contextlib
 import io

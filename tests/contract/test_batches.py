@@ -1,4 +1,6 @@
-"""Batches that run to their end: what creating gives, result lines, counts, usage, and what a create can do wrong."""
+"""Batches that run to their end: what creating gives, result lines, counts, usage, and what a
+create can do wrong.
+"""
 
 import json
 import re
@@ -136,7 +138,9 @@ def test_a_batch_whose_every_line_failed_is_completed(client: openai.OpenAI, end
 
 
 def test_no_character_breaks_a_line_of_results(client: openai.OpenAI) -> None:
-    """`results` reads lines by `splitlines`, as many do, which takes more than a line feed for an end."""
+    """`results` reads lines by `splitlines`, as many do, which takes more than a line feed for an
+    end.
+    """
     odd = "".join(map(chr, (*range(1, 0x20), 0x7F, 0x85, 0x2028, 0x2029))) + "🙂é"
     batch = wait(client, submit(client, chat_line(odd, odd) + chat_line(f"bad {odd}", "fail 400")).id)
     assert [(line["custom_id"], said(line)) for line in results(client, batch.output_file_id)] == [(odd, odd)]

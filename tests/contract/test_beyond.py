@@ -1,4 +1,6 @@
-"""What goes beyond the hosted service, still through the official client: early results, other formats, other limits."""
+"""What goes beyond the hosted service, still through the official client: early results, other
+formats, other limits.
+"""
 
 import gzip
 import io
@@ -107,7 +109,9 @@ def test_windows_are_the_operators_choice(stack: BatchStack) -> None:
 
 
 def read(client: openai.OpenAI, file_id: str, offset: int, **query: Any) -> tuple[list[str], int, bool]:
-    """Custom ids from a place of the completion log on, the place after them, and whether more will come."""
+    """Custom ids from a place of the completion log on, the place after them, and whether more will
+    come.
+    """
     answer = client.files.with_raw_response.content(file_id, extra_query={"offset": offset, **query})
     found = [json.loads(line)["custom_id"] for line in answer.content.splitlines()]
     return found, int(answer.headers["x-last-line"]), {"true": True, "false": False}[answer.headers["x-incomplete"]]

@@ -1,4 +1,6 @@
-"""Batches that are cancelled and batches that expire: what was finished stays, the rest gets its line, and all adds up."""
+"""Batches that are cancelled and batches that expire: what was finished stays, the rest gets its
+line, and all adds up.
+"""
 
 from collections.abc import Callable
 
@@ -103,7 +105,9 @@ def test_a_window_that_ends_leaves_a_line_for_the_rest(client: openai.OpenAI) ->
 
 
 def check_rest(client: openai.OpenAI, batch: Batch, code: str, ran: set[str]) -> None:
-    """Each of the four lines stands in one file, those that `ran` with their end, those without a worker with the code."""
+    """Each of the four lines stands in one file, those that `ran` with their end, those without a
+    worker with the code.
+    """
     assert batch.request_counts is not None
     done = results(client, batch.output_file_id) if batch.output_file_id else []
     failed = {line["custom_id"]: line for line in results(client, batch.error_file_id)}

@@ -1,4 +1,6 @@
-"""Files through the official client: what an upload gives, its content, its end, and everything that an upload can do wrong."""
+"""Files through the official client: what an upload gives, its content, its end, and everything
+that an upload can do wrong.
+"""
 
 import io
 import time
@@ -195,9 +197,19 @@ def test_a_path_in_the_name_leads_nowhere(http: httpx.Client, client: openai.Ope
 
 @pytest.mark.parametrize(
     "file_id",
-    ["file-", "file-nonsense", "file-0123456789abcdef01234567", "batch_0123456789abcdef01234567", "..", "%2e%2e%2f", "file-%00", "x" * 5000,
-     "file-0123456789abcdef01234567%2Fcontent", "näme"],
-)  # fmt: skip
+    [
+        "file-",
+        "file-nonsense",
+        "file-0123456789abcdef01234567",
+        "batch_0123456789abcdef01234567",
+        "..",
+        "%2e%2e%2f",
+        "file-%00",
+        "x" * 5000,
+        "file-0123456789abcdef01234567%2Fcontent",
+        "näme",
+    ],
+)
 @pytest.mark.parametrize("call", ["GET", "DELETE", "content"])
 def test_ids_of_no_file_are_unknown(http: httpx.Client, file_id: str, call: str) -> None:
     method, end = ("GET", "/content") if call == "content" else (call, "")

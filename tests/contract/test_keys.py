@@ -1,4 +1,6 @@
-"""Keys through the official client: who has none is not let in, and nobody sees what belongs to another tenant."""
+"""Keys through the official client: who has none is not let in, and nobody sees what belongs to
+another tenant.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -56,7 +56,8 @@ def test_pages_of_files_stay_what_they_are_while_others_come_and_go(client: open
         seen.append(file.id)
         client.files.create(file=("new.bin", b"x"), purpose="assistants")
         if file.id == mine[3]:
-            client.files.delete(file.id)  # the last of its page, so the next one begins after a file that is gone
+            # The last of its page, so the next one begins after a file that is gone
+            client.files.delete(file.id)
     assert [file_id for file_id in seen if file_id in mine] == mine[::-1]
 
 
@@ -124,5 +125,7 @@ def test_unknown_parameters_are_ignored(client: openai.OpenAI, files: list[str])
 
 
 def of(mine: list[str], pages: Any) -> list[str]:
-    """Those of the listed ids that are ours; iterating over a page goes on with the pages after it."""
+    """Those of the listed ids that are ours; iterating over a page goes on with the pages after
+    it.
+    """
     return [item.id for item in pages if item.id in set(mine)]

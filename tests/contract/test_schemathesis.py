@@ -1,4 +1,6 @@
-"""Whatever a client sends, as far as our OpenAPI document lets a machine make it up: never a 500, and only what the document says."""
+"""Whatever a client sends, as far as our OpenAPI document lets a machine make it up: never a 500,
+and only what the document says.
+"""
 
 import json
 import os
@@ -15,7 +17,8 @@ from tests.support.batch_stack import AWAY, BatchStack
 from tests.support.control_plane import ROOT
 
 CHECKS = (
-    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,unsupported_method,"
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
+    "unsupported_method,"
     "use_after_free,ensure_resource_availability"
 )
 SEED = 20261121
@@ -35,18 +38,38 @@ def test_five_minutes_of_made_up_calls(stack: BatchStack, module_client: openai.
 
 
 def run(stack: BatchStack, client: openai.OpenAI, folder: Path, seed: int, *limit: str) -> int:
-    """All of schemathesis' phases; what it finds is printed with a curl command and the seed. How many calls it made up."""
+    """All of schemathesis' phases; what it finds is printed with a curl command and the seed.
+
+    How many calls it made up.
+    """
     program = Path(sys.executable).with_name("st")
     done = subprocess.run(
         [
-            str(program), "run", f"{stack.api_url}/openapi.json", *limit, "--seed", str(seed), "--checks", CHECKS, "--continue-on-failure",
-            "--request-timeout", "30", "--no-color", "--warnings", "off",
+            str(program),
+            "run",
+            f"{stack.api_url}/openapi.json",
+            *limit,
+            "--seed",
+            str(seed),
+            "--checks",
+            CHECKS,
+            "--continue-on-failure",
+            "--request-timeout",
+            "30",
+            "--no-color",
+            "--warnings",
+            "off",
         ],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "SCHEMATHESIS_HOOKS": str(HOOKS), "KNOWN_IDS": json.dumps(known(client))},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "SCHEMATHESIS_HOOKS": str(HOOKS),
+            "KNOWN_IDS": json.dumps(known(client)),
+        },
         capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     print(done.stdout)
     assert done.returncode == 0, f"--seed {seed}\n{done.stdout}{done.stderr}"
     assert client.models.list().data, "the server is as well as before"

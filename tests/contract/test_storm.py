@@ -1,4 +1,6 @@
-"""Many batches at once, cancelled and expiring at moments of chance, read while they run: each line ends once, and all views agree."""
+"""Many batches at once, cancelled and expiring at moments of chance, read while they run: each line
+ends once, and all views agree.
+"""
 
 import json
 import os
@@ -59,7 +61,9 @@ def one_batch(stack: BatchStack, chance: random.Random) -> list[str]:
 
 
 def follow(client: openai.OpenAI, batch: Batch, chance: random.Random) -> tuple[Batch, list[str]]:
-    """The batch at its end, and what could be read of its output until then; every other one is cancelled on the way."""
+    """The batch at its end, and what could be read of its output until then; every other one is
+    cancelled on the way.
+    """
     cancel_at = time.monotonic() + 2.5 * chance.random() if chance.random() < 0.5 else float("inf")
     early: list[str] = []
     while batch.status not in ENDED:

@@ -1,4 +1,6 @@
-"""`docker/compose.yaml` and what lies over it, as an engine reads them: merged, with `$$` and defaults of variables put in."""
+"""`docker/compose.yaml` and what lies over it, as an engine reads them: merged, with `$$` and
+defaults of variables put in.
+"""
 
 import re
 from typing import Any

@@ -1,8 +1,10 @@
-"""What an engine does for an image and for a container, by Linux' own means, for machines without one. Needs root.
+"""What an engine does for an image and for a container, by Linux' own means, for machines without
+one. Needs root.
 
-An image is a stack of overlay layers upon this machine's root, with a new virtual environment in place of the base image's Python. A
-container has namespaces of its own (mounts, network, processes, host name), a read-only root, its service's volumes, and no capability.
-All of it lies in a namespace that one process holds, and is gone with that process.
+An image is a stack of overlay layers upon this machine's root, with a new virtual environment in
+place of the base image's Python. A container has namespaces of its own (mounts, network, processes,
+host name), a read-only root, its service's volumes, and no capability. All of it lies in a
+namespace that one process holds, and is gone with that process.
 """
 
 import json
@@ -98,7 +100,10 @@ class Container:
         return self._process.wait(seconds)
 
     def stop(self, grace: float) -> int:
-        """SIGTERM, as an engine sends it; returns the exit code. Raises TimeoutExpired where an engine would have killed it."""
+        """SIGTERM, as an engine sends it; returns the exit code.
+
+        Raises TimeoutExpired where an engine would have killed it.
+        """
         os.kill(self.pid, signal.SIGTERM)
         return self.wait(grace)
 
@@ -122,7 +127,8 @@ class Engine:
         wait_until(lambda: Path(f"/proc/{self._pid}/comm").read_text() == "sleep\n", 60, "the engine's namespaces")
         self._inside(f"mount -t tmpfs tmpfs {self._folder}")
         self._inside(
-            f"ip link set lo up; ip link add name bridge0 type bridge; ip address add {NETWORK}.1/24 dev bridge0; ip link set bridge0 up",
+            f"ip link set lo up; ip link add name bridge0 type bridge; ip address add {NETWORK}.1/24 dev bridge0; ip"
+            " link set bridge0 up",
             "--net",
         )
         return self
@@ -146,7 +152,9 @@ class Engine:
         return path
 
     def build(self, target: str) -> Image:
-        """Carries out the instructions of a stage and of those below it, one by one, as they stand in the Dockerfile."""
+        """Carries out the instructions of a stage and of those below it, one by one, as they stand
+        in the Dockerfile.
+        """
         below = self._base()
         for stage in lineage(target):
             if stage.name not in self._images:
@@ -166,7 +174,9 @@ class Engine:
     def start(
         self, name: str, service: Service, image: Image, names: dict[str, Container], **variables: str
     ) -> Container:
-        """A container of a service of the composition, to which `names` are known; `variables` come on top of the service's."""
+        """A container of a service of the composition, to which `names` are known; `variables` come
+        on top of the service's.
+        """
         address = f"{NETWORK}.{len(self._containers) + 2}"
         given = {
             **image.variables,
@@ -199,7 +209,8 @@ class Engine:
         self._containers.append(container)
         link = f"link{len(self._containers)}"
         self._inside(
-            f"ip link add name {link} type veth peer name eth0 netns {container.pid}; ip link set {link} master bridge0 up",
+            f"ip link add name {link} type veth peer name eth0 netns {container.pid}; ip link set {link} master"
+            " bridge0 up",
             "--net",
         )
         container.begin()
@@ -220,7 +231,10 @@ class Engine:
         )
         commands = [
             f"mount -t overlay overlay -o lowerdir={':'.join(map(str, image.layers))}:/ {root}",
-            f"mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev; mount -t tmpfs -o mode=1777 tmpfs {root}/dev/shm",
+            (
+                f"mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev; mount -t tmpfs -o mode=1777 tmpfs"
+                f" {root}/dev/shm"
+            ),
             f"mount --bind {hosts} {root}/etc/hosts; mount -t tmpfs tmpfs {root}/run; mkdir {root}/run/secrets",
             *(f"cp {self.folder('secrets')}/{secret} {root}/run/secrets/" for secret in service["secrets"]),
             f"mount -o remount,ro {root}/run",
@@ -248,7 +262,8 @@ class Engine:
             above = " ".join(
                 {str(folder) for prefix in (sys.base_prefix, sys.prefix) for folder in Path(prefix).parents}
             )
-            made = f"{python} -m venv {_PYTHON} && chmod o+x {above}"  # for it may belong to root alone
+            # For it may belong to root alone
+            made = f"{python} -m venv {_PYTHON} && chmod o+x {above}"
             self._images[""] = self._build_stage("python", [("RUN", made)], Image([]))
         return self._images[""]
 
@@ -256,7 +271,8 @@ class Engine:
         layer, work, root = self.folder("layers", name), self.folder("work", name), self.folder("roots", name)
         lower = ":".join(map(str, [*below.layers, Path("/")]))
         self._inside(
-            f"mount -t overlay overlay -o lowerdir={lower},upperdir={layer},workdir={work} {root}; mount --rbind /dev {root}/dev"
+            f"mount -t overlay overlay -o lowerdir={lower},upperdir={layer},workdir={work} {root}; mount --rbind /dev"
+            f" {root}/dev"
         )
         self._inside(f"mount -t proc proc {root}/proc")
         image = Image([layer, *below.layers], below.entrypoint, environment(name), below.place)

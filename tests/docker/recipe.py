@@ -1,4 +1,6 @@
-"""`docker/Dockerfile`, read as far as ours goes: stages, and instructions of one line (after continuations)."""
+"""`docker/Dockerfile`, read as far as ours goes: stages, and instructions of one line (after
+continuations).
+"""
 
 import re
 import shlex

@@ -1,4 +1,6 @@
-"""The compose files: valid by the published schema, no right too many, and times that fit the processes."""
+"""The compose files: valid by the published schema, no right too many, and times that fit the
+processes.
+"""
 
 import shutil
 import subprocess
@@ -75,7 +77,8 @@ def test_nothing_is_published_but_the_api_and_that_to_this_host_alone() -> None:
 def test_every_process_has_the_time_to_stop_in_order() -> None:
     grace = {name: seconds(service["stop_grace_period"]) for name, service in SERVICES.items()}
     assert grace["api"] > api_main._STOP_SECONDS
-    assert grace["jobs"] > 2 * stack._STOP_SECONDS + 3 * child._LAST_WORDS_SECONDS  # RQ workers, then the ticker
+    # RQ workers, then the ticker
+    assert grace["jobs"] > 2 * stack._STOP_SECONDS + 3 * child._LAST_WORDS_SECONDS
     drains = WorkerSettings(redis_url="redis://redis").shutdown_timeout + 4 * replica.GOODBYE_SECONDS
     assert grace["worker"] > drains + 2 * replica.GOODBYE_SECONDS
 

@@ -1,4 +1,6 @@
-"""The images built and the composition run without an engine: overlays and namespaces in place of it (`namespaces.py`)."""
+"""The images built and the composition run without an engine: overlays and namespaces in place of
+it (`namespaces.py`).
+"""
 
 import json
 import secrets
@@ -55,7 +57,9 @@ def control(engine: Engine) -> Image:
 
 @pytest.fixture(scope="module")
 def worker(control: Image) -> Image:
-    """In place of `worker-cpu`, whose torch takes minutes to install: `control` with the packages that this test runs by."""
+    """In place of `worker-cpu`, whose torch takes minutes to install: `control` with the packages
+    that this test runs by.
+    """
     return Image(control.layers, control.entrypoint, {**control.variables, "PYTHONPATH": sysconfig.get_path("purelib")})
 
 

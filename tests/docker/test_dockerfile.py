@@ -1,4 +1,6 @@
-"""The Dockerfile without an engine: the linter, and that what it copies is there and is all that an installation needs."""
+"""The Dockerfile without an engine: the linter, and that what it copies is there and is all that an
+installation needs.
+"""
 
 import shutil
 import subprocess

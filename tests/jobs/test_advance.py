@@ -1,4 +1,6 @@
-"""A slice feeds what fits, drains what is finished, and may die anywhere without losing or doubling a line."""
+"""A slice feeds what fits, drains what is finished, and may die anywhere without losing or doubling
+a line.
+"""
 
 import json
 import logging
@@ -278,9 +280,14 @@ def test_a_slice_ends_when_the_batch_is_cancelled_under_it(
 @pytest.mark.parametrize("lost", ["everything", "the last second"])
 @pytest.mark.parametrize("point", ["feed", "ready_lengths", "drain", "settle"])
 def test_a_slice_ends_quietly_when_redis_forgets_the_batch_under_it(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    point: str, lost: str,
-) -> None:  # fmt: skip
+    redis_client: redis.Redis,
+    redis_url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    point: str,
+    lost: str,
+) -> None:
     batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 2000)).id
     early = redis_client.dump(keys.batch(batch))
     step(redis_client, batch)

@@ -1,4 +1,6 @@
-"""What the control plane does with batches: records moved by compare-and-set, lines fed, results drained, everything forgotten."""
+"""What the control plane does with batches: records moved by compare-and-set, lines fed, results
+drained, everything forgotten.
+"""
 
 import pytest
 import redis
@@ -18,10 +20,17 @@ class TestTransition:
         assert queue.transition("batch_a", ["validating"], "in_progress", {"total": 4})
         assert not queue.transition("batch_a", ["validating"], "failed")
         fields = queue.batch_fields("batch_a")
-        assert {name: fields[name] for name in ("state", "total", "endpoint", "generation", "completed", "failed", "cursor")} == {
-            "state": "in_progress", "total": "4", "endpoint": "/v1/completions", "generation": "0", "completed": "0", "failed": "0",
+        assert {
+            name: fields[name] for name in ("state", "total", "endpoint", "generation", "completed", "failed", "cursor")
+        } == {
+            "state": "in_progress",
+            "total": "4",
+            "endpoint": "/v1/completions",
+            "generation": "0",
+            "completed": "0",
+            "failed": "0",
             "cursor": "0",
-        }  # fmt: skip
+        }
         assert queue.batches() == ["batch_a"]
 
     def test_of_another_generation_changes_nothing(self, queue: Queue) -> None:

@@ -1,4 +1,6 @@
-"""The stream of a batch that somebody reads: what workers say about all of its requests, in one place."""
+"""The stream of a batch that somebody reads: what workers say about all of its requests, in one
+place.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,6 @@
-"""The client's view: a batch is made once, taken up where it stopped, refused where it would mix results, and always ends."""
+"""The client's view: a batch is made once, taken up where it stopped, refused where it would mix
+results, and always ends.
+"""
 
 import gzip
 import json

@@ -39,7 +39,9 @@ def tokens(*texts: bytes) -> list[PositionLogprobs]:
 
 
 def strictly(model, body):  # type: ignore[no-untyped-def]
-    """Validated as it would be after a trip over the wire: every required field there, of its type."""
+    """Validated as it would be after a trip over the wire: every required field there, of its
+    type.
+    """
     return model.model_validate_json(encode_json(body), strict=True)
 
 
@@ -147,7 +149,9 @@ def test_of_two_tokens_that_read_the_same_the_more_likely_one_is_given() -> None
 
 
 def test_a_long_answer_costs_few_objects() -> None:
-    """A text is made once for all positions that show it, and the garbage collector has nothing to look at."""
+    """A text is made once for all positions that show it, and the garbage collector has nothing to
+    look at.
+    """
     first, second = chat_logprobs([PositionLogprobs(A, [A, HALF]), PositionLogprobs(A, [HALF])])["content"]
     assert first.token is second.token is first.top_logprobs[0].token
     assert first.top_logprobs[1].bytes is second.top_logprobs[0].bytes

@@ -1,4 +1,6 @@
-"""The completion log: each success once, in an order that never changes, whatever is killed while it is written."""
+"""The completion log: each success once, in an order that never changes, whatever is killed while
+it is written.
+"""
 
 import json
 import random

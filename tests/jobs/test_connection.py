@@ -1,4 +1,6 @@
-"""Clients state their timeouts and never repeat a command by themselves; servers that cannot be used are named."""
+"""Clients state their timeouts and never repeat a command by themselves; servers that cannot be
+used are named.
+"""
 
 import asyncio
 

@@ -25,7 +25,9 @@ def begun(client: redis.Redis) -> Job:
 
 @pytest.mark.parametrize("gone", ["", "rq:execution:*", "rq:executions:*", "rq:job:*"])
 def test_nothing_is_left_of_a_job_that_is_forgotten(redis_client: redis.Redis, gone: str) -> None:
-    """What RQ notes of it goes away at different times, or is lost in part with Redis' last second."""
+    """What RQ notes of it goes away at different times, or is lost in part with Redis' last
+    second.
+    """
     begun(redis_client)
     (execution,) = executions(redis_client)
     for key in redis_client.scan_iter(gone) if gone else ():

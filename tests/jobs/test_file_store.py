@@ -1,4 +1,6 @@
-"""Files stand in the store whole or not at all, are listed in order, and go when their time has come."""
+"""Files stand in the store whole or not at all, are listed in order, and go when their time has
+come.
+"""
 
 import os
 import subprocess
@@ -47,9 +49,14 @@ def names(store: FileStore) -> list[str]:
 
 
 def listed(
-    store: FileStore, tenant: str = "", *, after: str | None = None, limit: int = 100, order: Literal["asc", "desc"] = "asc",
+    store: FileStore,
+    tenant: str = "",
+    *,
+    after: str | None = None,
+    limit: int = 100,
+    order: Literal["asc", "desc"] = "asc",
     purpose: str | None = None,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     return ids(store.list(tenant, after=after, limit=limit, order=order, purpose=purpose))
 
 
@@ -145,9 +152,19 @@ def test_a_full_disk_is_named_and_leaves_nothing(store: FileStore) -> None:
 
 
 def test_the_suffix_is_kept_for_batches_only(store: FileStore) -> None:
-    assert [batch_suffix(name) for name in ("a.jsonl", "A.JSONL.GZ", "a.jsonl.zst", "a.pq", "a.parquet", "a.json", "jsonl", "a.gz")] == [
-        ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".parquet", None, None, None,
-    ]  # fmt: skip
+    assert [
+        batch_suffix(name)
+        for name in ("a.jsonl", "A.JSONL.GZ", "a.jsonl.zst", "a.pq", "a.parquet", "a.json", "jsonl", "a.gz")
+    ] == [
+        ".jsonl",
+        ".jsonl.gz",
+        ".jsonl.zst",
+        ".parquet",
+        ".parquet",
+        None,
+        None,
+        None,
+    ]
     record = put(store, "notes.txt", "user_data")
     assert (record.suffix, record.expires_at) == ("", None)
     assert store.content_path(record).name == "content"
@@ -189,9 +206,17 @@ def test_a_result_is_listed_by_its_own_time_once_it_is_complete(store: FileStore
     result_id = new_id(FILE, time.time() - 1000)
     before = put(store)
     record = FileRecord(
-        id=result_id, bytes=3, created_at=before.created_at + 1, filename="batch_x_output.jsonl", purpose="batch_output", expires_at=None,
-        tenant="", suffix=".jsonl", batch_id=new_id(BATCH, 0), complete=False,
-    )  # fmt: skip
+        id=result_id,
+        bytes=3,
+        created_at=before.created_at + 1,
+        filename="batch_x_output.jsonl",
+        purpose="batch_output",
+        expires_at=None,
+        tenant="",
+        suffix=".jsonl",
+        batch_id=new_id(BATCH, 0),
+        complete=False,
+    )
     store.put(record)
     assert store.get("", result_id) == record
     assert listed(store) == [before.id]

@@ -1,4 +1,6 @@
-"""Result files: every line once, in input order, in OpenAI's shape or as typed columns; the same bytes however often they are written."""
+"""Result files: every line once, in input order, in OpenAI's shape or as typed columns; the same
+bytes however often they are written.
+"""
 
 import json
 import os

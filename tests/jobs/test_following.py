@@ -1,4 +1,6 @@
-"""Beginning to read a batch at any moment: nothing is missing and nothing comes twice, whatever workers do meanwhile."""
+"""Beginning to read a batch at any moment: nothing is missing and nothing comes twice, whatever
+workers do meanwhile.
+"""
 
 import random
 import threading
@@ -18,7 +20,8 @@ TOKENS = 40
 
 
 class Workers(threading.Thread):
-    """Gives every request `TOKENS` tokens, many at once and in a random order, some after having been handed back, and ends it.
+    """Gives every request `TOKENS` tokens, many at once and in a random order, some after having
+    been handed back, and ends it.
 
     At each fifth of its way it waits until one more reader has begun.
     """

@@ -108,5 +108,6 @@ PIECES = [b'"', b"\\", b"{", b"]", b"NaN", b"1e999"]
 LINES = [
     line(2),
     json.dumps({"custom_id": "é\n", "method": "POST", "url": CHAT, "body": message(content="🙂")}).encode(),
-    b'{"custom_id":"a","custom_id":"b","method":"POST","url":"/v1/completions","body":{"model":"m","model":"n","prompt":[1,2],"seed":1.5}}',
+    b'{"custom_id":"a","custom_id":"b","method":"POST","url":"/v1/completions",'
+    b'"body":{"model":"m","model":"n","prompt":[1,2],"seed":1.5}}',
 ]

@@ -1,4 +1,6 @@
-"""Batches whose end stands on disk, while Redis lost it or was never told: nothing that was published is taken back."""
+"""Batches whose end stands on disk, while Redis lost it or was never told: nothing that was
+published is taken back.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""A reply that is lost on its way: the call was carried out, its caller does not know it, and calls again. Nothing may come of that."""
+"""A reply that is lost on its way: the call was carried out, its caller does not know it, and calls
+again. Nothing may come of that.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -121,7 +123,9 @@ def test_whatever_the_control_plane_does(
     tmp_path: Path,
     lose: Callable[[LossyProxy, int, int], None],
 ) -> None:
-    """Each reply to it in turn, of whatever command, or where that takes long some of them: the batch comes out the same."""
+    """Each reply to it in turn, of whatever command, or where that takes long some of them: the
+    batch comes out the same.
+    """
     proxied_queue = control._process_queue
 
     def run(folder: Path, lost: int | None) -> int:
@@ -154,7 +158,9 @@ def test_whatever_the_control_plane_does(
 
 
 def queue_keys(client: redis.Redis, batch: str) -> list[str]:
-    """What is left that has to do with batches, but for the service they received, which is soon forgotten."""
+    """What is left that has to do with batches, but for the service they received, which is soon
+    forgotten.
+    """
     return sorted(
         name.decode() for name in client.scan_iter("*batch*") if b"rq:" not in name and b":served:" not in name
     )

@@ -1,4 +1,6 @@
-"""What takes the longer the more batches and files there are holds up nothing else, and one that is broken no other."""
+"""What takes the longer the more batches and files there are holds up nothing else, and one that is
+broken no other.
+"""
 
 import shutil
 import time
@@ -103,7 +105,7 @@ def test_while_one_batch_is_in_other_hands_only_that_one_is_tried_again(
         assert store_of(redis_client, tmp_path).list("", after=None, limit=9, order="asc", purpose=None) == listed
         tried: list[list[str]] = []
         real = ticker.rebuild_all
-        monkeypatch.setattr(ticker, "rebuild_all", lambda *arguments: tried.append(arguments[2]) or real(*arguments))  # type: ignore[func-returns-value]
+        monkeypatch.setattr(ticker, "rebuild_all", lambda *arguments: tried.append(arguments[2]) or real(*arguments))
         monkeypatch.setattr(FileStore, "_read", lambda *arguments: pytest.fail("a file's record is read again"))
         leader.tick()
         assert tried == [[records[1].id]]

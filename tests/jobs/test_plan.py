@@ -47,7 +47,9 @@ def test_a_sort_keeps_few_files(tmp_path: Path, count: int) -> None:
 
 
 def open_files(folder: Path) -> int:
-    """How many files of this folder the process has open; others come and go, with the connections of earlier tests for one."""
+    """How many files of this folder the process has open; others come and go, with the connections
+    of earlier tests for one.
+    """
     found = 0
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

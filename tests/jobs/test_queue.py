@@ -1,4 +1,6 @@
-"""Claims, leases, commits: each rule of the request path, and each script repeated as after a lost reply."""
+"""Claims, leases, commits: each rule of the request path, and each script repeated as after a lost
+reply.
+"""
 
 import itertools
 
@@ -18,7 +20,9 @@ LEASE = 30.0
 
 @pytest.fixture
 def ticking(redis_client: redis.Redis) -> Queue:
-    """A queue whose ticker has run for so long that no restart of the server holds it back from reaping."""
+    """A queue whose ticker has run for so long that no restart of the server holds it back from
+    reaping.
+    """
     queue = Queue(redis_client, QueueSettings(lease_seconds=LEASE, worker_deaths=3))
     queue.reap()
     pass_time(redis_client, LEASE)
@@ -60,7 +64,8 @@ class TestClaim:
         start_batch(queue, "batch_a", 3)
         fences = [claim.fence for claim in take(queue, "w1", 1)]
         assert fences == sorted(set(fences))
-        assert fences[0] > 1e15  # seeded from the time, so that an emptied server never gives an old one
+        # Seeded from the time, so that an emptied server never gives an old one
+        assert fences[0] > 1e15
 
     def test_the_same_number_gives_the_same_set(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 6)
@@ -144,7 +149,9 @@ class TestFairness:
 
     @pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")])
     def test_service_is_counted_in_tokens(self, queue: Queue, tenants: tuple[str, str]) -> None:
-        """Lines that cost nine times as much get a ninth of the turns, whether of another tenant or another batch of the same."""
+        """Lines that cost nine times as much get a ninth of the turns, whether of another tenant or
+        another batch of the same.
+        """
         costs = {"batch_short": 100, "batch_long": 900}
         for batch, tenant in zip(costs, tenants, strict=True):
             start_batch(queue, batch, 2000, tenant=tenant)
@@ -160,7 +167,9 @@ class TestFairness:
 
     @pytest.mark.parametrize("tenants", [("a", "b"), ("a", "a")])
     def test_a_list_that_runs_empty_wipes_out_no_service(self, queue: Queue, tenants: tuple[str, str]) -> None:
-        """One batch's lines come in portions that one claim takes whole, the other's never end: both get as many tokens."""
+        """One batch's lines come in portions that one claim takes whole, the other's never end:
+        both get as many tokens.
+        """
         costs = {"batch_portions": 2010, "batch_steady": 20}
         received, cursors = dict.fromkeys(costs, 0), dict.fromkeys(costs, 0)
         for batch, tenant in zip(costs, tenants, strict=True):

@@ -1,6 +1,8 @@
-"""The scripts against a plain model of what they should do, over random interleavings of workers, losses, suspicions and repeats.
+"""The scripts against a plain model of what they should do, over random interleavings of workers,
+losses, suspicions and repeats.
 
-Any script call may be repeated at once, as after a lost reply, or much later, as by a network that held it up: neither may change anything.
+Any script call may be repeated at once, as after a lost reply, or much later, as by a network that
+held it up: neither may change anything.
 """
 
 import random
@@ -90,7 +92,10 @@ class RepeatingScripts(Scripts):
 
 
 class QueueModel(RuleBasedStateMachine):
-    """Three workers, two batches and live calls. A worker remembers every claim it ever got, as a slow one would."""
+    """Three workers, two batches and live calls.
+
+    A worker remembers every claim it ever got, as a slow one would.
+    """
 
     client: redis.Redis  # set by the tests
 
@@ -102,7 +107,8 @@ class QueueModel(RuleBasedStateMachine):
         self.groups: list[list[RequestKey]] = []  # of suspects, the oldest first
         self.seqs = [0] * SLOTS
         self.lives = [0] * SLOTS
-        self.claims: list[list[Claim]] = [[] for _ in range(SLOTS)]  # every one a slot's workers got
+        # Every one a slot's workers got
+        self.claims: list[list[Claim]] = [[] for _ in range(SLOTS)]
         self.last: list[list[RequestKey]] = [[] for _ in range(SLOTS)]
         self.cancelled: set[str] = set()
         self.drained: dict[str, set[int]] = {batch: set() for batch in BATCHES}
@@ -203,7 +209,9 @@ class QueueModel(RuleBasedStateMachine):
         assert [claim.key for claim in claims] == still
 
     def pick(self, data: st.DataObject) -> tuple[str, list[Claim], list[RequestKey]]:
-        """A worker, all that it holds or some claims it once got, and which of those it does not hold any more."""
+        """A worker, all that it holds or some claims it once got, and which of those it does not
+        hold any more.
+        """
         slot = data.draw(st.sampled_from([slot for slot in range(SLOTS) if self.claims[slot]]))
         worker, claims = self.name(slot), self.claims[slot]
         chosen = [claim for claim in claims if self.holds(worker, claim)]
@@ -266,7 +274,8 @@ class QueueModel(RuleBasedStateMachine):
 
     def say_count(self, worker: str, generated: int, heard: bool = True) -> int:
         """What a worker says that it generated in its life."""
-        count = max(0, self.counts.get(worker, 0) + generated)  # a late one says less than was said before
+        # A late one says less than was said before
+        count = max(0, self.counts.get(worker, 0) + generated)
         if heard:
             self.counts[worker] = max(count, self.counts.get(worker, 0))
         return count
@@ -465,9 +474,13 @@ def chunk_of(choice: int, first: int, count: int) -> TokenChunk:
 def run(client: redis.Redis, examples: int, steps: int) -> None:
     machine = type("Machine", (QueueModel,), {"client": client})
     options = settings(
-        max_examples=examples, stateful_step_count=steps, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck),
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
         database=None,
-    )  # fmt: skip
+    )
     run_state_machine_as_test(seed(chosen_seed())(machine), settings=options)
 
 

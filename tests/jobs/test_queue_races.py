@@ -1,4 +1,6 @@
-"""Many workers at once, with every misfortune that the queue must stand: deaths, stalls, suspects, lost replies, a killed server."""
+"""Many workers at once, with every misfortune that the queue must stand: deaths, stalls, suspects,
+lost replies, a killed server.
+"""
 
 import os
 import random
@@ -34,7 +36,8 @@ class Race:
     def __init__(self, server: PrivateServer, proxy: LossyProxy, batches: list[str], seed: int) -> None:
         self.server, self.proxy, self.batches, self.seed = server, proxy, batches, seed
         self.over = threading.Event()
-        self.won: Counter[RequestKey] = Counter()  # commits that the queue accepted, by what their callers were told
+        # Commits that the queue accepted, by what their callers were told
+        self.won: Counter[RequestKey] = Counter()
         self.errors: list[BaseException] = []
         self.lock = threading.Lock()
 
@@ -87,7 +90,9 @@ class Race:
             self.proxy.lose(1)
 
     def work(self, dice: random.Random, number: int) -> None:
-        """One worker after another, each with a new name; some die with their requests in hand, some stall and commit too late."""
+        """One worker after another, each with a new name; some die with their requests in hand,
+        some stall and commit too late.
+        """
         queue = Queue(connect(self.proxy.url), SETTINGS)
         stalled: list[tuple[str, list[Claim]]] = []
         for life in range(1_000_000):
@@ -140,7 +145,8 @@ def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
     seed = chosen_seed()
     batches = ["batch_a", "batch_b"]
     with PrivateServer(folder / "r") as server, LossyProxy(server.url) as proxy:
-        keep_all_that_is_said(server)  # a commit that was accepted and is lost would be accepted again
+        # A commit that was accepted and is lost would be accepted again
+        keep_all_that_is_said(server)
         client = connect(server.url)
         queue = Queue(client, SETTINGS)
         for batch in batches:
@@ -149,7 +155,8 @@ def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
         contest = Race(server, proxy, batches, seed)
         contest.run(kills, deadline)
         print(
-            f"{2 * lines} requests, {proxy.lost} lost replies, {kills} killed servers, {time.monotonic() - started:.1f} s"
+            f"{2 * lines} requests, {proxy.lost} lost replies, {kills} killed servers,"
+            f" {time.monotonic() - started:.1f} s"
         )
         assert faults(client) == []
         assert [key for key, count in contest.won.items() if count > 1] == []

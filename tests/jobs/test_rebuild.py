@@ -1,4 +1,6 @@
-"""A Redis that came back empty gets its batches back from their manifests, and they end as if nothing had happened."""
+"""A Redis that came back empty gets its batches back from their manifests, and they end as if
+nothing had happened.
+"""
 
 import os
 import signal
@@ -90,7 +92,7 @@ def test_what_is_on_disk_is_not_done_again(redis_client: redis.Redis, redis_url:
     assert (record.state, record.total, record.completed + record.failed) == ("in_progress", 5000, 3000)
     assert record.usage.prompt_tokens == 7 * record.completed
     seen = []
-    record = run_to_end(redis_client, batch, lambda claim: seen.append(claim.key.line) or failing()(claim))  # type: ignore[func-returns-value]
+    record = run_to_end(redis_client, batch, lambda claim: seen.append(claim.key.line) or failing()(claim))
     assert len(seen) == 2000
     assert record.completed + record.failed == 5000
     assert Queue(redis_client).batch_fields(batch)["tenant"] == "t"
@@ -156,7 +158,9 @@ def test_jobs_of_the_lost_record_are_of_an_old_generation(
 
 
 def test_everything_killed_and_started_again(tmp_path: Path) -> None:
-    """The whole stack dies with its private server, twice; what is on disk is never done again, and every line ends once."""
+    """The whole stack dies with its private server, twice; what is on disk is never done again, and
+    every line ends once.
+    """
     source = write_input(tmp_path / "in.jsonl", 2000)
     output = tmp_path / "out.jsonl"
     spec = BatchSpec(

@@ -1,4 +1,6 @@
-"""The processes that run the jobs: quick, quiet when idle, clean on SIGTERM, gone with their parent, and not stopped by an outage."""
+"""The processes that run the jobs: quick, quiet when idle, clean on SIGTERM, gone with their
+parent, and not stopped by an outage.
+"""
 
 import logging
 import os
@@ -34,7 +36,9 @@ def spec_of(source: Path) -> BatchSpec:
 
 
 def test_a_small_batch_runs_through_without_waiting(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    """Whoever waits for a tick, or for RQ to look, waits each time, and so one of many that did not is enough."""
+    """Whoever waits for a tick, or for RQ to look, waits each time, and so one of many that did not
+    is enough.
+    """
     seconds: list[float] = []
     with control_plane(redis_url) as plane, Answering(redis_url):
         for turn in range(30):

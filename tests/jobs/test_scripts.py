@@ -1,4 +1,6 @@
-"""Calling scripts: loading, repeating after lost replies, and what is said when Redis cannot answer."""
+"""Calling scripts: loading, repeating after lost replies, and what is said when Redis cannot
+answer.
+"""
 
 import threading
 import time

@@ -43,7 +43,9 @@ def test_a_long_path_gets_a_short_socket(tmp_path: Path) -> None:
 
 
 def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
-    """Waiting, running and finished requests, checkpoints, counts and fences stand as they stood."""
+    """Waiting, running and finished requests, checkpoints, counts and fences stand as they
+    stood.
+    """
     with PrivateServer(tmp_path / "redis") as server:
         keep_all_that_is_said(server)
         queue = Queue(connect(server.url))
@@ -61,7 +63,8 @@ def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
         assert [line for line, _ in queue.results("batch_a")] == list(range(10))
         assert faults(client) == []
         assert queue.reap() == 0
-        assert queue.claim("w1", 1, 20, models=[MODEL]) == claims[10:]  # the same number gives the same requests
+        # The same number gives the same requests
+        assert queue.claim("w1", 1, 20, models=[MODEL]) == claims[10:]
         assert queue.renew("w1", held(claims[10:])) == []
         assert queue.hand_back("w1", held(claims[10:])) == []
         again = queue.claim("w2", 1, 40, models=[MODEL])

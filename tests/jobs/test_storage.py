@@ -130,7 +130,10 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 
 
 def test_a_kill_leaves_a_file_that_sweep_removes(tmp_path: Path) -> None:
-    script = f"from jobs.storage import *; w = AtomicWriter({str(tmp_path / 'a')!r}); w.write(b'x' * 10**6); import os; os.kill(os.getpid(), 9)"
+    script = (
+        f"from jobs.storage import *; w = AtomicWriter({str(tmp_path / 'a')!r}); w.write(b'x' * 10**6); import os;"
+        " os.kill(os.getpid(), 9)"
+    )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
     assert list_names(str(tmp_path)) != []
     sweep(str(tmp_path))
@@ -138,7 +141,10 @@ def test_a_kill_leaves_a_file_that_sweep_removes(tmp_path: Path) -> None:
 
 
 def test_the_kernel_lets_go_of_a_dead_holder_s_folder(tmp_path: Path) -> None:
-    script = f"import time\nfrom jobs.storage import exclusive\nwith exclusive({str(tmp_path)!r}, 0): print('held', flush=True); time.sleep(600)"
+    script = (
+        f"import time\nfrom jobs.storage import exclusive\nwith exclusive({str(tmp_path)!r}, 0): print('held',"
+        " flush=True); time.sleep(600)"
+    )
     holder = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"

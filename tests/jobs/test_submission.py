@@ -1,4 +1,6 @@
-"""Batches of the API: made out of uploaded files, wholly or not at all, within limits, and checked as OpenAI checks them."""
+"""Batches of the API: made out of uploaded files, wholly or not at all, within limits, and checked
+as OpenAI checks them.
+"""
 
 import errno
 import gzip
@@ -111,7 +113,9 @@ def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, redis_url: str, 
 def test_a_redis_that_fills_up_while_a_batch_is_made(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    """Before its record none is made and nothing is left behind; after it the ticker does the rest."""
+    """Before its record none is made and nothing is left behind; after it the ticker does the
+    rest.
+    """
     serve(redis_client, redis_url, "m")
     store = store_of(redis_client, tmp_path)
     new = NewBatch(input_file_id=put(store, lines_of(3)), endpoint=CHAT, completion_window="24h", seconds=60.0)
@@ -366,7 +370,8 @@ def test_tokens_that_may_be_queued(redis_client: redis.Redis, redis_url: str, tm
         == "in_progress"
     )
     run_to_end(redis_client, first.id)
-    Queue(redis_client).open_batch("t", first.id, None)  # it has ended, and is still counted for a moment
+    # It has ended, and is still counted for a moment
+    Queue(redis_client).open_batch("t", first.id, None)
     third = submit(redis_client, redis_url, tmp_path, data, tenant="t", queued_tokens=most)
     assert step(redis_client, third.id).state == "in_progress"
 
@@ -468,7 +473,8 @@ def test_listings_show_a_tenant_its_own_newest_first(redis_client: redis.Redis, 
     while True:
         page = list_batches(queue, "t", after, 3)
         seen += [found.id for found in page.items]
-        submit(redis_client, redis_url, tmp_path, lines_of(1), tenant="t")  # what comes meanwhile moves nothing
+        # What comes meanwhile moves nothing
+        submit(redis_client, redis_url, tmp_path, lines_of(1), tenant="t")
         if not page.has_more:
             break
         after = seen[-1]

@@ -1,4 +1,6 @@
-"""How batches of the API end: killed, cancelled, expired, rebuilt; every line in one of two files, and nothing left behind."""
+"""How batches of the API end: killed, cancelled, expired, rebuilt; every line in one of two files,
+and nothing left behind.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Batches of the API under a control plane that is killed again and again, while they are cancelled, expire and are read."""
+"""Batches of the API under a control plane that is killed again and again, while they are
+cancelled, expire and are read.
+"""
 
 import json
 import random

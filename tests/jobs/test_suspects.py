@@ -1,4 +1,6 @@
-"""Requests that an engine core may have died of: tried in groups, then alone, beside nothing else, and condemned only then."""
+"""Requests that an engine core may have died of: tried in groups, then alone, beside nothing else,
+and condemned only then.
+"""
 
 import pytest
 import redis
@@ -48,7 +50,9 @@ def wait_in_vain(client: redis.Redis, model: str = MODEL) -> None:
 
 
 def test_one_poison_among_256_is_found_and_all_others_get_through(queue: Queue) -> None:
-    """As workers do it: a core dies of line 77 whenever that runs, and what ran with it goes on trial."""
+    """As workers do it: a core dies of line 77 whenever that runs, and what ran with it goes on
+    trial.
+    """
     start_batch(queue, "batch_a", 256)
     deaths, seq, worker = 0, 0, "w0"
     while claims := take(queue, worker, (seq := seq + 1)):
@@ -133,7 +137,8 @@ class TestSuspect:
         fields = queue.batch_fields("batch_a")
         assert (fields["completed"], fields["failed"], fields["body_bytes"]) == ("0", "1", "0")
         told = queue.control_messages(keys.JOBS_CONTROL, "0-0", 0)
-        assert [message.batch for message in told] == ["batch_a", "batch_a"]  # its list ran empty, and it ended
+        # Its list ran empty, and it ended
+        assert [message.batch for message in told] == ["batch_a", "batch_a"]
 
     def test_hands_the_checkpoint_along(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1)

@@ -1,4 +1,6 @@
-"""The ticker keeps batches going whatever is killed: leases end, dead jobs run again, windows close, a lost Redis comes back."""
+"""The ticker keeps batches going whatever is killed: leases end, dead jobs run again, windows
+close, a lost Redis comes back.
+"""
 
 import contextlib
 import random
@@ -200,14 +202,16 @@ def test_a_slice_that_does_not_end_is_asked_for_less_and_less(
         pauses
     )
     redis_client.delete(f"rq:job:advance-{record.id}-1")
-    wait_until(lambda: leader.listen(0.1) or is_waiting(redis_client, "advance", record.id, 1), 60, "the next slice")  # type: ignore[func-returns-value]
+    wait_until(lambda: leader.listen(0.1) or is_waiting(redis_client, "advance", record.id, 1), 60, "the next slice")
 
 
 @pytest.mark.parametrize("name", [pytest.param("bulk", marks=pytest.mark.proof), "advance"])
 def test_a_killed_process_costs_seconds_and_nothing_else(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, name: str
 ) -> None:
-    """SIGKILL in the middle of a job, which RQ would notice after minutes: the job reads its input so slowly that it is not through yet."""
+    """SIGKILL in the middle of a job, which RQ would notice after minutes: the job reads its input
+    so slowly that it is not through yet.
+    """
     source = write_input(tmp_path / "in.jsonl", 5000)
     plane, slow = ControlPlane(redis_url), ControlPlane(redis_url, environment=slow_reading(source, 0.02))
     plane.start(*(one for one in NAMES if one != name))
@@ -289,7 +293,9 @@ def test_files_are_indexed_again_and_removed_in_time(redis_client: redis.Redis, 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_kill_rounds(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    """Twenty batches, each with processes of the control plane killed at random moments: every line exactly once, every answer right."""
+    """Twenty batches, each with processes of the control plane killed at random moments: every line
+    exactly once, every answer right.
+    """
     rng = random.Random(SEED)
     print("seed", SEED)
     with control_plane(redis_url) as plane, Answering(redis_url, failing(7), limit=64, pause=0.002):
@@ -319,7 +325,9 @@ def test_kill_rounds(redis_client: redis.Redis, redis_url: str, tmp_path: Path) 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_many_small_batches_beside_a_large_one(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    """A hundred batches of ten lines each end long before one of 100,000 lines that came first, which takes a minute until then."""
+    """A hundred batches of ten lines each end long before one of 100,000 lines that came first,
+    which takes a minute until then.
+    """
     large = write_input(tmp_path / "large" / "in.jsonl", 100_000)
     with control_plane(redis_url), Answering(redis_url, limit=64, pause=0.04) as worker:
         first = create_batch(redis_client, spec_of(large)).id

@@ -1,4 +1,6 @@
-"""How many tokens were generated and delivered: each counts once, whatever is repeated, and a worker's outlive it."""
+"""How many tokens were generated and delivered: each counts once, whatever is repeated, and a
+worker's outlive it.
+"""
 
 import pytest
 import redis
@@ -17,7 +19,8 @@ def claim(queue: Queue, worker: str, lines: int = 10) -> list[Claim]:
 
 class TestGenerated:
     def test_counts_what_is_new_in_a_workers_own_count(self, queue: Queue) -> None:
-        for count, total in ((0, 0), (10, 10), (10, 10), (25, 25), (20, 25), (30, 30)):  # 20: it arrives late
+        # 20: it arrives late
+        for count, total in ((0, 0), (10, 10), (10, 10), (25, 25), (20, 25), (30, 30)):
             queue.renew("w1", [], count)
             assert queue.token_totals().generated == total
         queue.renew("w2", [], 7)
@@ -33,7 +36,9 @@ class TestGenerated:
         assert 0 < redis_client.ttl(keys.counted("w1")) <= 86400
 
     def test_what_goes_out_is_counted_with_it(self, queue: Queue) -> None:
-        """A worker that is killed has counted all that it published or delivered, between two renewals too."""
+        """A worker that is killed has counted all that it published or delivered, between two
+        renewals too.
+        """
         start_batch(queue, "batch_a", 2)
         first, second = claim(queue, "w1")
         queue.renew("w1", held([first, second]), 1)

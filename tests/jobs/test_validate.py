@@ -1,4 +1,6 @@
-"""Validation names every bad line with its number, in bounded memory, or makes a plan of them all."""
+"""Validation names every bad line with its number, in bounded memory, or makes a plan of them
+all.
+"""
 
 import json
 import random
@@ -140,7 +142,9 @@ def judge(claim: Claim) -> Result:
 def test_odd_lines_go_all_the_way_and_stop_nobody(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, output: str, default_model: str | None
 ) -> None:
-    """What validation lets pass, every later stage reads; a bad value in a body costs that line alone."""
+    """What validation lets pass, every later stage reads; a bad value in a body costs that line
+    alone.
+    """
     model = None if default_model else "m"
     ids = ["plain", "\x00\u2028 \U0001f600 e\u0301", '"\\"', "\ufffe\uffff", "ﬀ\t/"]
     good = [chat_line(custom_id, "yes", model) for custom_id in ids]
@@ -232,7 +236,9 @@ def test_a_second_run_of_the_job_changes_nothing(redis_client: redis.Redis, redi
 
 @pytest.mark.proof
 def test_memory_does_not_follow_the_file(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    """300,000 lines of 1 KB in a process of its own: less than 60 MB more at the peak than its imports take."""
+    """300,000 lines of 1 KB in a process of its own: less than 60 MB more at the peak than its
+    imports take.
+    """
     source = write_input(tmp_path / "in.jsonl", 300_000, user="x" * 900)
     record = begin(redis_client, redis_url, source)
     script = (

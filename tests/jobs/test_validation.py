@@ -1,4 +1,6 @@
-"""Every bad value gets the code, the parameter and a message that names it; nothing that comes from outside crashes the validator."""
+"""Every bad value gets the code, the parameter and a message that names it; nothing that comes from
+outside crashes the validator.
+"""
 
 import json
 from typing import Any
@@ -58,13 +60,42 @@ class TestGoodCalls:
         assert parse_call(COMPLETIONS, completion(prompt=prompt)).prompts == prompts
 
     def test_everything(self) -> None:
-        call = parse_call(CHAT, chat(
-            max_tokens=9, max_completion_tokens=5, temperature=0, top_p=0.5, top_k=-1, seed=-(2**63), stop="x", stop_token_ids=[1],
-            ignore_eos=True, stream=True, stream_options={"include_usage": True}, n=2, logprobs=True, top_logprobs=3, min_tokens=5,
-            min_p=0.25, presence_penalty=-2, frequency_penalty=2, repetition_penalty=1.5, logit_bias={"5": -100, "7": 1.5},
-            bad_words=["fox"], skip_special_tokens=False, priority=-7, truncate_prompt_tokens=-1, response_format={"type": "text"},
-            unheard_of={"a": 1}, user="me", tools=[], tool_choice="auto", modalities=["text"], length_penalty=1.0,
-        ))  # fmt: skip
+        call = parse_call(
+            CHAT,
+            chat(
+                max_tokens=9,
+                max_completion_tokens=5,
+                temperature=0,
+                top_p=0.5,
+                top_k=-1,
+                seed=-(2**63),
+                stop="x",
+                stop_token_ids=[1],
+                ignore_eos=True,
+                stream=True,
+                stream_options={"include_usage": True},
+                n=2,
+                logprobs=True,
+                top_logprobs=3,
+                min_tokens=5,
+                min_p=0.25,
+                presence_penalty=-2,
+                frequency_penalty=2,
+                repetition_penalty=1.5,
+                logit_bias={"5": -100, "7": 1.5},
+                bad_words=["fox"],
+                skip_special_tokens=False,
+                priority=-7,
+                truncate_prompt_tokens=-1,
+                response_format={"type": "text"},
+                unheard_of={"a": 1},
+                user="me",
+                tools=[],
+                tool_choice="auto",
+                modalities=["text"],
+                length_penalty=1.0,
+            ),
+        )
         assert (call.n, call.best_of, call.sequences, call.logprobs, call.prompt_logprobs, call.echo) == (
             2,
             2,
@@ -101,20 +132,52 @@ class TestGoodCalls:
         assert parse_call(COMPLETIONS, completion(prompt=["x"] * prompts, n=answers)).sequences <= 512
 
     def test_null_is_the_default(self) -> None:
-        names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options",
-                 "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "min_p", "presence_penalty", "frequency_penalty",
-                 "repetition_penalty", "logit_bias", "min_tokens", "bad_words", "skip_special_tokens", "priority", "truncate_prompt_tokens",
-                 "tools", "response_format", "chat_template")  # fmt: skip
+        names = (
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "seed",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "stream",
+            "stream_options",
+            "n",
+            "best_of",
+            "logprobs",
+            "top_logprobs",
+            "prompt_logprobs",
+            "echo",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "min_tokens",
+            "bad_words",
+            "skip_special_tokens",
+            "priority",
+            "truncate_prompt_tokens",
+            "tools",
+            "response_format",
+            "chat_template",
+        )
         assert parse_call(CHAT, chat(**dict.fromkeys(names))) == parse_call(CHAT, chat())
 
     def test_parts_of_text_are_joined_and_tool_messages_kept(self) -> None:
         calls = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-        call = parse_call(CHAT, chat(messages=[
-            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-            {"role": "assistant", "content": None, "tool_calls": calls},
-            {"role": "tool", "content": "7", "tool_call_id": "c1"},
-            {"role": "user", "content": "", "name": "ann", "unknown": 1},
-        ]))  # fmt: skip
+        call = parse_call(
+            CHAT,
+            chat(
+                messages=[
+                    {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                    {"role": "assistant", "content": None, "tool_calls": calls},
+                    {"role": "tool", "content": "7", "tool_call_id": "c1"},
+                    {"role": "user", "content": "", "name": "ann", "unknown": 1},
+                ]
+            ),
+        )
         assert call.messages == [
             {"role": "developer", "content": "a\nb"},
             {"role": "assistant", "content": "", "tool_calls": calls},
@@ -153,19 +216,50 @@ def test_hostile_calls_that_are_good(name: str) -> None:
 @given(
     endpoint=st.sampled_from([CHAT, COMPLETIONS]),
     body=st.dictionaries(
-        st.sampled_from([
-            "model", "messages", "prompt", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "ignore_eos",
-            "stream", "stream_options", "n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs", "logit_bias", "tools",
-            "response_format", "min_p", "min_tokens", "bad_words", "echo", "truncate_prompt_tokens", "priority", "chat_template",
-        ]),
+        st.sampled_from(
+            [
+                "model",
+                "messages",
+                "prompt",
+                "max_tokens",
+                "temperature",
+                "top_p",
+                "top_k",
+                "seed",
+                "stop",
+                "stop_token_ids",
+                "ignore_eos",
+                "stream",
+                "stream_options",
+                "n",
+                "best_of",
+                "logprobs",
+                "top_logprobs",
+                "prompt_logprobs",
+                "logit_bias",
+                "tools",
+                "response_format",
+                "min_p",
+                "min_tokens",
+                "bad_words",
+                "echo",
+                "truncate_prompt_tokens",
+                "priority",
+                "chat_template",
+            ]
+        ),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
-            lambda inner: st.lists(inner, max_size=3)
-            | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "include_usage"]), inner, max_size=3),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(["role", "content", "type", "text", "include_usage"]), inner, max_size=3
+                )
+            ),
             max_leaves=6,
         ),
     ),
-)  # fmt: skip
+)
 def test_whatever_comes_is_a_call_or_an_error(endpoint: str, body: dict[str, Any]) -> None:
     try:
         parse_call(endpoint, {"model": "m", "messages": MESSAGES, "prompt": "x", **body})

@@ -1,4 +1,6 @@
-"""What a person gets wrong: one sentence on stderr, no traceback, the right exit code, and before any model is loaded."""
+"""What a person gets wrong: one sentence on stderr, no traceback, the right exit code, and before
+any model is loaded.
+"""
 
 import json
 import socket

@@ -1,4 +1,6 @@
-"""Bad requests get their error, hostile ones their answer, and neither harms those beside them: through run-batch and over HTTP."""
+"""Bad requests get their error, hostile ones their answer, and neither harms those beside them:
+through run-batch and over HTTP.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def test_a_chat_template_that_fails_or_loops_ends_one_request(tmp_path: Path) ->
         {%- if said == "undefined" %}{{ messages[7].content.nothing }}{% endif -%}
         {%- if said == "escape" %}{{ said.__class__.__mro__ }}{% endif -%}
         {%- if said == "long" %}{{ "word " * 2000000 }}{% endif -%}
-        {%- if said == "loop" %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif -%}
+        {%- if said == "loop" -%}
+          {% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+        {%- endif -%}
         {{- said -}}
     """)
     told = {

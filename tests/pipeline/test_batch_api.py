@@ -1,4 +1,6 @@
-"""The Batch API end to end: the official client, HTTP, `pipeline serve` and the demo model, whose right answers are known."""
+"""The Batch API end to end: the official client, HTTP, `pipeline serve` and the demo model, whose
+right answers are known.
+"""
 
 import json
 import re
@@ -33,7 +35,10 @@ HOLD = Poison("long", "hold", start=100)
 
 
 class Served(NamedTuple):
-    """A running `pipeline serve` whose model is ready. While the file `hold` is there long answers come to no end, see `HOLD`."""
+    """A running `pipeline serve` whose model is ready.
+
+    While the file `hold` is there long answers come to no end, see `HOLD`.
+    """
 
     command: RunningCommand
     url: str
@@ -198,7 +203,8 @@ def test_a_cancel_takes_the_work_out_of_the_engine_at_once(
         with connect(served.redis_url) as client_of_redis:
             assert client_of_redis.hlen(keys.LEASE) == 0
     wait_for_rest([core], 0.05, 0.5)
-    # Its own time, for others may hold up whoever would look at a clock, and the front may be held up too; all of the lines take far more.
+    # Its own time, for others may hold up whoever would look at a clock, and the front may be held
+    # up too; all of the lines take far more.
     assert cpu_seconds(core) - before < 3
     batch = wait(client, batch)
     assert client.batches.cancel(batch.id).status == batch.status == "cancelled"
@@ -250,19 +256,29 @@ def test_a_batch_that_is_not_done_in_time_expires(served: Served, client: openai
 def test_a_file_with_bad_lines_fails_with_an_error_for_each(client: openai.OpenAI, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     bad = [
-        line("a", 4), "{\n", line("a", 4), line("b", 4, stream=True), line("c", 4, model="other"), line("d", 4).replace(CHAT, "/v1/x"),
-        line("e", 4).replace('"method": "POST", ', ""), line("f", 4, messages=None),
-    ]  # fmt: skip
+        line("a", 4),
+        "{\n",
+        line("a", 4),
+        line("b", 4, stream=True),
+        line("c", 4, model="other"),
+        line("d", 4).replace(CHAT, "/v1/x"),
+        line("e", 4).replace('"method": "POST", ', ""),
+        line("f", 4, messages=None),
+    ]
     source.write_text("".join(bad))
     batch = wait(client, submit(client, source))
     assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
     assert batch.errors is not None
     found = [(error.line, error.code, error.param) for error in batch.errors.data or []]
     assert found == [
-        (2, "invalid_json_line", None), (3, "duplicate_custom_id", "custom_id"), (4, "streaming_unsupported", "body.stream"),
-        (5, "model_not_found", "body.model"), (6, "invalid_url", "url"), (7, "missing_required_parameter", "method"),
+        (2, "invalid_json_line", None),
+        (3, "duplicate_custom_id", "custom_id"),
+        (4, "streaming_unsupported", "body.stream"),
+        (5, "model_not_found", "body.model"),
+        (6, "invalid_url", "url"),
+        (7, "missing_required_parameter", "method"),
         (8, "invalid_request", "body.messages"),
-    ]  # fmt: skip
+    ]
     assert batch.request_counts is not None
     assert batch.request_counts.total == 0
 
@@ -288,7 +304,7 @@ class Following(threading.Thread):
             last_id = next((event.id for event in reversed(self.events) if event.id is not None), None)
             with suppress(httpx.HTTPError, AssertionError), EventReader(self._url, last_id) as reader:
                 self._reader = reader
-                wait_until(lambda reader=reader: reader.ended or reader.is_cut, 200, "the stream to end")  # type: ignore[misc]
+                wait_until(lambda reader=reader: reader.ended or reader.is_cut, 200, "the stream to end")
                 self.cuts += not reader.ended
                 self.events += reader.events
             time.sleep(0.05)  # where nobody listens it would try again at once
@@ -296,7 +312,10 @@ class Following(threading.Thread):
 
 @pytest.mark.proof
 def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_path: Path) -> None:
-    """The API comes back under the same address. Killed where lines are left it cuts the stream; near the batch's end that may be over."""
+    """The API comes back under the same address.
+
+    Killed where lines are left it cuts the stream; near the batch's end that may be over.
+    """
     flags = ["--file-store", tmp_path / "store", "--lease-seconds", 2, "--max-num-seqs", 8, "--stream-interval", 0.2]
     source = examples(tmp_path / "in.jsonl", 300)
     with (
@@ -325,10 +344,11 @@ def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_pa
             ]
             sure_cuts = 0
             for number, part in enumerate(parts):
-                wait_until(lambda number=number: done_lines(client, batch) >= 35 * number, 120, "some more lines")  # type: ignore[misc]
+                wait_until(lambda number=number: done_lines(client, batch) >= 35 * number, 120, "some more lines")
                 wait_until(lambda: following.is_connected, 60, "the stream to be read")
                 with standing_still(command):
-                    lines_left = done_lines(client, batch) < 200  # more than those that the core may have ended unseen
+                    # More than those that the core may have ended unseen
+                    lines_left = done_lines(client, batch) < 200
                     sure_cuts += lines_left and part == "pipeline api"
                     send_all(
                         [pid for pid in descendants(command.process.pid) if part in command_line(pid)], signal.SIGKILL

@@ -1,4 +1,6 @@
-"""`pipeline batches` against a real stack: HTTP, control plane, and a worker that answers what was said."""
+"""`pipeline batches` against a real stack: HTTP, control plane, and a worker that answers what was
+said.
+"""
 
 import gzip
 import json
@@ -38,7 +40,9 @@ PIECES = ["one ", "two\nthree ", "four\n", "fi\u2028ve"]
 
 
 class Stack:
-    """Where the API is, the gate through which each answer of the model "slow" goes, and the worker of "talk", which gives `PIECES`."""
+    """Where the API is, the gate through which each answer of the model "slow" goes, and the worker
+    of "talk", which gives `PIECES`.
+    """
 
     def __init__(self, url: str, talker: ScriptedWorker) -> None:
         self.url = f"{url}/v1"

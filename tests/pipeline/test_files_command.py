@@ -1,4 +1,6 @@
-"""`pipeline files` against a real API: what is sent, shown and fetched, and what a person reads when it fails."""
+"""`pipeline files` against a real API: what is sent, shown and fetched, and what a person reads
+when it fails.
+"""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""Bodies that nobody thought of: each is answered or refused, and never breaks anything, over HTTP and in a file.
+"""Bodies that nobody thought of: each is answered or refused, and never breaks anything, over HTTP
+and in a file.
 
 What is answered whole is answered with the same tokens as a stream and from a file.
 """
@@ -24,7 +25,9 @@ from tests.support.waiting import wait_until
 CALLS = 300
 FLAGS = ("--served-model-name", MODEL, "--dtype", "float32")
 ALIKE = (
-    0.99  # share of answers that must agree: arithmetic in another order may tip a token that is as likely as the next
+    # Share of answers that must agree: arithmetic in another order may tip a token that is as
+    # likely as the next
+    0.99
 )
 
 pytestmark = pytest.mark.proof

@@ -1,4 +1,6 @@
-"""The private Redis of a command is there again soon after it was killed, with what it held, for whoever waits for it."""
+"""The private Redis of a command is there again soon after it was killed, with what it held, for
+whoever waits for it.
+"""
 
 import os
 import signal

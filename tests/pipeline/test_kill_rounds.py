@@ -1,4 +1,6 @@
-"""`kill -9` of any process of a run-batch at random moments: every custom_id exactly once, every answer right."""
+"""`kill -9` of any process of a run-batch at random moments: every custom_id exactly once, every
+answer right.
+"""
 
 import contextlib
 import os
@@ -28,7 +30,9 @@ TARGETS = {
 
 
 def round_of(number: int) -> list[str]:
-    """What is killed in a round: the three that the promise names take turns, and in every fourth round it is anything."""
+    """What is killed in a round: the three that the promise names take turns, and in every fourth
+    round it is anything.
+    """
     return [["core"], ["worker"], ["run-batch"], ["core", "worker", "run-batch", "control plane", "ticker", "redis"]][
         number % 4
     ]
@@ -80,7 +84,8 @@ def _kill(run: RunningCommand, target: str) -> int:
         return 1
     for pid in descendants(run.process.pid):
         if TARGETS[target] in command_line(pid):
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now, by itself or with its parent
+            # It has ended just now, by itself or with its parent
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 return 1
     return 0

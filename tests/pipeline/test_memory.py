@@ -1,4 +1,6 @@
-"""The memory of a worker: its weights once, its KV cache, and no more than 400 MB beside them, in both of its processes together."""
+"""The memory of a worker: its weights once, its KV cache, and no more than 400 MB beside them, in
+both of its processes together.
+"""
 
 from pathlib import Path
 

@@ -44,7 +44,8 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     path = tmp_path / f"config.{request.param}"
     assign = " = " if request.param == "toml" else ": "
     path.write_text(
-        f"max-num-seqs{assign}3\nmax_model_len{assign}100\nserved-model-name{assign}['a', 'b']\ndtype{assign}'float16'\n"
+        f"max-num-seqs{assign}3\nmax_model_len{assign}100\nserved-model-name{assign}['a',"
+        f" 'b']\ndtype{assign}'float16'\n"
     )
     return path
 

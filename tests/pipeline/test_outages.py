@@ -1,7 +1,9 @@
-"""Redis, the network and the clocks break one by one under a whole fleet at work: no process ends, nothing is lost, nothing runs twice.
+"""Redis, the network and the clocks break one by one under a whole fleet at work: no process ends,
+nothing is lost, nothing runs twice.
 
-Each test looks at the answers of a batch and of a live call that run meanwhile, and counts how often requests were claimed: the fence
-moves by one for each claim, so it also tells of those that were made in vain.
+Each test looks at the answers of a batch and of a live call that run meanwhile, and counts how
+often requests were claimed: the fence moves by one for each claim, so it also tells of those that
+were made in vain.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ from tests.support.processes import cpu_seconds, descendants, send_all
 
 LINES = 8
 TOKENS = 250
-LEASE_SECONDS = 7.0  # a busy machine may hold a worker up for most of it, and then nothing must have run out
+# A busy machine may hold a worker up for most of it, and then nothing must have run out
+LEASE_SECONDS = 7.0
 LONGER_THAN_A_LEASE = 1.3 * LEASE_SECONDS
 END_SECONDS = 90
 
@@ -46,7 +49,10 @@ def undisturbed(whole: Fleet) -> list[str]:
 
 @pytest.fixture
 def fleet(whole: Fleet, undisturbed: list[str]) -> Iterator[Fleet]:
-    """All at work before, and all still there after the test, none of them restarted. A test that failed half-way harms no other."""
+    """All at work before, and all still there after the test, none of them restarted.
+
+    A test that failed half-way harms no other.
+    """
     whole.wait_ready()
     exits = {name: list(codes) for name, codes in whole.exits.items()}
     logged = {name: len(member.log) for name, member in whole.members.items()}
@@ -60,7 +66,9 @@ def fleet(whole: Fleet, undisturbed: list[str]) -> Iterator[Fleet]:
 
 
 def repair(fleet: Fleet) -> None:
-    """Undoes what a test has left broken or running that failed half-way; changes nothing after the others."""
+    """Undoes what a test has left broken or running that failed half-way; changes nothing after the
+    others.
+    """
     fleet.redis.repair()
     fleet.client.replicaof("NO", "ONE")
     fleet.client.config_set("maxmemory", 0)
@@ -75,9 +83,11 @@ def repair(fleet: Fleet) -> None:
 
 
 class Work:
-    """A batch and a live call, all claimed and under way: the API has heard of its call from the worker.
+    """A batch and a live call, all claimed and under way: the API has heard of its call from the
+    worker.
 
-    The cores stand still until that is so, so that nothing ends before; if they are `held`, until `go_on`.
+    The cores stand still until that is so, so that nothing ends before; if they are `held`, until
+    `go_on`.
     """
 
     def __init__(self, fleet: Fleet, held: bool = False) -> None:
@@ -123,7 +133,9 @@ class Work:
         return int(self._fleet.queue.batch_fields(self._batch)["result_bytes"])
 
     def check_end(self, answers: list[str] | None) -> list[str]:
-        """Waits for the end: every line once and in order, the live call whole, all with the right answer."""
+        """Waits for the end: every line once and in order, the live call whole, all with the right
+        answer.
+        """
         self._fleet.wait(self.has_ended, END_SECONDS, "the batch to end")
         self._fleet.wait(lambda: not self._live.is_running, END_SECONDS, "the live call to end")
         record = self.record
@@ -313,7 +325,9 @@ def test_a_power_loss_takes_back_what_redis_said_and_no_line(fleet: Fleet, undis
 
 
 def test_a_checkpoint_with_a_hole_is_never_used(fleet: Fleet, undisturbed: list[str]) -> None:
-    """Tokens were published, the server forgot them, and the worker that knows them goes on and dies."""
+    """Tokens were published, the server forgot them, and the worker that knows them goes on and
+    dies.
+    """
     work = Work(fleet)
     on_disk = fleet.redis.on_disk()
     generated = fleet.queue.token_totals().generated
@@ -379,12 +393,14 @@ def let_go_of(fleet: Fleet, number: int) -> int:
 
 def holder(fleet: Fleet) -> int:
     """The worker that holds the most requests."""
-    held = {record.pid: int(fleet.client.scard(keys.held(record.id))) for record in fleet.queue.workers()}  # type: ignore[arg-type]
+    held = {record.pid: int(fleet.client.scard(keys.held(record.id))) for record in fleet.queue.workers()}
     return max(range(len(fleet.workers)), key=lambda number: held.get(fleet.workers[number].pid, 0))
 
 
 def test_workers_go_on_decoding_while_redis_is_away(fleet: Fleet, undisturbed: list[str]) -> None:
-    """None of the work is done before Redis is gone, and then at least half of what it costs otherwise."""
+    """None of the work is done before Redis is gone, and then at least half of what it costs
+    otherwise.
+    """
     usual = Work(fleet, held=True)
     begun = spent(usual)
     usual.go_on()
@@ -408,7 +424,9 @@ def spent(work: Work) -> float:
 
 @pytest.mark.parametrize("how", ["lose", pytest.param("swallow", marks=pytest.mark.proof)])
 def test_lost_replies_make_nothing_run_again(fleet: Fleet, undisturbed: list[str], how: str) -> None:
-    """A swallowed reply holds its caller up for longer than so short a lease: then what it held runs again, and just that."""
+    """A swallowed reply holds its caller up for longer than so short a lease: then what it held
+    runs again, and just that.
+    """
     work = Work(fleet)
     lost_before = [proxy.lost for proxy in fleet.proxies]
     for proxy in fleet.proxies:

@@ -1,4 +1,6 @@
-"""Several replicas under one command, and several ranks under one replica: they share the work, and the death of one loses none of it."""
+"""Several replicas under one command, and several ranks under one replica: they share the work, and
+the death of one loses none of it.
+"""
 
 import os
 import re
@@ -51,7 +53,9 @@ def ready(queue: Queue) -> set[int]:
 
 
 def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: str, queue: Queue) -> None:
-    """The number comes from the environment, which the replicas inherit too; of the threads there each has its share."""
+    """The number comes from the environment, which the replicas inherit too; of the threads there
+    each has its share.
+    """
     flags = ("--max-num-seqs", 4, "--dtype", "float32", "--stream-interval", 0.1)
     with running_pipeline(
         "worker", *flags, redis_url=redis_url, PIPELINE_DATA_PARALLEL_SIZE="2", OMP_NUM_THREADS="2"

@@ -1,4 +1,6 @@
-"""`pipeline run-batch` as a whole: private Redis, control plane, worker, engine, and the files that remain."""
+"""`pipeline run-batch` as a whole: private Redis, control plane, worker, engine, and the files that
+remain.
+"""
 
 import json
 import signal
@@ -165,7 +167,9 @@ def test_parquet_in_gives_parquet_out(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path) -> None:
-    """Short and long answers, two at a time and slowly: some are finished soon, and not all for half a minute."""
+    """Short and long answers, two at a time and slowly: some are finished soon, and not all for
+    half a minute.
+    """
     source, output, lengths = (
         tmp_path / "requests.jsonl",
         tmp_path / "out.jsonl",
@@ -194,7 +198,9 @@ def test_ctrl_c_keeps_what_is_finished_and_a_second_start_goes_on(tmp_path: Path
 
 
 def kept_ids(root: Path) -> dict[int, str]:
-    """By line, the ids of the answers that the parts of a run hold; an answer that is made again gets another."""
+    """By line, the ids of the answers that the parts of a run hold; an answer that is made again
+    gets another.
+    """
     manifest = load_manifest(str(root))
     assert manifest is not None
     return {record.line: json.loads(record.result.body)["id"] for record in merge_parts(str(root), manifest.parts)}

@@ -55,7 +55,7 @@ def test_idle_processes_use_next_to_nothing(served: tuple[RunningCommand, str]) 
 
 def test_the_official_client_streams_the_right_tokens(client: openai.OpenAI) -> None:
     body, answer = longest_example()
-    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))  # type: ignore[call-overload]
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]
     assert "".join(texts) == answer
     assert chunks[-1].usage.completion_tokens >= len(texts)

@@ -1,4 +1,6 @@
-"""Each of fifty system prompts is computed about once, though the cache holds two of them: by `usage` in the results."""
+"""Each of fifty system prompts is computed about once, though the cache holds two of them: by
+`usage` in the results.
+"""
 
 import json
 import random
@@ -13,7 +15,8 @@ from workers.text.tokenizer import TextTokenizer
 SEED = 20261121
 SYSTEMS, LINES = 50, 400
 BLOCK_TOKENS = 16
-BLOCK_BYTES = BLOCK_TOKENS * 2 * 4 * 3 * 32 * 4  # keys and values, 4 layers, 3 heads of 32 numbers of 4 bytes
+# Keys and values, 4 layers, 3 heads of 32 numbers of 4 bytes
+BLOCK_BYTES = BLOCK_TOKENS * 2 * 4 * 3 * 32 * 4
 
 
 def chat(system: int, number: int) -> list[dict[str, str]]:

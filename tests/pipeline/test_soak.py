@@ -1,4 +1,6 @@
-"""Many short requests through the whole system: the memory of every process and of Redis stays where it is, and no key is left."""
+"""Many short requests through the whole system: the memory of every process and of Redis stays
+where it is, and no key is left.
+"""
 
 import json
 import os
@@ -23,7 +25,8 @@ REQUESTS = int(os.environ.get("SOAK_REQUESTS", 100_000))
 BATCH_LINES = 5000
 BATCHES_AT_ONCE = 2
 END_SECONDS = 900
-GROWTH = 1.03  # how much more the last fifth may take than the third fifth of the run, beside GROWTH_BYTES
+# How much more the last fifth may take than the third fifth of the run, beside GROWTH_BYTES
+GROWTH = 1.03
 GROWTH_BYTES = 4 << 20
 
 
@@ -48,7 +51,9 @@ def test_memory_stays_where_it_is_over_many_requests() -> None:
 
 
 def soak(fleet: Fleet) -> Iterator[float]:
-    """Runs all batches, a few at a time; gives the share of lines that are done, again and again."""
+    """Runs all batches, a few at a time; gives the share of lines that are done, again and
+    again.
+    """
     waiting = [range(first, min(first + BATCH_LINES, REQUESTS)) for first in range(0, REQUESTS, BATCH_LINES)]
     running: list[tuple[str, range, Path]] = []
     done, deadline = 0, time.monotonic() + END_SECONDS

@@ -1,4 +1,6 @@
-"""The core that `pipeline worker` launches first of all: it is told of when it cannot be started, and ends with whatever fails after it."""
+"""The core that `pipeline worker` launches first of all: it is told of when it cannot be started,
+and ends with whatever fails after it.
+"""
 
 import errno
 import os
@@ -67,7 +69,8 @@ def test_a_redis_that_goes_away_while_the_worker_starts_is_no_refusal_and_leaves
 def test_no_core_is_left_by_a_sigterm_that_comes_early(
     run_here: RunHere, launched: list[LaunchedCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)  # another command that ran in this process may have set its own
+    # Another command that ran in this process may have set its own
+    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("jobs.connection.check_server", lambda client: os.kill(os.getpid(), signal.SIGTERM))
     done = run_here("worker", REDIS_URL="unix:///nowhere/redis.sock")
     assert done.code == 128 + signal.SIGTERM

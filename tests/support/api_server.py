@@ -23,7 +23,9 @@ def running_api(settings: ApiSettings) -> Iterator[str]:
     app = create_app(settings)
     config = uvicorn.Config(
         app, http=HttpProtocol, ws="none", lifespan="on", log_level="warning", timeout_graceful_shutdown=2,
-        timeout_keep_alive=600,  # a client that does not ask again loses a call for which it takes a connection that just closes
+        # A client that does not ask again loses a call for which it takes a connection that just
+        # closes
+        timeout_keep_alive=600,
     )  # fmt: skip
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -41,7 +43,9 @@ def running_api(settings: ApiSettings) -> Iterator[str]:
 def official_client(
     api_url: str, api_key: str = "none", on_answer: Callable[[Any], None] | None = None
 ) -> openai.OpenAI:
-    """As a user makes it, but for retries, which would hide errors, and for certificates, which take 50 ms to read."""
+    """As a user makes it, but for retries, which would hide errors, and for certificates, which
+    take 50 ms to read.
+    """
     transport = openai.DefaultHttpxClient(event_hooks={"response": [on_answer] if on_answer else []}, verify=False)
     return openai.OpenAI(base_url=f"{api_url}/v1", api_key=api_key, max_retries=0, timeout=60, http_client=transport)
 

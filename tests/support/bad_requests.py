@@ -1,4 +1,5 @@
-"""Every way we know to ask for something that cannot be done, with the error that it must get; the demo model is asked.
+"""Every way we know to ask for something that cannot be done, with the error that it must get; the
+demo model is asked.
 
 The same table goes through the validator, through `run-batch` and over HTTP.
 """
@@ -22,7 +23,11 @@ _INF, _NAN = float("inf"), float("nan")
 
 
 class BadRequest(NamedTuple):
-    """One of them. `in_file` is the code for which a whole file is refused; None: its line gets the error; ANSWERED: it gets none."""
+    """One of them.
+
+    `in_file` is the code for which a whole file is refused; None: its line gets the error;
+    ANSWERED: it gets none.
+    """
 
     name: str
     endpoint: str
@@ -149,8 +154,14 @@ def _whole_bodies() -> Iterator[BadRequest]:
             in_file="model_not_found",
             status=404,
         )
-    yield _of(CHAT, b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 0.5, "temperature": "x"}',
-              "a repeated key, the last one counts", "temperature", "invalid_type", "expected a decimal")  # fmt: skip
+    yield _of(
+        CHAT,
+        b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 0.5, "temperature": "x"}',
+        "a repeated key, the last one counts",
+        "temperature",
+        "invalid_type",
+        "expected a decimal",
+    )
     yield _of(CHAT, b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "seed": 1%b}' % (b"0" * 5000),
               "an integer of 5000 digits", "seed", "invalid_type", "expected an integer")  # fmt: skip
     yield _of(CHAT, b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
@@ -207,8 +218,13 @@ def _messages() -> Iterator[BadRequest]:
         ("of text", chat(messages=["hi"]), "messages[0]", "invalid_type", "expected an object"),
         ("of null", chat(messages=[None]), "messages[0]", "invalid_type", "got null"),
         ("of arrays", chat(messages=[[]]), "messages[0]", "invalid_type", "got an array"),
-        ("second bad", chat(messages=[{"role": "user", "content": "x"}, {"role": "user", "content": 1}]), "messages[1].content",
-         "invalid_type", "got an integer"),
+        (
+            "second bad",
+            chat(messages=[{"role": "user", "content": "x"}, {"role": "user", "content": 1}]),
+            "messages[1].content",
+            "invalid_type",
+            "got an integer",
+        ),
         ("no role", chat(messages=[{"content": "hi"}]), "messages[0].role", missing, "role"),
         ("role null", message(role=None), "messages[0].role", missing, "role"),
         ("role number", message(role=1), "messages[0].role", "invalid_type", "expected a string"),
@@ -219,30 +235,92 @@ def _messages() -> Iterator[BadRequest]:
         ("role in capitals", message(role="User"), "messages[0].role", "invalid_value", "'User'"),
         ("no content", chat(messages=[{"role": "user"}]), "messages[0].content", missing, "content"),
         ("content null", message(content=None), "messages[0].content", missing, "content"),
-        ("assistant without content", message(role="assistant", content=None), "messages[0].content", missing, "content"),
-        ("content number", message(content=5), "messages[0].content", "invalid_type", "expected one of a string or array of objects"),
+        (
+            "assistant without content",
+            message(role="assistant", content=None),
+            "messages[0].content",
+            missing,
+            "content",
+        ),
+        (
+            "content number",
+            message(content=5),
+            "messages[0].content",
+            "invalid_type",
+            "expected one of a string or array of objects",
+        ),
         ("content object", message(content={}), "messages[0].content", "invalid_type", "got an object"),
         ("content NaN", message(content=_NAN), "messages[0].content", "invalid_type", "got a decimal"),
         ("content empty array", message(content=[]), "messages[0].content", "empty_array", "empty array"),
         ("part text", message(content=["a"]), "messages[0].content[0]", "invalid_type", "expected an object"),
         ("part without type", message(content=[{"text": "a"}]), "messages[0].content[0].type", missing, "type"),
-        ("part image", message(content=[{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type",
-         "invalid_value", "'image_url'"),
-        ("part without text", message(content=[{"type": "text", "text": "a"}, {"type": "text"}]), "messages[0].content[1].text",
-         missing, "text"),
-        ("part text number", message(content=[{"type": "text", "text": 4}]), "messages[0].content[0].text", "invalid_type", "integer"),
+        (
+            "part image",
+            message(content=[{"type": "image_url", "image_url": {"url": "x"}}]),
+            "messages[0].content[0].type",
+            "invalid_value",
+            "'image_url'",
+        ),
+        (
+            "part without text",
+            message(content=[{"type": "text", "text": "a"}, {"type": "text"}]),
+            "messages[0].content[1].text",
+            missing,
+            "text",
+        ),
+        (
+            "part text number",
+            message(content=[{"type": "text", "text": 4}]),
+            "messages[0].content[0].text",
+            "invalid_type",
+            "integer",
+        ),
         ("content half a character", message(content="\ud800"), "messages[0].content", "invalid_value", "surrogate"),
-        ("part half a character", message(content=[{"type": "text", "text": "\udc00"}]), "messages[0].content[0].text",
-         "invalid_value", "surrogate"),
+        (
+            "part half a character",
+            message(content=[{"type": "text", "text": "\udc00"}]),
+            "messages[0].content[0].text",
+            "invalid_value",
+            "surrogate",
+        ),
         ("name number", message(name=4), "messages[0].name", "invalid_type", "expected a string"),
         ("name half a character", message(name="\ud800"), "messages[0].name", "invalid_value", "surrogate"),
-        ("tool_call_id object", message(role="tool", tool_call_id={}), "messages[0].tool_call_id", "invalid_type", "expected a string"),
-        ("tool_calls object", message(role="assistant", tool_calls={}), "messages[0].tool_calls", "invalid_type", "expected an array"),
-        ("tool_calls of numbers", message(role="assistant", tool_calls=[1]), "messages[0].tool_calls[0]", "invalid_type", "an object"),
-        ("tool_calls half a character", message(role="assistant", tool_calls=[{"a": "\ud800"}]), "messages[0].tool_calls",
-         "invalid_value", "cannot be written"),
-        ("content nested 400 deep", message(content=_nested(400)), "messages[0].content[0]", "invalid_type", "got an array"),
-    ]  # fmt: skip
+        (
+            "tool_call_id object",
+            message(role="tool", tool_call_id={}),
+            "messages[0].tool_call_id",
+            "invalid_type",
+            "expected a string",
+        ),
+        (
+            "tool_calls object",
+            message(role="assistant", tool_calls={}),
+            "messages[0].tool_calls",
+            "invalid_type",
+            "expected an array",
+        ),
+        (
+            "tool_calls of numbers",
+            message(role="assistant", tool_calls=[1]),
+            "messages[0].tool_calls[0]",
+            "invalid_type",
+            "an object",
+        ),
+        (
+            "tool_calls half a character",
+            message(role="assistant", tool_calls=[{"a": "\ud800"}]),
+            "messages[0].tool_calls",
+            "invalid_value",
+            "cannot be written",
+        ),
+        (
+            "content nested 400 deep",
+            message(content=_nested(400)),
+            "messages[0].content[0]",
+            "invalid_type",
+            "got an array",
+        ),
+    ]
     for name, body, param, code, words in table:
         yield _of(CHAT, body, f"messages: {name}", param, code, words)
 
@@ -250,10 +328,18 @@ def _messages() -> Iterator[BadRequest]:
 def _numbers() -> Iterator[BadRequest]:
     """Each parameter that is a number, at its type and on both sides of its range."""
     integers = [
-        ("max_tokens", 1, 2**31 - 1), ("max_completion_tokens", 1, 2**31 - 1), ("min_tokens", 0, 2**31 - 1), ("n", 1, 128),
-        ("best_of", 1, 128), ("top_k", -1, 2**31 - 1), ("seed", -(2**63), 2**63 - 1), ("priority", -(2**31), 2**31 - 1),
-        ("truncate_prompt_tokens", -1, 2**31 - 1), ("prompt_logprobs", 0, 20), ("top_logprobs", 0, 20),
-    ]  # fmt: skip
+        ("max_tokens", 1, 2**31 - 1),
+        ("max_completion_tokens", 1, 2**31 - 1),
+        ("min_tokens", 0, 2**31 - 1),
+        ("n", 1, 128),
+        ("best_of", 1, 128),
+        ("top_k", -1, 2**31 - 1),
+        ("seed", -(2**63), 2**63 - 1),
+        ("priority", -(2**31), 2**31 - 1),
+        ("truncate_prompt_tokens", -1, 2**31 - 1),
+        ("prompt_logprobs", 0, 20),
+        ("top_logprobs", 0, 20),
+    ]
     for name, low, high in integers:
         yield _of(CHAT, chat(**{name: low - 1}), f"{name} too small", name, "integer_below_min_value", f">= {low}")
         yield _of(CHAT, chat(**{name: high + 1}), f"{name} too large", name, "integer_above_max_value", f"<= {high}")
@@ -359,19 +445,46 @@ def _flags() -> Iterator[BadRequest]:
             CHAT, chat(logprobs=value), f"logprobs of a chat {kind}", "logprobs", "invalid_type", "expected a boolean"
         )
     streaming = {"stream": True}
-    yield _of(CHAT, chat(**streaming, stream_options=[]), "stream_options array", "stream_options", "invalid_type", "an object",
-              in_file="streaming_unsupported")  # fmt: skip
-    yield _of(CHAT, chat(**streaming, stream_options={"include_usage": 1}), "include_usage 1", "stream_options.include_usage",
-              "invalid_type", "a boolean", in_file="streaming_unsupported")  # fmt: skip
-    yield _of(CHAT, chat(**streaming, stream_options={"continuous_usage_stats": "x"}), "continuous usage text",
-              "stream_options.continuous_usage_stats", "invalid_type", "a boolean", in_file="streaming_unsupported")  # fmt: skip
+    yield _of(
+        CHAT,
+        chat(**streaming, stream_options=[]),
+        "stream_options array",
+        "stream_options",
+        "invalid_type",
+        "an object",
+        in_file="streaming_unsupported",
+    )
+    yield _of(
+        CHAT,
+        chat(**streaming, stream_options={"include_usage": 1}),
+        "include_usage 1",
+        "stream_options.include_usage",
+        "invalid_type",
+        "a boolean",
+        in_file="streaming_unsupported",
+    )
+    yield _of(
+        CHAT,
+        chat(**streaming, stream_options={"continuous_usage_stats": "x"}),
+        "continuous usage text",
+        "stream_options.continuous_usage_stats",
+        "invalid_type",
+        "a boolean",
+        in_file="streaming_unsupported",
+    )
 
 
 def _contradictions() -> Iterator[BadRequest]:
     streaming = {"stream": True}
     in_file = {"in_file": "streaming_unsupported"}
-    yield _of(CHAT, chat(stream_options={"include_usage": True}), "stream_options without stream", "stream_options", "invalid_value",
-              "only allowed when 'stream' is enabled")  # fmt: skip
+    yield _of(
+        CHAT,
+        chat(stream_options={"include_usage": True}),
+        "stream_options without stream",
+        "stream_options",
+        "invalid_value",
+        "only allowed when 'stream' is enabled",
+    )
     yield _of(
         CHAT,
         chat(top_logprobs=2),
@@ -404,10 +517,24 @@ def _contradictions() -> Iterator[BadRequest]:
         None,
         "more choices than it will generate",
     )
-    yield _of(COMPLETIONS, completion(best_of=2, **streaming), "best_of streamed", "best_of", "invalid_value", "'stream' is enabled",
-              **in_file)  # fmt: skip
-    yield _of(COMPLETIONS, completion(prompt_logprobs=1, **streaming), "prompt_logprobs streamed", "prompt_logprobs", "invalid_value",
-              "'stream' is enabled", **in_file)  # fmt: skip
+    yield _of(
+        COMPLETIONS,
+        completion(best_of=2, **streaming),
+        "best_of streamed",
+        "best_of",
+        "invalid_value",
+        "'stream' is enabled",
+        **in_file,
+    )
+    yield _of(
+        COMPLETIONS,
+        completion(prompt_logprobs=1, **streaming),
+        "prompt_logprobs streamed",
+        "prompt_logprobs",
+        "invalid_value",
+        "'stream' is enabled",
+        **in_file,
+    )
     yield _of(
         CHAT,
         chat(min_tokens=2),
@@ -416,11 +543,24 @@ def _contradictions() -> Iterator[BadRequest]:
         "invalid_value",
         "at most 'max_tokens', which is 1",
     )
-    yield _of(COMPLETIONS, without(completion(min_tokens=17), "max_tokens"), "min_tokens above the default of max_tokens", "min_tokens",
-              "invalid_value", "which is 16")  # fmt: skip
+    yield _of(
+        COMPLETIONS,
+        without(completion(min_tokens=17), "max_tokens"),
+        "min_tokens above the default of max_tokens",
+        "min_tokens",
+        "invalid_value",
+        "which is 16",
+    )
     yield _of(CHAT, chat(echo=True), "echo of a chat", "echo", "unsupported_value", "for completions")
-    yield _of(CHAT, without(chat(min_tokens=CONTEXT), "max_tokens"), "min_tokens above the context", "min_tokens", "invalid_value",
-              "leaves room for", needs_model=True)  # fmt: skip
+    yield _of(
+        CHAT,
+        without(chat(min_tokens=CONTEXT), "max_tokens"),
+        "min_tokens above the context",
+        "min_tokens",
+        "invalid_value",
+        "leaves room for",
+        needs_model=True,
+    )
 
 
 def _unsupported() -> Iterator[BadRequest]:
@@ -473,8 +613,15 @@ def _unsupported() -> Iterator[BadRequest]:
     ]
     for number, (name, value, words) in enumerate(table):
         yield _of(CHAT, chat(**{name: value}), f"{name} {number}", name, "unsupported_value", words)
-    yield _of(CHAT, chat(stream=True, stream_options={"continuous_usage_stats": True}), "usage with every chunk",
-              "stream_options.continuous_usage_stats", "unsupported_value", "must be false", in_file="streaming_unsupported")  # fmt: skip
+    yield _of(
+        CHAT,
+        chat(stream=True, stream_options={"continuous_usage_stats": True}),
+        "usage with every chunk",
+        "stream_options.continuous_usage_stats",
+        "unsupported_value",
+        "must be false",
+        in_file="streaming_unsupported",
+    )
     body = completion(add_special_tokens=False)
     yield _of(
         COMPLETIONS,
@@ -528,8 +675,14 @@ def _sizes() -> Iterator[BadRequest]:
         words=words,
         **too_long,
     )
-    yield _of(COMPLETIONS, completion(prompt=[5] * 2000, max_tokens=49), "one token too many", "prompt", words="(2000 in the prompt, 49",
-              **too_long)  # fmt: skip
+    yield _of(
+        COMPLETIONS,
+        completion(prompt=[5] * 2000, max_tokens=49),
+        "one token too many",
+        "prompt",
+        words="(2000 in the prompt, 49",
+        **too_long,
+    )
     yield _of(
         COMPLETIONS,
         completion(max_tokens=2**31 - 1),
@@ -574,8 +727,15 @@ def _sizes() -> Iterator[BadRequest]:
     yield _of(CHAT, message(content=parts), "100,000 parts", "messages[0].content", most, "length 100000")
     yield _of(CHAT, chat(stop=["x"] * 100_000), "100,000 stop strings", "stop", most, "length 100000")
     long_words = [f"{number:03} {'the quick brown fox ' * 4}" for number in range(256)]
-    yield _of(CHAT, chat(bad_words=long_words), "bad words of too many tokens", "bad_words", "invalid_value", "at most 8192",
-              needs_model=True)  # fmt: skip
+    yield _of(
+        CHAT,
+        chat(bad_words=long_words),
+        "bad words of too many tokens",
+        "bad_words",
+        "invalid_value",
+        "at most 8192",
+        needs_model=True,
+    )
     yield _of(CHAT, chat(bad_words=["x"] * 100_000), "100,000 bad words", "bad_words", most, "length 100000")
     yield _of(CHAT, chat(stop_token_ids=[1] * 100_000), "100,000 stop tokens", "stop_token_ids", most, "length 100000")
     bias = {str(token): 1 for token in range(100_000)}

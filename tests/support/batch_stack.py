@@ -1,4 +1,6 @@
-"""Everything that a batch needs, started once for many tests: a Redis of its own, a control plane, an API, a worker that echoes."""
+"""Everything that a batch needs, started once for many tests: a Redis of its own, a control plane,
+an API, a worker that echoes.
+"""
 
 import json
 import re
@@ -25,7 +27,10 @@ AWAY = "away"  # a model that is known and that no worker serves at the moment: 
 
 @dataclass(frozen=True)
 class BatchStack:
-    """Where its parts are. `settings` are those of the API; another one can be started on the same queue with others."""
+    """Where its parts are.
+
+    `settings` are those of the API; another one can be started on the same queue with others.
+    """
 
     redis_url: str
     store: Path
@@ -35,7 +40,9 @@ class BatchStack:
 
 @contextmanager
 def running_stack(folder: Path, completion_windows: tuple[str, ...] = ("24h",)) -> Iterator[BatchStack]:
-    """A stack whose model `m` answers as `echo` does, or with the status that a line asks for (`fail 429`)."""
+    """A stack whose model `m` answers as `echo` does, or with the status that a line asks for
+    (`fail 429`).
+    """
     store = folder / "store"
     with ExitStack() as stack:
         redis_url = stack.enter_context(running_server()).url
@@ -59,7 +66,10 @@ def echo_or_fail(claim: Claim) -> Result:
 
 @contextmanager
 def serving(redis_url: str, model: str) -> Iterator[None]:
-    """A worker for a model. When it has gone nobody waits for it, as for one whose record lasts some leases longer."""
+    """A worker for a model.
+
+    When it has gone nobody waits for it, as for one whose record lasts some leases longer.
+    """
     with Answering(redis_url, echo_or_fail, models=(model,)) as worker:
         yield
     with _queue(redis_url) as queue:

@@ -1,4 +1,6 @@
-"""A wall clock of its own for the processes of one "machine", which can be set forward and back while they run."""
+"""A wall clock of its own for the processes of one "machine", which can be set forward and back
+while they run.
+"""
 
 import functools
 import struct
@@ -11,7 +13,9 @@ _LIBRARY = "clock_shim.so"
 
 
 class Clock:
-    """Processes that are started with `environment` see this clock: the true one moved by `offset` seconds."""
+    """Processes that are started with `environment` see this clock: the true one moved by `offset`
+    seconds.
+    """
 
     def __init__(self, file: Path) -> None:
         """`file` holds the offset; the folder it stands in must be there."""

@@ -1,4 +1,6 @@
-"""The `pipeline` command as a person runs it: a process of its own, with its exit code and what it prints."""
+"""The `pipeline` command as a person runs it: a process of its own, with its exit code and what it
+prints.
+"""
 
 import os
 import subprocess
@@ -92,8 +94,9 @@ def command(*arguments: object) -> list[str]:
 
 
 def command_environment(redis_url: str | None, more: dict[str, str]) -> dict[str, str]:
-    """This process' environment with one compute thread, no card (several workers could not share one) and no other queue than the one
-    given."""
+    """This process' environment with one compute thread, no card (several workers could not share
+    one) and no other queue than the one given.
+    """
     kept = {
         name: value for name, value in os.environ.items() if name != "REDIS_URL" and not name.startswith("PIPELINE_")
     }

@@ -1,4 +1,6 @@
-"""The control plane as real processes, and a stand-in for the workers that answers what it claims."""
+"""The control plane as real processes, and a stand-in for the workers that answers what it
+claims.
+"""
 
 import json
 import os
@@ -108,7 +110,9 @@ class Answering:
         self._thread.join()
 
     def stop(self) -> None:
-        """Tells it to end; a server that is gone holds it up for as long as the queue tries again."""
+        """Tells it to end; a server that is gone holds it up for as long as the queue tries
+        again.
+        """
         self._stop.set()
 
     def _register(self) -> None:

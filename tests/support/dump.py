@@ -15,8 +15,8 @@ _OF_ONE_CALL = (b"token", b"heartbeat")
 
 _READ_ALL = """
 local read = {
-  string = {'GET'}, hash = {'HGETALL'}, zset = {'ZRANGE', 0, -1, 'WITHSCORES'}, stream = {'XRANGE', '-', '+'}, set = {'SMEMBERS'},
-  list = {'LRANGE', 0, -1}
+  string = {'GET'}, hash = {'HGETALL'}, zset = {'ZRANGE', 0, -1, 'WITHSCORES'},
+  stream = {'XRANGE', '-', '+'}, set = {'SMEMBERS'}, list = {'LRANGE', 0, -1}
 }
 local found = {}
 for i, name in ipairs(redis.call('KEYS', '*')) do
@@ -42,7 +42,9 @@ class Dump:
         return {name.removeprefix(prefix): value for name, value in self.values.items() if name.startswith(prefix)}
 
     def comparable(self) -> dict[str, Any]:
-        """Key -> whether it goes away by itself and what it holds, without times, random tokens and the number where fences began."""
+        """Key -> whether it goes away by itself and what it holds, without times, random tokens and
+        the number where fences began.
+        """
         return {name: (name in self.passing, self._comparable(name, value)) for name, value in self.values.items()}
 
     def _comparable(self, name: str, value: Any) -> Any:

@@ -65,7 +65,8 @@ class EventReader:
     @property
     def is_cut(self) -> bool:
         """Whether the connection was lost before the server ended the stream."""
-        return not self._thread.is_alive() and not self.ended  # in this order: it sets the one and then ends
+        # In this order: it sets the one and then ends
+        return not self._thread.is_alive() and not self.ended
 
     def _read(self) -> None:
         try:
@@ -88,7 +89,9 @@ def parse_events(lines: Iterator[str]) -> Iterator[Event]:
 
 
 def batch_texts(events: Iterable[Event]) -> dict[str, str]:
-    """What each request was told to have generated; fails where something is missing, or comes twice but for a new beginning."""
+    """What each request was told to have generated; fails where something is missing, or comes
+    twice but for a new beginning.
+    """
     pieces: defaultdict[str, list[str]] = defaultdict(list)
     lengths: defaultdict[str, int] = defaultdict(int)
     for _, value in events:

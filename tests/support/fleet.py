@@ -1,6 +1,8 @@
-"""A whole fleet on one machine: Redis, control plane, workers and an API, each a command of its own, and a supervisor for all of them.
+"""A whole fleet on one machine: Redis, control plane, workers and an API, each a command of its
+own, and a supervisor for all of them.
 
-Every worker reaches Redis through a proxy and has a clock of its own, so that its network and its clock can be broken alone.
+Every worker reaches Redis through a proxy and has a clock of its own, so that its network and its
+clock can be broken alone.
 """
 
 import os
@@ -56,7 +58,9 @@ class Member:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is past its start, and nobody has told it to stop: another order would then be its first."""
+        """Whether it is past its start, and nobody has told it to stop: another order would then be
+        its first.
+        """
         return self.is_running and not self._is_leaving and catches(self.pid, signal.SIGTERM)
 
     @property
@@ -102,7 +106,9 @@ class Member:
 
 
 class Fleet:
-    """Belongs to the thread that made it, which calls `look_after` (or `wait`) often: the kernel ties processes to their thread."""
+    """Belongs to the thread that made it, which calls `look_after` (or `wait`) often: the kernel
+    ties processes to their thread.
+    """
 
     def __init__(
         self,
@@ -155,7 +161,9 @@ class Fleet:
             member.look_after()
 
     def wait(self, condition: Callable[[], object], timeout: float, what: str) -> None:
-        """Waits as `wait_until`, looking after the fleet; a condition that needs Redis or the API is not yet met while they are away."""
+        """Waits as `wait_until`, looking after the fleet; a condition that needs Redis or the API
+        is not yet met while they are away.
+        """
 
         def met() -> bool:
             self.look_after()
@@ -167,7 +175,9 @@ class Fleet:
         wait_until(met, timeout, what)
 
     def wait_ready(self) -> None:
-        """Until no process is about to start or to end, every worker takes requests and the API serves them."""
+        """Until no process is about to start or to end, every worker takes requests and the API
+        serves them.
+        """
         self.wait(
             lambda: all(member.is_settled for member in self.members.values()),
             START_SECONDS,
@@ -190,7 +200,9 @@ class Fleet:
         return {worker.pid for worker in self.queue.workers() if worker.state == "ready"}
 
     def stop(self, *kinds: str) -> dict[str, int]:
-        """SIGTERM to the processes of these kinds (api, worker, jobs), one kind after the other; the exit codes."""
+        """SIGTERM to the processes of these kinds (api, worker, jobs), one kind after the other;
+        the exit codes.
+        """
         return {name: self.members[name].stop() for kind in kinds for name in self.members if name.startswith(kind)}
 
     def kill(self) -> None:
@@ -198,7 +210,7 @@ class Fleet:
         for member in self.members.values():
             member.send(signal.SIGKILL)
         for member in self.members.values():
-            wait_until(lambda member=member: not member.is_running, STOP_SECONDS, f"the end of {member.name}")  # type: ignore[misc]
+            wait_until(lambda member=member: not member.is_running, STOP_SECONDS, f"the end of {member.name}")
 
     def _add(self, name: str, redis_url: str, *arguments: object) -> None:
         clock = self.clocks[name] = Clock(self.folder / f"{name}.clock")
@@ -218,12 +230,20 @@ def running_fleet(
     max_num_seqs: int = 16,
     api: bool = False,
 ) -> Iterator[Fleet]:
-    """A fleet whose workers are ready. No process of it is left at the end, and no file if it had to make its own folder."""
+    """A fleet whose workers are ready.
+
+    No process of it is left at the end, and no file if it had to make its own folder.
+    """
     with ExitStack() as stack:
         own = None if folder else stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))
         fleet = Fleet(
-            folder or Path(str(own)), stack, workers=workers, lease_seconds=lease_seconds, stream_interval=stream_interval,
-            max_num_seqs=max_num_seqs, api=api,
-        )  # fmt: skip
+            folder or Path(str(own)),
+            stack,
+            workers=workers,
+            lease_seconds=lease_seconds,
+            stream_interval=stream_interval,
+            max_num_seqs=max_num_seqs,
+            api=api,
+        )
         fleet.wait_ready()
         yield fleet

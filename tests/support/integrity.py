@@ -14,7 +14,10 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 
 def faults(client: redis.Redis) -> list[str]:
-    """Sentences about what contradicts itself in the queue; empty when all is well. Reads every key."""
+    """Sentences about what contradicts itself in the queue; empty when all is well.
+
+    Reads every key.
+    """
     return _Check(Dump(client)).faults()
 
 
@@ -107,7 +110,8 @@ class _Check:
 
     def of_files(self) -> list[str]:
         prefix = keys.files("").removesuffix("\0")
-        listed: dict[str, Counter[str]] = {}  # tenant -> how often a file is in a listing of one purpose
+        # Tenant -> how often a file is in a listing of one purpose
+        listed: dict[str, Counter[str]] = {}
         every: dict[str, Counter[str]] = {}
         for name in self.dump.starting(prefix):
             tenant, _, purpose = name.partition("\0")

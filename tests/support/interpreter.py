@@ -1,4 +1,7 @@
-"""Where there is no card that torch can use, Triton's interpreter runs the kernels. It has to be known before Triton is imported."""
+"""Where there is no card that torch can use, Triton's interpreter runs the kernels.
+
+It has to be known before Triton is imported.
+"""
 
 import os
 import sys

@@ -1,4 +1,6 @@
-"""Which keys an idle queue may hold: those that stay, and those that go away by themselves within a known time."""
+"""Which keys an idle queue may hold: those that stay, and those that go away by themselves within a
+known time.
+"""
 
 import re
 import time
@@ -21,13 +23,16 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:level:.*": 1200,
     r"\{q\}:served:.*": 600,
     re.escape(keys.WATCHED): 180,
-    r"rq:queue:.*:intermediate:first_seen:.*": 24 * 3600,  # of jobs that a process was killed with before it began them
+    # Of jobs that a process was killed with before it began them
+    r"rq:queue:.*:intermediate:first_seen:.*": 24 * 3600,
     r"rq:.*": 3600,
 }
 
 
 def leftovers(client: Any, patience: float = 60.0) -> list[str]:
-    """Sentences about keys that nobody accounts for; those of workers that just stopped get the time to go away."""
+    """Sentences about keys that nobody accounts for; those of workers that just stopped get the
+    time to go away.
+    """
     deadline = time.monotonic() + patience
     while (
         found := list(filter(None, (_fault(client, key) for key in client.keys("*"))))

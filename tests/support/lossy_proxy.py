@@ -1,4 +1,6 @@
-"""A proxy before Redis that loses replies, or holds everything up: what a broken network does to a caller."""
+"""A proxy before Redis that loses replies, or holds everything up: what a broken network does to a
+caller.
+"""
 
 import contextlib
 import socket
@@ -13,10 +15,14 @@ _LONGEST = 1 << 20
 
 
 class LossyProxy:
-    """Listens on a unix socket. `lose(n)` cuts the connection instead of passing on each of the next n replies to scripts; `swallow(n)`
-    keeps the connection open, and nothing ever comes over it again. Either may pass on some replies before.
+    """Listens on a unix socket.
 
-    Between `part()` and `join()` nothing gets through in either direction; what was sent meanwhile arrives then, late.
+    `lose(n)` cuts the connection instead of passing on each of the next n replies to scripts;
+    `swallow(n)` keeps the connection open, and nothing ever comes over it again. Either may pass on
+    some replies before.
+
+    Between `part()` and `join()` nothing gets through in either direction; what was sent meanwhile
+    arrives then, late.
     """
 
     def __init__(self, redis_url: str, scripts_only: bool = True) -> None:
@@ -70,7 +76,10 @@ class LossyProxy:
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        """One command at a time, as redis-py sends them. Whatever breaks, both sides see their connection end."""
+        """One command at a time, as redis-py sends them.
+
+        Whatever breaks, both sides see their connection end.
+        """
         with client, socket.socket(socket.AF_UNIX) as server, contextlib.suppress(OSError):
             self._joined.wait()
             server.connect(self._target)

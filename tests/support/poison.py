@@ -1,7 +1,10 @@
-"""Requests that do harm to the engine core that runs them. Nothing in the product knows of this: see `poisoned/sitecustomize.py`.
+"""Requests that do harm to the engine core that runs them.
 
-The least harm is to be slow. A request that takes half a minute is still running when a test has something done to its worker, however
-busy the machine is. One that is held goes on when the test lets it.
+Nothing in the product knows of this: see `poisoned/sitecustomize.py`.
+
+The least harm is to be slow. A request that takes half a minute is still running when a test has
+something done to its worker, however busy the machine is. One that is held goes on when the test
+lets it.
 """
 
 import contextlib
@@ -21,8 +24,8 @@ _FOLDER = Path(__file__).parent / "poisoned"
 class Poison:
     """A request whose prompt holds " `word`" does this harm from its token `start` on.
 
-    It is one of segfault, exception, memory, hang, exit, slow (50 ms a step), crawl (2 s a step) and hold (as long as a file is there).
-    Without a word every request does.
+    It is one of segfault, exception, memory, hang, exit, slow (50 ms a step), crawl (2 s a step)
+    and hold (as long as a file is there). Without a word every request does.
     """
 
     word: str
@@ -31,7 +34,10 @@ class Poison:
 
 
 def poisoned_environment(*poisons: Poison, hold: Path | None = None) -> dict[str, str]:
-    """What a worker's environment needs beside the usual for these words to do harm. `hold` is the file that holds requests."""
+    """What a worker's environment needs beside the usual for these words to do harm.
+
+    `hold` is the file that holds requests.
+    """
     tokenizer = TextTokenizer.load(DEMO_MODEL)
     words = tokenizer.encode([poison.word and f" {poison.word}" for poison in poisons], special_tokens=False)
     found = [

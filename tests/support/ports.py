@@ -7,8 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """One for a server that is started later, or again. It is bound here, and so given to none who asks for just any; the server may
-    bind it all the same, because nobody listens here and both set SO_REUSEADDR."""
+    """One for a server that is started later, or again.
+
+    It is bound here, and so given to none who asks for just any; the server may bind it all the
+    same, because nobody listens here and both set SO_REUSEADDR.
+    """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

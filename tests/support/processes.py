@@ -11,11 +11,14 @@ from tests.support.waiting import wait_until
 
 
 def descendants(pid: int) -> list[int]:
-    """Every process below `pid`, parents before children; those that end meanwhile may be missing."""
+    """Every process below `pid`, parents before children; those that end meanwhile may be
+    missing.
+    """
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # a thread that ended just now; its children went over to another
+            # A thread that ended just now; its children went over to another
+            with contextlib.suppress(OSError):
                 found += map(int, (task / "children").read_text().split())
     return found + [below for child in found for below in descendants(child)]
 
@@ -58,7 +61,9 @@ def send_all(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def wait_for_rest(pids: Sequence[int], share: float, seconds: float = 3.0) -> None:
-    """Until these processes have used no more than `share` of a core each over so many seconds, as they do when nothing is left to do."""
+    """Until these processes have used no more than `share` of a core each over so many seconds, as
+    they do when nothing is left to do.
+    """
 
     def rest() -> bool:
         began, before = time.monotonic(), [cpu_seconds(pid) for pid in pids]

@@ -1,4 +1,6 @@
-"""A Redis to which anything may happen that happens to a machine: killed, emptied, stopped, its disk full, its clock set."""
+"""A Redis to which anything may happen that happens to a machine: killed, emptied, stopped, its
+disk full, its clock set.
+"""
 
 import contextlib
 import os
@@ -47,7 +49,9 @@ class RedisMachine:
         return self._server.is_running()
 
     def start(self, *options: str) -> None:
-        """Starts it, with more options than a private server has; returns once it answers and its file is loaded."""
+        """Starts it, with more options than a private server has; returns once it answers and its
+        file is loaded.
+        """
         with self._ready_to_start(options):
             self._server.start()
         assert self._server.url == self.url, "the folder's path is too long for a socket"
@@ -58,9 +62,12 @@ class RedisMachine:
         self._server.stop()
 
     def kill(self) -> None:
-        """SIGKILL; the process is gone when this returns, and only what is in the append-only file is left: all that it has answered."""
+        """SIGKILL; the process is gone when this returns, and only what is in the append-only file
+        is left: all that it has answered.
+        """
         with contextlib.suppress(redis.RedisError), connect(self.url) as client:
-            client.config_set("appendfsync", "always")  # `everysec` answers before it writes while a disk is slow
+            # `everysec` answers before it writes while a disk is slow
+            client.config_set("appendfsync", "always")
         os.kill(self.pid, signal.SIGKILL)
         self._server.stop()
 
@@ -74,7 +81,9 @@ class RedisMachine:
         return {path: path.stat().st_size for path in self._log.iterdir()}
 
     def lose_power(self, on_disk: dict[Path, int]) -> None:
-        """Nothing but what was on disk then is left of its file, which is what a power loss does to the last second."""
+        """Nothing but what was on disk then is left of its file, which is what a power loss does to
+        the last second.
+        """
         self.kill()
         for path, size in on_disk.items():
             if path.exists():
@@ -113,7 +122,9 @@ class RedisMachine:
             yield
 
     def _make_wrapper(self) -> None:
-        """The server as found on PATH: with the clock, more options, and deaf to the signal that a full disk would kill it with."""
+        """The server as found on PATH: with the clock, more options, and deaf to the signal that a
+        full disk would kill it with.
+        """
         wrapper = self._folder / "bin" / "valkey-server"
         environment = shlex.join(f"{name}={value}" for name, value in self.clock.environment.items())
         wrapper.parent.mkdir()

@@ -1,4 +1,6 @@
-"""The real Redis that tests run against: one private server per test process, emptied before each test."""
+"""The real Redis that tests run against: one private server per test process, emptied before each
+test.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -12,13 +14,16 @@ from pipeline.kept_server import KeptServer
 
 @contextmanager
 def running_server(directory: Path | None = None) -> Iterator[PrivateServer]:
-    """A private server in `directory` (or a fresh temporary one); gone, with its files, at the end."""
+    """A private server in `directory` (or a fresh temporary one); gone, with its files, at the
+    end.
+    """
     with tempfile.TemporaryDirectory(prefix="redis-") as fallback, PrivateServer(directory or Path(fallback)) as server:
         yield server
 
 
 def keep_all_that_is_said(server: PrivateServer | KeptServer) -> None:
-    """While a disk is slow, `appendfsync everysec` answers before it writes, and a kill takes along what was answered. Until this server is
-    started anew it writes first."""
+    """While a disk is slow, `appendfsync everysec` answers before it writes, and a kill takes along
+    what was answered. Until this server is started anew it writes first.
+    """
     with connect(server.url) as client:
         client.config_set("appendfsync", "always")

@@ -10,7 +10,9 @@ _CHUNK = 1 << 16
 
 
 class Relay:
-    """Listens on a port of its own and passes on what it hears; `url` is the server's, by way of it."""
+    """Listens on a port of its own and passes on what it hears; `url` is the server's, by way of
+    it.
+    """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)

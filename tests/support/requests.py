@@ -36,7 +36,9 @@ def finished(claim: Claim, text: str = "done", status: int = 200, last: Delta | 
 
 
 def pass_time(client: redis.Redis, seconds: float) -> None:
-    """Brings the ends of leases and of workers' records so much nearer, as if the time had passed and the ticker had run meanwhile."""
+    """Brings the ends of leases and of workers' records so much nearer, as if the time had passed
+    and the ticker had run meanwhile.
+    """
     for name in (keys.LEASES, keys.ALIVE):
         for member in client.zrange(name, 0, -1):  # type: ignore[union-attr]
             client.zincrby(name, -1000 * seconds, member)

@@ -1,4 +1,6 @@
-"""An engine without a model: every sequence gets the tokens that a script gives it, as many per step as the test says."""
+"""An engine without a model: every sequence gets the tokens that a script gives it, as many per
+step as the test says.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ CACHED_TOKENS = 2
 
 
 class ScriptedEngine:
-    """`script(prompt, sampling)` gives the whole output of a sequence; `sampling` ends it as an engine would.
+    """`script(prompt, sampling)` gives the whole output of a sequence; `sampling` ends it as an
+    engine would.
 
-    The log probability of a token says which it is: its id, negative, plus a hundredth of its choice.
+    The log probability of a token says which it is: its id, negative, plus a hundredth of its
+    choice.
     """
 
     def __init__(self, script: Callable[[list[int], SamplingParams], list[int]]) -> None:

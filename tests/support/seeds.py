@@ -1,4 +1,6 @@
-"""What a test draws at random is the same each time, unless SEED in the environment names other numbers."""
+"""What a test draws at random is the same each time, unless SEED in the environment names other
+numbers.
+"""
 
 import os
 

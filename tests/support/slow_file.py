@@ -1,4 +1,6 @@
-"""An input that takes as long to be read as a test wants, so that whoever reads it is found in the middle, however fast the machine is."""
+"""An input that takes as long to be read as a test wants, so that whoever reads it is found in the
+middle, however fast the machine is.
+"""
 
 import os
 from pathlib import Path
@@ -7,6 +9,9 @@ _FOLDER = Path(__file__).parent / "slowed"
 
 
 def slow_reading(file: Path, seconds: float) -> dict[str, str]:
-    """What a process' environment needs for each line that it reads of `file` to take so long. Nothing in the product knows of this."""
+    """What a process' environment needs for each line that it reads of `file` to take so long.
+
+    Nothing in the product knows of this.
+    """
     path = os.pathsep.join([str(_FOLDER), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, "SLOW_FILE": str(file), "SLOW_FILE_SECONDS": str(seconds)}

@@ -33,7 +33,9 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and Mistral: pieces with a visible space, and single bytes for what is not in the vocabulary."""
+    """As Llama 2 and Mistral: pieces with a visible space, and single bytes for what is not in the
+    vocabulary.
+    """
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary += ["▁", *map(chr, range(33, 127)), "▁t", "▁th", "▁the", "é", "東", "fo", "ox", "▁a"]
     tokenizer = Tokenizer(
@@ -75,7 +77,9 @@ def word_piece() -> Tokenizer:
 
 
 def panicking() -> Tokenizer:
-    """Its regular expression gives up on many an x without a y, and its decoder on tokens that it strips more from than they have."""
+    """Its regular expression gives up on many an x without a y, and its decoder on tokens that it
+    strips more from than they have.
+    """
     tokenizer = byte_level()
     split = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])

@@ -1,4 +1,6 @@
-"""Batches as the API makes them, out of files in a store, for tests that drive the control plane themselves."""
+"""Batches as the API makes them, out of files in a store, for tests that drive the control plane
+themselves.
+"""
 
 import json
 from pathlib import Path
@@ -46,7 +48,10 @@ def lines_of(count: int, **parameters: Any) -> bytes:
 def submit(
     client: redis.Redis, url: str, folder: Path, data: bytes, filename: str = "in.jsonl", **asked: Any
 ) -> BatchRecord:
-    """A new batch of a file that is uploaded first; `m` is served. `asked` are fields of `NewBatch`."""
+    """A new batch of a file that is uploaded first; `m` is served.
+
+    `asked` are fields of `NewBatch`.
+    """
     serve(client, url, "m")
     return submit_file(
         client, folder, put(store_of(client, folder), data, filename, tenant=asked.get("tenant", "")), **asked

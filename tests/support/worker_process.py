@@ -1,4 +1,6 @@
-"""Real workers as child processes, on the demo model in float32 (so that the shape of a batch does not move a greedy answer)."""
+"""Real workers as child processes, on the demo model in float32 (so that the shape of a batch does
+not move a greedy answer).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class WorkerProcess:
 
     @property
     def record(self) -> WorkerRecord | None:
-        """The newest in the registry: none until the first is written, and for a moment while another engine core follows a dead one."""
+        """The newest in the registry: none until the first is written, and for a moment while
+        another engine core follows a dead one.
+        """
         return max(
             (record for record in self._queue.workers() if record.pid == self.pid),
             key=lambda record: record.started,
@@ -40,7 +44,10 @@ class WorkerProcess:
         )
 
     def wait_ready(self, instead_of: WorkerRecord | None = None) -> WorkerRecord:
-        """Its record once that says ready. After the death of a core, only what is not `instead_of` tells of the next one."""
+        """Its record once that says ready.
+
+        After the death of a core, only what is not `instead_of` tells of the next one.
+        """
 
         def ready() -> WorkerRecord | None:
             record = self.record
@@ -61,7 +68,9 @@ class WorkerProcess:
 
     @property
     def core_pid(self) -> int:
-        """The engine core, its only child that is a Python process; waits for one that is about to be started."""
+        """The engine core, its only child that is a Python process; waits for one that is about to
+        be started.
+        """
         return wait_until(self._find_core, START_SECONDS, "an engine core")
 
     @property
@@ -89,7 +98,9 @@ class WorkerProcess:
 def running_worker(
     queue: Queue, redis_url: str, *flags: str, ready: bool = True, **environment: str
 ) -> Iterator[WorkerProcess]:
-    """A worker with these flags of `pipeline worker` and more in its environment; killed at the end if it still runs."""
+    """A worker with these flags of `pipeline worker` and more in its environment; killed at the end
+    if it still runs.
+    """
     with tempfile.NamedTemporaryFile("wb", suffix=".log") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "worker", "--redis-url", redis_url, "--dtype", "float32", *flags],
@@ -103,7 +114,8 @@ def running_worker(
                 worker.wait_ready()
             yield worker
         except BaseException:
-            print(f"worker {worker.pid}:", worker.log(), sep="\n")  # pytest shows it with the failure
+            # Pytest shows it with the failure
+            print(f"worker {worker.pid}:", worker.log(), sep="\n")
             raise
         finally:
             if process.poll() is None:

@@ -1,4 +1,6 @@
-"""What the demo model that ships with the package promises: its size and format, and that it answers its tasks."""
+"""What the demo model that ships with the package promises: its size and format, and that it
+answers its tasks.
+"""
 
 import gzip
 import json
@@ -30,7 +32,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def model():
-    """In float32, which is the same on every processor; on one thread, since those of a model this small mostly wait for each other."""
+    """In float32, which is the same on every processor; on one thread, since those of a model this
+    small mostly wait for each other.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32).eval()

@@ -1,4 +1,7 @@
-"""What a request can ask for, end to end: a real Redis, the real engine, the demo model. One worker for all."""
+"""What a request can ask for, end to end: a real Redis, the real engine, the demo model.
+
+One worker for all.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Answers with everything on are the same through preemption and through the death of a worker, choice by choice."""
+"""Answers with everything on are the same through preemption and through the death of a worker,
+choice by choice.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,23 @@ from tests.workers.test_worker import COMPLETIONS, answer, follow, run_batch, su
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
 TOKENS = 150
-MIDWAY = Poison("three", "hold", start=TOKENS)  # some tokens before the end of `SEEDED`, by the length of its prompt
+# Some tokens before the end of `SEEDED`, by the length of its prompt
+MIDWAY = Poison("three", "hold", start=TOKENS)
 SEEDED: dict[str, Any] = {
-    "model": "demo", "prompt": "Repeat this list in order: one two three", "max_tokens": TOKENS, "temperature": 1.0, "seed": 77,
-    "ignore_eos": True, "min_tokens": 3, "frequency_penalty": 0.1, "presence_penalty": 0.1, "repetition_penalty": 1.05, "min_p": 0.01,
-    "logit_bias": {"40": 1.5}, "bad_words": ["unheard"],
-}  # fmt: skip
+    "model": "demo",
+    "prompt": "Repeat this list in order: one two three",
+    "max_tokens": TOKENS,
+    "temperature": 1.0,
+    "seed": 77,
+    "ignore_eos": True,
+    "min_tokens": 3,
+    "frequency_penalty": 0.1,
+    "presence_penalty": 0.1,
+    "repetition_penalty": 1.05,
+    "min_p": 0.01,
+    "logit_bias": {"40": 1.5},
+    "bad_words": ["unheard"],
+}
 
 
 @pytest.fixture
@@ -34,7 +47,9 @@ def queue(redis_client: object, redis_url: str) -> Queue:
 
 
 def choices(result: Result | None) -> list[dict[str, Any]]:
-    """Without the log probabilities, which are close but not equal where a prompt was computed in other pieces."""
+    """Without the log probabilities, which are close but not equal where a prompt was computed in
+    other pieces.
+    """
     assert result is not None
     assert result.status == 200, result.body
     return [{**choice, "logprobs": None} for choice in answer(result)["choices"]]
@@ -47,7 +62,9 @@ def numbers(result: Result | None, choice: int) -> list[float]:
 
 
 def of_choice(entries: list[StreamEntry], choice: int) -> tuple[list[int], str]:
-    """The tokens and the text of one choice, once all its chunks follow each other without gap or repetition."""
+    """The tokens and the text of one choice, once all its chunks follow each other without gap or
+    repetition.
+    """
     token_ids: list[int] = []
     text = ""
     for chunk in (chunk for entry in entries for chunk in entry.chunks if chunk.choice == choice):
@@ -84,7 +101,9 @@ def test_every_choice_goes_on_over_the_death_of_its_worker(queue: Queue, redis_u
 
 
 def killed_midway(queue: Queue, worker: WorkerProcess, body: dict[str, Any], least: dict[int, int]) -> str:
-    """The API process of a call that is held, and whose worker was killed when its choices had `least` tokens published."""
+    """The API process of a call that is held, and whose worker was killed when its choices had
+    `least` tokens published.
+    """
     key, api = submit_live(queue, body, COMPLETIONS)
     wait_until(lambda: has_published(queue, key, least), 60, "a beginning")
     worker_id = worker.wait_ready().id

@@ -23,7 +23,10 @@ def test_without_a_driver_or_its_library_nothing_is_told() -> None:
     [
         "",
         "raise RuntimeError('made for another driver')",
-        "def nvmlInit(): pass\ndef nvmlDeviceGetHandleByUUID(uuid): raise UnicodeDecodeError('utf-8', b'\\xff', 0, 1, 'odd')",
+        (
+            "def nvmlInit(): pass\ndef nvmlDeviceGetHandleByUUID(uuid): raise UnicodeDecodeError('utf-8', b'\\xff', 0,"
+            " 1, 'odd')"
+        ),
     ],
     ids=["another's", "does not load", "fails"],
 )

@@ -1,4 +1,6 @@
-"""How much a worker claims: what its engine can soon use, live calls on top, and more as soon as there is room."""
+"""How much a worker claims: what its engine can soon use, live calls on top, and more as soon as
+there is room.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,10 @@ def test_live_calls_get_in_when_all_is_full(queue: Queue) -> None:
 
 
 def test_requests_of_many_choices_take_as_many_places(queue: Queue) -> None:
-    """64 places and 8 spare ones; what requests are like shows with the first ones. Live calls get in beside too many choices."""
+    """64 places and 8 spare ones; what requests are like shows with the first ones.
+
+    Live calls get in beside too many choices.
+    """
     add_lines(queue, "batch_a", 60, json.dumps({**json.loads(BODY), "n": 4}).encode())
 
     async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:

@@ -1,4 +1,6 @@
-"""A Redis that is full takes results, which make room, before tokens, which do not; and no token is left out of a stream."""
+"""A Redis that is full takes results, which make room, before tokens, which do not; and no token is
+left out of a stream.
+"""
 
 import asyncio
 from collections.abc import Iterator

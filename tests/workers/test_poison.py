@@ -1,4 +1,6 @@
-"""Requests that kill or hang the engine core: each is found and gets its error, and nobody else notices more than a pause."""
+"""Requests that kill or hang the engine core: each is found and gets its error, and nobody else
+notices more than a pause.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,15 @@ from workers.replica import GOODBYE_SECONDS
 
 FLAGS = ("--lease-seconds", "2", "--stream-interval", "0.05", "--max-num-seqs", "16")
 SOON_HUNG = (*FLAGS, "--step-timeout", "5")
-LATER_HUNG = (*FLAGS, "--step-timeout", "10")  # in which a test does something to a worker whose step hangs
+# In which a test does something to a worker whose step hangs
+LATER_HUNG = (*FLAGS, "--step-timeout", "10")
 SEGFAULT = Poison("crocodile", "segfault")
 EXCEPTION = Poison("rhinoceros", "exception")
 HANG = Poison("hibernation", "hang")
 EXIT = Poison("departure", "exit")
 OUTAGE = 2 * GOODBYE_SECONDS  # longer than a stopping worker waits, and a call tries again
-MOST_LEARNED = 4 * SHORTEST_PATIENCE  # for which a step must have been held up for eight seconds, on whatever machine
+# For which a step must have been held up for eight seconds, on whatever machine
+MOST_LEARNED = 4 * SHORTEST_PATIENCE
 LATE = Poison("procrastination", "segfault", start=70)
 WORDS = {
     "segfault": "was ended by SIGSEGV",
@@ -68,7 +72,9 @@ def assert_condemned(result: Result, poison: Poison) -> None:
 
 
 def assert_found(queue: Queue, batch: str, expected: list[str], guilty: dict[int, Poison]) -> None:
-    """Every line has its end: the guilty their errors, the others the answers they have undisturbed, in the order of `expected`."""
+    """Every line has its end: the guilty their errors, the others the answers they have
+    undisturbed, in the order of `expected`.
+    """
     results = dict(queue.results(batch))
     assert [text_of(result) for line, result in sorted(results.items()) if line not in guilty] == expected
     for line, poison in guilty.items():
@@ -88,10 +94,12 @@ def is_done(queue: Queue, batch: str, lines: int) -> bool:
 def find_one(
     queue: Queue, redis_url: str, poison: Poison, count: int, flags: tuple[str, ...], **parameters: object
 ) -> float:
-    """One poison in the middle of `count` innocents; returns how many seconds it took to find it, and everybody to end.
+    """One poison in the middle of `count` innocents; returns how many seconds it took to find it,
+    and everybody to end.
 
-    Without those in which cores start, one for each death, and without what a hung one is waited for beyond the shortest time because some
-    step before was held up: how long that takes says more of the machine than of the search.
+    Without those in which cores start, one for each death, and without what a hung one is waited
+    for beyond the shortest time because some step before was held up: how long that takes says more
+    of the machine than of the search.
     """
     environment = poisoned_environment(poison)
     began = time.monotonic()
@@ -228,7 +236,8 @@ def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis
         wait_for_trial(first)  # which hangs for as long as a step may
         first.process.send_signal(how)
         assert first.process.wait(60) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
-        for worker in queue.redis.hkeys(keys.WORKERS):  # also one that could not renew its record for a while
+        # Also one that could not renew its record for a while
+        for worker in queue.redis.hkeys(keys.WORKERS):
             queue.remove_worker(worker.decode())
     assert queue.redis.zcard(keys.suspects("demo")) == 11
     with running_worker(queue, redis_url, *SOON_HUNG, **environment):
@@ -255,7 +264,9 @@ def test_a_busy_worker_makes_room_for_suspects_that_wait(queue: Queue, redis_url
 
 @pytest.mark.proof
 def test_an_acquittal_is_told_until_redis_hears_it(tmp_path: Path) -> None:
-    """The leases outlast the test: whoever lets go of them without being heard stays on trial in Redis."""
+    """The leases outlast the test: whoever lets go of them without being heard stays on trial in
+    Redis.
+    """
     with PrivateServer(tmp_path) as server:
         queue = Queue(connect(server.url), QueueSettings(lease_seconds=600.0, redis_retry_seconds=60.0))
         batch = submit_batch(queue, [endless(40) for _ in range(3)])

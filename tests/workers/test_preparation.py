@@ -79,17 +79,41 @@ def test_a_tokenizer_that_panics_hurts_one_request(tmp_path: Path) -> None:
 
 def test_all_that_a_call_asks_for_reaches_the_engine() -> None:
     body = {
-        "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1,
-        "frequency_penalty": -1, "repetition_penalty": 1.5, "logit_bias": {"5": -100, "6": 2.5}, "ignore_eos": True,
-        "stop_token_ids": [3], "logprobs": 4, "prompt_logprobs": 2, "seed": 11,
-    }  # fmt: skip
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"5": -100, "6": 2.5},
+        "ignore_eos": True,
+        "stop_token_ids": [3],
+        "logprobs": 4,
+        "prompt_logprobs": 2,
+        "seed": 11,
+    }
     (item,), errors = demo().prepare([claim(0, prompt="a b", **body)])
     assert errors == []
     assert item.prompts[0].sampling == SamplingParams(
-        max_tokens=9, min_tokens=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, presence_penalty=1.0, frequency_penalty=-1.0,
-        repetition_penalty=1.5, logit_bias=((5, -100.0), (6, 2.5)), ignore_eos=True, stop_token_ids=(3,), logprobs=4, prompt_logprobs=2,
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=7,
+        min_p=0.1,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.5,
+        logit_bias=((5, -100.0), (6, 2.5)),
+        ignore_eos=True,
+        stop_token_ids=(3,),
+        logprobs=4,
+        prompt_logprobs=2,
         seed=11,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Requests of several choices: what is published, what the next worker makes of it, and the result; over a real queue, without a model."""
+"""Requests of several choices: what is published, what the next worker makes of it, and the result;
+over a real queue, without a model.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ STOP_TOKEN = 5
 
 
 def script(prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """Tokens of a choice: all of the text for the first one, and of others a different part, which a stop token ends."""
+    """Tokens of a choice: all of the text for the first one, and of others a different part, which
+    a stop token ends.
+    """
     start = sampling.choice % 7 * 3
     return (TOKENS[start:] + ([STOP_TOKEN] if start else [])) * 20
 
 
 class Bench:
-    """A worker's middle: requests come from the queue and go back there; the engine is scripted, and time is what the test says."""
+    """A worker's middle: requests come from the queue and go back there; the engine is scripted,
+    and time is what the test says.
+    """
 
     def __init__(self, queue: Queue, worker: str = "w1") -> None:
         self.queue = queue

@@ -15,9 +15,19 @@ from workers import statistics
 from workers.engine.messages import Ready, Stats
 
 READY = Ready(
-    max_model_len=128, num_blocks=40, block_size=16, vocab_size=100, eos_token_ids=[], dtype="float32", device="cpu", max_num_seqs=8,
-    max_num_batched_tokens=64, depth=0, threads=1, weights_seconds=0.0,
-)  # fmt: skip
+    max_model_len=128,
+    num_blocks=40,
+    block_size=16,
+    vocab_size=100,
+    eos_token_ids=[],
+    dtype="float32",
+    device="cpu",
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    depth=0,
+    threads=1,
+    weights_seconds=0.0,
+)
 
 
 @dataclass

@@ -63,7 +63,9 @@ def run_batch(queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str 
 def submit_batch(
     queue: Queue, bodies: list[dict[str, Any] | bytes], endpoint: str = CHAT, watched: bool = False
 ) -> str:
-    """One that is `watched` from before its beginning has streams that can be read to their ends, and after."""
+    """One that is `watched` from before its beginning has streams that can be read to their ends,
+    and after.
+    """
     batch = f"batch_{next(_numbers)}"
     queue.create_batch(batch, len(bodies), state="in_progress")
     if watched:
@@ -138,7 +140,8 @@ def test_the_same_seed_gives_the_same_answer_in_any_company(shared: tuple[Queue,
     (alone,) = run_batch(queue, [body])
     crowd = run_batch(queue, [other, body, other, other, body, other, other, other])
     assert text_of(alone) == text_of(crowd[1]) == text_of(crowd[4])
-    assert len({text_of(result) for result in crowd}) > 2  # unseeded lines draw by their stored seeds
+    # Unseeded lines draw by their stored seeds
+    assert len({text_of(result) for result in crowd}) > 2
 
 
 def test_completions_take_text_and_token_ids(shared: tuple[Queue, WorkerProcess]) -> None:

@@ -1,4 +1,6 @@
-"""What happens to requests when something ends: the worker, its engine core, Redis, or the worker's patience."""
+"""What happens to requests when something ends: the worker, its engine core, Redis, or the worker's
+patience.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from workers.worker import MAX_ENGINE_RESTARTS, Deaths
 
 FLAGS = ("--lease-seconds", "1", "--stream-interval", "0.05", "--max-num-seqs", "8")
 TOKENS = 600
-SLOW = poisoned_environment(Poison("three", "slow"))  # a word of `endless`: its requests get 20 tokens a second at most
+# A word of `endless`: its requests get 20 tokens a second at most
+SLOW = poisoned_environment(Poison("three", "slow"))
 
 
 @pytest.fixture
@@ -181,7 +184,8 @@ def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue
         for line in range(8):
             wait_published(queue, RequestKey(batch, line), 20)
         assert worker.stop() == 0
-    assert {worker.state for worker in queue.workers()} <= {"stopped"}  # which is shown for a moment
+    # Which is shown for a moment
+    assert {worker.state for worker in queue.workers()} <= {"stopped"}
     claims = queue.claim("test", 1, 20, models=["demo"])
     assert [claim.key.line for claim in claims] == list(range(12))
     assert {claim.attempt for claim in claims} == {1}
@@ -215,7 +219,8 @@ def test_a_rolling_restart_loses_no_token_and_computes_none_again(queue: Queue, 
         assert [published(queue, key) for key in keys] == [150] * len(bodies)
         assert all(worker.stop() == 0 for worker in workers)
     totals = queue.token_totals()
-    # A stopping worker has some steps under way, whose tokens nobody waits for. Who began again would compute a thousand tokens twice.
+    # A stopping worker has some steps under way, whose tokens nobody waits for. Who began again
+    # would compute a thousand tokens twice.
     assert 0 <= totals.generated - totals.delivered <= 16 * len(bodies)
 
 
@@ -232,7 +237,8 @@ def test_sigterm_lets_finish_what_needs_a_few_long_steps_more(queue: Queue, redi
     crawling = poisoned_environment(Poison("three", "crawl"))
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "60", **crawling) as worker:
         batch = submit_batch(queue, [endless(3)], watched=True)
-        wait_published(queue, RequestKey(batch, 0), 1)  # the next token comes long after the worker began to look
+        # The next token comes long after the worker began to look
+        wait_published(queue, RequestKey(batch, 0), 1)
         assert worker.stop() == 0
     assert len(queue.results(batch)) == 1
 
@@ -267,7 +273,8 @@ def test_sigterm_while_loading_ends_at_once(queue: Queue, redis_url: str) -> Non
     with running_worker(queue, redis_url, *FLAGS, ready=False) as worker:
         wait_until(lambda: worker.record, 60, "the worker to appear")
         assert worker.stop() == 0
-    assert {worker.state for worker in queue.workers()} <= {"stopped"}  # which is shown for a moment
+    # Which is shown for a moment
+    assert {worker.state for worker in queue.workers()} <= {"stopped"}
 
 
 def test_sigterm_does_not_wait_for_a_tokenizer_that_cannot_be_read(
@@ -295,7 +302,8 @@ def test_an_order_to_drain_ends_a_worker(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS) as worker:
         queue.drain(worker.wait_ready().id)
         assert worker.process.wait(60) == 0
-    assert {worker.state for worker in queue.workers()} <= {"stopped"}  # which is shown for a moment
+    # Which is shown for a moment
+    assert {worker.state for worker in queue.workers()} <= {"stopped"}
 
 
 @pytest.mark.proof
@@ -317,7 +325,8 @@ def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) ->
         batch = submit_batch(queue, [endless(TOKENS)])
         wait_published(queue, RequestKey(batch, 0), 20)
         record = worker.wait_ready()
-        thief = Queue(queue.redis, QueueSettings(lease_seconds=60.0))  # for as long the worker gets no other claim
+        # For as long the worker gets no other claim
+        thief = Queue(queue.redis, QueueSettings(lease_seconds=60.0))
         thief.reap(record.id)
         (claim,) = thief.claim("thief", 1, 1, models=["demo"])
         wait_until(lambda: "taken away" in worker.log(), 60, "the worker to let go")

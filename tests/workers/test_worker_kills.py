@@ -1,4 +1,6 @@
-"""Workers and engine cores killed at random moments: every line ends exactly once, with the answer it has undisturbed."""
+"""Workers and engine cores killed at random moments: every line ends exactly once, with the answer
+it has undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ KILLS = 6
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object, redis_url: str) -> None:
-    # The cap on lost workers is there for requests that kill; here everything is killed far more often than anywhere else.
+    # The cap on lost workers is there for requests that kill; here everything is killed far more
+    # often than anywhere else.
     queue = Queue(connect(redis_url), QueueSettings(lease_seconds=1.0, worker_deaths=1000))
     seed = int(os.environ.get("KILL_SEED", 1))
     print(f"seed {seed} (set KILL_SEED to draw others)")
@@ -66,7 +69,9 @@ def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object,
 
 
 def body(n: int) -> dict[str, Any]:
-    """One to three choices, every fifth time the best ones, some with log probabilities; about as many tokens each."""
+    """One to three choices, every fifth time the best ones, some with log probabilities; about as
+    many tokens each.
+    """
     choices = 1 + n % 3
     asked = {"n": choices, "best_of": choices + (n % 5 == 0), "logprobs": n % 4 == 0}
     return question(

@@ -1,4 +1,6 @@
-"""The engine's handle in the front process: starts the core as a child, sends it requests, hands out its steps. Imports no torch."""
+"""The engine's handle in the front process: starts the core as a child, sends it requests, hands
+out its steps. Imports no torch.
+"""
 
 import asyncio
 import itertools
@@ -42,18 +44,26 @@ _STDERR_LINES = 5
 _LAST_WORDS = 600  # characters
 _DEATH_GRACE = 0.3  # seconds from the ended process to the end of what it said
 _LAST_WORDS_SECONDS = (
-    2.0  # in which what an ended process had printed is read; a child of its own may hold its output open
+    # In which what an ended process had printed is read; a child of its own may hold its output
+    # open
+    2.0
 )
-_EXIT_GRACE = 5.0  # seconds from the closed socket to the ended process, which may have a device to leave
+# Seconds from the closed socket to the ended process, which may have a device to leave
+_EXIT_GRACE = 5.0
 _GONE_LOOK = 10.0  # seconds between two complaints about a killed process that does not end
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
 _READ_BUFFER = 1 << 20
-_LOOKS = 4  # in a row at least that must all find a hung core; one alone may only say that this process was held up
+# In a row at least that must all find a hung core; one alone may only say that this process was
+# held up
+_LOOKS = 4
 _LONGEST_LOOK = 1.0  # seconds
 
 
 class EngineStartError(Exception):
-    """The core could not be started; the message is one sentence that says why. `returncode` is negative if a signal ended it."""
+    """The core could not be started; the message is one sentence that says why.
+
+    `returncode` is negative if a signal ended it.
+    """
 
     def __init__(self, message: str, returncode: int | None = None) -> None:
         super().__init__(message)
@@ -61,10 +71,13 @@ class EngineStartError(Exception):
 
 
 class EngineDeadError(Exception):
-    """The core has ended. `returncode` is its exit status, negative for a signal, or None if it had to be killed here.
+    """The core has ended.
 
-    `by_itself` tells an end that its requests may have brought about, by an error, a crash or a hang, from one that came from outside.
-    `reason` is the message without what the core wrote at last.
+    `returncode` is its exit status, negative for a signal, or None if it had to be killed here.
+
+    `by_itself` tells an end that its requests may have brought about, by an error, a crash or a
+    hang, from one that came from outside. `reason` is the message without what the core wrote at
+    last.
     """
 
     def __init__(self, message: str, returncode: int | None, *, by_itself: bool = False, reason: str = "") -> None:
@@ -89,12 +102,17 @@ class TokenDelta:
 
 
 class AsyncEngine:
-    """One engine core and what it says. For one event loop, which must run in a thread that outlives the engine: the core dies with it."""
+    """One engine core and what it says.
+
+    For one event loop, which must run in a thread that outlives the engine: the core dies with it.
+    """
 
     def __init__(
         self, config: EngineConfig, patience: Patience | None = None, launched: LaunchedCore | None = None
     ) -> None:
-        """`patience` is what earlier cores of this configuration taught, `launched` one that was launched with it."""
+        """`patience` is what earlier cores of this configuration taught, `launched` one that was
+        launched with it.
+        """
         self.config = config
         self.patience = patience or Patience(config.step_timeout)
         self._launched = launched
@@ -136,7 +154,10 @@ class AsyncEngine:
         return status.rpartition(")")[2].split()[0] in "Tt"
 
     async def start(self, timeout: float = 600.0) -> None:
-        """Starts the core and waits until it has loaded the model. Raises EngineStartError, and leaves no process behind, if that fails."""
+        """Starts the core and waits until it has loaded the model.
+
+        Raises EngineStartError, and leaves no process behind, if that fails.
+        """
         try:
             launched, self._launched = self._launched or launch_core(self.config), None
         except OSError as error:
@@ -163,13 +184,16 @@ class AsyncEngine:
         self._unfinished += len(requests)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Ends requests wherever they are; each shows once more in a step, with Finish.ABORT, unless it has ended already."""
+        """Ends requests wherever they are; each shows once more in a step, with Finish.ABORT,
+        unless it has ended already.
+        """
         self._send(AbortRequests(list(request_ids)))
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         """Every step in which a request of `add` got a token or ended. For one consumer.
 
-        Ends after `stop`; raises EngineDeadError when the core has died and everything it said has been handed out.
+        Ends after `stop`; raises EngineDeadError when the core has died and everything it said has
+        been handed out.
         """
         while True:
             while self._outputs:
@@ -184,7 +208,10 @@ class AsyncEngine:
     async def generate(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, live: bool = False
     ) -> AsyncIterator[TokenDelta]:
-        """One request's tokens as they come; left early, it is aborted. Raises EngineRequestError or EngineDeadError."""
+        """One request's tokens as they come; left early, it is aborted.
+
+        Raises EngineRequestError or EngineDeadError.
+        """
         request_id = next(self._ids)
         arrived: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
         self.add([EngineRequest(request_id, list(prompt_token_ids), [], sampling, live)])
@@ -202,7 +229,9 @@ class AsyncEngine:
                 self.abort([request_id])
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Lets the core finish its step and leave, and kills it after `timeout` seconds. Requests under way get EngineDeadError.
+        """Lets the core finish its step and leave, and kills it after `timeout` seconds.
+
+        Requests under way get EngineDeadError.
 
         Returns once the process is gone, with all that it had of the device.
         """
@@ -253,7 +282,9 @@ class AsyncEngine:
         self._writer.write(frame(message))
 
     async def _watch(self, reader: asyncio.StreamReader, core: "_CoreProcess") -> None:
-        """Hands out what the core says until either sign of its death, then tells everyone who waits."""
+        """Hands out what the core says until either sign of its death, then tells everyone who
+        waits.
+        """
         last: list[str] = []
         receiving = asyncio.create_task(self._receive(reader, last))
         ended = asyncio.create_task(core.ended.wait())
@@ -271,7 +302,10 @@ class AsyncEngine:
             arrived.put_nowait(self._death)
 
     def _death_of(self, core: "_CoreProcess", last: list[str]) -> EngineDeadError:
-        """What is to be said of its end. `last`: the error that it gave as the reason, if it could."""
+        """What is to be said of its end.
+
+        `last`: the error that it gave as the reason, if it could.
+        """
         returncode = None if self._hung else core.returncode
         how, by_itself = core.how_it_ended(), returncode is not None and (returncode >= 0 or -returncode in _CRASHES)
         if self._stopping:
@@ -286,7 +320,9 @@ class AsyncEngine:
         )
 
     async def _watch_steps(self, core: "_CoreProcess") -> None:
-        """Kills a core that has requests and says nothing for longer than there is patience; `_watch` sees the end."""
+        """Kills a core that has requests and says nothing for longer than there is patience;
+        `_watch` sees the end.
+        """
         quiet = 0.0
         while quiet < self.patience.seconds:
             look = min(self.patience.seconds / _LOOKS, _LONGEST_LOOK)

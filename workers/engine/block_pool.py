@@ -1,4 +1,6 @@
-"""Who holds which block of the KV cache, which hold findable content, and which of the free ones go first. Imports no torch."""
+"""Who holds which block of the KV cache, which hold findable content, and which of the free ones go
+first. Imports no torch.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,9 +12,10 @@ NULL_BLOCK = 0
 class BlockPool:
     """Reference counts, names and the free list of all blocks but the null block.
 
-    Of the free blocks those without a name go first. Then, each time by least recent use, named content that batch requests left and nobody
-    waits for, what live requests left, and at last what waiting requests want, by name: so what a batch is done with pushes out neither
-    the prefix of those that come next nor what a live call may ask for again.
+    Of the free blocks those without a name go first. Then, each time by least recent use, named
+    content that batch requests left and nobody waits for, what live requests left, and at last what
+    waiting requests want, by name: so what a batch is done with pushes out neither the prefix of
+    those that come next nor what a live call may ask for again.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -25,7 +28,8 @@ class BlockPool:
         self._kept: OrderedDict[int, None] = OrderedDict()  # of live ones
         self._wanted: OrderedDict[int, None] = OrderedDict()
         self._shelves = (self._left, self._kept, self._wanted)
-        self._shelf: list[OrderedDict[int, None] | None] = [None] * num_blocks  # where each free and named block stands
+        # Where each free and named block stands
+        self._shelf: list[OrderedDict[int, None] | None] = [None] * num_blocks
         self._wants: dict[bytes, int] = {}  # how many wait for each name
 
     @property
@@ -59,7 +63,10 @@ class BlockPool:
             self._holders[block] += 1
 
     def give_back(self, blocks: Sequence[int], live: bool) -> None:
-        """Takes a holder from each of a request's blocks. Its last blocks become the first to go: a prefix is of use without its end."""
+        """Takes a holder from each of a request's blocks.
+
+        Its last blocks become the first to go: a prefix is of use without its end.
+        """
         holders, names, wants, shelf_of, unwanted = (
             self._holders,
             self._names,
@@ -78,7 +85,9 @@ class BlockPool:
                     shelf[block] = None
 
     def want(self, names: Sequence[bytes]) -> None:
-        """A request waits for blocks with these names, in the order of its prompt, which need not be there yet."""
+        """A request waits for blocks with these names, in the order of its prompt, which need not
+        be there yet.
+        """
         for name in reversed(names):
             waiting = self._wants.get(name, 0)
             self._wants[name] = waiting + 1
@@ -108,7 +117,9 @@ class BlockPool:
             self._names[block] = name
 
     def unname(self, block: int) -> None:
-        """Makes a block's content unfindable, if it was findable; such a block is held, or about to be."""
+        """Makes a block's content unfindable, if it was findable; such a block is held, or about to
+        be.
+        """
         name = self._names[block]
         if name is not None:
             del self._by_name[name]
@@ -131,7 +142,9 @@ class BlockPool:
         return list(self._holders)
 
     def check(self) -> None:
-        """Raises RuntimeError unless the free list holds exactly the blocks without holders, and names and blocks agree."""
+        """Raises RuntimeError unless the free list holds exactly the blocks without holders, and
+        names and blocks agree.
+        """
         free = sorted(chain(self._unnamed, *self._shelves))
         if free != [block for block in range(1, self.num_blocks) if self._holders[block] == 0]:
             raise RuntimeError("the free list of KV blocks differs from the blocks without holders")

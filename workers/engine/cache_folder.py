@@ -16,7 +16,9 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time makes what stands at `path`; all of them where its folder cannot be written, or knows no locks."""
+    """One process at a time makes what stands at `path`; all of them where its folder cannot be
+    written, or knows no locks.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = path.with_suffix(".lock").open("w")

@@ -21,10 +21,11 @@ _CPU_CACHE_BYTES = 1 << 30
 def plan_cache(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: CardMemory | None = None
 ) -> tuple[EngineConfig, int]:
-    """The configuration with `max_model_len` settled, and how many blocks (the null block among them) `budget` bytes hold.
+    """The configuration with `max_model_len` settled, and how many blocks (the null block among
+    them) `budget` bytes hold.
 
-    A context that was not asked for is shortened to what fits. Raises ModelLoadError for one that was and does not; `memory` says where a
-    card's went.
+    A context that was not asked for is shortened to what fits. Raises ModelLoadError for one that
+    was and does not; `memory` says where a card's went.
     """
     assert config.block_size is not None
     length = longest_context(config, model)
@@ -42,15 +43,24 @@ def plan_cache(
 def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int, memory: CardMemory | None) -> str:
     assert config.block_size is not None
     needed = (-(-length // config.block_size) + 1) * per_block
-    wanted = f"a context of {length} tokens needs a KV cache of {needed} bytes, {per_block} for each block of {config.block_size} tokens"
+    wanted = (
+        f"a context of {length} tokens needs a KV cache of {needed} bytes, {per_block} for each block of"
+        f" {config.block_size} tokens"
+    )
     if memory is None:
         return f"{wanted}, but {budget} are available; lower max_model_len or raise kv_cache_memory_bytes"
     account = memory.account if budget >= memory.left else f"{memory.account}, and another rank's card {gib(budget)}"
-    return f"{account}, but {wanted}; raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or max_num_seqs"
+    return (
+        f"{account}, but {wanted}; raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or"
+        " max_num_seqs"
+    )
 
 
 def longest_context(config: EngineConfig, model: ModelConfig) -> int:
-    """In tokens: what was asked for, else the model's own. Raises ModelLoadError where more was asked for than the model has."""
+    """In tokens: what was asked for, else the model's own.
+
+    Raises ModelLoadError where more was asked for than the model has.
+    """
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ModelLoadError(
             f"max_model_len is {config.max_model_len}, but the model's context is {model.max_model_len} tokens"
@@ -66,7 +76,8 @@ def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
 def cpu_cache_bytes(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
 ) -> int:
-    """What was asked for, else what all requests at their longest need, at most a GiB and what the weights leave of the machine.
+    """What was asked for, else what all requests at their longest need, at most a GiB and what the
+    weights leave of the machine.
 
     Raises ModelLoadError where `weights` bytes and the cache are more than the `available` ones.
     """
@@ -74,7 +85,8 @@ def cpu_cache_bytes(
     if available is not None and weights + (asked or 0) > available:
         cache, advice = (f" and a KV cache of {gib(asked)}", "lower kv_cache_memory_bytes, or ") if asked else ("", "")
         raise ModelLoadError(
-            f"weights of {gib(weights)}{cache} do not fit into the {gib(available)} of memory that are available; {advice}free some"
+            f"weights of {gib(weights)}{cache} do not fit into the {gib(available)} of memory that are available;"
+            f" {advice}free some"
         )
     if asked is not None:
         return asked

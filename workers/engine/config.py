@@ -1,4 +1,6 @@
-"""The engine's configuration: one frozen value that the front process sends to the core as its first frame. Imports no torch."""
+"""The engine's configuration: one frozen value that the front process sends to the core as its
+first frame. Imports no torch.
+"""
 
 import importlib
 import os
@@ -21,17 +23,22 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What one model replica runs with. `None` and "auto" mean: decided once, by `resolve()` or, where only the model can tell, at load.
+    """What one model replica runs with.
 
-    `model_impl`: whose code runs the model, "own", "transformers", or "auto": the engine's own where it has some for the architecture.
-    `max_model_len` and `max_num_batched_tokens` count tokens, `kv_cache_memory_bytes` bytes, `gpu_memory_utilization` is a fraction of
-    the device's memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1. `step_timeout`:
-    seconds without a step, while there are requests, after which the core counts as hung and is killed (None: as `watchdog.Patience`
-    learns). `tensor_parallel_size` processes share the model, each on a card of its own; `device_lock_folder` is where workers of a host
-    agree who has which (None: the usual one, see `device_lock.py`). `threads` are those of one process (None: an equal share of
-    `all_threads()`). `enforce_eager` does without CUDA graphs. `profile` is a folder for a trace of some steps, `nvtx` names the parts of
-    a step for Nsight Systems (`profiling.py`). `debug` turns on the integrity check each time the core becomes idle. Raises ValueError
-    for a value out of range.
+    `None` and "auto" mean: decided once, by `resolve()` or, where only the model can tell, at load.
+
+    `model_impl`: whose code runs the model, "own", "transformers", or "auto": the engine's own
+    where it has some for the architecture. `max_model_len` and `max_num_batched_tokens` count
+    tokens, `kv_cache_memory_bytes` bytes, `gpu_memory_utilization` is a fraction of the device's
+    memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1.
+    `step_timeout`: seconds without a step, while there are requests, after which the core counts as
+    hung and is killed (None: as `watchdog.Patience` learns). `tensor_parallel_size` processes share
+    the model, each on a card of its own; `device_lock_folder` is where workers of a host agree who
+    has which (None: the usual one, see `device_lock.py`). `threads` are those of one process (None:
+    an equal share of `all_threads()`). `enforce_eager` does without CUDA graphs. `profile` is a
+    folder for a trace of some steps, `nvtx` names the parts of a step for Nsight Systems
+    (`profiling.py`). `debug` turns on the integrity check each time the core becomes idle. Raises
+    ValueError for a value out of range.
     """
 
     model: str
@@ -72,7 +79,8 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
 
     def resolve(self) -> "EngineConfig":
-        """The same configuration with device, batch limits, block size, depth, threads and attention backend settled for this machine.
+        """The same configuration with device, batch limits, block size, depth, threads and
+        attention backend settled for this machine.
 
         Imports torch, so it is called in the core and never in the front process.
         """
@@ -92,19 +100,25 @@ class EngineConfig:
         )
 
     def compute_threads(self) -> int:
-        """Threads for the arithmetic of each rank: `threads`, else an equal share of `all_threads()`."""
+        """Threads for the arithmetic of each rank: `threads`, else an equal share of
+        `all_threads()`.
+        """
         return self.threads or max(1, all_threads() // self.tensor_parallel_size)
 
 
 def all_threads() -> int:
-    """Threads for the arithmetic of all processes below this one together: OMP_NUM_THREADS, else the CPUs that this process may use."""
+    """Threads for the arithmetic of all processes below this one together: OMP_NUM_THREADS, else
+    the CPUs that this process may use.
+    """
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return int(asked) if asked.isdigit() and int(asked) > 0 else available_cpus()
 
 
 def most_processes() -> int:
-    """How many ranks, of all replicas together, this machine may be asked to run: enough for tests on few CPUs, and for cards, of which
-    each wants a CPU that feeds it; beyond that they would only take each other's memory and time."""
+    """How many ranks, of all replicas together, this machine may be asked to run: enough for tests
+    on few CPUs, and for cards, of which each wants a CPU that feeds it; beyond that they would only
+    take each other's memory and time.
+    """
     return _PROCESSES_PER_CPU * available_cpus()
 
 
@@ -119,5 +133,6 @@ def available_cpus() -> int:
 
 
 def _device_module() -> Any:
-    # By name, not by statement: this file is imported by the front process, which the import rules keep free of torch.
+    # By name, not by statement: this file is imported by the front process, which the import rules
+    # keep free of torch.
     return importlib.import_module("workers.engine.device")

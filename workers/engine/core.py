@@ -1,4 +1,7 @@
-"""The engine core's loop over scheduler and executor. Runs in a process of its own, or synchronously inside a test."""
+"""The engine core's loop over scheduler and executor.
+
+Runs in a process of its own, or synchronously inside a test.
+"""
 
 import logging
 import time
@@ -22,13 +25,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COMPANY = 16  # a part of the slots in so many: what is let in together where steps without a prompt are replayed
+# A part of the slots in so many: what is let in together where steps without a prompt are replayed
+_COMPANY = 16
 _TRIES_ALONE = 3
 _PAUSE_ALONE = 0.2  # seconds
 
 
 class EngineCore:
-    """Takes requests in, schedules, launches, retires the step before and emits its tokens, over and over; blocks when idle."""
+    """Takes requests in, schedules, launches, retires the step before and emits its tokens, over
+    and over; blocks when idle.
+    """
 
     def __init__(self, executor: "Executor") -> None:
         config = executor.config
@@ -75,7 +81,10 @@ class EngineCore:
         )
 
     def run(self, inbox: SimpleQueue[ToCore], emit: Callable[[StepOutput], None]) -> None:
-        """Serves until a `Shutdown` comes. Raises what the executor raises; then nothing of this core can be used any more."""
+        """Serves until a `Shutdown` comes.
+
+        Raises what the executor raises; then nothing of this core can be used any more.
+        """
         while self._take_in(inbox):
             began = time.monotonic()
             if self._trace is not None:
@@ -101,7 +110,9 @@ class EngineCore:
         return bool(self.scheduler.unfinished or self._launched)
 
     def step(self) -> StepOutput | None:
-        """Launches the next step, if one can be, and retires the oldest once more than `depth` are launched; returns what that brought."""
+        """Launches the next step, if one can be, and retires the oldest once more than `depth` are
+        launched; returns what that brought.
+        """
         with span("schedule"):
             plan = self.scheduler.schedule()
         if plan is not None:
@@ -124,7 +135,9 @@ class EngineCore:
             return self.scheduler.update(plan, self._executor.retire(launched))
 
     def _make_do(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
-        """After a step that did not fit into memory: halves the steps to come; gives up a request whose single token does not fit."""
+        """After a step that did not fit into memory: halves the steps to come; gives up a request
+        whose single token does not fit.
+        """
         request_ids, tokens = self.scheduler.undo(plan), int(plan.counts.sum())
         if tokens > 1:
             self.scheduler.token_budget = self._size.did_not_fit(tokens)
@@ -142,7 +155,9 @@ class EngineCore:
         return self.scheduler.ended()
 
     def _take_in(self, inbox: SimpleQueue[ToCore]) -> bool:
-        """Handles all messages there are, and waits for one when there is nothing else to do; False once told to shut down."""
+        """Handles all messages there are, and waits for one when there is nothing else to do; False
+        once told to shut down.
+        """
         if not self.busy:
             if self._debug:
                 self.scheduler.check_idle()

@@ -1,7 +1,9 @@
-"""The engine core's process: `python -m workers.engine.core_process --fd N --parent PID`. N is its end of a socket pair; the front,
-process PID, holds the other.
+"""The engine core's process: `python -m workers.engine.core_process --fd N --parent PID`.
 
-Reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the front says `Shutdown`, closes its end or dies.
+N is its end of a socket pair; the front, process PID, holds the other.
+
+Reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the front says
+`Shutdown`, closes its end or dies.
 """
 
 import argparse
@@ -50,7 +52,8 @@ def main() -> int:
 
 def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender) -> None:
     bound_spinning()
-    # Imported here, when the front is already being listened to, since importing torch takes seconds.
+    # Imported here, when the front is already being listened to, since importing torch takes
+    # seconds.
     from workers.engine.core import EngineCore
     from workers.engine.executor import Executor
     from workers.engine.ranks import RankDeath, end_likewise

@@ -1,4 +1,7 @@
-"""Whether a device is there and fit for what is asked of it. All that can be wrong becomes one sentence that says what to do."""
+"""Whether a device is there and fit for what is asked of it.
+
+All that can be wrong becomes one sentence that says what to do.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ _CARDS = Path("/proc/driver/nvidia/gpus")
 
 
 def default_device() -> str:
-    """A GPU where torch can use one, else the CPU; says why where there is a GPU that torch cannot use."""
+    """A GPU where torch can use one, else the CPU; says why where there is a GPU that torch cannot
+    use.
+    """
     if torch.cuda.is_available():
         return "cuda"
     if _CARDS.is_dir() and any(_CARDS.iterdir()):
@@ -41,8 +46,10 @@ def default_device() -> str:
 
 
 def default_backend(device: str, dtype: str = "auto") -> str:
-    """The kernels for a card or a CPU where they run, else plain torch, with a line in the log that says why. Takes the name of a device,
-    which may be none that is there, and the dtype's as it was asked for."""
+    """The kernels for a card or a CPU where they run, else plain torch, with a line in the log that
+    says why. Takes the name of a device, which may be none that is there, and the dtype's as it was
+    asked for.
+    """
     _, _, index = device.partition(":")
     if not device.startswith("cuda"):
         why = _no_native(torch.float16 if dtype in _HALF else torch.float32)
@@ -58,7 +65,10 @@ def default_backend(device: str, dtype: str = "auto") -> str:
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name. Raises ModelLoadError where there is none, or none that this torch can use."""
+    """The device of that name.
+
+    Raises ModelLoadError where there is none, or none that this torch can use.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -80,7 +90,10 @@ def usable_device(name: str) -> torch.device:
 def _why_unusable() -> str | None:
     """Why torch can use no GPU of this machine, and what to do; None where it can use one."""
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is a build without CUDA; install one with it (pytorch.org/get-started) or choose the device cpu"
+        return (
+            f"torch {torch.__version__} is a build without CUDA; install one with it (pytorch.org/get-started) or"
+            " choose the device cpu"
+        )
     try:
         torch.cuda.current_device()
     except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
@@ -89,14 +102,20 @@ def _why_unusable() -> str | None:
 
 
 def unusable_gpu(error: str, cuda: str | None, visible: str | None) -> str:
-    """What torch's error means and what to do about it. `cuda`: the version that torch was built for; `visible`: CUDA_VISIBLE_DEVICES."""
+    """What torch's error means and what to do about it.
+
+    `cuda`: the version that torch was built for; `visible`: CUDA_VISIBLE_DEVICES.
+    """
     driver = re.search(r"driver on your system is too old \(found version (\d+)\)", error)
     if driver:
         has = f"{int(driver[1]) // 1000}.{int(driver[1]) % 1000 // 10}"
         advice = f"update the driver, or install a torch that is built for CUDA {has} or older"
         return f"the NVIDIA driver here knows CUDA up to {has} and torch {torch.__version__} needs {cuda}; {advice}"
     if "Found no NVIDIA driver" in error:
-        return "there is no NVIDIA driver here; install one, give a container its GPUs (--gpus all), or choose the device cpu"
+        return (
+            "there is no NVIDIA driver here; install one, give a container its GPUs (--gpus all), or choose the"
+            " device cpu"
+        )
     if visible is not None and "No CUDA GPUs are available" in error:
         return f"CUDA_VISIBLE_DEVICES={visible} leaves torch no GPU; unset it or choose the device cpu"
     return (
@@ -105,7 +124,9 @@ def unusable_gpu(error: str, cuda: str | None, visible: str | None) -> str:
 
 
 def check_card(device: torch.device, backend: str) -> None:
-    """Raises ModelLoadError for a card that this torch, or the kernels of `backend`, cannot run on."""
+    """Raises ModelLoadError for a card that this torch, or the kernels of `backend`, cannot run
+    on.
+    """
     if device.type == "cuda":
         card, capability = _card(device)
         why = without_code(card, capability, torch.cuda.get_arch_list()) if torch.version.cuda else None
@@ -122,8 +143,12 @@ def _card(device: torch.device) -> tuple[str, tuple[int, int]]:
 
 
 def without_code(card: str, capability: tuple[int, int], built_for: list[str]) -> str | None:
-    """What is to be said where torch has no code for a card; None where it has. `built_for`: as `torch.cuda.get_arch_list` gives it."""
-    # Machine code runs on later cards of the same generation, intermediate code ("compute") on all later ones.
+    """What is to be said where torch has no code for a card; None where it has.
+
+    `built_for`: as `torch.cuda.get_arch_list` gives it.
+    """
+    # Machine code runs on later cards of the same generation, intermediate code ("compute") on all
+    # later ones.
     for name in built_for:
         kind, number = name.rstrip("af").split("_")
         major, minor = divmod(int(number), 10)
@@ -132,20 +157,29 @@ def without_code(card: str, capability: tuple[int, int], built_for: list[str]) -
     if not built_for:
         return None
     of = f"compute capability {capability[0]}.{capability[1]}"
-    return f"torch {torch.__version__} has no code for {card} ({of}), only for {', '.join(built_for)}; install a torch that is built for it"
+    return (
+        f"torch {torch.__version__} has no code for {card} ({of}), only for {', '.join(built_for)}; install a torch"
+        " that is built for it"
+    )
 
 
 def _too_old_for_kernels(card: str, capability: tuple[int, int]) -> str | None:
     if capability >= _KERNELS_SINCE:
         return None
-    return f"{card} (compute capability {capability[0]}.{capability[1]}) is too old for the engine's kernels, which need 8.0 or newer"
+    return (
+        f"{card} (compute capability {capability[0]}.{capability[1]}) is too old for the engine's kernels, which need"
+        " 8.0 or newer"
+    )
 
 
 def require_triton(device: torch.device) -> None:
-    """Raises ModelLoadError where Triton is absent, too old or unable to run a kernel on the device."""
+    """Raises ModelLoadError where Triton is absent, too old or unable to run a kernel on the
+    device.
+    """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ModelLoadError(
-            "the triton backend needs a GPU; on a CPU choose the torch backend, or set TRITON_INTERPRET=1 to test kernels"
+            "the triton backend needs a GPU; on a CPU choose the torch backend, or set TRITON_INTERPRET=1 to test"
+            " kernels"
         )
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
         raise ModelLoadError(
@@ -170,10 +204,16 @@ def require_triton(device: torch.device) -> None:
 
 
 def triton_trouble(error: Exception, installed: str, needed: str | None) -> str:
-    """What a kernel's failure means and what to do about it. `needed`: the version that torch was made with, where it names one."""
+    """What a kernel's failure means and what to do about it.
+
+    `needed`: the version that torch was made with, where it names one.
+    """
     what = one_line(error).rstrip(".")
     if isinstance(error, subprocess.CalledProcessError) or "C compiler" in what:
-        return f"{what}; it builds its launcher with a C compiler and Python's headers: install gcc and python3-dev, or set CC"
+        return (
+            f"{what}; it builds its launcher with a C compiler and Python's headers: install gcc and python3-dev, or"
+            " set CC"
+        )
     if needed is not None and _numbers(needed)[:2] != _numbers(installed)[:2]:
         return f"{what}; torch {torch.__version__} goes with Triton {needed}: pip install triton=={needed}"
     if "PTX" in what or "kernel image" in what:
@@ -213,7 +253,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def take_devices(config: EngineConfig) -> tuple[list[str], TakenCards]:
-    """A device for each rank of a replica, and the locks that keep other workers of this host from its cards.
+    """A device for each rank of a replica, and the locks that keep other workers of this host from
+    its cards.
 
     On a CPU nothing is locked. Raises ModelLoadError where too few cards are free.
     """
@@ -238,4 +279,7 @@ def unfit_for(dtype: torch.dtype, card: str, capability: tuple[int, int]) -> str
     if dtype != torch.bfloat16 or capability >= _BFLOAT16_SINCE:
         return None
     major, minor = capability
-    return f"{card} (compute capability {major}.{minor}) has no bfloat16, which came with 8.0; use the dtype float16 or float32"
+    return (
+        f"{card} (compute capability {major}.{minor}) has no bfloat16, which came with 8.0; use the dtype float16 or"
+        " float32"
+    )

@@ -1,4 +1,6 @@
-"""A step's inputs made on the device: the host sends what has changed, in one copy, and kernels do the rest."""
+"""A step's inputs made on the device: the host sends what has changed, in one copy, and kernels do
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ Write = tuple[int, int, int, Sequence[int]]
 
 
 class DeviceInputs:
-    """Tokens, prompt lengths and block tables by slot, on the device, and the kernels that make a step's inputs of them.
+    """Tokens, prompt lengths and block tables by slot, on the device, and the kernels that make a
+    step's inputs of them.
 
-    A step goes through `stage`, which has the host's part sent, and `build`, which is the device's alone and may be recorded in a CUDA
-    graph together with what follows. What a buffer does not hold, such as the tokens of many long prompts that came at once, goes ahead in
-    buffers of its own.
+    A step goes through `stage`, which has the host's part sent, and `build`, which is the device's
+    alone and may be recorded in a CUDA graph together with what follows. What a buffer does not
+    hold, such as the tokens of many long prompts that came at once, goes ahead in buffers of its
+    own.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
@@ -46,7 +50,9 @@ class DeviceInputs:
         self._counting = np.arange(self._rows + 1, dtype=np.int32)
 
     def take(self, plan: StepPlan) -> StepInputs:
-        """Brings in a step's new requests and blocks, which may be done twice, and makes its inputs."""
+        """Brings in a step's new requests and blocks, which may be done twice, and makes its
+        inputs.
+        """
         self.stage(plan, len(plan.slots))
         tokens, longest = int(plan.counts.sum()), int(plan.counts.max())
         return self.build(
@@ -54,7 +60,9 @@ class DeviceInputs:
         )
 
     def stage(self, plan: StepPlan, rows: int) -> None:
-        """Sends what the kernels need to know about a step, padded to `rows` rows; the padding needs rows of one token."""
+        """Sends what the kernels need to know about a step, padded to `rows` rows; the padding
+        needs rows of one token.
+        """
         for request in plan.added:
             self.prompt_lengths[request.slot] = request.prompt_length
         pieces = list(self._pieces(plan))
@@ -67,7 +75,10 @@ class DeviceInputs:
         self._send(buffer, len(plan.slots), int(np.count_nonzero(plan.samples)), pieces[-1])
 
     def build(self, num_rows: int, num_tokens: int, max_query: int, max_context: int, num_sampling: int) -> StepInputs:
-        """The inputs of the step that was staged last. On the device alone: what it does depends on nothing else on the host."""
+        """The inputs of the step that was staged last.
+
+        On the device alone: what it does depends on nothing else on the host.
+        """
         self._apply()
         of_tokens, of_rows, last = kernels.build(
             self._ring.on_device,
@@ -89,11 +100,15 @@ class DeviceInputs:
         return StepInputs(input_ids, positions, lengths, metadata, last[:num_sampling], slots, ends)
 
     def store(self, sampled: Tensor) -> None:
-        """Puts the sampled tokens [R] of the step staged last where later steps read them, and into `result`. On the device alone."""
+        """Puts the sampled tokens [R] of the step staged last where later steps read them, and into
+        `result`. On the device alone.
+        """
         kernels.store(self._ring.on_device, self._rows, sampled, self.tokens, self._results)
 
     def result(self, number: int) -> Tensor:
-        """int32 [number]: what the step staged last has sampled, to be asked for once; it stands there for `RESULTS` - 1 more steps."""
+        """int32 [number]: what the step staged last has sampled, to be asked for once; it stands
+        there for `RESULTS` - 1 more steps.
+        """
         row = self._results[self._result, :number]
         self._result = (self._result + 1) % RESULTS
         return row

@@ -1,7 +1,10 @@
-"""Which cards of a host are taken: a lock per card, held by the processes that work on it. Imports no torch.
+"""Which cards of a host are taken: a lock per card, held by the processes that work on it.
 
-A lock is an flock on a file named by the card, so the kernel gives it back when the last process that holds it has ended, however that
-came about; nothing that a file says makes a lock, and none is ever stale. Several cards are taken all or none.
+Imports no torch.
+
+A lock is an flock on a file named by the card, so the kernel gives it back when the last process
+that holds it has ended, however that came about; nothing that a file says makes a lock, and none is
+ever stale. Several cards are taken all or none.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from pathlib import Path
 from workers.engine.errors import ModelLoadError
 
 PATIENCE_SECONDS = 20.0
-"""How long a card may take to be given back by a process that was killed: the driver first has to clear away what it held."""
+"""How long a card may take to be given back by a process that was killed: the driver first has to
+clear away what it held.
+"""
 
 _LOOK_SECONDS = 0.1
 _FOLDERS = (Path("/run/lock"), Path("/tmp"))
@@ -33,14 +38,18 @@ _held: dict[Path, list[int]] = {}
 
 @dataclass(frozen=True, slots=True)
 class TakenCards:
-    """`indices` of the cards that were taken, in ascending order, the open files that hold their locks, and the cards' names."""
+    """`indices` of the cards that were taken, in ascending order, the open files that hold their
+    locks, and the cards' names.
+    """
 
     indices: list[int]
     fds: list[int]
     names: list[str]
 
     def release(self) -> None:
-        """Gives up this process' hold on the cards; children that were given the files have their own."""
+        """Gives up this process' hold on the cards; children that were given the files have their
+        own.
+        """
         for fd in self.fds:
             for fds in _held.values():
                 if fd in fds:
@@ -51,11 +60,12 @@ class TakenCards:
 def take_cards(
     names: Sequence[str], count: int, folder: str | None, index: int | None = None, patience: float | None = None
 ) -> TakenCards:
-    """Takes `count` free cards of those that the host calls `names`, or the one at `index`; waits up to `patience` seconds for them.
+    """Takes `count` free cards of those that the host calls `names`, or the one at `index`; waits
+    up to `patience` seconds for them.
 
-    `names` are the same for everyone on the host, in whatever order. `folder` holds the locks (None: one that all users of the host
-    share). A card that this process has counts as free. Raises ModelLoadError, with nothing taken, where there are fewer cards, or too few
-    free ones.
+    `names` are the same for everyone on the host, in whatever order. `folder` holds the locks
+    (None: one that all users of the host share). A card that this process has counts as free.
+    Raises ModelLoadError, with nothing taken, where there are fewer cards, or too few free ones.
     """
     place = Path(folder) if folder else shared_folder()
     wanted = range(len(names)) if index is None else [index]
@@ -72,14 +82,16 @@ def take_cards(
             time.sleep(_LOOK_SECONDS)
     except OSError as error:
         raise ModelLoadError(
-            f"cards cannot be locked in {place}: {error.strerror}; name a folder that all workers of this host may write to with "
-            "--device-lock-folder"
+            f"cards cannot be locked in {place}: {error.strerror}; name a folder that all workers of this host may"
+            " write to with --device-lock-folder"
         ) from error
     return taken
 
 
 def shared_folder() -> Path:
-    """The first of the usual places where every user of this host may make files and none may remove another's."""
+    """The first of the usual places where every user of this host may make files and none may
+    remove another's.
+    """
     for folder in _FOLDERS:
         with suppress(OSError):
             if stat.S_IMODE(folder.stat().st_mode) & 0o1777 == 0o1777:
@@ -88,7 +100,9 @@ def shared_folder() -> Path:
 
 
 def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) -> TakenCards | None:
-    """One look at all cards, alone: two that each held half of what they need could else wait for each other."""
+    """One look at all cards, alone: two that each held half of what they need could else wait for
+    each other.
+    """
     with ExitStack() as undo:
         gate = _open(_file(folder, _GATE))
         undo.callback(os.close, gate)
@@ -118,7 +132,8 @@ def _lock(file: Path) -> int | None:
 
 def _lock_anew(file: Path) -> int | None:
     fd = _open(file)
-    # Someone may have removed the file since it was opened, and the next one would lock another of the same name.
+    # Someone may have removed the file since it was opened, and the next one would lock another of
+    # the same name.
     if not _flock(fd, fcntl.LOCK_EX) or not _is_at(fd, file):
         os.close(fd)
         return None
@@ -144,8 +159,11 @@ def _is_at(fd: int, file: Path) -> bool:
 
 
 def _open(file: Path) -> int:
-    """Opens, or makes, a file that everybody may lock. Not by O_CREAT where there is one already: in a folder that all users share
-    (sticky, as /tmp), Linux refuses that for another user's file."""
+    """Opens, or makes, a file that everybody may lock.
+
+    Not by O_CREAT where there is one already: in a folder that all users share (sticky, as /tmp),
+    Linux refuses that for another user's file.
+    """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     for _ in range(_TRIES):
         try:
@@ -170,8 +188,8 @@ def _refusal(folder: Path, names: Sequence[str], count: int) -> str:
     free = len(names) - len(held)
     holders = ", ".join(f"{name} is held by {_holder(_file(folder, name))}" for name in held)
     return (
-        f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but {f'only {free}' if free else 'none'} of {len(names)} "
-        f"{'are' if free > 1 else 'is'} free: {holders}; stop one of those workers, or start fewer"
+        f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but {f'only {free}' if free else 'none'} of"
+        f" {len(names)} {'are' if free > 1 else 'is'} free: {holders}; stop one of those workers, or start fewer"
     )
 
 

@@ -11,7 +11,11 @@ from workers.engine.step import AddedRequest, NewBlocks, PromptScores, StepPlan
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step in the making. `outstanding`: blocks that its unfinished prefills still lack; `short`: a running request got no block."""
+    """A step in the making.
+
+    `outstanding`: blocks that its unfinished prefills still lack; `short`: a running request got no
+    block.
+    """
 
     number: int
     budget: int
@@ -62,7 +66,9 @@ class OutputDraft:
     def message(
         self, step: int, fresh_hits: dict[int, int], fresh_scores: dict[int, list[TokenLogprobs]], stats: Stats
     ) -> StepOutput:
-        """Takes out of `fresh_hits` and `fresh_scores` what it tells, and what nobody will ask for any more."""
+        """Takes out of `fresh_hits` and `fresh_scores` what it tells, and what nobody will ask for
+        any more.
+        """
         rows = len(self.request_ids)
         counts, finish, stop_token, cached_tokens = [1] * rows, [0] * rows, [-1] * rows, [0] * rows
         for index, request, stop, count in self.ended:

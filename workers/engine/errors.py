@@ -2,11 +2,16 @@
 
 
 class StepOutOfMemory(Exception):
-    """A step could not be launched for want of memory; the message says what could not be had. A smaller one may do."""
+    """A step could not be launched for want of memory; the message says what could not be had.
+
+    A smaller one may do.
+    """
 
 
 class RankError(Exception):
-    """The ranks of a replica cannot go on together; the message says what happened to which of them."""
+    """The ranks of a replica cannot go on together; the message says what happened to which of
+    them.
+    """
 
 
 class ModelLoadError(Exception):

@@ -1,4 +1,7 @@
-"""Where a replica's model lives: this process, or several ranks of which it is the first. Loads it, sizes its cache, runs its steps."""
+"""Where a replica's model lives: this process, or several ranks of which it is the first.
+
+Loads it, sizes its cache, runs its steps.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,15 @@ logger = logging.getLogger(__name__)
 class Executor:
     """Takes its devices, loads `config.model` and allocates its cache; then runs steps in order.
 
-    `config` afterwards is the resolved configuration with `max_model_len` settled, and prefix caching off where the model rules it out.
-    Raises ModelLoadError where the model cannot be loaded or a setting does not suit it.
+    `config` afterwards is the resolved configuration with `max_model_len` settled, and prefix
+    caching off where the model rules it out. Raises ModelLoadError where the model cannot be loaded
+    or a setting does not suit it.
     """
 
     def __init__(self, config: EngineConfig, on_rank_death: OnDeath = end_likewise) -> None:
-        """`on_rank_death` is called in another thread when another rank has ended, and has to end this process."""
+        """`on_rank_death` is called in another thread when another rank has ended, and has to end
+        this process.
+        """
         config = config.resolve()
         devices, self._cards = take_devices(config)
         with ExitStack() as undo:
@@ -60,8 +66,10 @@ class Executor:
         return self.model_config.eos_token_ids
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may be launched again, in other parts; or
-        RankError, after which nothing can be launched any more."""
+        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may
+        be launched again, in other parts; or RankError, after which nothing can be launched any
+        more.
+        """
         with self._ranks.heard_first():
             self._ranks.send(plan)
             return self._rank.launch(plan)

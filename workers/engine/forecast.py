@@ -14,18 +14,23 @@ _LOOK_STEPS = 16  # from one look at all that runs to the next
 _SPARE = 1 / 32  # of the blocks, for what nobody foresaw
 _CAUTION = 1.75  # standard deviations
 _EASY = 0.5  # of the blocks: up to here requests come in as they come
-_VARIED = 2 / 3  # the variance of lengths by their mean squared from which they need no pace; it is 0 for equal ones
+# The variance of lengths by their mean squared from which they need no pace; it is 0 for equal ones
+_VARIED = 2 / 3
 
 
 class Forecast:
-    """Says whether one more request has room until its end, by how long outputs of its job are expected to get.
+    """Says whether one more request has room until its end, by how long outputs of its job are
+    expected to get.
 
-    For points of time ahead it holds how many blocks are expected to be in use: of each request what it will have grown to, as likely as it
-    is to be running still, and some more for chance. What comes in beside must fit where that is highest (as in Gong et al. 2025,
-    "Past-Future Scheduler"). All of it is calculated anew every `_LOOK_STEPS` steps, and in between changed by who comes and goes.
+    For points of time ahead it holds how many blocks are expected to be in use: of each request
+    what it will have grown to, as likely as it is to be running still, and some more for chance.
+    What comes in beside must fit where that is highest (as in Gong et al. 2025, "Past-Future
+    Scheduler"). All of it is calculated anew every `_LOOK_STEPS` steps, and in between changed by
+    who comes and goes.
 
-    Requests of about the same length that come in together end together, and at that moment alone the blocks would be full. So those come
-    in no faster than they can go on doing: one each time that the blocks have as many steps to give as one takes.
+    Requests of about the same length that come in together end together, and at that moment alone
+    the blocks would be full. So those come in no faster than they can go on doing: one each time
+    that the blocks have as many steps to give as one takes.
     """
 
     def __init__(self, kv_cache: KVCache, max_num_seqs: int, max_model_len: int) -> None:
@@ -37,19 +42,23 @@ class Forecast:
         self._most = 0  # blocks, if each that runs got as long as it may
         self._looked = -1  # at which step; -1: what follows means nothing
         self._shared = 0  # blocks that stay in use whoever ends
-        # Blocks at each point of time: expected, their variance, and how many there may be; by slot, and of all together.
+        # Blocks at each point of time: expected, their variance, and how many there may be; by
+        # slot, and of all together.
         self._by_slot = np.zeros((3, max_num_seqs, len(self._times)))
         self._all = np.zeros((3, len(self._times)))
         self._tables: dict[str, Floats] = {}  # by job
-        # Who was asked about last, with which tokens and shared blocks, at which look, and its curves.
+        # Who was asked about last, with which tokens and shared blocks, at which look, and its
+        # curves.
         self._candidate = (-1, -1, -1, -1, self._all)
-        self._refused, self._refused_until = -1, 0.0  # who has no room before that step, unless someone leaves
+        # Who has no room before that step, unless someone leaves
+        self._refused, self._refused_until = -1, 0.0
         self._next = 0.0  # the step from which equal ones may come in again
 
     def has_room(
         self, request: Request, prefix: Sequence[int], step: int, running: Sequence[Request], returning: int
     ) -> bool:
-        """Whether a request that would hold the blocks `prefix` together with others has room beside all that is `running` as well.
+        """Whether a request that would hold the blocks `prefix` together with others has room
+        beside all that is `running` as well.
 
         `returning`: blocks in use that nobody has any more.
         """
@@ -134,13 +143,17 @@ class Forecast:
         self._tables = {job: self.lengths.log_survival(job, lengths) for job, lengths in outputs.items()}
 
     def _find_shared(self, request: Request) -> None:
-        """Who computed a prefix does not free it at its end while others hold it too: they hold a beginning of its blocks."""
+        """Who computed a prefix does not free it at its end while others hold it too: they hold a
+        beginning of its blocks.
+        """
         blocks, holders = request.blocks, self._pool.holders_of
         if request.shared < len(blocks) and holders(blocks[request.shared]) > 1:
             request.shared = bisect_left(blocks, True, request.shared, key=lambda block: holders(block) == 1)
 
     def _curves_of(self, request: Request, step: int) -> Floats:
-        """The curves of one that is not running yet; good until the next look, since a few steps sooner or later matter little."""
+        """The curves of one that is not running yet; good until the next look, since a few steps
+        sooner or later matter little.
+        """
         *asked, curves = self._candidate
         if asked != [request.id, request.known, request.shared, self._looked]:
             curves = self._curves([request], step)[:, 0]
@@ -148,7 +161,9 @@ class Forecast:
         return curves
 
     def _curves(self, requests: Sequence[Request], step: int) -> Floats:
-        """Of each request's own blocks, at each point of time, the expected number, its variance and the most: [3, requests, times]."""
+        """Of each request's own blocks, at each point of time, the expected number, its variance
+        and the most: [3, requests, times].
+        """
         counts = np.array(
             [(request.known, request.limit, request.prompt_length, request.shared) for request in requests],
             dtype=np.float64,

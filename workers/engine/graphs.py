@@ -1,8 +1,9 @@
 """Decode steps recorded as CUDA graphs: one launch in place of several hundred.
 
-A step that gives each of its rows one token is padded to the next of a few sizes, and what the device does for such a step depends on
-nothing but the size: everything else it reads from memory. A size is recorded when it is first needed, the largest before all others, for
-the pool that they share then holds what any of them needs.
+A step that gives each of its rows one token is padded to the next of a few sizes, and what the
+device does for such a step depends on nothing but the size: everything else it reads from memory. A
+size is recorded when it is first needed, the largest before all others, for the pool that they
+share then holds what any of them needs.
 """
 
 from __future__ import annotations
@@ -25,22 +26,27 @@ logger = logging.getLogger(__name__)
 Work = Callable[[], None]
 
 _PATIENCE = 8
-"""Steps' worth of padding, in rows beyond the fitting size, that cost about what recording it does: a step outside a graph and another."""
+"""Steps' worth of padding, in rows beyond the fitting size, that cost about what recording it does:
+a step outside a graph and another.
+"""
 
 
 class Variant(Enum):
-    """How far a graph goes: to the sampled tokens, or to the hidden states that sampling by stages starts from."""
+    """How far a graph goes: to the sampled tokens, or to the hidden states that sampling by stages
+    starts from.
+    """
 
     TOKENS = "tokens"
     HIDDEN = "hidden"
 
 
 class DecodeGraphs:
-    """Runs `step(variant, rows)` for at least as many rows as are asked for, recorded by `record`, which returns what repeats a piece of
-    work. More rows than there are must do no harm, and doing a step twice none either.
+    """Runs `step(variant, rows)` for at least as many rows as are asked for, recorded by `record`,
+    which returns what repeats a piece of work. More rows than there are must do no harm, and doing
+    a step twice none either.
 
-    `forgiving`: a size that there is no memory to record is done without. Ranks that wait for each other must all do the same, so they
-    cannot be.
+    `forgiving`: a size that there is no memory to record is done without. Ranks that wait for each
+    other must all do the same, so they cannot be.
     """
 
     def __init__(
@@ -50,7 +56,8 @@ class DecodeGraphs:
         self._record = record
         self._sizes = sizes(most)
         self._recorded: dict[tuple[Variant, int], Work] = {}
-        self._padded: Counter[tuple[Variant, int]] = Counter()  # rows by which steps of this size were larger
+        # Rows by which steps of this size were larger
+        self._padded: Counter[tuple[Variant, int]] = Counter()
         self._forgiving = forgiving
         self._short = False
 
@@ -93,13 +100,17 @@ class DecodeGraphs:
 
 
 class CudaRecorder:
-    """Records work on the current device. One pool and one stream serve all recordings, so that they share their memory."""
+    """Records work on the current device.
+
+    One pool and one stream serve all recordings, so that they share their memory.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         cuda: Any = torch.cuda
         self._stream = cuda.Stream()
-        # Also those whose recording failed: a graph that goes takes the stream's workspace of cuBLAS along, which all others write to.
+        # Also those whose recording failed: a graph that goes takes the stream's workspace of
+        # cuBLAS along, which all others write to.
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Work) -> Work:
@@ -130,7 +141,8 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            # Before torch 2.12 the allocator then takes the recording for unfinished, and refuses ever to empty its cache.
+            # Before torch 2.12 the allocator then takes the recording for unfinished, and refuses
+            # ever to empty its cache.
             memory: Any = torch.cuda.memory
             with suppress(RuntimeError):
                 memory._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
@@ -138,7 +150,9 @@ class CudaRecorder:
 
 
 def steps_to_record(size: int, larger: int) -> int:
-    """After how many steps in a size the next `larger` one, if it was recorded before, no longer does for it."""
+    """After how many steps in a size the next `larger` one, if it was recorded before, no longer
+    does for it.
+    """
     return _PATIENCE * size // (larger - size) + 1
 
 
@@ -151,7 +165,9 @@ def sizes(most: int) -> list[int]:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those on top of which it was raised: ending a recording that went wrong can raise an error of its own."""
+    """An error and those on top of which it was raised: ending a recording that went wrong can
+    raise an error of its own.
+    """
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

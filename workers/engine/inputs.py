@@ -1,4 +1,6 @@
-"""A step's tensors: which tokens at which positions, where their keys and values go, which rows sample. State is kept by slot."""
+"""A step's tensors: which tokens at which positions, where their keys and values go, which rows
+sample. State is kept by slot.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,22 @@ class StepInputs:
     metadata: Metadata
     last: Tensor  # int64 [R], the last token of each row that samples
     slots: Tensor  # int32 or int64 [R], the slots of these rows
-    ends: Tensor  # int32 or int64 [R], how many tokens their requests know, which is where the sampled one goes
+    # Int32 or int64 [R], how many tokens their requests know, which is where the sampled one goes
+    ends: Tensor
 
 
 class Inputs(Protocol):
-    """A table of all tokens by slot, on the device, and what else of a slot's state makes up a step's inputs."""
+    """A table of all tokens by slot, on the device, and what else of a slot's state makes up a
+    step's inputs.
+    """
 
     tokens: Tensor  # int32 [slots, columns]: prompt, output, and what launched steps have sampled
     prompt_lengths: NDArray[np.int64]  # [slots]
 
     def take(self, plan: StepPlan) -> StepInputs:
-        """Brings in a step's new requests and blocks, which may be done twice, and makes its inputs."""
+        """Brings in a step's new requests and blocks, which may be done twice, and makes its
+        inputs.
+        """
         ...
 
     def store(self, sampled: Tensor) -> None:
@@ -43,7 +50,9 @@ class Inputs(Protocol):
         ...
 
     def result(self, number: int) -> Tensor:
-        """int32 [number], what the step taken last has sampled, all of it or nothing: to be copied to the host while later steps run."""
+        """int32 [number], what the step taken last has sampled, all of it or nothing: to be copied
+        to the host while later steps run.
+        """
         ...
 
 

@@ -1,5 +1,6 @@
-"""The start of a core's process, apart from whoever talks to it: a core takes seconds to be ready, and most of them pass before it needs to
-hear anything. Imports little, and no torch."""
+"""The start of a core's process, apart from whoever talks to it: a core takes seconds to be ready,
+and most of them pass before it needs to hear anything. Imports little, and no torch.
+"""
 
 import logging
 import os
@@ -16,9 +17,12 @@ from workers.engine.transport import frame
 
 @dataclass
 class LaunchedCore:
-    """A core that loads its model; it ends with the thread that launched it. `connection` is the front's end, `config` what it was sent.
+    """A core that loads its model; it ends with the thread that launched it.
 
-    Whoever launched it discards it in the end, which does nothing to one that is `taken`: the engine that took it ends it.
+    `connection` is the front's end, `config` what it was sent.
+
+    Whoever launched it discards it in the end, which does nothing to one that is `taken`: the
+    engine that took it ends it.
     """
 
     process: "subprocess.Popen[str]"
@@ -27,7 +31,10 @@ class LaunchedCore:
     taken: bool = False
 
     def discard(self) -> None:
-        """Ends it, unless somebody has taken it. Returns once it is gone; repeating it changes nothing."""
+        """Ends it, unless somebody has taken it.
+
+        Returns once it is gone; repeating it changes nothing.
+        """
         if self.taken:
             return
         self.connection.close()
@@ -39,7 +46,8 @@ class LaunchedCore:
 
 def launch_core(config: EngineConfig) -> LaunchedCore:
     """Starts a core's process. Raises OSError."""
-    # Settled before the core is started with an OMP_NUM_THREADS of its own, of which its ranks would else take shares again.
+    # Settled before the core is started with an OMP_NUM_THREADS of its own, of which its ranks
+    # would else take shares again.
     config = replace(config, threads=config.compute_threads())
     ours, theirs = socket.socketpair()
     try:
@@ -61,7 +69,8 @@ def launch_core(config: EngineConfig) -> LaunchedCore:
                 text=True,
                 errors="replace",
             )
-        with suppress(ConnectionError):  # it has ended already, which whoever waits for it will find
+        # It has ended already, which whoever waits for it will find
+        with suppress(ConnectionError):
             ours.sendall(frame(config))
     except BaseException:
         ours.close()

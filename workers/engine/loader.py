@@ -1,4 +1,6 @@
-"""From a model's name to a model in memory: a local folder, or a repository of the hub; safetensors only, no code from outside."""
+"""From a model's name to a model in memory: a local folder, or a repository of the hub; safetensors
+only, no code from outside.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ _DTYPES = {
     "half": torch.float16,
 }
 _INDEX = "model.safetensors.index.json"
-_CONSOLIDATED = "consolidated*"  # some repositories hold the same weights again under their maker's own names
+# Some repositories hold the same weights again under their maker's own names
+_CONSOLIDATED = "consolidated*"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Buffers that old checkpoints carry and that follow from the configuration.
 _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -56,13 +59,19 @@ class Checkpoint:
 
 
 def load_model(name: str, dtype: str, device: torch.device, max_model_len: int | None = None) -> DecoderModel:
-    """The model of a local folder or hub repository, ready to run. Raises ModelLoadError with one sentence that says why not."""
+    """The model of a local folder or hub repository, ready to run.
+
+    Raises ModelLoadError with one sentence that says why not.
+    """
     checkpoint = open_checkpoint(name)
     return load_weights(checkpoint, resolve_dtype(dtype, checkpoint.config, device), device, max_model_len)
 
 
 def open_checkpoint(name: str, model_impl: str = "auto") -> Checkpoint:
-    """Finds the folder, reads its configuration and settles whose code runs it. Raises ModelLoadError."""
+    """Finds the folder, reads its configuration and settles whose code runs it.
+
+    Raises ModelLoadError.
+    """
     folder = find_folder(name)
     raw = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
@@ -99,7 +108,10 @@ def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
 
 
 def shard_checkpoint(checkpoint: Checkpoint, size: int) -> Checkpoint:
-    """The checkpoint as one of `size` ranks loads it. Raises ModelLoadError where the model cannot be cut into so many parts."""
+    """The checkpoint as one of `size` ranks loads it.
+
+    Raises ModelLoadError where the model cannot be cut into so many parts.
+    """
     if size > 1 and not isinstance(checkpoint.family, Family):
         name = checkpoint.config.architecture
         raise ModelLoadError(
@@ -116,10 +128,11 @@ def load_weights(
     ops: Ops | None = None,
     parallel: Parallel | None = None,
 ) -> DecoderModel:
-    """Reads the tensors and builds the model for contexts of up to `max_model_len` tokens (default: the model's own).
+    """Reads the tensors and builds the model for contexts of up to `max_model_len` tokens (default:
+    the model's own).
 
-    `ops` is what its layers compute with (default: plain torch). One rank of several in `parallel` takes what
-    `shard_checkpoint` gives.
+    `ops` is what its layers compute with (default: plain torch). One rank of several in `parallel`
+    takes what `shard_checkpoint` gives.
     """
     config = checkpoint.config
     if not isinstance(checkpoint.family, Family):
@@ -141,14 +154,21 @@ def load_weights(
 
 
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """About how much memory the weights take as `dtype`. Raises ModelLoadError where there are none."""
+    """About how much memory the weights take as `dtype`.
+
+    Raises ModelLoadError where there are none.
+    """
     stored = _DTYPES.get(checkpoint.config.dtype or "float32", torch.float32)
     return sum(file.stat().st_size for file in _weight_files(checkpoint.folder)) * dtype.itemsize // stored.itemsize
 
 
 def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What the model runs with. "auto": on a GPU the checkpoint's own dtype, bfloat16 for a float32 checkpoint; on a CPU bfloat16 where it
-    has instructions for it, else float32. Raises ModelLoadError for an unknown name."""
+    """What the model runs with.
+
+    "auto": on a GPU the checkpoint's own dtype, bfloat16 for a float32 checkpoint; on a CPU
+    bfloat16 where it has instructions for it, else float32. Raises ModelLoadError for an unknown
+    name.
+    """
     if asked != "auto":
         if asked not in _DTYPES:
             raise ModelLoadError(f"unknown dtype {asked!r}; choose auto, float32, bfloat16 or float16")
@@ -167,7 +187,10 @@ def _fast_bfloat16() -> bool:
 
 
 def find_folder(name: str) -> Path:
-    """The local folder that `name` is, or the snapshot of the hub repository that it names. Raises ModelLoadError."""
+    """The local folder that `name` is, or the snapshot of the hub repository that it names.
+
+    Raises ModelLoadError.
+    """
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -11,7 +11,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:
-    """What becomes of a card's memory before there is a KV cache; all but the first two in bytes."""
+    """What becomes of a card's memory before there is a KV cache; all but the first two in
+    bytes.
+    """
 
     card: str
     utilization: float  # of the whole, what this replica may use
@@ -29,14 +31,22 @@ class CardMemory:
     @property
     def account(self) -> str:
         """The beginning of a sentence that says what is left."""
-        usable = f"gpu_memory_utilization {self.utilization:g} makes {gib(int(self.total * self.utilization))} of them usable"
-        parts = f"{gib(self.taken)} are taken already, the weights take {gib(self.weights)}, the largest step {gib(self.step)}"
+        usable = (
+            f"gpu_memory_utilization {self.utilization:g} makes {gib(int(self.total * self.utilization))} of them"
+            " usable"
+        )
+        parts = (
+            f"{gib(self.taken)} are taken already, the weights take {gib(self.weights)}, the largest step"
+            f" {gib(self.step)}"
+        )
         left = f"leaves {gib(self.left)}" if self.left > 0 else f"is {gib(-self.left)} too much"
         return f"{self.card} has {gib(self.total)}, {usable}; {parts} and CUDA graphs {gib(self.graphs)}, which {left}"
 
 
 def available_memory() -> int | None:
-    """Bytes that the machine and the container's limit leave, whichever is fewer; None where neither says."""
+    """Bytes that the machine and the container's limit leave, whichever is fewer; None where
+    neither says.
+    """
     known = [size for size in (_machine(_MEMINFO), _container(_CGROUP)) if size is not None]
     return min(known, default=None)
 

@@ -1,7 +1,10 @@
-"""What the front process and the engine core say to each other, as msgspec structs. Imports no torch.
+"""What the front process and the engine core say to each other, as msgspec structs.
 
-The front's first frame is an `EngineConfig`; then come `ToCore` messages. The core answers with one `Ready` or `Failed`, then with one
-`StepOutput` per step; a `Failed` after `Ready` says why the core is about to end.
+Imports no torch.
+
+The front's first frame is an `EngineConfig`; then come `ToCore` messages. The core answers with one
+`Ready` or `Failed`, then with one `StepOutput` per step; a `Failed` after `Ready` says why the core
+is about to end.
 """
 
 import math
@@ -23,13 +26,16 @@ class Finish(IntEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How one request's tokens are drawn and when it ends. Raises ValueError for a value out of range.
+    """How one request's tokens are drawn and when it ends.
 
-    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `choice` tells the choices of one request apart in the noise. Repetition counts
-    prompt and output, presence and frequency the output. Stop and end-of-text tokens cannot come among the first `min_tokens`.
-    `logit_bias` holds pairs of token and what is added to its logit; `bad_words` are runs of tokens that never come about in the output.
-    `logprobs` and `prompt_logprobs`: how many of the most likely tokens to tell at each position beside the one that stands there; -1 for
-    no log probabilities at all.
+    Raises ValueError for a value out of range.
+
+    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `choice` tells the choices of one request
+    apart in the noise. Repetition counts prompt and output, presence and frequency the output. Stop
+    and end-of-text tokens cannot come among the first `min_tokens`. `logit_bias` holds pairs of
+    token and what is added to its logit; `bad_words` are runs of tokens that never come about in
+    the output. `logprobs` and `prompt_logprobs`: how many of the most likely tokens to tell at each
+    position beside the one that stands there; -1 for no log probabilities at all.
     """
 
     max_tokens: int
@@ -86,10 +92,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
 class EngineRequest(msgspec.Struct):
     """One sequence to generate.
 
-    `request_id` is chosen by the front and unique in the core's life. `output_token_ids` is what an earlier worker generated already:
-    it counts towards `max_tokens`, as output in everything else, and is never sent again. A lower `priority` runs first, among live and
-    among batch requests; equals run in the order in which they came. `job` names requests whose outputs are about equally long, as far
-    as one can tell: those of one batch. `stop_strings` says that the front may end it by its text, of which the engine knows nothing.
+    `request_id` is chosen by the front and unique in the core's life. `output_token_ids` is what an
+    earlier worker generated already: it counts towards `max_tokens`, as output in everything else,
+    and is never sent again. A lower `priority` runs first, among live and among batch requests;
+    equals run in the order in which they came. `job` names requests whose outputs are about equally
+    long, as far as one can tell: those of one batch. `stop_strings` says that the front may end it
+    by its text, of which the engine knows nothing.
     """
 
     request_id: int
@@ -117,8 +125,9 @@ class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
 class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     """The core has its model and serves.
 
-    `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold. `weights_seconds`: how long loading took.
-    `cards`: what the driver calls the GPUs that it runs on ("GPU-" and a UUID).
+    `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold.
+    `weights_seconds`: how long loading took. `cards`: what the driver calls the GPUs that it runs
+    on ("GPU-" and a UUID).
     """
 
     max_model_len: int
@@ -143,11 +152,14 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
 
 class Stats(msgspec.Struct, array_like=True):
-    """Counters of the core. `running`, `waiting` and `free_blocks` are the present; the rest only grow.
+    """Counters of the core.
 
-    `tokens` counts generated tokens, `computed_tokens` those run through the model, `prefix_hit_tokens` those that the cache gave instead,
-    `recomputed_tokens` the computed ones that a preempted request had computed before.
-    `full_step_seconds` is how long a step of the largest size may take, judged by the steps so far.
+    `running`, `waiting` and `free_blocks` are the present; the rest only grow.
+
+    `tokens` counts generated tokens, `computed_tokens` those run through the model,
+    `prefix_hit_tokens` those that the cache gave instead, `recomputed_tokens` the computed ones
+    that a preempted request had computed before. `full_step_seconds` is how long a step of the
+    largest size may take, judged by the steps so far.
     """
 
     running: int = 0
@@ -163,10 +175,11 @@ class Stats(msgspec.Struct, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Natural log probabilities at one position, from the model's own distribution: before bias, penalties, temperature and all else.
+    """Natural log probabilities at one position, from the model's own distribution: before bias,
+    penalties, temperature and all else.
 
-    The token that stands there comes first, then the most likely ones, best first, so that it may come twice. `rank` is its place among
-    all tokens, 1 for the most likely.
+    The token that stands there comes first, then the most likely ones, best first, so that it may
+    come twice. `rank` is its place among all tokens, 1 for the most likely.
     """
 
     token_ids: list[int]
@@ -177,11 +190,13 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 class StepOutput(msgspec.Struct, tag="step", array_like=True):
     """What one step produced, one entry per request that got a token or ended.
 
-    `counts[i]` tokens of request `request_ids[i]` follow each other in the flat `token_ids`. `finish[i]` is a `Finish` value;
-    `stop_token[i]` the id that ended the request, which is the last of its tokens, or -1. `cached_tokens[i]`, in the request's first
-    entry, counts the prompt tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each request
-    ended by ERROR. `logprobs` has, by request id, one item per token of the entry; `prompt_logprobs`, with the first token of a request,
-    one per prompt token from the second on. Both hold only requests that asked.
+    `counts[i]` tokens of request `request_ids[i]` follow each other in the flat `token_ids`.
+    `finish[i]` is a `Finish` value; `stop_token[i]` the id that ended the request, which is the
+    last of its tokens, or -1. `cached_tokens[i]`, in the request's first entry, counts the prompt
+    tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each
+    request ended by ERROR. `logprobs` has, by request id, one item per token of the entry;
+    `prompt_logprobs`, with the first token of a request, one per prompt token from the second on.
+    Both hold only requests that asked.
     """
 
     step: int

@@ -1,4 +1,6 @@
-"""Turns a step into tensors, runs the model on the paged cache, samples, and writes the sampled tokens where the next step reads them."""
+"""Turns a step into tensors, runs the model on the paged cache, samples, and writes the sampled
+tokens where the next step reads them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ _SCORED_LOGITS = 1 << 24  # of prompt tokens scored at once
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A step on its way. All tensors are on the host; a GPU has written them once `done` has come to pass."""
+    """A step on its way.
+
+    All tensors are on the host; a GPU has written them once `done` has come to pass.
+    """
 
     tokens: Tensor  # int32 [rows that sample]
     asking: NDArray[np.int64]  # which of them `logprobs` tells
@@ -42,10 +47,13 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs steps in order. `launch` needs no token of an earlier step on the host; `retire` hands a step's tokens over.
+    """Runs steps in order.
 
-    State is kept by slot: what makes up a step's inputs in `inputs`, sampling parameters in `sampler`. With `graphs`, steps that give each
-    row one token are padded and replayed; all others, and all without, run kernel by kernel.
+    `launch` needs no token of an earlier step on the host; `retire` hands a step's tokens over.
+
+    State is kept by slot: what makes up a step's inputs in `inputs`, sampling parameters in
+    `sampler`. With `graphs`, steps that give each row one token are padded and replayed; all
+    others, and all without, run kernel by kernel.
     """
 
     def __init__(self, config: EngineConfig, model: DecoderModel, num_blocks: int) -> None:
@@ -85,7 +93,9 @@ class ModelRunner:
         self._scores_asked = np.zeros(self.num_slots, np.int64)
 
     def use_graphs(self, record: Callable[[Work], Work], forgiving: bool = True) -> None:
-        """Has steps of one token per row padded and recorded, where the inputs are made on the device."""
+        """Has steps of one token per row padded and recorded, where the inputs are made on the
+        device.
+        """
         if self.device_inputs is not None:
             self.graphs = DecodeGraphs(self.decode, self.num_slots, record, forgiving)
             self._hidden = torch.empty(
@@ -109,7 +119,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Computes a step's tokens and samples; the sampled tokens are in the token table when the next launch reads it."""
+        """Computes a step's tokens and samples; the sampled tokens are in the token table when the
+        next launch reads it.
+        """
         self._copies.make_room()
         for request in plan.added:
             self._scores_asked[request.slot] = request.sampling.prompt_logprobs
@@ -131,7 +143,9 @@ class ModelRunner:
         )
 
     def decode(self, variant: Variant, rows: int) -> None:
-        """What the device does for a staged step of one token per row, padded to `rows` rows; for nothing on the host but these two."""
+        """What the device does for a staged step of one token per row, padded to `rows` rows; for
+        nothing on the host but these two.
+        """
         assert self.device_inputs is not None
         inputs = self.device_inputs.build(rows, rows, 1, self._max_model_len, rows)
         hidden = self._forward(inputs)
@@ -202,7 +216,9 @@ class ModelRunner:
         return concatenated(parts)
 
     def _towards_host(self, number: int, sampled: Sampled | None, scores: list[Logprobs]) -> LaunchedStep:
-        """Starts the way to the host behind the step itself, so that reading it does not wait for a step launched later."""
+        """Starts the way to the host behind the step itself, so that reading it does not wait for a
+        step launched later.
+        """
         told = [*([sampled.logprobs] if sampled is not None and sampled.logprobs is not None else []), *scores]
         parts = [part for logprobs in told for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)]
         copies, done = self._copies.start([self.inputs.result(number), *parts])
@@ -214,5 +230,8 @@ class ModelRunner:
 
 
 def _decodes(plan: StepPlan) -> bool:
-    """Whether the step is one token for each row, and sampling. Scores are of a prompt's tokens before its last, so there are none."""
+    """Whether the step is one token for each row, and sampling.
+
+    Scores are of a prompt's tokens before its last, so there are none.
+    """
     return bool(plan.samples.all()) and int(plan.counts.sum()) == len(plan.counts) and not plan.prompt_scores

@@ -1,4 +1,7 @@
-"""How long outputs get, learned for each job from its own requests while it runs. Imports no torch."""
+"""How long outputs get, learned for each job from its own requests while it runs.
+
+Imports no torch.
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,14 +14,16 @@ from workers.engine.request import Request
 
 Floats = NDArray[np.float64]
 
-# The buckets that lengths are counted in begin at so many output tokens: four by four, then eight in each octave.
+# The buckets that lengths are counted in begin at so many output tokens: four by four, then eight
+# in each octave.
 EDGES: Floats = np.unique(np.concatenate([np.arange(0, 32, 4), np.floor(32 * 2 ** (np.arange(121) / 8))])).astype(
     np.float64
 )
 
 _BUCKETS = len(EDGES) - 1
 _GUESS = 256  # tokens, before anything is known
-_WEIGHT = 2.0  # requests that what all jobs together tell counts for within one, and the guess within all
+# Requests that what all jobs together tell counts for within one, and the guess within all
+_WEIGHT = 2.0
 _RECENT = 1024  # requests after which older ones count half
 _GUESSED: Floats = 1 - np.exp(-np.diff(EDGES) / _GUESS)
 _JOBS = 64  # known at once, else the oldest is forgotten
@@ -28,9 +33,9 @@ _SURE = 0.999  # as likely as anything may be, so that whoever outlives it is no
 class OutputLengths:
     """Life tables of outputs: by job, what part of them is longer than so many tokens.
 
-    The actuarial estimator: of those that reached a bucket, some ended in it by themselves; those that were cut off in it by their limit,
-    and those that are still there, count half. So what runs tells as much as what has ended, and the first to end, which are short, do
-    not pass for all.
+    The actuarial estimator: of those that reached a bucket, some ended in it by themselves; those
+    that were cut off in it by their limit, and those that are still there, count half. So what runs
+    tells as much as what has ended, and the first to end, which are short, do not pass for all.
     """
 
     def __init__(self) -> None:
@@ -50,7 +55,9 @@ class OutputLengths:
         self._all.add(bucket, cut=cut)
 
     def log_survival(self, job: str, running: Sequence[int]) -> Floats:
-        """At each of `EDGES` the logarithm of the part that is longer; `running`: how many tokens the job's running requests have."""
+        """At each of `EDGES` the logarithm of the part that is longer; `running`: how many tokens
+        the job's running requests have.
+        """
         expected = self._all.hazard(_GUESSED, ())
         counts = self._jobs.get(job) or _Counts()
         return np.concatenate([[0.0], np.cumsum(np.log1p(-counts.hazard(expected, running)))])
@@ -73,7 +80,9 @@ class _Counts:
             self._cut = [count / 2 for count in self._cut]
 
     def hazard(self, expected: Floats, running: Sequence[int]) -> Floats:
-        """By bucket, the part of those that reach it which ends in it, as far as is known; `expected` where nothing is."""
+        """By bucket, the part of those that reach it which ends in it, as far as is known;
+        `expected` where nothing is.
+        """
         stopped, cut = np.array(self._stopped), np.array(self._cut)
         if running:
             cut += np.bincount([_bucket(output) for output in running], minlength=_BUCKETS)

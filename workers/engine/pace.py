@@ -9,7 +9,8 @@ _RECENT_STEPS = 512
 
 
 class StepSize:
-    """The tokens of a step: half as many when one does not fit into memory, twice as many again after some that did.
+    """The tokens of a step: half as many when one does not fit into memory, twice as many again
+    after some that did.
 
     Each time that turns out to have been too early, twice as many steps are waited for.
     """
@@ -44,9 +45,11 @@ class StepSize:
 
 
 class Pace:
-    """How long a full step may take, by the longest of late and by the least that a token took: short steps say little about a long one.
+    """How long a full step may take, by the longest of late and by the least that a token took:
+    short steps say little about a long one.
 
-    The first steps say nothing, for they load what later ones find loaded. A worker makes them itself, before it takes requests.
+    The first steps say nothing, for they load what later ones find loaded. A worker makes them
+    itself, before it takes requests.
     """
 
     def __init__(self, max_num_batched_tokens: int) -> None:

@@ -1,7 +1,9 @@
-"""The ranks of a tensor-parallel replica: who holds which part of a layer, and what they say to each other while a step runs.
+"""The ranks of a tensor-parallel replica: who holds which part of a layer, and what they say to
+each other while a step runs.
 
-The split is Megatron-LM's (Shoeybi et al., 2019): attention heads and the MLP's width are cut so that each pair of projections needs one
-sum over the ranks; the output projection is cut by vocabulary, and its logits are gathered so that every rank samples the same tokens.
+The split is Megatron-LM's (Shoeybi et al., 2019): attention heads and the MLP's width are cut so
+that each pair of projections needs one sum over the ranks; the output projection is cut by
+vocabulary, and its logits are gathered so that every rank samples the same tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from workers.engine.models.config import ModelConfig
 
 _LOOPBACK = "127.0.0.1"
 _GRAIN = 16
-# A rank that has died is noticed by its process' end, and a hung one by the front's watchdog, both long before this.
+# A rank that has died is noticed by its process' end, and a hung one by the front's watchdog, both
+# long before this.
 _TIMEOUT = timedelta(hours=1)
 # torch 2.13 gave the one a new name and warns at the old one.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,7 +45,9 @@ class Shard:
         return slice(self.start, self.start + self.length)
 
     def within(self, part: int, parts: int) -> Shard:
-        """The same of part `part` of a tensor in which `parts` of this one's total stand side by side."""
+        """The same of part `part` of a tensor in which `parts` of this one's total stand side by
+        side.
+        """
         return Shard(part * self.total + self.start, self.length, parts * self.total)
 
 
@@ -56,8 +61,10 @@ class Parallel:
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, store: Store) -> Parallel:
-        """Meets the other ranks in `store`: NCCL on cards, gloo on CPUs. Returns when all are there. For one group in a process, whose
-        end ends it: NCCL may wait for ranks that have gone when it is told to end a group.
+        """Meets the other ranks in `store`: NCCL on cards, gloo on CPUs.
+
+        Returns when all are there. For one group in a process, whose end ends it: NCCL may wait for
+        ranks that have gone when it is told to end a group.
 
         Raises ModelLoadError where torch has no such backend.
         """
@@ -83,13 +90,17 @@ class Parallel:
         return Shard(self.rank // copies * length, length, length * self.size // copies)
 
     def part(self, total: int) -> Shard:
-        """This rank's part of `total` rows that can be cut anywhere: `part_size` of them, on the last ranks fewer."""
+        """This rank's part of `total` rows that can be cut anywhere: `part_size` of them, on the
+        last ranks fewer.
+        """
         size = self.part_size(total)
         start = min(self.rank * size, total)
         return Shard(start, min(size, total - start), total)
 
     def part_size(self, total: int) -> int:
-        """The longest part: equal ones where that comes out even, else a multiple of what matrix units work on."""
+        """The longest part: equal ones where that comes out even, else a multiple of what matrix
+        units work on.
+        """
         equal = -(-total // self.size)
         rounded = -(-equal // _GRAIN) * _GRAIN
         return equal if total % self.size == 0 or rounded * (self.size - 1) >= total else rounded
@@ -101,7 +112,9 @@ class Parallel:
         return x
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Each rank's part [R, length] of the vocabulary -> contiguous float32 [R, vocab_size] on all of them."""
+        """Each rank's part [R, length] of the vocabulary -> contiguous float32 [R, vocab_size] on
+        all of them.
+        """
         if self.size == 1:
             return logits.float()
         rows, length = logits.shape
@@ -121,15 +134,17 @@ class Parallel:
 
 
 def shard_model(model: ModelConfig, size: int) -> ModelConfig:
-    """The shape of one rank's part of `model`. Key-value heads that are fewer than the ranks are held by several.
+    """The shape of one rank's part of `model`.
+
+    Key-value heads that are fewer than the ranks are held by several.
 
     Raises ModelLoadError where the heads cannot be cut into `size` equal parts.
     """
     fits = [ranks for ranks in range(1, model.num_heads + 1) if _divides(ranks, model)]
     if size not in fits:
         raise ModelLoadError(
-            f"{size} ranks cannot share the model's {model.num_heads} attention heads and {model.num_kv_heads} key-value heads equally; "
-            f"tensor parallel sizes that fit: {', '.join(map(str, fits))}"
+            f"{size} ranks cannot share the model's {model.num_heads} attention heads and {model.num_kv_heads}"
+            f" key-value heads equally; tensor parallel sizes that fit: {', '.join(map(str, fits))}"
         )
     copies = max(1, size // model.num_kv_heads)
     return replace(
@@ -141,7 +156,9 @@ def shard_model(model: ModelConfig, size: int) -> ModelConfig:
 
 
 def listening_store(size: int) -> tuple[Store, int]:
-    """A place where `size` ranks meet, on a free port of the loopback interface alone, and that port. It lasts as long as the store."""
+    """A place where `size` ranks meet, on a free port of the loopback interface alone, and that
+    port. It lasts as long as the store.
+    """
     # torch's own server would listen on every interface.
     listener = socket.create_server((_LOOPBACK, 0))
     port: int = listener.getsockname()[1]

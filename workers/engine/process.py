@@ -1,5 +1,6 @@
-"""What the engine's child processes have in common: they end with their parent, leave the terminal to it, and say in one line why they
-cannot go on. Imports no torch."""
+"""What the engine's child processes have in common: they end with their parent, leave the terminal
+to it, and say in one line why they cannot go on. Imports no torch.
+"""
 
 import ctypes
 import faulthandler
@@ -22,8 +23,11 @@ _KEPT = 256 << 20
 
 
 def become_child(parent: int, connection: socket.socket, name: str, log_level: int) -> None:
-    """The first thing that a child does. It ends when `parent` does, hears no Ctrl-C and no order to stop, which may reach a whole group
-    of processes, keeps stdout clean, and logs under `name`."""
+    """The first thing that a child does.
+
+    It ends when `parent` does, hears no Ctrl-C and no order to stop, which may reach a whole group
+    of processes, keeps stdout clean, and logs under `name`.
+    """
     _die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -43,21 +47,26 @@ def child_environment() -> dict[str, str]:
 
 
 def bound_spinning() -> None:
-    """To be called before torch is imported: has a compute thread that waits for another spin for a moment before it sleeps.
+    """To be called before torch is imported: has a compute thread that waits for another spin for a
+    moment before it sleeps.
 
-    If it sleeps at once, a step of few rows takes a third longer, for there are some eighty waits in it. If it spins for as long as OpenMP
-    would, milliseconds, it takes the processor from the thread it waits for as soon as anything else runs beside them, and a step takes ten
-    times as long. OMP_WAIT_POLICY and GOMP_SPINCOUNT have the last word.
+    If it sleeps at once, a step of few rows takes a third longer, for there are some eighty waits
+    in it. If it spins for as long as OpenMP would, milliseconds, it takes the processor from the
+    thread it waits for as soon as anything else runs beside them, and a step takes ten times as
+    long. OMP_WAIT_POLICY and GOMP_SPINCOUNT have the last word.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 def settle_heap() -> None:
-    """To be called when the weights are there. What loading left behind lives as long as the process: without `gc.freeze` each full
-    collection walks through it, at the cost of a step. What reading the weights freed goes back to the system, tens of megabytes. What
-    steps free from now on stays: a page that is given back and asked for again costs more than what is written to it (glibc alone does
-    either)."""
+    """To be called when the weights are there.
+
+    What loading left behind lives as long as the process: without `gc.freeze` each full collection
+    walks through it, at the cost of a step. What reading the weights freed goes back to the system,
+    tens of megabytes. What steps free from now on stays: a page that is given back and asked for
+    again costs more than what is written to it (glibc alone does either).
+    """
     gc.collect()
     gc.freeze()
     with suppress(OSError, AttributeError):
@@ -68,7 +77,9 @@ def settle_heap() -> None:
 
 
 def leave(status: int) -> None:
-    """Ends the process without the interpreter's teardown, which a thread that is still inside a read can hold up."""
+    """Ends the process without the interpreter's teardown, which a thread that is still inside a
+    read can hold up.
+    """
     sys.stderr.flush()
     os._exit(status)
 

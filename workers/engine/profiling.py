@@ -1,4 +1,5 @@
-"""Where a step's time goes: named spans for Nsight Systems (NVTX) and for torch's profiler, and a trace of some steps.
+"""Where a step's time goes: named spans for Nsight Systems (NVTX) and for torch's profiler, and a
+trace of some steps.
 
 Imports torch only once it is turned on, so that the scheduler's side may use `span`.
 """
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_STEP = 64
-"""Steps before a trace begins: by then kernels are loaded and tuned, the usual graphs are captured, and a full load decodes."""
+"""Steps before a trace begins: by then kernels are loaded and tuned, the usual graphs are captured,
+and a full load decodes.
+"""
 
 STEPS = 32
 """Steps in a trace; those of the demo model on a CPU take 0.7 MB."""
@@ -31,12 +34,17 @@ _marker: Callable[[str], AbstractContextManager[object]] | None = None
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """Names what runs inside it: schedule, inputs, forward, sample, retire. One shared object that does nothing until `mark_spans`."""
+    """Names what runs inside it: schedule, inputs, forward, sample, retire.
+
+    One shared object that does nothing until `mark_spans`.
+    """
     return _NOTHING if _marker is None else _marker(name)
 
 
 def mark_spans() -> None:
-    """From now on, in this process, spans show in torch's profiler and, with a CUDA build of torch, as NVTX ranges."""
+    """From now on, in this process, spans show in torch's profiler and, with a CUDA build of torch,
+    as NVTX ranges.
+    """
     import torch
 
     global _marker
@@ -52,7 +60,10 @@ def _nvtx_and_torch(name: str) -> Iterator[None]:
 
 
 def make_profile_folder(folder: Path) -> None:
-    """Raises ModelLoadError where there cannot be a folder, or no file in it. Imports no torch, so that a command can ask at once."""
+    """Raises ModelLoadError where there cannot be a folder, or no file in it.
+
+    Imports no torch, so that a command can ask at once.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -62,7 +73,8 @@ def make_profile_folder(folder: Path) -> None:
 
 
 class StepTrace:
-    """Writes one trace of `STEPS` steps from step `FIRST_STEP` on into `folder`, in Chrome's format, for Perfetto.
+    """Writes one trace of `STEPS` steps from step `FIRST_STEP` on into `folder`, in Chrome's
+    format, for Perfetto.
 
     Raises ModelLoadError where it cannot be written there.
     """

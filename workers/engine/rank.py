@@ -1,4 +1,7 @@
-"""One rank's part of a replica: its weights, its KV cache, the steps run on them. A replica of one process has one."""
+"""One rank's part of a replica: its weights, its KV cache, the steps run on them.
+
+A replica of one process has one.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 class Rank:
-    """Comes to life in three steps: made, it knows the model's shape; `load` reads the weights and says how large a cache could be;
-    `allocate` makes the cache, whose size all ranks of a replica share; `settle` does both, at the same time on all ranks. From then on it
-    launches and retires steps.
+    """Comes to life in three steps: made, it knows the model's shape; `load` reads the weights and
+    says how large a cache could be; `allocate` makes the cache, whose size all ranks of a replica
+    share; `settle` does both, at the same time on all ranks. From then on it launches and retires
+    steps.
 
-    Takes a resolved configuration and what `open_shard` gives for it. All three raise ModelLoadError where the model cannot be loaded or a
-    setting does not suit it.
+    Takes a resolved configuration and what `open_shard` gives for it. All three raise
+    ModelLoadError where the model cannot be loaded or a setting does not suit it.
     """
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
@@ -70,7 +74,8 @@ class Rank:
     def settle(self, parallel: Parallel) -> tuple[EngineConfig, int]:
         """Loads and allocates as one of the ranks in `parallel`; returns when all have.
 
-        Returns the configuration with `max_model_len` settled, and the number of blocks, both the same on all ranks.
+        Returns the configuration with `max_model_len` settled, and the number of blocks, both the
+        same on all ranks.
         """
         self._parallel = parallel
         config, num_blocks = plan_cache(
@@ -107,7 +112,8 @@ class Rank:
         taken = _used(self.device)
         place = f"on {card} with {gib(total)}, of which {gib(taken)} are taken"
         with _refusing(
-            f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among cards"
+            f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among"
+            " cards"
         ):
             self._decoder = load_weights(
                 self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, self._parallel
@@ -118,7 +124,8 @@ class Rank:
         loaded = _used(self.device)
         step = f"a step of {config.max_num_batched_tokens} tokens for {config.max_num_seqs} requests"
         with _refusing(
-            f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or max_num_seqs"
+            f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or"
+            " max_num_seqs"
         ):
             graphs = rehearse(replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder)
         rehearsed = _used(self.device)
@@ -139,9 +146,11 @@ class Rank:
             self.runner.prepare()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may be launched again, in other parts.
+        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may
+        be launched again, in other parts.
 
-        Raises RankError for the same where there are other ranks: they may be in the middle of the step, and wait for this one in vain.
+        Raises RankError for the same where there are other ranks: they may be in the middle of the
+        step, and wait for this one in vain.
         """
         try:
             return self.runner.launch(plan)
@@ -149,13 +158,14 @@ class Rank:
             if not is_out_of_memory(error):
                 raise
             why = one_line(error)
-        # Only here, where no error holds on to the step's tensors any more, can their memory be had again.
+        # Only here, where no error holds on to the step's tensors any more, can their memory be had
+        # again.
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._parallel.size > 1:
             raise RankError(
-                f"a step of {plan.counts.sum()} tokens does not fit into memory ({why}), and the other ranks cannot be called back from "
-                "it; lower max_num_batched_tokens or gpu_memory_utilization"
+                f"a step of {plan.counts.sum()} tokens does not fit into memory ({why}), and the other ranks cannot be"
+                " called back from it; lower max_num_batched_tokens or gpu_memory_utilization"
             )
         raise StepOutOfMemory(why)
 
@@ -165,7 +175,10 @@ class Rank:
 
 
 def open_shard(config: EngineConfig) -> Checkpoint:
-    """The checkpoint of `config.model` as one of its ranks loads it, which needs no device. Raises ModelLoadError."""
+    """The checkpoint of `config.model` as one of its ranks loads it, which needs no device.
+
+    Raises ModelLoadError.
+    """
     return shard_checkpoint(open_checkpoint(config.model, config.model_impl), config.tensor_parallel_size)
 
 

@@ -1,5 +1,7 @@
-"""What rank 0 of a replica says to the others, as msgspec structs: one `RankSetup`, then one `PlanFrame` per step. A rank answers only
-to say, with a `RankFailed`, why it is about to end. Imports no torch."""
+"""What rank 0 of a replica says to the others, as msgspec structs: one `RankSetup`, then one
+`PlanFrame` per step. A rank answers only to say, with a `RankFailed`, why it is about to end.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from workers.engine.step import AddedRequest, NewBlocks, PromptScores, StepPlan
 
 
 class RankSetup(msgspec.Struct):
-    """`config` is resolved and names the rank's own device; the ranks meet at `port` of the loopback interface."""
+    """`config` is resolved and names the rank's own device; the ranks meet at `port` of the
+    loopback interface.
+    """
 
     config: EngineConfig
     rank: int

@@ -1,7 +1,9 @@
-"""A rank's process: `python -m workers.engine.rank_process --fd N --parent PID --rank R`. N is its end of a socket pair; rank 0, process
-PID, holds the other.
+"""A rank's process: `python -m workers.engine.rank_process --fd N --parent PID --rank R`.
 
-Reads a `RankSetup`, then runs the step of every `PlanFrame`, until rank 0 closes its end or dies. Says nothing but why it has to end.
+N is its end of a socket pair; rank 0, process PID, holds the other.
+
+Reads a `RankSetup`, then runs the step of every `PlanFrame`, until rank 0 closes its end or dies.
+Says nothing but why it has to end.
 """
 
 import argparse

@@ -1,7 +1,9 @@
-"""The other ranks of a replica, as rank 0 in the engine core sees them: started, told of each step, and watched.
+"""The other ranks of a replica, as rank 0 in the engine core sees them: started, told of each step,
+and watched.
 
-All ranks run the same steps and sample the same tokens, so nothing comes back. A rank that ends takes the core with it, in the way in
-which it ended itself, so that whoever watches the core judges its end rightly; and the kernel ends every rank with the core.
+All ranks run the same steps and sample the same tokens, so nothing comes back. A rank that ends
+takes the core with it, in the way in which it ended itself, so that whoever watches the core judges
+its end rightly; and the kernel ends every rank with the core.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from workers.engine.transport import FrameReader, frame
 
 logger = logging.getLogger(__name__)
 
-_END_SECONDS = 5.0  # from a closed connection to the ended process, which may have a device to leave
+# From a closed connection to the ended process, which may have a device to leave
+_END_SECONDS = 5.0
 _ECHO_SECONDS = 0.3  # from a rank's death to what the others say of it
 _VERDICT_SECONDS = 2.0  # from a rank's death to what is done about it
 _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
@@ -48,7 +51,9 @@ class RankDeath:
 
     @property
     def doubt(self) -> int:
-        """How likely it is no more than the echo of another rank's death, which shows as an error, or an abort, in a sum over the ranks."""
+        """How likely it is no more than the echo of another rank's death, which shows as an error,
+        or an abort, in a sum over the ranks.
+        """
         if self.returncode < 0:
             return 1 if -self.returncode in _CRASHES else 0
         return 2
@@ -80,7 +85,9 @@ def end_likewise(death: RankDeath) -> None:
 
 
 class Ranks:
-    """The processes of ranks 1, 2, ... on `devices`, each with its own of the `locks` of their cards. None, where there is one rank."""
+    """The processes of ranks 1, 2, ... on `devices`, each with its own of the `locks` of their
+    cards. None, where there is one rank.
+    """
 
     def __init__(self, devices: Sequence[str], locks: Sequence[int], on_death: OnDeath) -> None:
         """Starts them; the kernel ties them to the calling thread."""
@@ -96,7 +103,10 @@ class Ranks:
             self._start(rank, [locks[rank - 1]] if locks else [])
 
     def join(self, config: EngineConfig, device: torch.device) -> Parallel:
-        """Has all ranks, this one on `device` among them, load what `config` says. Returns when they have found each other."""
+        """Has all ranks, this one on `device` among them, load what `config` says.
+
+        Returns when they have found each other.
+        """
         size = len(self._devices) + 1
         if size == 1:
             return Parallel()
@@ -118,7 +128,9 @@ class Ranks:
 
     @contextmanager
     def heard_first(self) -> Iterator[None]:
-        """An error in here may be no more than the echo of a rank's death, so it waits for what is done about that."""
+        """An error in here may be no more than the echo of a rank's death, so it waits for what is
+        done about that.
+        """
         try:
             yield
         except Exception:
@@ -128,7 +140,9 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        """Lets the ranks finish their steps and end, or ends them where there is nothing to finish; returns when they have."""
+        """Lets the ranks finish their steps and end, or ends them where there is nothing to finish;
+        returns when they have.
+        """
         self._closing = True
         for connection in self._connections:
             with suppress(OSError):  # the rank was quicker
@@ -201,7 +215,9 @@ def rank_parallel(setup: RankSetup, device: torch.device) -> Parallel:
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Returns once it has ended, which is brought about at the deadline; whether it did so by itself."""
+    """Returns once it has ended, which is brought about at the deadline; whether it did so by
+    itself.
+    """
     try:
         process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:

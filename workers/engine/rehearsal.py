@@ -1,4 +1,6 @@
-"""The largest step that there can be, done before there is a KV cache, to see what memory it takes beside one."""
+"""The largest step that there can be, done before there is a KV cache, to see what memory it takes
+beside one.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from workers.engine.models.base import DecoderModel
 from workers.engine.step import AddedRequest, PromptScores, StepPlan
 
 _ONE_BLOCK = 1
-_GRAPH_ROUNDING = 1.25  # what the graphs' pool loses to blocks that are cut in two, and the graphs themselves take
+# What the graphs' pool loses to blocks that are cut in two, and the graphs themselves take
+_GRAPH_ROUNDING = 1.25
 
 #: Through every stage of sampling, with limits that leave many tokens.
 _EVERYTHING = SamplingParams(
@@ -33,7 +36,8 @@ _EVERYTHING = SamplingParams(
 
 
 def rehearse(config: EngineConfig, model: DecoderModel) -> int:
-    """Runs the largest step and the largest decode step on a cache of nothing but the null block; returns the bytes that graphs take.
+    """Runs the largest step and the largest decode step on a cache of nothing but the null block;
+    returns the bytes that graphs take.
 
     Afterwards torch still holds what the steps took of the device, for the caller to look at.
     """
@@ -44,7 +48,9 @@ def rehearse(config: EngineConfig, model: DecoderModel) -> int:
 
 
 def largest_step(config: EngineConfig) -> StepPlan:
-    """All the tokens that a step may have, in as many rows as there may be, all of which sample in every way there is."""
+    """All the tokens that a step may have, in as many rows as there may be, all of which sample in
+    every way there is.
+    """
     assert config.max_num_batched_tokens is not None
     assert config.max_num_seqs is not None
     assert config.max_model_len is not None
@@ -60,7 +66,9 @@ def largest_step(config: EngineConfig) -> StepPlan:
 
 @torch.inference_mode()
 def _decode_bytes(runner: ModelRunner) -> int:
-    """What the largest decode step takes while it runs, which is what the pool of all graphs holds."""
+    """What the largest decode step takes while it runs, which is what the pool of all graphs
+    holds.
+    """
     runner.stage_padding()
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_allocated(runner.device)

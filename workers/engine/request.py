@@ -10,9 +10,10 @@ from workers.engine.messages import EngineRequest, Finish
 class Request:
     """A request's tokens, its slot and its blocks.
 
-    Three counts of tokens chase each other: `computed` (their keys and values are in the cache, or will be once the launched steps have
-    run) <= `known` (the device knows them: the host's tokens and those that launched steps are about to sample) and `len(tokens)`, what
-    the host has seen. `known - len(tokens)` steps that sample for this request have been launched and not yet retired.
+    Three counts of tokens chase each other: `computed` (their keys and values are in the cache, or
+    will be once the launched steps have run) <= `known` (the device knows them: the host's tokens
+    and those that launched steps are about to sample) and `len(tokens)`, what the host has seen.
+    `known - len(tokens)` steps that sample for this request have been launched and not yet retired.
     """
 
     __slots__ = (
@@ -50,7 +51,8 @@ class Request:
         self.sampling = sampling
         self.live = request.live
         self.urgency = (not request.live, request.priority, arrival)
-        # The first prompt position that no launched step tells the log probability of; beyond all positions where none is to come.
+        # The first prompt position that no launched step tells the log probability of; beyond all
+        # positions where none is to come.
         self.next_score = 1 if sampling.prompt_logprobs >= 0 and self.prompt_length > 1 else sys.maxsize
         self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
         stops = frozenset(sampling.stop_token_ids)
@@ -66,17 +68,25 @@ class Request:
         self.leave()
 
     def leave(self) -> None:
-        """Forget slot and blocks; the tokens stay. What a launched step is about to sample still comes in through `known`."""
+        """Forget slot and blocks; the tokens stay.
+
+        What a launched step is about to sample still comes in through `known`.
+        """
         self.slot = -1
         self.blocks: list[int] = []
         self.capacity = 0
-        self.shared = 0  # how many of its first blocks came from other requests, or are known to be held by others too
+        # How many of its first blocks came from other requests, or are known to be held by others
+        # too
+        self.shared = 0
         self.computed = 0
         self.hash_at = 0
         self.last_step = -1
 
     def ended_by(self) -> tuple[Finish, int]:
-        """How the last token ends the request, and that token if it is a stop token, else -1. Among the first `min_tokens` none is."""
+        """How the last token ends the request, and that token if it is a stop token, else -1.
+
+        Among the first `min_tokens` none is.
+        """
         if len(self.tokens) > self.prompt_length + self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
             return Finish.STOP, self.tokens[-1]
         if len(self.tokens) >= self.limit:
@@ -89,7 +99,10 @@ def refusal(request: Request, max_model_len: int, vocab_size: int) -> str:
     if not request.prompt_length:
         return "the prompt has no tokens"
     if request.prompt_length >= max_model_len:
-        return f"the prompt has {request.prompt_length} tokens; with one more for the answer the context holds {max_model_len}"
+        return (
+            f"the prompt has {request.prompt_length} tokens; with one more for the answer the context holds"
+            f" {max_model_len}"
+        )
     low, high = min(request.tokens), max(request.tokens)
     if low < 0 or high >= vocab_size:
         return f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}"

@@ -1,4 +1,7 @@
-"""Decides, step by step, which requests get how many tokens. Knows no prefill or decode phase. Imports no torch."""
+"""Decides, step by step, which requests get how many tokens.
+
+Knows no prefill or decode phase. Imports no torch.
+"""
 
 import sys
 from bisect import bisect_left, insort
@@ -21,18 +24,23 @@ _LONGEST_WAIT = 32  # steps
 
 
 class Scheduler:
-    """Gives every step one budget of tokens: live requests first, and among live or batch ones those that run before those that wait.
+    """Gives every step one budget of tokens: live requests first, and among live or batch ones
+    those that run before those that wait.
 
-    A request has tokens known and tokens computed, and a step computes some of the difference; when it reaches the last known token it
-    samples the next. When blocks run out, the least urgent running request (batch before live, then the highest number for priority, then
-    the newest) is preempted: it keeps its tokens and waits for its turn, so the most urgent always goes on and no equal starves.
+    A request has tokens known and tokens computed, and a step computes some of the difference; when
+    it reaches the last known token it samples the next. When blocks run out, the least urgent
+    running request (batch before live, then the highest number for priority, then the newest) is
+    preempted: it keeps its tokens and waits for its turn, so the most urgent always goes on and no
+    equal starves.
 
-    With `depth` 1, `schedule` may be called once more before `update` has brought the tokens of the step before. Then slots and blocks
-    given up by a request that a launched step still uses stay taken until that step has been retired, and a token sampled for a request
-    that had already ended is dropped.
+    With `depth` 1, `schedule` may be called once more before `update` has brought the tokens of the
+    step before. Then slots and blocks given up by a request that a launched step still uses stay
+    taken until that step has been retired, and a token sampled for a request that had already ended
+    is dropped.
 
-    With `company` above 1, batch requests for which little is free wait until as many slots are, and their share of the blocks, or for
-    `_LONGEST_WAIT` steps: where a step without a prompt is much the cheaper kind, prompts come together in a few steps.
+    With `company` above 1, batch requests for which little is free wait until as many slots are,
+    and their share of the blocks, or for `_LONGEST_WAIT` steps: where a step without a prompt is
+    much the cheaper kind, prompts come together in a few steps.
     """
 
     def __init__(
@@ -47,7 +55,9 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         company: int = 1,
     ) -> None:
-        """`max_model_len` is lowered to what the cache can hold for a request that has it to itself."""
+        """`max_model_len` is lowered to what the cache can hold for a request that has it to
+        itself.
+        """
         self.token_budget = max_num_batched_tokens
         self.max_model_len = min(max_model_len, kv_cache.max_tokens)
         self.depth = depth
@@ -84,7 +94,9 @@ class Scheduler:
         return len(self._requests)
 
     def add(self, request: EngineRequest) -> None:
-        """Takes a request in; one that cannot run, or has nothing left to generate, ends at once and shows in the next output."""
+        """Takes a request in; one that cannot run, or has nothing left to generate, ends at once
+        and shows in the next output.
+        """
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
         self._arrivals += 1
@@ -109,7 +121,9 @@ class Scheduler:
                 self._output.end(request, -1)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can be computed before a launched step has been retired, or at all."""
+        """The next step, or None when nothing can be computed before a launched step has been
+        retired, or at all.
+        """
         if len(self._launched) > self.depth:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
         step = StepDraft(self._step + 1, self.token_budget)
@@ -126,9 +140,11 @@ class Scheduler:
         return step.plan()
 
     def undo(self, plan: StepPlan) -> list[int]:
-        """Takes back the step planned last, which could not be launched; returns the ids of its requests.
+        """Takes back the step planned last, which could not be launched; returns the ids of its
+        requests.
 
-        They have computed what they had before, and those that it let in wait again. Those that were preempted for it stay so.
+        They have computed what they had before, and those that it let in wait again. Those that
+        were preempted for it stay so.
         """
         launched = self._launched.pop()
         if launched.step != plan.step:
@@ -158,7 +174,9 @@ class Scheduler:
         self._output.end(request, -1, error)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Takes in what came of the oldest launched step; returns all that happened since the last output."""
+        """Takes in what came of the oldest launched step; returns all that happened since the last
+        output.
+        """
         launched = self._launched.popleft()
         if launched.step != plan.step or len(launched.sampling) != len(result.tokens):
             raise RuntimeError(
@@ -191,7 +209,9 @@ class Scheduler:
         return self._flush() if self._output.request_ids else None
 
     def check_idle(self) -> None:
-        """Raises RuntimeError when a slot or a block is still taken although no request is left and no step is launched."""
+        """Raises RuntimeError when a slot or a block is still taken although no request is left and
+        no step is launched.
+        """
         if self._requests or self._launched:
             raise RuntimeError(f"not idle: {len(self._requests)} requests, {len(self._launched)} launched steps")
         self._pool.check()
@@ -213,8 +233,11 @@ class Scheduler:
                 self._fresh_scores[request.id] += scores
 
     def _advance(self, requests: list[Request], step: StepDraft) -> None:
-        """Gives requests with a slot as many of their uncomputed tokens as the budget has left. The loop that every row of every step
-        goes through: what it does per row is what a step costs on the host."""
+        """Gives requests with a slot as many of their uncomputed tokens as the budget has left.
+
+        The loop that every row of every step goes through: what it does per row is what a step
+        costs on the host.
+        """
         budget, number = step.budget, step.number
         add_slot, add_start, add_count, add_samples = (
             step.slots.append,
@@ -255,15 +278,18 @@ class Scheduler:
         step.budget = budget
 
     def _score(self, request: Request, end: int, step: StepDraft) -> None:
-        """Has the step's next row tell the log probabilities of prompt tokens that follow on computed ones, each once: tokens computed
-        again after a preemption are not told again."""
+        """Has the step's next row tell the log probabilities of prompt tokens that follow on
+        computed ones, each once: tokens computed again after a preemption are not told again.
+        """
         last = min(end + 1, request.prompt_length)
         step.prompt_scores.append(PromptScores(len(step.slots), request.next_score, last))
         step.scored.append(request)
         request.next_score = last if last < request.prompt_length else sys.maxsize
 
     def _extend(self, request: Request, end: int, step: StepDraft) -> bool:
-        """Gives a request blocks for its first `end` tokens, if need be at the cost of less urgent ones; False if it must wait."""
+        """Gives a request blocks for its first `end` tokens, if need be at the cost of less urgent
+        ones; False if it must wait.
+        """
         if not self._make_room(self._kv_cache.blocks_for(end - request.capacity), request):
             step.short = True
             return False
@@ -272,7 +298,9 @@ class Scheduler:
         return True
 
     def _admit(self, lane: "_Lane", step: StepDraft) -> None:
-        """Lets waiting requests in, in order of urgency, as long as their known tokens fit beside what the running ones may soon need."""
+        """Lets waiting requests in, in order of urgency, as long as their known tokens fit beside
+        what the running ones may soon need.
+        """
         while lane.waiting and step.budget and not step.short:
             request = lane.waiting[0]
             if request.known > len(request.tokens) or not self._slot_for(request, step):
@@ -280,7 +308,8 @@ class Scheduler:
             reserve = step.outstanding + len(self._live.running) + (0 if request.live else len(self._batch.running))
             if not request.live and reserve >= self._pool.free:
                 return
-            # What the cache holds has no logits, so as long as prompt tokens are to be scored everything is computed.
+            # What the cache holds has no logits, so as long as prompt tokens are to be scored
+            # everything is computed.
             prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
             need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.idle(prefix) + reserve
             if need <= self._pool.free and (request.live or self._has_room(request, prefix, step)):
@@ -290,7 +319,9 @@ class Scheduler:
                 return
 
     def _has_room(self, request: Request, prefix: list[int], step: StepDraft) -> bool:
-        """Whether a batch request is expected to fit until its end; the only one gets in whenever it can begin."""
+        """Whether a batch request is expected to fit until its end; the only one gets in whenever
+        it can begin.
+        """
         if not self._batch.running:
             return True
         returning = sum(returning.own_blocks for returning in self._returning)
@@ -330,7 +361,10 @@ class Scheduler:
         self._advance([request], step)
 
     def _slot_for(self, request: Request, step: StepDraft) -> bool:
-        """Whether a slot is free. For live requests batch ones are preempted, as many at once as the step's budget can let in."""
+        """Whether a slot is free.
+
+        For live requests batch ones are preempted, as many at once as the step's budget can let in.
+        """
         if request.live and not self._free_slots:
             wanted = sum(
                 before < step.budget for before in accumulate((other.known for other in self._live.waiting), initial=0)
@@ -341,8 +375,10 @@ class Scheduler:
         return bool(self._free_slots)
 
     def _make_room(self, need: int, request: Request) -> bool:
-        """Preempts the least urgent until `need` blocks are free: a running request anyone behind it and at last itself, a waiting live
-        one only batch requests. False when the blocks are not free now; they may be once a launched step has been retired."""
+        """Preempts the least urgent until `need` blocks are free: a running request anyone behind
+        it and at last itself, a waiting live one only batch requests. False when the blocks are not
+        free now; they may be once a launched step has been retired.
+        """
         waits = request.slot < 0
         if (
             waits
@@ -449,7 +485,10 @@ class _Launched:
 
 @dataclass(slots=True)
 class _Returning:
-    """A slot and blocks that are free once step `after` has been retired. `own_blocks`: how many of them nobody else holds."""
+    """A slot and blocks that are free once step `after` has been retired.
+
+    `own_blocks`: how many of them nobody else holds.
+    """
 
     after: int
     slot: int

@@ -1,5 +1,6 @@
-"""The ways between host and device that nobody waits for: pinned buffers, a ring of them for what a step sends, a stream of its own for
-what a step brings."""
+"""The ways between host and device that nobody waits for: pinned buffers, a ring of them for what a
+step sends, a stream of its own for what a step brings.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +21,21 @@ _cuda: Any = torch.cuda
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, without waiting for it to get there: it goes through pinned memory, which torch keeps until then."""
+    """The array on the device, without waiting for it to get there: it goes through pinned memory,
+    which torch keeps until then.
+    """
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class StagingRing:
-    """Buffers of 32-bit words that are filled on the host and copied, one behind the other, to the same place on the device.
+    """Buffers of 32-bit words that are filled on the host and copied, one behind the other, to the
+    same place on the device.
 
-    A buffer is filled again when its copy is over. One step ahead that takes no waiting: when a step is launched all steps but the last
-    one launched have been retired, and with them their copies are over. That would do with two buffers; the third is for a launch that
-    failed for want of memory and is made again.
+    A buffer is filled again when its copy is over. One step ahead that takes no waiting: when a
+    step is launched all steps but the last one launched have been retired, and with them their
+    copies are over. That would do with two buffers; the third is for a launch that failed for want
+    of memory and is made again.
     """
 
     def __init__(self, words: int, device: torch.device) -> None:
@@ -49,26 +54,34 @@ class StagingRing:
         return self._arrays[self._at]
 
     def send(self, words: int) -> None:
-        """Copies so many words of the buffer that `next` gave, in the order of the current stream."""
+        """Copies so many words of the buffer that `next` gave, in the order of the current
+        stream.
+        """
         self.on_device[:words].copy_(self._hosts[self._at][:words], non_blocking=True)
         if self._copied is not None:
             self._copied[self._at].record()
 
 
 class ResultCopies:
-    """Copies what steps bring to the host, on a stream of their own, so that a copy waits for its step and for no later one."""
+    """Copies what steps bring to the host, on a stream of their own, so that a copy waits for its
+    step and for no later one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _cuda.Stream(device) if device.type == "cuda" else None
         self._under_way: deque[torch.cuda.Event] = deque()
 
     def make_room(self) -> None:
-        """Has the device put off what comes next until the results of the step before the last `RESULTS - 1` are copied."""
+        """Has the device put off what comes next until the results of the step before the last
+        `RESULTS - 1` are copied.
+        """
         if len(self._under_way) >= RESULTS:
             torch.cuda.current_stream().wait_event(self._under_way.popleft())
 
     def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """The tensors' copies on the host, which are there once the event has come to pass; None: at once."""
+        """The tensors' copies on the host, which are there once the event has come to pass; None:
+        at once.
+        """
         if self._stream is None:
             return [tensor.clone() for tensor in tensors], None
         self._stream.wait_stream(torch.cuda.current_stream())

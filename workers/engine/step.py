@@ -1,4 +1,7 @@
-"""What the scheduler hands to the model runner for one step. Imports no torch, so that the scheduler can be tested without it."""
+"""What the scheduler hands to the model runner for one step.
+
+Imports no torch, so that the scheduler can be tested without it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from workers.engine.messages import SamplingParams, TokenLogprobs
 
 @dataclass(slots=True)
 class AddedRequest:
-    """A request that takes over `slot` before the step runs; the slot's whole earlier state is overwritten."""
+    """A request that takes over `slot` before the step runs; the slot's whole earlier state is
+    overwritten.
+    """
 
     slot: int
     token_ids: list[int]  # prompt and output so far: every token that is known
@@ -31,7 +36,9 @@ class NewBlocks:
 
 @dataclass(slots=True)
 class PromptScores:
-    """Prompt tokens whose log probabilities a step is to tell: positions `first` to `last` - 1 of row `row`'s request."""
+    """Prompt tokens whose log probabilities a step is to tell: positions `first` to `last` - 1 of
+    row `row`'s request.
+    """
 
     row: int
     first: int
@@ -42,7 +49,8 @@ class PromptScores:
 class StepPlan:
     """One step: `counts[i]` tokens of slot `slots[i]` from position `starts[i]` on, for N rows.
 
-    A row samples when it ends at the last token that its request knows; the sampled token stands at position `starts[i] + counts[i]`.
+    A row samples when it ends at the last token that its request knows; the sampled token stands at
+    position `starts[i] + counts[i]`.
     """
 
     step: int
@@ -61,4 +69,5 @@ class StepResult:
 
     tokens: NDArray[np.int32]  # one per row that samples, in row order
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in `tokens`
-    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)  # as the plan's `prompt_scores`
+    # As the plan's `prompt_scores`
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)

@@ -1,4 +1,6 @@
-"""Frames between the front process and the engine core: 4 bytes of length, little-endian, then one message as msgpack. Imports no torch."""
+"""Frames between the front process and the engine core: 4 bytes of length, little-endian, then one
+message as msgpack. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class FrameReader:
 
 
 class FrameSender:
-    """Sends from a thread of its own, so that a reader that is slow does not hold up whoever has something to say."""
+    """Sends from a thread of its own, so that a reader that is slow does not hold up whoever has
+    something to say.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -53,7 +57,10 @@ class FrameSender:
         self._thread.start()
 
     def put(self, message: msgspec.Struct) -> None:
-        """Never waits. The message must not change any more; once the other side has closed, it goes nowhere."""
+        """Never waits.
+
+        The message must not change any more; once the other side has closed, it goes nowhere.
+        """
         self._messages.put(message)
 
     def close(self, timeout: float = 5.0) -> None:

@@ -7,10 +7,11 @@ STEPS = 10
 
 
 class Patience:
-    """Seconds of silence that are waited: those that were asked for, else what the steps so far teach, within the two bounds above.
+    """Seconds of silence that are waited: those that were asked for, else what the steps so far
+    teach, within the two bounds above.
 
-    One for all the cores that a worker starts, since the next one runs the same model on the same device: what the last one taught holds
-    until it has steps of its own to judge by.
+    One for all the cores that a worker starts, since the next one runs the same model on the same
+    device: what the last one taught holds until it has steps of its own to judge by.
     """
 
     def __init__(self, asked: float | None = None) -> None:
@@ -26,5 +27,7 @@ class Patience:
         return min(LONGEST_PATIENCE, max(SHORTEST_PATIENCE, STEPS * self._full_step))
 
     def learn(self, full_step: float) -> None:
-        """`full_step`: how many seconds a step of the largest size takes at most, as far as the core knows now; 0 if it does not."""
+        """`full_step`: how many seconds a step of the largest size takes at most, as far as the
+        core knows now; 0 if it does not.
+        """
         self._full_step = full_step or self._full_step

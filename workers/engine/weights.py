@@ -13,10 +13,12 @@ from workers.engine.parallel import Parallel, Shard
 
 
 class Weights:
-    """Hands a model its tensors in the dtype and on the device that it runs with, and knows which were never asked for.
+    """Hands a model its tensors in the dtype and on the device that it runs with, and knows which
+    were never asked for.
 
-    `readers` maps a tensor's name to a function that reads it. Names may lack `prefix`: checkpoints saved from a bare decoder do. `ops` is
-    what the layers compute with, `parallel` says which part of them is to be read.
+    `readers` maps a tensor's name to a function that reads it. Names may lack `prefix`: checkpoints
+    saved from a bare decoder do. `ops` is what the layers compute with, `parallel` says which part
+    of them is to be read.
     """
 
     def __init__(
@@ -40,7 +42,10 @@ class Weights:
         return self._resolve(name) in self._readers
 
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The whole tensor `name`, contiguous and owned by the caller. Raises ModelLoadError where it is absent or has another shape."""
+        """The whole tensor `name`, contiguous and owned by the caller.
+
+        Raises ModelLoadError where it is absent or has another shape.
+        """
         target = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
         self._read(name, shape, (), target)
         return target
@@ -48,7 +53,8 @@ class Weights:
     def take_rows(
         self, names: Sequence[str], rows: Sequence[Shard], columns: int | None, transposed: bool = False
     ) -> Tensor:
-        """Rows of several tensors [total, columns] (or [total] where `columns` is None) stacked into one, for projections that run as one.
+        """Rows of several tensors [total, columns] (or [total] where `columns` is None) stacked
+        into one, for projections that run as one.
 
         `transposed`: the checkpoint has them as [columns, total].
         """
@@ -62,7 +68,9 @@ class Weights:
         return target
 
     def take_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Tensor:
-        """Columns of a tensor [rows, total], which the checkpoint has as [total, rows] if `transposed`."""
+        """Columns of a tensor [rows, total], which the checkpoint has as [total, rows] if
+        `transposed`.
+        """
         target = torch.empty((rows, columns.length), dtype=self.dtype, device=self.device)
         if transposed:
             self._read(name, (columns.total, rows), (columns.where,), target.t())
@@ -71,7 +79,9 @@ class Weights:
         return target
 
     def _read(self, name: str, shape: Sequence[int], where: tuple[slice, ...], target: Tensor) -> None:
-        """Copies a tensor, or a part: a file that is replaced under a memory map would kill the process."""
+        """Copies a tensor, or a part: a file that is replaced under a memory map would kill the
+        process.
+        """
         resolved = self._resolve(name)
         if resolved not in self._readers:
             raise ModelLoadError(

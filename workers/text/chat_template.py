@@ -1,4 +1,6 @@
-"""Chat messages to one prompt, by the model's own template in a sandbox (`template_environment.py`)."""
+"""Chat messages to one prompt, by the model's own template in a sandbox
+(`template_environment.py`).
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ logger = logging.getLogger(__name__)
 Message = Mapping[str, Any]
 
 RENDER_SECONDS = 2.0
-"""Renderings take microseconds; one that takes as long as this loops, and keeps other requests waiting."""
+"""Renderings take microseconds; one that takes as long as this loops, and keeps other requests
+waiting.
+"""
 
 
 class ChatTemplate:
-    """A model's chat template, compiled. Without one the messages' contents are joined by line breaks."""
+    """A model's chat template, compiled.
+
+    Without one the messages' contents are joined by line breaks.
+    """
 
     def __init__(
         self,
@@ -29,7 +36,10 @@ class ChatTemplate:
         origin: str = "the model",
         seconds: float = RENDER_SECONDS,
     ) -> None:
-        """`source` is Jinja text, `seconds` how long one rendering may take. Raises TokenizerError when it does not compile."""
+        """`source` is Jinja text, `seconds` how long one rendering may take.
+
+        Raises TokenizerError when it does not compile.
+        """
         self.source = source
         self._limit = TimeLimit(seconds)
         self._special_tokens = dict(special_tokens)
@@ -38,9 +48,12 @@ class ChatTemplate:
             logger.warning("%s has no chat template: messages are joined plainly; --chat-template gives one", origin)
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        """The prompt's text, which ends where the assistant begins to speak. Absent fields are left out of the messages.
+        """The prompt's text, which ends where the assistant begins to speak.
 
-        Raises TemplateError for messages that the template refuses, or that make it fail or take too long.
+        Absent fields are left out of the messages.
+
+        Raises TemplateError for messages that the template refuses, or that make it fail or take
+        too long.
         """
         plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
         if self._render is None:
@@ -58,7 +71,10 @@ class ChatTemplate:
 
 
 def read_chat_template(given: str) -> str:
-    """What `--chat-template` names: a file, or the template itself. Raises TokenizerError when it is neither."""
+    """What `--chat-template` names: a file, or the template itself.
+
+    Raises TokenizerError when it is neither.
+    """
     if "{" in given or "\n" in given:
         return given
     path = Path(given).expanduser()

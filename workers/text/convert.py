@@ -1,6 +1,8 @@
-"""`python -m workers.text.convert SOURCE TARGET`: writes the tokenizer.json that transformers makes of an older vocabulary.
+"""`python -m workers.text.convert SOURCE TARGET`: writes the tokenizer.json that transformers makes
+of an older vocabulary.
 
-A process of its own, because transformers' tokenizer classes load torch, which the worker's front process never does.
+A process of its own, because transformers' tokenizer classes load torch, which the worker's front
+process never does.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """Token ids to text, a few at a time, never half a character.
 
-Byte-level BPE and SentencePiece-like vocabularies are decoded by a table from token to bytes and an incremental UTF-8 decoder, which costs
-well under a microsecond per token. Anything else goes through the tokenizer's own decoder over a window of the last tokens.
+Byte-level BPE and SentencePiece-like vocabularies are decoded by a table from token to bytes and an
+incremental UTF-8 decoder, which costs well under a microsecond per token. Anything else goes
+through the tokenizer's own decoder over a window of the last tokens.
 
-Pieces put together are what the tokenizer decodes from all ids at once, with two differences: an incomplete
-character at the very end is dropped, and a broken byte sequence of a byte-fallback vocabulary does not take its sound neighbours with it.
+Pieces put together are what the tokenizer decodes from all ids at once, with two differences: an
+incomplete character at the very end is dropped, and a broken byte sequence of a byte-fallback
+vocabulary does not take its sound neighbours with it.
 """
 
 from __future__ import annotations
@@ -59,12 +61,16 @@ class DetokenizerFactory:
         return _TableDetokenizer(self._table if skip_special_tokens else self._full_table, at_start)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for amid a text; special tokens for their names, unknown ids for nothing."""
+        """What a token stands for amid a text; special tokens for their names, unknown ids for
+        nothing.
+        """
         return self._full_table[token_id]
 
 
 class _TokenBytes(dict[int, bytes], ABC):
-    """From token id to the bytes it stands for, filled as tokens are met; special and unknown ids stand for nothing."""
+    """From token id to the bytes it stands for, filled as tokens are met; special and unknown ids
+    stand for nothing.
+    """
 
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
         super().__init__()
@@ -105,10 +111,13 @@ class _PieceBytes(_TokenBytes):
 
 
 class _WindowBytes(_TokenBytes):
-    """For vocabularies that only the tokenizer's own decoder reads: what a token adds to a text that ends with the same token."""
+    """For vocabularies that only the tokenizer's own decoder reads: what a token adds to a text
+    that ends with the same token.
+    """
 
     def to_bytes(self, token: str) -> bytes:
-        token_id: int = self._tokenizer.token_to_id(token)  # type: ignore[assignment]  # it is one: the caller had it by its id
+        # It is a token: the caller had it by its id.
+        token_id: int = self._tokenizer.token_to_id(token)  # type: ignore[assignment]
         once, twice = (self._tokenizer.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
         return (twice[len(once) :] or once).encode()
 
@@ -133,7 +142,9 @@ class _TableDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Decodes the last tokens with and without the new one; the difference is the new text (as text-generation-inference does it)."""
+    """Decodes the last tokens with and without the new one; the difference is the new text (as
+    text-generation-inference does it).
+    """
 
     __slots__ = ("_known", "_skip_special_tokens", "_tokenizer", "_window")
 
@@ -169,7 +180,9 @@ class _WindowDetokenizer:
 
 
 def _make_table(tokenizer: Tokenizer, special: frozenset[int]) -> tuple[_TokenBytes | None, bool]:
-    """The table for this vocabulary, if it has one, and whether decoding drops a space at the very start."""
+    """The table for this vocabulary, if it has one, and whether decoding drops a space at the very
+    start.
+    """
     steps = list(_decoder_steps(tokenizer))
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -196,7 +209,9 @@ def _decoder_steps(tokenizer: Tokenizer) -> Iterable[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The inverse of GPT-2's map from bytes to printable characters (Radford et al. 2019, `encoder.py`)."""
+    """The inverse of GPT-2's map from bytes to printable characters (Radford et al. 2019,
+    `encoder.py`).
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]

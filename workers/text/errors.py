@@ -4,11 +4,15 @@ from __future__ import annotations
 
 
 class TokenizerError(Exception):
-    """The tokenizer or the chat template cannot be used; one sentence that says why and what to do."""
+    """The tokenizer or the chat template cannot be used; one sentence that says why and what to
+    do.
+    """
 
 
 class TemplateError(Exception):
-    """These messages cannot be rendered with the model's chat template; one sentence for the caller."""
+    """These messages cannot be rendered with the model's chat template; one sentence for the
+    caller.
+    """
 
 
 class EncodingError(Exception):
@@ -16,7 +20,8 @@ class EncodingError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the tokenizers library gave up in its Rust code, such as on a text that its regular expression cannot cope with.
+    """Whether the tokenizers library gave up in its Rust code, such as on a text that its regular
+    expression cannot cope with.
 
     That is no `Exception`, so that it would end the process.
     """

@@ -1,4 +1,6 @@
-"""Stop strings: text up to the first one is released, and what could still become one is held back."""
+"""Stop strings: text up to the first one is released, and what could still become one is held
+back.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,11 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one request's output text for its stop strings, which may straddle any number of tokens.
+    """Watches one request's output text for its stop strings, which may straddle any number of
+    tokens.
 
-    The string that is complete first ends the text; of two that end at the same character the longer one counts. So what is released does
-    not depend on how the text was cut into pieces.
+    The string that is complete first ends the text; of two that end at the same character the
+    longer one counts. So what is released does not depend on how the text was cut into pieces.
     """
 
     __slots__ = ("_first_characters", "_held", "_longest", "_stops", "matched")
@@ -42,7 +45,9 @@ class StopStrings:
         return text[:kept]
 
     def pass_by(self, text: str) -> str:
-        """As `feed`, but none that is complete in this text counts; one that only begins in it still may."""
+        """As `feed`, but none that is complete in this text counts; one that only begins in it
+        still may.
+        """
         text = self._held + text
         kept = self._possible_start(text)
         self._held = text[kept:]

@@ -1,7 +1,9 @@
-"""The sandbox in which chat templates run: Jinja's own, with the names, limits and layout that templates are written for.
+"""The sandbox in which chat templates run: Jinja's own, with the names, limits and layout that
+templates are written for.
 
-A template means here what it means in transformers' `apply_chat_template`, to which the tests hold it. The sandbox is made here since
-importing transformers takes a second of processor time, in which the model could have been loaded.
+A template means here what it means in transformers' `apply_chat_template`, to which the tests hold
+it. The sandbox is made here since importing transformers takes a second of processor time, in which
+the model could have been loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def render_chat(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-    """The prompt's text. Messages and variables are plain JSON, for other objects have methods of which the sandbox knows nothing."""
+    """The prompt's text.
+
+    Messages and variables are plain JSON, for other objects have methods of which the sandbox knows
+    nothing.
+    """
     names = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
     return template.render(
         {**names, "messages": [_with_reasoning(message) for message in messages]}
@@ -55,7 +61,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what an assistant said, for training; the text is the same without it."""
+    """`{% generation %}`, which marks what an assistant said, for training; the text is the same
+    without it.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as the base class has it
 

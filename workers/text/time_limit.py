@@ -1,4 +1,6 @@
-"""A limit to how long a piece of Python may run in its thread, such as a template that loops over what a request holds."""
+"""A limit to how long a piece of Python may run in its thread, such as a template that loops over
+what a request holds.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,24 @@ class TimeLimitError(Exception):
 
 
 class TimeLimit:
-    """Raises an exception in a thread that computes for too long, at its next Python instruction: it ends loops of Python, not a long call
-    of C. What counts is the thread's processor time, which it does not use up while it is stopped or starved. A thread of its own watches
-    while something runs, and for one look longer.
+    """Raises an exception in a thread that computes for too long, at its next Python instruction:
+    it ends loops of Python, not a long call of C. What counts is the thread's processor time, which
+    it does not use up while it is stopped or starved. A thread of its own watches while something
+    runs, and for one look longer.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._lock = threading.Lock()
-        self._deadlines: dict[int, float] = {}  # by thread, on its clock; infinite once the exception is on its way
+        # By thread, on its clock; infinite once the exception is on its way
+        self._deadlines: dict[int, float] = {}
         self._watching = False
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns. Raises TimeLimitError in the midst of it when it takes longer, or a tenth more than that."""
+        """What `work` returns.
+
+        Raises TimeLimitError in the midst of it when it takes longer, or a tenth more than that.
+        """
         thread = threading.get_ident()
         with self._lock:
             self._deadlines[thread] = _clock(thread) + self.seconds
@@ -43,7 +50,8 @@ class TimeLimit:
         finally:
             with self._lock:
                 if self._deadlines.pop(thread) == math.inf:
-                    _raise_in(thread, None)  # it may not have arrived yet, and must not arrive later
+                    # It may not have arrived yet, and must not arrive later
+                    _raise_in(thread, None)
 
     def _watch(self) -> None:
         while True:

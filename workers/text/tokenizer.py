@@ -1,7 +1,8 @@
 """A model's tokenizer: text to token ids, many at once, and what is needed for the way back.
 
-Reads `tokenizer.json` with the tokenizers library, which takes milliseconds and no torch. A model that has only an older vocabulary
-file is converted by transformers in a process of its own, which does load torch.
+Reads `tokenizer.json` with the tokenizers library, which takes milliseconds and no torch. A model
+that has only an older vocabulary file is converted by transformers in a process of its own, which
+does load torch.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _CONVERSION_SECONDS = 120
 
 
 class TextTokenizer:
-    """One model's text in both directions. Thread-safe; encoding leaves the interpreter lock to others."""
+    """One model's text in both directions.
+
+    Thread-safe; encoding leaves the interpreter lock to others.
+    """
 
     def __init__(self, tokenizer: Tokenizer, config: Mapping[str, Any], chat_template: ChatTemplate) -> None:
         self._tokenizer = tokenizer
@@ -41,7 +45,8 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, source: str, chat_template: str | None = None) -> TextTokenizer:
-        """From a local folder or a hub repository; `chat_template` (a file or Jinja text) replaces the model's own.
+        """From a local folder or a hub repository; `chat_template` (a file or Jinja text) replaces
+        the model's own.
 
         Raises TokenizerError, one sentence, when there is nothing that can be used.
         """
@@ -63,7 +68,9 @@ class TextTokenizer:
 
     @property
     def empty_prompt(self) -> list[int]:
-        """What stands for a prompt without tokens: the token that begins a text, else the one that ends one; [] without either."""
+        """What stands for a prompt without tokens: the token that begins a text, else the one that
+        ends one; [] without either.
+        """
         ids = (self._tokenizer.token_to_id(self.special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         return next(([token_id] for token_id in ids if token_id is not None), [])
 
@@ -72,7 +79,8 @@ class TextTokenizer:
         return self.chat_template.render(messages, **variables)
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; `special_tokens` puts those in front that the model expects (not for rendered chats, which have them).
+        """Token ids of each text; `special_tokens` puts those in front that the model expects (not
+        for rendered chats, which have them).
 
         Raises EncodingError when any of the texts cannot be encoded.
         """
@@ -86,7 +94,9 @@ class TextTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_word(self, word: str) -> list[list[int]]:
-        """The token ids that write a word at the start of a text and, where they are others, after a space; none for a word without any."""
+        """The token ids that write a word at the start of a text and, where they are others, after
+        a space; none for a word without any.
+        """
         start, later = self.encode([word.lstrip() or word, f" {word.lstrip()}"], special_tokens=False)
         return [ids for ids in ((start, later) if start != later else (start,)) if ids]
 
@@ -100,7 +110,9 @@ class TextTokenizer:
         return self._detokenizers.start(prompt_token_ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for amid a text, maybe a part of a character; special tokens for their names."""
+        """What a token stands for amid a text, maybe a part of a character; special tokens for
+        their names.
+        """
         return self._detokenizers.token_bytes(token_id)
 
     def decode(
@@ -136,7 +148,9 @@ class _Files:
 
 
 def _locate(source: str) -> Path:
-    """The folder that `source` names: its own, or the hub's files of that name in the local cache."""
+    """The folder that `source` names: its own, or the hub's files of that name in the local
+    cache.
+    """
     if os.path.isdir(source):
         return Path(source)
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
@@ -148,7 +162,8 @@ def _locate(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
     except LocalEntryNotFoundError:
         raise TokenizerError(
-            f"{source!r} is neither a folder here nor in the local cache, and the model hub is out of reach: give a folder."
+            f"{source!r} is neither a folder here nor in the local cache, and the model hub is out of reach: give a"
+            " folder."
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).split("\n", 1)[0].rstrip(".")
@@ -203,7 +218,9 @@ def _convert(source: str, model_folder: Path) -> Tokenizer:
 
 
 def _complete(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """What transformers would change on the tokenizer after reading it: no cutting or padding, and no token missing."""
+    """What transformers would change on the tokenizer after reading it: no cutting or padding, and
+    no token missing.
+    """
     tokenizer.no_truncation()
     tokenizer.no_padding()
     declared = config.get("added_tokens_decoder")
@@ -231,7 +248,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _own_template(files: _Files, config: Mapping[str, Any]) -> str | None:
-    """The model's own template: `chat_template.jinja` before the configuration's, and of several the one named default."""
+    """The model's own template: `chat_template.jinja` before the configuration's, and of several
+    the one named default.
+    """
     own = files.text("chat_template.jinja") or config.get("chat_template")
     if isinstance(own, list):
         own = {entry["name"]: entry["template"] for entry in own}.get("default")

@@ -1,4 +1,6 @@
-"""What a vocabulary says about texts before they are tokenised: how short they can become at most."""
+"""What a vocabulary says about texts before they are tokenised: how short they can become at
+most.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ _KEEPS_ALL = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuatio
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Bytes of text that one token can stand for at most; None when a token can stand for any amount of it, or that cannot be told.
+    """Bytes of text that one token can stand for at most; None when a token can stand for any
+    amount of it, or that cannot be told.
 
-    It can be told where every byte of a text ends up in some token: nothing is dropped, joined to an unknown token, or taken by the
-    token beside it.
+    It can be told where every byte of a text ends up in some token: nothing is dropped, joined to
+    an unknown token, or taken by the token beside it.
     """
     model = tokenizer.model
     if not isinstance(model, models.BPE) or any(

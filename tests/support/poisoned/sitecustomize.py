@@ -1,7 +1,9 @@
-"""Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain tokens ends, stops, holds or slows the core.
+"""Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain
+tokens ends, stops, holds or slows the core.
 
-Python imports this file when it starts. What does harm stands in the environment, see `tests/support/poison.py`; processes other than
-engine cores, and every step without such tokens, are left as they are.
+Python imports this file when it starts. What does harm stands in the environment, see
+`tests/support/poison.py`; processes other than engine cores, and every step without such tokens,
+are left as they are.
 """
 
 import ctypes
@@ -20,7 +22,9 @@ EXECUTOR = "workers.engine.executor"
 
 
 class Patcher(importlib.abc.MetaPathFinder):
-    """Lets the executor's module be loaded as ever, and then changes what its class does with a step."""
+    """Lets the executor's module be loaded as ever, and then changes what its class does with a
+    step.
+    """
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
@@ -44,7 +48,8 @@ class Patcher(importlib.abc.MetaPathFinder):
 def make_ill(executor: Any) -> None:
     launch = executor.launch
     poisons = json.loads(os.environ["POISONS"])
-    tokens: dict[int, list[int]] = {}  # by slot: prompt and what was generated before it came into this core
+    # By slot: prompt and what was generated before it came into this core
+    tokens: dict[int, list[int]] = {}
 
     def ill_launch(self: Any, plan: Any) -> Any:
         for added in plan.added:

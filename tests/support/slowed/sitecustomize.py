@@ -1,6 +1,9 @@
-"""Lets processes that are started with this folder on PYTHONPATH read one file slowly. Python imports this when it starts.
+"""Lets processes that are started with this folder on PYTHONPATH read one file slowly.
 
-Which file, and how long each read of it takes, stands in the environment, see `tests/support/slow_file.py`.
+Python imports this when it starts.
+
+Which file, and how long each read of it takes, stands in the environment, see
+`tests/support/slow_file.py`.
 """
 
 import builtins

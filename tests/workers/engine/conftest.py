@@ -14,7 +14,9 @@ choose_interpreter()
 
 @pytest.fixture(autouse=True)
 def _card_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A core's memory is tied up in cycles, and the next test may size its cache by what is free."""
+    """A core's memory is tied up in cycles, and the next test may size its cache by what is
+    free.
+    """
     yield
     if request.node.get_closest_marker("gpu") is not None:
         gc.collect()
@@ -23,5 +25,7 @@ def _card_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests come in without a look at how long they get, so that in a small cache some have to be preempted."""
+    """Requests come in without a look at how long they get, so that in a small cache some have to
+    be preempted.
+    """
     monkeypatch.setattr(Forecast, "has_room", lambda *_: True)

@@ -36,7 +36,9 @@ class Run:
 
 
 def make_core(name: str, *, num_blocks: int = 400, place: Place = CPU, **settings: Any) -> EngineCore:
-    """A core for one of the tiny models; `num_blocks` KV blocks of 16 tokens, the null block among them."""
+    """A core for one of the tiny models; `num_blocks` KV blocks of 16 tokens, the null block among
+    them.
+    """
     per_block = block_bytes(open_checkpoint(str(folder(name))).config, torch.float32, BLOCK_SIZE)
     config = EngineConfig(
         model=str(folder(name)),
@@ -51,7 +53,9 @@ def make_core(name: str, *, num_blocks: int = 400, place: Place = CPU, **setting
 
 
 def recorded(work: Work) -> Work:
-    """Stands for a CUDA graph where there is none: as a card records, the work is done once before."""
+    """Stands for a CUDA graph where there is none: as a card records, the work is done once
+    before.
+    """
     work()
     return work
 

@@ -1,7 +1,9 @@
-"""Where the engine's tests run: by the CPU's kernels, in torch, on a card, and by the card's kernels under Triton's interpreter.
+"""Where the engine's tests run: by the CPU's kernels, in torch, on a card, and by the card's
+kernels under Triton's interpreter.
 
-Tests that take a `place` run unchanged on all of theirs. Arithmetic is float32 everywhere (the card's without TF32, as is torch's default),
-so that greedy tokens are the same ones. The interpreter is slow, so it has tests of its own, with few tokens.
+Tests that take a `place` run unchanged on all of theirs. Arithmetic is float32 everywhere (the
+card's without TF32, as is torch's default), so that greedy tokens are the same ones. The
+interpreter is slow, so it has tests of its own, with few tokens.
 """
 
 from dataclasses import dataclass

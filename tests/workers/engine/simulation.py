@@ -1,4 +1,6 @@
-"""A scheduler at work without a model: outputs end where they were drawn to end, and what it computes is counted."""
+"""A scheduler at work without a model: outputs end where they were drawn to end, and what it
+computes is counted.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -17,7 +19,9 @@ EOS = 50_000
 
 @dataclass(frozen=True)
 class Line:
-    """A request and how many tokens it will answer with, unless `max_tokens` cuts it; `known`: only `max_tokens` can end it."""
+    """A request and how many tokens it will answer with, unless `max_tokens` cuts it; `known`: only
+    `max_tokens` can end it.
+    """
 
     prompt: list[int]
     output: int
@@ -28,8 +32,12 @@ class Line:
 
 @dataclass
 class Report:
-    """What the engine did. `recomputed` are tokens that the same request had computed before; `hits`, by line, prompt tokens that the
-    cache gave; `computed_at`, by the hash of a whole block of a prompt, the lines that computed it, with the step."""
+    """What the engine did.
+
+    `recomputed` are tokens that the same request had computed before; `hits`, by line, prompt
+    tokens that the cache gave; `computed_at`, by the hash of a whole block of a prompt, the lines
+    that computed it, with the step.
+    """
 
     steps: int = 0
     rows: int = 0
@@ -46,9 +54,11 @@ class Report:
 
 
 class Simulation:
-    """Hands lines to a scheduler as a worker does: as many as there are slots and an eighth more, in order.
+    """Hands lines to a scheduler as a worker does: as many as there are slots and an eighth more,
+    in order.
 
-    The last token of each prompt is replaced by the line's number, by which a plan tells whom it is about.
+    The last token of each prompt is replaced by the line's number, by which a plan tells whom it is
+    about.
     """
 
     def __init__(

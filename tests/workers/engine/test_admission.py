@@ -1,4 +1,6 @@
-"""Requests come in by how long outputs of their job get: few are preempted, and what that costs is bounded. All draws are seeded."""
+"""Requests come in by how long outputs of their job get: few are preempted, and what that costs is
+bounded. All draws are seeded.
+"""
 
 import random
 from collections.abc import Callable
@@ -47,7 +49,9 @@ def in_a_quarter(lines: list[Line], depth: int) -> Report:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_in_a_quarter_of_the_cache_little_is_computed_twice(kind: str, depth: int) -> None:
-    """Under 2 % of all tokens; and yet about as many run as a quarter of the slots, if each were always as long as it gets."""
+    """Under 2 % of all tokens; and yet about as many run as a quarter of the slots, if each were
+    always as long as it gets.
+    """
     report = in_a_quarter(lines_of(kind), depth)
     assert report.recomputed_share < 0.02, f"{report.recomputed_share:.2%} with {report.stats.preemptions} preemptions"
     assert report.rows / report.steps > 0.8 * SLOTS / 4, report.rows / report.steps
@@ -66,7 +70,9 @@ def test_many_come_in_at_a_step_where_many_run() -> None:
 
 
 def test_what_only_the_front_can_end_is_expected_to_be_like_its_job() -> None:
-    """By a stop string, of which the engine does not know; without one, nothing but the limit is left."""
+    """By a stop string, of which the engine does not know; without one, nothing but the limit is
+    left.
+    """
     params = SamplingParams(2048, ignore_eos=True)
     jobs = [
         Request(EngineRequest(1, [1], [], params, job="a", stop_strings=stops), 1, 4096, frozenset([9])).job

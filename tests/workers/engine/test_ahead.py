@@ -1,4 +1,6 @@
-"""One step ahead, with a real model: whatever comes, goes and is aborted meanwhile, a request's tokens are those that it has alone."""
+"""One step ahead, with a real model: whatever comes, goes and is aborted meanwhile, a request's
+tokens are those that it has alone.
+"""
 
 import random
 from collections.abc import Callable
@@ -25,7 +27,9 @@ class Case:
 
 
 def random_cases(draw: random.Random, number: int, tokens: int, longest: int) -> list[Case]:
-    """Greedy and drawn, live and batch ones, some with stop tokens that come up soon, some that another worker began."""
+    """Greedy and drawn, live and batch ones, some with stop tokens that come up soon, some that
+    another worker began.
+    """
     cases = []
     for request_id in range(number):
         shared = draw.choice([[], list(range(17)), list(range(40))])[:longest]
@@ -141,7 +145,9 @@ def one_layer(core: EngineCore) -> EngineCore:
 @needs_interpreter
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
-    """Kernels under the interpreter, padded decode steps, differences that are staged again after a step was taken back."""
+    """Kernels under the interpreter, padded decode steps, differences that are staged again after a
+    step was taken back.
+    """
     seed = 15
     print(f"seed {seed}")
     cases = random_cases(random.Random(seed), 5, 8, 20)
@@ -162,11 +168,22 @@ def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
 def test_no_launch_waits_for_the_card() -> None:
     """Mixed steps, decode steps and those that are sampled by stages, once each was seen."""
     core = make_core("llama", place=CARD, depth=1, max_model_len=200, max_num_seqs=16, max_num_batched_tokens=64)
-    launch, sampling = core._executor.launch, [
-        SamplingParams(40, temperature=0.0),
-        SamplingParams(40, temperature=0.9, top_p=0.8, top_k=30, seed=1),
-        SamplingParams(30, temperature=0.9, repetition_penalty=1.2, min_tokens=5, logit_bias=((3, 1.0),), logprobs=3, prompt_logprobs=1),
-    ]  # fmt: skip
+    launch, sampling = (
+        core._executor.launch,
+        [
+            SamplingParams(40, temperature=0.0),
+            SamplingParams(40, temperature=0.9, top_p=0.8, top_k=30, seed=1),
+            SamplingParams(
+                30,
+                temperature=0.9,
+                repetition_penalty=1.2,
+                min_tokens=5,
+                logit_bias=((3, 1.0),),
+                logprobs=3,
+                prompt_logprobs=1,
+            ),
+        ],
+    )
 
     def watched(plan: StepPlan) -> LaunchedStep:
         torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,6 @@
-"""The engine as the front process sees it: real core processes, started, used, killed and stopped."""
+"""The engine as the front process sees it: real core processes, started, used, killed and
+stopped.
+"""
 
 import asyncio
 import gc
@@ -65,7 +67,9 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_one_core_from_start_to_stop(depth: int) -> None:
-    """One start, since each costs seconds: answers, refusals, aborts, readers that leave, idleness, a clean end."""
+    """One start, since each costs seconds: answers, refusals, aborts, readers that leave, idleness,
+    a clean end.
+    """
 
     async def scenario() -> None:
         expected = reference(MODEL)
@@ -151,7 +155,9 @@ async def is_idle(engine: AsyncEngine) -> None:
 
 
 def test_the_death_of_the_core_reaches_everyone_within_a_second() -> None:
-    """Or on a busy machine at the second or third try, since others may hold up whoever would look at a clock."""
+    """Or on a busy machine at the second or third try, since others may hold up whoever would look
+    at a clock.
+    """
     took: list[float] = []
 
     async def scenario() -> None:
@@ -193,7 +199,9 @@ def test_a_core_that_hangs_is_killed_and_said_to_have_hung() -> None:
 
 
 def test_a_hung_core_is_found_soon_once_the_demo_model_has_worked() -> None:
-    """What a worker does: a short request of its own, then work; and the same with the next core, which may hang at its first work."""
+    """What a worker does: a short request of its own, then work; and the same with the next core,
+    which may hang at its first work.
+    """
 
     async def scenario() -> None:
         patience, known = Patience(), 300.0
@@ -306,7 +314,9 @@ def test_an_error_in_the_core_says_what_it_was() -> None:
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the front stands beside another folder named workers, which is not what the core may run."""
+    """Also where the front stands beside another folder named workers, which is not what the core
+    may run.
+    """
     (tmp_path / "workers").mkdir()
     (tmp_path / "workers" / "__init__.py").write_text("raise SystemExit('the wrong package')")
     monkeypatch.chdir(tmp_path)
@@ -336,7 +346,8 @@ def test_a_start_that_takes_too_long_says_so() -> None:
 def test_a_core_that_dies_while_it_loads_is_noticed() -> None:
     async def scenario() -> None:
         engine = AsyncEngine(config())
-        starting = asyncio.create_task(engine.start(10 * START_SECONDS))  # which `run` does not wait for
+        # Which `run` does not wait for
+        starting = asyncio.create_task(engine.start(10 * START_SECONDS))
         await asyncio.sleep(0)
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(

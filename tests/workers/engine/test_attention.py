@@ -17,7 +17,9 @@ SCALE = 0.3
 
 
 class Contexts:
-    """Rows with random keys and values, some of them already in the cache, in blocks handed out in random order."""
+    """Rows with random keys and values, some of them already in the cache, in blocks handed out in
+    random order.
+    """
 
     def __init__(self, contexts: list[int], kv_heads: int, dtype: torch.dtype, generator: np.random.Generator) -> None:
         self.contexts, self.kv_heads = contexts, kv_heads
@@ -71,7 +73,8 @@ def test_mixed_rows(
         )
         cache = attention.new_cache(1)[0]
         computed = [int(generator.integers(0, length)) if i % 3 else length - 1 for i, length in enumerate(contexts)]
-        # What is computed already, written by steps of their own; then the rest of every row in one call.
+        # What is computed already, written by steps of their own; then the rest of every row in one
+        # call.
         for spans in (
             [(i, 0, n) for i, n in enumerate(computed) if n],
             [(i, n, contexts[i]) for i, n in enumerate(computed)],
@@ -91,7 +94,9 @@ def test_mixed_rows(
 @pytest.mark.parametrize("window", [None, 6])
 @backends
 def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | None, backend: str) -> None:
-    """In a block past a row's end, or in one that nobody holds: one request's numbers gone wrong stay its own."""
+    """In a block past a row's end, or in one that nobody holds: one request's numbers gone wrong
+    stay its own.
+    """
     generator = np.random.default_rng(1)
     rows = Contexts([10, 29, 16], 1, torch.float32, generator)
     attention = make_attention(backend, CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))

@@ -145,7 +145,9 @@ def test_the_loop_takes_messages_between_steps_and_waits_when_idle(depth: int) -
 
 
 class TightExecutor:
-    """A real executor with room for `room` tokens in one step, and for none of a request whose prompt begins with `never`."""
+    """A real executor with room for `room` tokens in one step, and for none of a request whose
+    prompt begins with `never`.
+    """
 
     def __init__(self, core: EngineCore, room: int, never: int = -1) -> None:
         self._executor, self._room, self._never = core._executor, room, never
@@ -224,7 +226,9 @@ def test_a_want_of_memory_is_told_from_other_errors() -> None:
 
 
 class NarrowMemory:
-    """Has each step of more than `room` tokens end with an allocation that really fails, when it comes to the function `at` of `owner`."""
+    """Has each step of more than `room` tokens end with an allocation that really fails, when it
+    comes to the function `at` of `owner`.
+    """
 
     def __init__(self, core: EngineCore, owner: object, at: str, room: int) -> None:
         self.failed = self._tokens = 0

@@ -52,9 +52,15 @@ def test_the_cpu_is_used_quietly_only_where_there_is_no_card(
     ("error", "visible", "says"),
     [
         (
-            "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by downloading",
+            (
+                "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by"
+                " downloading"
+            ),
             None,
-            "the NVIDIA driver here knows CUDA up to 12.2 and torch .* needs 13.0; update the driver, or install a torch",
+            (
+                "the NVIDIA driver here knows CUDA up to 12.2 and torch .* needs 13.0; update the driver, or install a"
+                " torch"
+            ),
         ),
         (
             "Found no NVIDIA driver on your system. Please check that you have",

@@ -1,4 +1,6 @@
-"""Cards are taken by one holder at a time, all or none, and given back by whatever ends their holder. Real processes, no card."""
+"""Cards are taken by one holder at a time, all or none, and given back by whatever ends their
+holder. Real processes, no card.
+"""
 
 import os
 import signal
@@ -147,7 +149,8 @@ def test_one_that_is_asked_for_by_number_is_that_one(tmp_path: Path) -> None:
 def test_a_card_is_waited_for(tmp_path: Path) -> None:
     held = take_cards(CARDS[:1], 1, str(tmp_path), patience=0)
     taker = Taker(tmp_path, 1, CARDS[:1], _LOUD_TAKER)
-    assert [taker.said(), taker.said()] == ["looks", "looks"]  # the second time because the first was in vain
+    # The second time because the first was in vain
+    assert [taker.said(), taker.said()] == ["looks", "looks"]
     held.release()
     assert taker.taken() == {"GPU-a"}
     taker.leave()

@@ -1,4 +1,6 @@
-"""Padded decode steps: which sizes there are and when they are recorded, and that padding is seen nowhere but in the null block."""
+"""Padded decode steps: which sizes there are and when they are recorded, and that padding is seen
+nowhere but in the null block.
+"""
 
 import gc
 import weakref
@@ -119,8 +121,10 @@ class Graph:
 
 
 class Calls:
-    """Stands in for the parts of `torch.cuda` that recording uses, and writes down their order. Ending a recording that went wrong fails,
-    and leaves the allocator recording, as in torch 2.11."""
+    """Stands in for the parts of `torch.cuda` that recording uses, and writes down their order.
+
+    Ending a recording that went wrong fails, and leaves the allocator recording, as in torch 2.11.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[str] = []
@@ -157,7 +161,9 @@ class Calls:
 
 
 def test_a_recording_that_fails_leaves_the_others_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its graph lives on, what was queued of it is waited for, and the allocator records no longer."""
+    """Its graph lives on, what was queued of it is waited for, and the allocator records no
+    longer.
+    """
     calls = Calls(monkeypatch)
     record = CudaRecorder()
     room = iter([True, True, False, True, False])
@@ -206,7 +212,10 @@ def test_on_a_card_a_recording_that_fails_leaves_the_others_whole() -> None:
 
 
 def make_runner(place: Place) -> ModelRunner:
-    """The path of a card with room for five rows; one layer, and a poisoned cache. No graphs yet."""
+    """The path of a card with room for five rows; one layer, and a poisoned cache.
+
+    No graphs yet.
+    """
     config = EngineConfig(
         model="",
         max_num_seqs=5,
@@ -237,8 +246,10 @@ STAGED = SamplingParams(8, temperature=0.9, repetition_penalty=1.3, logprobs=2, 
 
 
 def drive(runner: ModelRunner) -> list[list[int]]:
-    """Prompts of 9, 3 and 6 tokens in slots 4, 0 and 3, and four decode steps; the first request, which is sampled by stages, leaves after
-    two of them, the second after three. Nothing is retired between."""
+    """Prompts of 9, 3 and 6 tokens in slots 4, 0 and 3, and four decode steps; the first request,
+    which is sampled by stages, leaves after two of them, the second after three. Nothing is retired
+    between.
+    """
     slots, lengths = [4, 0, 3], [9, 3, 6]
     prompts = [reference("llama").prompts[1][:length] for length in lengths]
     samplings = [STAGED, DRAWN, GREEDY]

@@ -1,4 +1,6 @@
-"""Both ways of making a step's inputs, on the host and by kernels, against each other and against what a plan says."""
+"""Both ways of making a step's inputs, on the host and by kernels, against each other and against
+what a plan says.
+"""
 
 import random
 from collections.abc import Iterator
@@ -24,7 +26,9 @@ DEVICES = [
 
 
 def plans(seed: int, steps: int) -> Iterator[StepPlan]:
-    """Requests that come with tokens and blocks, advance by a few tokens, and leave, in random slots."""
+    """Requests that come with tokens and blocks, advance by a few tokens, and leave, in random
+    slots.
+    """
     draw = random.Random(seed)
     known: dict[int, int] = {}
     computed: dict[int, int] = {}
@@ -132,7 +136,9 @@ def test_padding_goes_to_the_null_block_and_nowhere_else(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_padding_is_sampled_for_nobody(device: str) -> None:
-    """Where drawing for the first slot would take any of 600 tokens, padding takes the likeliest, which a look at the parameters tells."""
+    """Where drawing for the first slot would take any of 600 tokens, padding takes the likeliest,
+    which a look at the parameters tells.
+    """
     drawn = SamplingParams(1, temperature=1.0, top_p=0.99, seed=3)
     inputs, sampler = (
         DeviceInputs(SLOTS, LENGTH, BLOCK, torch.device(device)),

@@ -188,7 +188,8 @@ def test_a_block_is_found_only_once_the_host_has_seen_all_its_tokens() -> None:
     made = request([1, 2, 3])
     cache.admit(made, [])
     made.known = 4
-    compute(cache, made, 4)  # one step ahead: the fourth token is computed before the host has seen it
+    # One step ahead: the fourth token is computed before the host has seen it
+    compute(cache, made, 4)
     assert cache.pool.names() == {}
     made.tokens.append(9)
     cache.remember(made)

@@ -82,7 +82,9 @@ def test_sharded_files_load_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_bare_decoder_names_load(name: str, copy_of: Callable[[str], Path]) -> None:
-    """The original GPT-2 checkpoints lack the decoder's prefix; theirs also carry attention masks as buffers."""
+    """The original GPT-2 checkpoints lack the decoder's prefix; theirs also carry attention masks
+    as buffers.
+    """
     path = copy_of(name)
     weights = load_file(path / "model.safetensors")
     bare = {key.removeprefix("transformer.").removeprefix("model."): tensor for key, tensor in weights.items()}

@@ -1,4 +1,6 @@
-"""Log probabilities of answers and prompts equal transformers', for every family, through the real scheduler and runner."""
+"""Log probabilities of answers and prompts equal transformers', for every family, through the real
+scheduler and runner.
+"""
 
 from typing import Any
 

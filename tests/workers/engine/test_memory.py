@@ -1,4 +1,6 @@
-"""What the machine, the container and a card leave of memory, and the step that is done to see it."""
+"""What the machine, the container and a card leave of memory, and the step that is done to see
+it.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -53,9 +55,11 @@ CARD = CardMemory("Some Card", 0.9, 100 * GIB, taken=3 * GIB, weights=50 * GIB, 
 
 def test_a_card_is_divided_up() -> None:
     assert CARD.left == 30 * GIB
-    assert CARD.account == (
-        "Some Card has 100.00 GiB, gpu_memory_utilization 0.9 makes 90.00 GiB of them usable; 3.00 GiB are taken already, "
-        "the weights take 50.00 GiB, the largest step 5.00 GiB and CUDA graphs 2.00 GiB, which leaves 30.00 GiB"
+    assert (
+        CARD.account
+        == "Some Card has 100.00 GiB, gpu_memory_utilization 0.9 makes 90.00 GiB of them usable; 3.00 GiB are taken"
+        " already, the weights take 50.00 GiB, the largest step 5.00 GiB and CUDA graphs 2.00 GiB, which leaves"
+        " 30.00 GiB"
     )
     full = CardMemory("Some Card", 0.5, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
     assert full.left == -10 * GIB
@@ -73,7 +77,10 @@ def test_a_context_that_a_card_does_not_hold_is_refused_with_all_numbers() -> No
     per_block = block_bytes(model, torch.float32, 16)
     assert plan_cache(settings, model, torch.float32, CARD.left, CARD)[1] == CARD.left // per_block
     full = CardMemory("Some Card", 0.6, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
-    need = f"but a context of 200 tokens needs a KV cache of {14 * per_block} bytes, {per_block} for each block of 16 tokens; "
+    need = (
+        f"but a context of 200 tokens needs a KV cache of {14 * per_block} bytes, {per_block} for each block of 16"
+        " tokens; "
+    )
     advice = "raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or max_num_seqs"
     for card, account in ((full, full.account), (CARD, f"{CARD.account}, and another rank's card 0.00 GiB")):
         with pytest.raises(ModelLoadError) as caught:
@@ -105,7 +112,7 @@ def test_the_largest_step_fills_the_budget_as_far_as_contexts_reach(seqs: int, t
 def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(place: Place) -> None:
     checkpoint = open_checkpoint(str(folder("llama")))
     model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, make_ops(place.attention_backend))
-    settings = EngineConfig(model="", max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64, **place.settings())  # type: ignore[arg-type]
+    settings = EngineConfig(model="", max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64, **place.settings())
     assert rehearse(settings.resolve(), model) == 0
 
 

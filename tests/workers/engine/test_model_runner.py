@@ -71,7 +71,9 @@ def test_step_without_samples(runner: ModelRunner) -> None:
 
 
 def test_added_request_overwrites_its_slot(runner: ModelRunner) -> None:
-    """The next owner of a slot sees nothing of the last: neither tokens, nor blocks, nor sampling."""
+    """The next owner of a slot sees nothing of the last: neither tokens, nor blocks, nor
+    sampling.
+    """
     expected = reference("llama")
     wild = SamplingParams(max_tokens=64, temperature=5.0, top_p=0.9, top_k=7, seed=3)
     for prompt, sampling in ((expected.prompts[1], wild), (expected.prompts[5], GREEDY)):

@@ -1,4 +1,6 @@
-"""Tensor parallelism: two ranks say the same as one, and every rank holds the part of the model that it should."""
+"""Tensor parallelism: two ranks say the same as one, and every rank holds the part of the model
+that it should.
+"""
 
 import resource
 from collections.abc import Iterator
@@ -30,7 +32,8 @@ from workers.engine.models.decoder import RotaryDecoder
 from workers.engine.parallel import Parallel, shard_model
 
 GPT2, LLAMA = MODELS["gpt2"].settings, MODELS["llama"].settings
-SMALL = {"vocab_size": VOCAB + 1, "num_hidden_layers": 2}  # a vocabulary that two cannot share equally, nor a MLP of 72
+# A vocabulary that two cannot share equally, nor a MLP of 72
+SMALL = {"vocab_size": VOCAB + 1, "num_hidden_layers": 2}
 SHARED = {
     "gpt2-12-heads": TinyModel(
         1, 0.3, "GPT2Config", GPT2 | SMALL | {"n_embd": 48, "n_head": 12, "n_layer": 2, "n_inner": 72}
@@ -51,7 +54,9 @@ TOLERANCE = 1e-4
 
 @contextmanager
 def core(folder: Path, ranks: int, **settings: Any) -> Iterator[EngineCore]:
-    """One whose cache is too small for all of `requests` at once, whichever the number of its ranks."""
+    """One whose cache is too small for all of `requests` at once, whichever the number of its
+    ranks.
+    """
     whole = open_checkpoint(str(folder))
     config = EngineConfig(
         model=str(folder),

@@ -1,7 +1,9 @@
-"""Greedy tokens and logits equal transformers', for every family, through the real scheduler and runner.
+"""Greedy tokens and logits equal transformers', for every family, through the real scheduler and
+runner.
 
-Prompts of very different lengths are submitted together. The variants force what could go wrong: prompts cut into small chunks, blocks
-taken away and computed again, a step that runs ahead, and blocks found in the prefix cache.
+Prompts of very different lengths are submitted together. The variants force what could go wrong:
+prompts cut into small chunks, blocks taken away and computed again, a step that runs ahead, and
+blocks found in the prefix cache.
 """
 
 from dataclasses import dataclass
@@ -49,7 +51,9 @@ VARIANTS = {
 
 
 class Recorder:
-    """Keeps the logits behind every token that a runner samples, under the request's number, which travels as its seed."""
+    """Keeps the logits behind every token that a runner samples, under the request's number, which
+    travels as its seed.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.logits: dict[tuple[int, int], Tensor] = {}
@@ -168,7 +172,9 @@ SMALL = Variant(num_blocks=7, max_model_len=80, max_num_seqs=2, max_num_batched_
 
 
 def small(expected: Reference) -> Reference:
-    """Prompts of 40 and 17 tokens and the beginnings of their answers: the interpreter takes a second for a handful of tokens."""
+    """Prompts of 40 and 17 tokens and the beginnings of their answers: the interpreter takes a
+    second for a handful of tokens.
+    """
     chosen = [PROMPT_LENGTHS.index(length) for length in (40, 17)]
     prompts, tokens, logits = (
         ([every[number] for number in chosen]) for every in (expected.prompts, expected.tokens, expected.logits)

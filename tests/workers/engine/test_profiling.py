@@ -26,7 +26,9 @@ def _spans_off_again() -> Iterator[None]:
 
 
 def trace_of(folder: Path, tokens: int, place: Place = CPU) -> list[dict[str, Any]] | None:
-    """The events in the trace of a core that generates `tokens` tokens, one a step, and is then shut down."""
+    """The events in the trace of a core that generates `tokens` tokens, one a step, and is then
+    shut down.
+    """
     core = make_core("llama", profile=str(folder), max_model_len=200, place=place)
     inbox: SimpleQueue[ToCore] = SimpleQueue()
 

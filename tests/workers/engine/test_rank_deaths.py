@@ -1,4 +1,6 @@
-"""The end of one rank ends the whole engine core, promptly and with the right verdict; no rank outlives its core. Real processes."""
+"""The end of one rank ends the whole engine core, promptly and with the right verdict; no rank
+outlives its core. Real processes.
+"""
 
 import asyncio
 import os
@@ -20,7 +22,8 @@ from workers.engine.config import EngineConfig
 from workers.engine.messages import SamplingParams
 
 START_SECONDS = 100.0
-PROMPT_SECONDS = 15.0  # less than the watchdog of a silent core ever waits, or a sum over ranks of which one has gone
+# Less than the watchdog of a silent core ever waits, or a sum over ranks of which one has gone
+PROMPT_SECONDS = 15.0
 ENDLESS = SamplingParams(200, temperature=0.0, ignore_eos=True)
 
 
@@ -44,7 +47,10 @@ def ranks_of(core: int) -> list[int]:
 
 
 async def death_at_work(engine: AsyncEngine, rank: int, harm: Callable[[], None]) -> EngineDeadError:
-    """What ends requests that are under way when `harm` comes. The rank stands still before, so that the last of them has not ended."""
+    """What ends requests that are under way when `harm` comes.
+
+    The rank stands still before, so that the last of them has not ended.
+    """
     answers = [engine.generate([number], ENDLESS) for number in range(8)]
     for answer in answers:
         await anext(answer)
@@ -140,7 +146,8 @@ def test_no_rank_outlives_its_core(number: signal.Signals) -> None:
 def test_a_rank_that_hangs_is_a_core_that_hangs() -> None:
     async def scenario() -> None:
         async with started(step_timeout=5.0) as (engine, rank):
-            death = await death_at_work(engine, rank, lambda: None)  # it stands still, and goes on to do so
+            # It stands still, and goes on to do so
+            death = await death_at_work(engine, rank, lambda: None)
             assert death.by_itself
             assert "its step hung" in death.reason
             await gone(rank)

@@ -1,4 +1,6 @@
-"""Rotary tables against transformers' own rotary modules, for every kind of scaling and either way of writing it down."""
+"""Rotary tables against transformers' own rotary modules, for every kind of scaling and either way
+of writing it down.
+"""
 
 from typing import Any
 
@@ -73,7 +75,9 @@ def ours(raw: dict[str, Any], length: int, max_position_embeddings: int) -> Rota
 @pytest.mark.parametrize("length", [40, 200])
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_as_transformers(kind: str, length: int) -> None:
-    """A prompt of `length` tokens; the longer one is past the length for which the model was first trained."""
+    """A prompt of `length` tokens; the longer one is past the length for which the model was first
+    trained.
+    """
     limit = 64 if kind == "dynamic" else 256
     positions = torch.arange(length)
     cos, sin = transformers_tables(KINDS[kind], positions, limit)

@@ -1,4 +1,7 @@
-"""The scheduler's decisions, one by one. What holds for every schedule stands in test_scheduler_properties.py."""
+"""The scheduler's decisions, one by one.
+
+What holds for every schedule stands in test_scheduler_properties.py.
+"""
 
 import random
 import subprocess
@@ -374,7 +377,8 @@ def test_one_step_ahead_the_token_after_the_end_is_dropped() -> None:
     assert (second.starts.tolist(), second.counts.tolist(), second.samples.tolist()) == ([5], [1], [True])
     assert ended(finish(scheduler, first, 98)) == {1: Finish.STOP}
     scheduler.add(request(2, max_tokens=1))
-    assert scheduler.schedule() is None  # the only slot is in use by the second step until that is retired
+    # The only slot is in use by the second step until that is retired
+    assert scheduler.schedule() is None
     assert finish(scheduler, second).request_ids == []
     assert plan_of(scheduler).added[0].token_ids == [3] * 5
 
@@ -404,7 +408,9 @@ def test_one_step_ahead_a_preempted_request_waits_for_its_unseen_token() -> None
 
 @pytest.mark.parametrize("company", [1, 4])
 def test_where_slots_are_scarce_prompts_come_in_company(company: int) -> None:
-    """A queue behind 64 slots: nearly every step would have a prompt in it; in company one in a few does, and a few slots idle."""
+    """A queue behind 64 slots: nearly every step would have a prompt in it; in company one in a few
+    does, and a few slots idle.
+    """
     scheduler = make_scheduler(seqs=64, budget=1000, blocks=4000, company=company)
     draw = random.Random(1)
     for number in range(1000):
@@ -426,7 +432,8 @@ def test_company_is_waited_for_only_while_little_is_free_and_for_so_many_steps()
     for number in range(3, 9):
         scheduler.add(request(number, max_tokens=1 if number == 3 else 100))
     assert len(plan_and_finish(scheduler).added) == 5
-    late = [len(plan_and_finish(scheduler).added) for _ in range(33)]  # one slot is free, and a request waits for it
+    # One slot is free, and a request waits for it
+    late = [len(plan_and_finish(scheduler).added) for _ in range(33)]
     assert late == [0] * 32 + [1]
 
 

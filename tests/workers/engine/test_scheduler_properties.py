@@ -1,6 +1,8 @@
-"""Thousands of random schedules against a device that keeps token ids where a real one keeps keys and values.
+"""Thousands of random schedules against a device that keeps token ids where a real one keeps keys
+and values.
 
-The device does exactly what a plan says, so a wrong block, slot or count shows as a wrong context, and a wrong context as wrong tokens.
+The device does exactly what a plan says, so a wrong block, slot or count shows as a wrong context,
+and a wrong context as wrong tokens.
 """
 
 import random
@@ -33,7 +35,9 @@ def score(token: int, position: int) -> TokenLogprobs:
 
 @dataclass(frozen=True)
 class Case:
-    """A request, the step at which it comes, how much of its answer it brings, and the step at which it is aborted, if ever."""
+    """A request, the step at which it comes, how much of its answer it brings, and the step at
+    which it is aborted, if ever.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -82,11 +86,14 @@ class Setup:
     prefix_caching: bool
     company: int = 1
     failures: int = 0  # seed of the steps that cannot be launched; 0: all can
-    crowded: bool = False  # requests come in without a look at how long they get, so that more are preempted
+    # Requests come in without a look at how long they get, so that more are preempted
+    crowded: bool = False
 
 
 class TokenDevice:
-    """Token table and block table by slot, and per block the token ids that a real cache would hold the keys and values of."""
+    """Token table and block table by slot, and per block the token ids that a real cache would hold
+    the keys and values of.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self.size, self.max_model_len = setup.block_size, setup.max_model_len
@@ -120,7 +127,9 @@ class TokenDevice:
         return StepResult(np.array([token for _, token in sampled], dtype=np.int32), told, scores)
 
     def fail(self, plan: StepPlan) -> None:
-        """Does as much of a step as leaves all that it was to write in disorder, and nothing to be retired."""
+        """Does as much of a step as leaves all that it was to write in disorder, and nothing to be
+        retired.
+        """
         self._take_in(plan)
         rows = list(
             zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), plan.samples.tolist(), strict=True)
@@ -190,9 +199,15 @@ class Run:
         setup = self.setup
         self.kv_cache = KVCache(setup.num_blocks, setup.block_size, setup.prefix_caching)
         self.scheduler = Scheduler(
-            setup.max_num_seqs, setup.budget, setup.max_model_len, self.kv_cache, setup.depth, vocab_size=VOCAB, eos_token_ids=[EOS],
+            setup.max_num_seqs,
+            setup.budget,
+            setup.max_model_len,
+            self.kv_cache,
+            setup.depth,
+            vocab_size=VOCAB,
+            eos_token_ids=[EOS],
             company=setup.company,
-        )  # fmt: skip
+        )
         if setup.crowded:
             vars(self.scheduler._forecast)["has_room"] = lambda *_: True
         self.device = TokenDevice(setup)
@@ -266,7 +281,9 @@ class Run:
         assert at == len(output.token_ids)
 
     def _check_logprobs(self, output: StepOutput, number: int, tokens: list[int]) -> None:
-        """Those of the prompt come whole and once, with the first token of the request; those of the output with each token."""
+        """Those of the prompt come whole and once, with the first token of the request; those of
+        the output with each token.
+        """
         case = self.cases[number]
         position = len(case.prompt) + len(self.got[number])
         told = [score(token, position + i) for i, token in enumerate(tokens)]
@@ -384,7 +401,9 @@ def random_case(draw: random.Random) -> Case:
 
 @pytest.mark.proof
 def test_many_more_schedules_without_shrinking() -> None:
-    """Larger schedules, drawn plainly, since drawing is most of what hypothesis does here; a failing one is named by its seed."""
+    """Larger schedules, drawn plainly, since drawing is most of what hypothesis does here; a
+    failing one is named by its seed.
+    """
     for seed in range(30_000):
         draw = random.Random(seed)
         setup, cases = random_setup(draw), [random_case(draw) for _ in range(draw.randint(1, 16))]

@@ -1,4 +1,6 @@
-"""A request's tokens depend on nothing but itself: not on its company, its interruptions, or the worker that began it."""
+"""A request's tokens depend on nothing but itself: not on its company, its interruptions, or the
+worker that began it.
+"""
 
 import random
 
@@ -37,7 +39,9 @@ def generate(
 
 
 def assert_same(got: Answer, expected: Answer, start: int = 0) -> None:
-    """All of it but the last bits of the logarithms, which depend on how many rows a product of matrices has."""
+    """All of it but the last bits of the logarithms, which depend on how many rows a product of
+    matrices has.
+    """
     assert (got.tokens, got.finish) == (expected.tokens[start:], expected.finish)
     told = expected.logprobs[start:]
     assert [item.token_ids for item in got.logprobs] == [item.token_ids for item in told]
@@ -62,7 +66,9 @@ def test_alone_in_company_and_after_preemption(depth: int, place: Place) -> None
 @at
 @pytest.mark.parametrize("depth", [0, 1])
 def test_from_a_checkpoint(depth: int, place: Place) -> None:
-    """What another worker generated counts as output in everything: noise, penalties, min_tokens, bad words."""
+    """What another worker generated counts as output in everything: noise, penalties, min_tokens,
+    bad words.
+    """
     print(f"seed {SEED}")
     whole, _ = generate(requests(), 0, place=place)
     resumed = requests()

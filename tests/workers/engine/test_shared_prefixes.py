@@ -1,4 +1,6 @@
-"""Whole-file order, used well: of what lines have in common nearly all comes from a cache that holds two of fifty prefixes."""
+"""Whole-file order, used well: of what lines have in common nearly all comes from a cache that
+holds two of fifty prefixes.
+"""
 
 import random
 from itertools import pairwise
@@ -42,7 +44,9 @@ def planned(lines: list[tuple[int, Line]], folder: Path) -> list[tuple[int, Line
 
 
 def share_of_possible(lines: list[tuple[int, Line]], report: Report) -> float:
-    """What the cache gave of what it could give: all whole blocks of a system prompt, but for the first line that has it."""
+    """What the cache gave of what it could give: all whole blocks of a system prompt, but for the
+    first line that has it.
+    """
     groups = len({number for number, _ in lines})
     return sum(report.hits.values()) / ((len(lines) - groups) * SYSTEM_BLOCKS * BLOCK_SIZE)
 
@@ -70,7 +74,9 @@ def test_without_the_plan_there_is_little_to_find() -> None:
 def test_one_goes_ahead_and_nobody_computes_what_another_just_did(
     tmp_path: Path, depth: int, budget: int, in_order: bool
 ) -> None:
-    """Whatever the budget cuts a leader into: those that share its prefix wait until its blocks are there."""
+    """Whatever the budget cuts a leader into: those that share its prefix wait until its blocks are
+    there.
+    """
     lines = shuffled(SEED + 1)
     lines = planned(lines, tmp_path) if in_order else lines
     report = Simulation([line for _, line in lines], 64 * SYSTEM_BLOCKS, slots=32, budget=budget, depth=depth).run()

@@ -1,4 +1,6 @@
-"""Architectures that run by transformers' own classes on the paged cache: the same greedy tokens as `generate`, and what is refused."""
+"""Architectures that run by transformers' own classes on the paged cache: the same greedy tokens as
+`generate`, and what is refused.
+"""
 
 import json
 import shutil
@@ -27,9 +29,11 @@ from workers.engine.models.transformers_model import TransformersClass, Transfor
 from workers.engine.models.transformers_parity import check_parity, replays
 
 CPU = torch.device("cpu")
-DIFFERENT = ("gemma3", "granite-longrope", "olmoe")  # windows by layer, rotation by length and scaled logits, experts
+# Windows by layer, rotation by length and scaled logits, experts
+DIFFERENT = ("gemma3", "granite-longrope", "olmoe")
 NAMES = [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.proof) for name in OTHERS]
-BY_EITHER = [name for name in MODELS if name != "rope-dynamic"]  # whose context ends where its rotation begins to grow
+# Whose context ends where its rotation begins to grow
+BY_EITHER = [name for name in MODELS if name != "rope-dynamic"]
 _SHAPE: dict[str, Any] = OTHERS["olmoe"].settings
 
 

@@ -1,7 +1,8 @@
 """Small random models of every family, with transformers' answers to compare with.
 
-Weights are drawn wide enough that 64 greedy tokens hold at least 20 distinct ones; a narrow draw repeats one token and would hide errors.
-Seeds are chosen so that no greedy token is a near tie (the least top-1 margin of each is over 1e-3).
+Weights are drawn wide enough that 64 greedy tokens hold at least 20 distinct ones; a narrow draw
+repeats one token and would hide errors. Seeds are chosen so that no greedy token is a near tie (the
+least top-1 margin of each is over 1e-3).
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 import transformers
 from torch import Tensor
 
-# Models this small run slower on several threads, and many times slower where those have to share their processors.
+# Models this small run slower on several threads, and many times slower where those have to share
+# their processors.
 torch.set_num_threads(1)
 
 VOCAB = 160
@@ -200,7 +202,9 @@ def folder(name: str) -> Path:
 
 @cache
 def reference(name: str) -> Reference:
-    """The answers of `MODELS[name]` or `OTHERS[name]` to prompts of very different lengths, computed once."""
+    """The answers of `MODELS[name]` or `OTHERS[name]` to prompts of very different lengths,
+    computed once.
+    """
     tiny = (MODELS | OTHERS)[name]
     model = make(tiny)
     generator = torch.Generator().manual_seed(tiny.seed)
@@ -223,7 +227,9 @@ def reference(name: str) -> Reference:
 
 @cache
 def prompt_logits(name: str) -> list[Tensor]:
-    """What transformers' model says about the prompts of `reference(name)`, float32 [len(prompt), VOCAB] each."""
+    """What transformers' model says about the prompts of `reference(name)`, float32 [len(prompt),
+    VOCAB] each.
+    """
     model = make(MODELS[name])
     with torch.inference_mode():
         return [model(torch.tensor([prompt])).logits[0].float() for prompt in reference(name).prompts]

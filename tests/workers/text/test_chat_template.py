@@ -1,4 +1,6 @@
-"""A template means here what it means in transformers, and a failing one fails the request and nothing else."""
+"""A template means here what it means in transformers, and a failing one fails the request and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ from workers.text.errors import TemplateError, TokenizerError
 from workers.text.tokenizer import TextTokenizer
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA_LIKE = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
@@ -42,8 +44,8 @@ LLAMA_LIKE = """{{- bos_token }}
 {%- if add_generation_prompt %}{{ '\\nassistant:' }}{% endif %}
 """
 REASONING = (
-    "{% for m in messages %}{{ m.role }}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}: {{ m.content }}\n{% endfor %}"
-    "{% if tools %}tools{% endif %}{{ unk_token | default('none') }}"
+    "{% for m in messages %}{{ m.role }}{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}: {{"
+    " m.content }}\n{% endfor %}{% if tools %}tools{% endif %}{{ unk_token | default('none') }}"
 )
 EVERYTHING = """
 {%- set ns = namespace(first=true, text='') %}{% set kinds = dict(user='U', assistant='A') %}
@@ -51,7 +53,8 @@ EVERYTHING = """
     {% if loop.first and not ns.first %}never{% endif %}
     {% set ns.first = false %}
     {% set inner = dict.fromkeys(['a', 'b'], loop.index) %}
-  {{ kinds.get(message.role, '?') }}{{ inner | tojson(indent=2, sort_keys=true) }}{{ message | tojson }}{{ message.thinking }}
+  {{ kinds.get(message.role, '?') }}{{ inner | tojson(indent=2, sort_keys=true) }}{{ message | tojson }}{{
+    message.thinking }}
     {% generation %}{% set inner = 'hidden' %}{{ message.content }}
 {% endgeneration %}
     {{ inner }}

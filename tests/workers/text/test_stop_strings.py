@@ -1,4 +1,6 @@
-"""Stop strings end the text wherever they are cut, and hold back no more than could still become one."""
+"""Stop strings end the text wherever they are cut, and hold back no more than could still become
+one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Loading: what transformers reads from the same files, what is missing said in one sentence, and no torch."""
+"""Loading: what transformers reads from the same files, what is missing said in one sentence, and
+no torch.
+"""
 
 from __future__ import annotations
 

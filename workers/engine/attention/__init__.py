@@ -1,5 +1,6 @@
-"""Attention over the paged cache behind one interface: `make_attention` picks a backend by name, and every backend takes prefill and
-decode rows mixed in one call."""
+"""Attention over the paged cache behind one interface: `make_attention` picks a backend by name,
+and every backend takes prefill and decode rows mixed in one call.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ BACKENDS = ("torch", "cpu", "triton")
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """The paged cache of one layer: `num_blocks` blocks of `block_size` tokens; block 0 is the null block, never handed out."""
+    """The paged cache of one layer: `num_blocks` blocks of `block_size` tokens; block 0 is the null
+    block, never handed out.
+    """
 
     num_blocks: int
     block_size: int
@@ -39,23 +42,31 @@ class CacheShape:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """N rows of T tokens. Row i's queries are the tokens `query_start[i]:query_start[i + 1]`, the last ones of `context_lens[i]`."""
+    """N rows of T tokens.
 
-    slot_mapping: Tensor  # int64 [T], where each token's key and value go: block * block_size + offset
+    Row i's queries are the tokens `query_start[i]:query_start[i + 1]`, the last ones of
+    `context_lens[i]`.
+    """
+
+    # Int64 [T], where each token's key and value go: block * block_size + offset
+    slot_mapping: Tensor
     query_start: NDArray[np.int32]  # [N + 1]
     context_lens: NDArray[np.int32]  # [N], tokens in the cache once this step has written its own
     block_tables: NDArray[np.int32]  # [N, max_blocks]
     groups: dict[int | None, Groups] = field(
         default_factory=dict
     )  # by window, worked out once for all layers of the step
-    prepared: dict[int | None, Prepared] = field(default_factory=dict)  # the same for the CPU kernels
+    # The same for the CPU kernels
+    prepared: dict[int | None, Prepared] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class DeviceMetadata:
-    """N rows of T tokens in device memory, for kernels that read lengths themselves; may be recorded in a CUDA graph.
+    """N rows of T tokens in device memory, for kernels that read lengths themselves; may be
+    recorded in a CUDA graph.
 
-    Each step and each recording has metadata of its own, for `pieces` holds what was worked out for it, on the device too.
+    Each step and each recording has metadata of its own, for `pieces` holds what was worked out for
+    it, on the device too.
     """
 
     slot_mapping: Tensor  # int64 [T]; tokens of padding rows map into the null block
@@ -63,8 +74,10 @@ class DeviceMetadata:
     context_lens: Tensor  # int32 [N], this step's tokens included; 0 for a padding row
     slots: Tensor  # int32 [N], each row's row in block_tables; 0 for a padding row
     block_tables: Tensor  # int32 [num_slots, max_blocks], the whole table
-    max_query: int  # most tokens of one row, known on the host: picks the kernel, never a length inside it
-    max_context: int  # bound of context_lens, known on the host (in a graph: the largest there can be)
+    # Most tokens of one row, known on the host: picks the kernel, never a length inside it
+    max_query: int
+    # Bound of context_lens, known on the host (in a graph: the largest there can be)
+    max_context: int
     pieces: dict[tuple[int, bool], Pieces] = field(
         default_factory=dict
     )  # by window and whether the stream is being recorded; as above
@@ -75,7 +88,9 @@ Metadata = AttentionMetadata | DeviceMetadata
 
 @dataclass(frozen=True, slots=True)
 class RotaryHeads:
-    """What queries and keys go through before they attend: a norm over each head, where the model has one, then a rotation."""
+    """What queries and keys go through before they attend: a norm over each head, where the model
+    has one, then a rotation.
+    """
 
     cos: Tensor  # [T, 1, d], as `Rotary.cos_sin` gives them
     sin: Tensor
@@ -84,7 +99,9 @@ class RotaryHeads:
 
 
 class Attention(Protocol):
-    """A backend takes one kind of metadata: "torch" and "cpu" AttentionMetadata, "triton" DeviceMetadata."""
+    """A backend takes one kind of metadata: "torch" and "cpu" AttentionMetadata, "triton"
+    DeviceMetadata.
+    """
 
     def new_cache(self, num_layers: int) -> list[Tensor]:
         """Zeroed caches, one per layer, in the backend's own layout."""
@@ -93,9 +110,11 @@ class Attention(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
     ) -> Tensor:
-        """Writes k and v [T, kv_heads, d] to the cache, then attends q [T, heads, d] causally over each row's own context.
+        """Writes k and v [T, kv_heads, d] to the cache, then attends q [T, heads, d] causally over
+        each row's own context.
 
-        `window` limits what a query sees to that many tokens, itself included. Returns [T, heads, d]; zeros for a row without context.
+        `window` limits what a query sees to that many tokens, itself included. Returns [T, heads,
+        d]; zeros for a row without context.
         """
         ...
 
@@ -108,7 +127,9 @@ class Attention(Protocol):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """As `forward`, from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be normed and rotated."""
+        """As `forward`, from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be
+        normed and rotated.
+        """
         ...
 
 

@@ -1,4 +1,6 @@
-"""The tiles that `TritonAttention` works in on this machine: timed on its card, on rows of the model's own shape."""
+"""The tiles that `TritonAttention` works in on this machine: timed on its card, on rows of the
+model's own shape.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from workers.engine.kernels.tuning import Choice, ChoiceCache, candidates, tuned
 _POOL_BYTES = 256 << 20  # of keys and values: several times what a card's cache holds
 _DECODED = (128, 512, 4096)  # rows, and their shortest and longest context
 _PROMPT = 4096
-_CALLS = 8  # recorded one behind the other: the host takes longer to launch a call than a small model's takes
+# Recorded one behind the other: the host takes longer to launch a call than a small model's takes
+_CALLS = 8
 _RUNS = 20
 
 
@@ -48,7 +51,10 @@ def _choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torc
 
 
 class _Measured:
-    """Seconds that a step of random rows takes with a choice of tiles. Memory is taken when the first is measured."""
+    """Seconds that a step of random rows takes with a choice of tiles.
+
+    Memory is taken when the first is measured.
+    """
 
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> None:
         blocks = max(64, _POOL_BYTES // shape.block_bytes(dtype))

@@ -1,7 +1,9 @@
-"""Attention by the CPU kernels of `native/source/attention.c`: one call for each layer, of all rows, with norms, rotation and the cache's
-writing. What depends on the step alone is worked out once for all its layers.
+"""Attention by the CPU kernels of `native/source/attention.c`: one call for each layer, of all
+rows, with norms, rotation and the cache's writing. What depends on the step alone is worked out
+once for all its layers.
 
-A layer's cache is [num_blocks, kv_heads, 2 * block_size * d], in the kernels' own order within a head's block.
+A layer's cache is [num_blocks, kv_heads, 2 * block_size * d], in the kernels' own order within a
+head's block.
 """
 
 from __future__ import annotations
@@ -121,7 +123,9 @@ class CpuAttention:
     def prepared(
         self, metadata: Metadata, window: int | None, width: int, rotation: tuple[Tensor, Tensor] | None
     ) -> Prepared:
-        """A step for queries, keys and values that stand side by side in rows of `width`, to be turned by cosine and sine if given."""
+        """A step for queries, keys and values that stand side by side in rows of `width`, to be
+        turned by cosine and sine if given.
+        """
         prepared = self._prepared(metadata, window)
         prepared.set_strides(*((width, self._shape.head_dim, 1),) * 3)
         if rotation is not None:

@@ -1,11 +1,13 @@
 """Attention in plain torch: right on every device, and quick enough for a CPU.
 
-The cache is head-major ([2, kv_heads, blocks, block_size, d]), so that blocks gathered for a group of rows are at once the batched matrix
-that the product needs. Decode rows are sorted by context length and attend in groups whose gathered keys fit the processor's cache; rows
-with several tokens attend one by one. There is no loop over tokens.
+The cache is head-major ([2, kv_heads, blocks, block_size, d]), so that blocks gathered for a group
+of rows are at once the batched matrix that the product needs. Decode rows are sorted by context
+length and attend in groups whose gathered keys fit the processor's cache; rows with several tokens
+attend one by one. There is no loop over tokens.
 
-A row reads no block but its own. What an earlier owner left behind the row's last token is cleared when the row enters the block: masked
-keys and values count for nothing only as long as they are numbers.
+A row reads no block but its own. What an earlier owner left behind the row's last token is cleared
+when the row enters the block: masked keys and values count for nothing only as long as they are
+numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class PrefillRow:
 
     first: int
     last: int  # exclusive
-    blocks: Tensor | None  # int64 [kv_heads * blocks]; None where the row's own keys are its whole context
+    # Int64 [kv_heads * blocks]; None where the row's own keys are its whole context
+    blocks: Tensor | None
     context: int  # tokens gathered
     mask: Tensor | None  # bool [n, L]; None where plain causal is right
 
@@ -52,7 +55,8 @@ class Groups:
 
     decode: list[DecodeGroup]
     prefill: list[PrefillRow]
-    stale: Tensor | None  # int64, places of the cache to clear before anything is written; None when there are none
+    # Int64, places of the cache to clear before anything is written; None when there are none
+    stale: Tensor | None
 
 
 class TorchAttention:
@@ -116,7 +120,9 @@ class TorchAttention:
         )
 
     def _stale(self, metadata: AttentionMetadata) -> Tensor | None:
-        """Places in the cache behind the last token of each row that enters its last block in this step; None when there are none."""
+        """Places in the cache behind the last token of each row that enters its last block in this
+        step; None when there are none.
+        """
         size = self._shape.block_size
         ends = metadata.context_lens
         starts = ends - np.diff(metadata.query_start)
@@ -200,7 +206,8 @@ class TorchAttention:
         size = self._shape.block_size
         contexts = metadata.context_lens[rows]
         num_blocks = int(-(-(contexts - first).max() // size))
-        # Columns past a row's end name its last block again: others may hold what is not a number, which no mask keeps out.
+        # Columns past a row's end name its last block again: others may hold what is not a number,
+        # which no mask keeps out.
         columns = np.minimum(first[:, None] // size + np.arange(num_blocks), (contexts[:, None] - 1) // size)
         positions = first[:, None] + np.arange(num_blocks * size)
         visible = positions < contexts[:, None]

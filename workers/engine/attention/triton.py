@@ -1,6 +1,8 @@
-"""Attention by Triton kernels that read every length from the device's memory: a step may be recorded in a CUDA graph.
+"""Attention by Triton kernels that read every length from the device's memory: a step may be
+recorded in a CUDA graph.
 
-The cache of a layer is [2, num_blocks, kv_heads, block_size, d]. What an earlier owner left behind a row's end is never multiplied.
+The cache of a layer is [2, num_blocks, kv_heads, block_size, d]. What an earlier owner left behind
+a row's end is never multiplied.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from workers.engine.kernels.tuning import Choice
 _LOG2_E = math.log2(math.e)
 _WAVES = {"decode": 2, "prefill": 1}  # shares of the work, in programs that run at once
 _MIN_PIECE = 256  # tokens of context worth a program of their own
-_LONG = 4096  # tokens of context that a program does alone where there are many programs; beyond, if they are no more than its share
+# Tokens of context that a program does alone where there are many programs; beyond, if they are no
+# more than its share
+_LONG = 4096
 _MANY = 4  # programs to each that runs at once
 _COMBINED = 16  # tile rows that one program adds up
 
@@ -33,7 +37,8 @@ class Pieces:
     block_q: int  # queries of one piece
     records: Tensor  # int32 [pieces, kernels.RECORD]
     leaders: Tensor  # int32 [share], empty where no row is cut
-    partials: Tensor  # float32 [2 * share, kv_heads, block_q * group, d], which the layers use in turn
+    # Float32 [2 * share, kv_heads, block_q * group, d], which the layers use in turn
+    partials: Tensor
     partial_sums: Tensor  # float32 [2 * share, kv_heads, block_q * group]
 
 
@@ -112,7 +117,9 @@ class TritonAttention:
             DOT=self._dot,
             num_warps=pieces.choice.warps,
             num_stages=pieces.choice.stages,
-            enable_fp_fusion=True,  # a product and its sum in one instruction, which later versions of Triton do not do unasked
+            # A product and its sum in one instruction, which later versions of Triton do not do
+            # unasked
+            enable_fp_fusion=True,
         )
         if pieces.leaders.shape[0]:
             kernels.combine[(pieces.leaders.shape[0], s.kv_heads, -(-pieces.block_q * self._group // _COMBINED))](
@@ -168,7 +175,9 @@ class TritonAttention:
         return Pieces(choice, block_q, records, leaders, partials, sums)
 
     def _share(self, kind: str, least: int, longest: int) -> int:
-        """Into how many pieces the work of `least` pieces or more is cut if need be; 0 where there is no need."""
+        """Into how many pieces the work of `least` pieces or more is cut if need be; 0 where there
+        is no need.
+        """
         enough = least * self._shape.kv_heads >= _MANY * self._parallel
         if longest <= (_LONG if enough else _MIN_PIECE):
             return 0

@@ -11,7 +11,9 @@ _BLOCK = 1024
 
 
 def silu_times_up(gate_up: Tensor) -> Tensor:
-    """Contiguous [T, 2 * width] -> [T, width]: SiLU of the first half times the second, rounded once."""
+    """Contiguous [T, 2 * width] -> [T, width]: SiLU of the first half times the second, rounded
+    once.
+    """
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:

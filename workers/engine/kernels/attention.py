@@ -1,13 +1,15 @@
-"""Paged attention in three kernels: `plan` cuts a step's rows into pieces of work, once for all layers; `attend` does a piece; `combine`
-adds up the pieces of what was cut along the context.
+"""Paged attention in three kernels: `plan` cuts a step's rows into pieces of work, once for all
+layers; `attend` does a piece; `combine` adds up the pieces of what was cut along the context.
 
-A piece is a block of queries of one row against a stretch of the row's keys, for one key-value head. The query heads that share the head
-stand beside each other in the matrix tile: tile row m is query m // GROUP of the block, head m % GROUP of the group. The softmax is taken
-online (Milakov and Gimelshein, 2018; Dao, 2023: FlashAttention-2), cutting the context follows Dao et al., 2023 (Flash-Decoding). The
-grid depends on what the host knows; every length is read from memory, so that a launch can be recorded in a CUDA graph.
+A piece is a block of queries of one row against a stretch of the row's keys, for one key-value
+head. The query heads that share the head stand beside each other in the matrix tile: tile row m is
+query m // GROUP of the block, head m % GROUP of the group. The softmax is taken online (Milakov and
+Gimelshein, 2018; Dao, 2023: FlashAttention-2), cutting the context follows Dao et al., 2023
+(Flash-Decoding). The grid depends on what the host knows; every length is read from memory, so that
+a launch can be recorded in a CUDA graph.
 
-The cache of a layer is [2, num_blocks, kv_heads, block_size, d], keys before values. Any block size will do: a tile gathers its keys token
-by token, d contiguous elements each.
+The cache of a layer is [2, num_blocks, kv_heads, block_size, d], keys before values. Any block size
+will do: a tile gathers its keys token by token, d contiguous elements each.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-#: Columns of a piece's record: first query's token, queries, first query's position, first key, last key (exclusive), slot, where its
-#: partial result goes (-1: nowhere, it is whole), pieces along the context.
+# : Columns of a piece's record: first query's token, queries, first query's position, first key,
+# last key (exclusive), slot, where its : partial result goes (-1: nowhere, it is whole), pieces
+# along the context.
 RECORD = tl.constexpr(8)
 _CLASSES = tl.constexpr(8)  # of length, by which rows are ordered
 _PRECISION = tl.constexpr(
@@ -28,7 +31,9 @@ _FAR_BELOW = tl.constexpr(-1.0e30)  # below every score, yet finite: a differenc
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """What `attend` multiplies numbers of `dtype` as: themselves, but float32 where the interpreter would multiply bit patterns."""
+    """What `attend` multiplies numbers of `dtype` as: themselves, but float32 where the interpreter
+    would multiply bit patterns.
+    """
     if dtype == torch.float32 or knobs.runtime.interpret:
         return tl.float32
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
@@ -52,8 +57,11 @@ def plan(
     LEVELS: tl.constexpr,  # 2**LEVELS is at least num_rows
     PIECES: tl.constexpr,  # written at once
 ):
-    """One program. A row is cut along its context only where it is longer than an even share; long rows' pieces stand before short ones',
-    so that what is left when the card runs empty is small (Graham, 1969)."""
+    """One program.
+
+    A row is cut along its context only where it is longer than an even share; long rows' pieces
+    stand before short ones', so that what is left when the card runs empty is small (Graham, 1969).
+    """
     ROWS: tl.constexpr = 1 << LEVELS
     rank = tl.arange(0, ROWS)
     _, _, _, length = _row(query_start, context_lens, rank, rank < num_rows, WINDOW, BLOCK_Q, TILE)
@@ -85,14 +93,28 @@ def plan(
     tl.debug_barrier()
     for first in range(0, num_pieces, PIECES):
         _write_records(
-            first + tl.arange(0, PIECES), num_pieces, total, piece_tiles, query_start, context_lens, slots, records, leaders, scratch,
-            WINDOW, BLOCK_Q, TILE, LEVELS,
-        )  # fmt: skip
+            first + tl.arange(0, PIECES),
+            num_pieces,
+            total,
+            piece_tiles,
+            query_start,
+            context_lens,
+            slots,
+            records,
+            leaders,
+            scratch,
+            WINDOW,
+            BLOCK_Q,
+            TILE,
+            LEVELS,
+        )
 
 
 @triton.jit
 def _row(query_start, context_lens, row, mask, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, TILE: tl.constexpr):
-    """First token, queries, context, and the most tiles of keys that a block of its queries sees."""
+    """First token, queries, context, and the most tiles of keys that a block of its queries
+    sees.
+    """
     start = tl.load(query_start + row, mask=mask, other=0)
     queries = tl.load(query_start + row + 1, mask=mask, other=0) - start
     context = tl.load(context_lens + row, mask=mask, other=0)
@@ -171,11 +193,15 @@ def _tiles(
     MASKED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Folds the keys from `first`, a multiple of TILE, to `last` into the running softmax. Unmasked: every query sees all of them."""
+    """Folds the keys from `first`, a multiple of TILE, to `last` into the running softmax.
+
+    Unmasked: every query sees all of them.
+    """
     d = tl.arange(0, BLOCK_D)
     whole_head: tl.constexpr = HEAD_DIM == BLOCK_D
-    # Blocks are looked up one tile ahead, so that keys and values wait for no other load of their own round: a pipeline of dependent
-    # loads would keep half as many bytes under way. Behind the last key its own block is named again: no block is read but the row's.
+    # Blocks are looked up one tile ahead, so that keys and values wait for no other load of their
+    # own round: a pipeline of dependent loads would keep half as many bytes under way. Behind the
+    # last key its own block is named again: no block is read but the row's.
     block = tl.load(table + tl.minimum(first + tl.arange(0, TILE), tl.maximum(last, 1) - 1) // BLOCK_SIZE)
     for tile in tl.range(first, last, TILE):
         key = tile + tl.arange(0, TILE)
@@ -193,7 +219,8 @@ def _tiles(
         weights = tl.exp2(scores * scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
-        # What stands behind the last key may not even be a number: it is replaced, for zero times it is none either.
+        # What stands behind the last key may not even be a number: it is replaced, for zero times
+        # it is none either.
         if MASKED and whole_head:
             v = tl.load(values + offsets, mask=key[:, None] < last, other=0.0)
         elif MASKED:
@@ -216,7 +243,8 @@ def attend(
     records,  # int32 [num_pieces, RECORD]
     out,  # [T, heads, d]
     partials,  # float32 [num_partials, kv_heads, BLOCK_Q * GROUP, d]
-    partial_sums,  # float32 [num_partials, kv_heads, BLOCK_Q * GROUP], log2 of the sum of exponentials
+    # Float32 [num_partials, kv_heads, BLOCK_Q * GROUP], log2 of the sum of exponentials
+    partial_sums,
     scale,  # log2(e) times the model's
     num_blocks,
     q_stride,
@@ -233,10 +261,12 @@ def attend(
     PREFILL: tl.constexpr,  # tiles that need no mask have a loop of their own
     DOT: tl.constexpr,
 ):
-    """Program (piece, key-value head), of decode rows (key-value head, piece). A row without context gets zeros.
+    """Program (piece, key-value head), of decode rows (key-value head, piece).
 
-    Programs that run at once share what they can: of a prompt the keys of one head, which so stay in the card's cache; of a decode row the
-    blocks, in which the heads stand one behind another.
+    A row without context gets zeros.
+
+    Programs that run at once share what they can: of a prompt the keys of one head, which so stay
+    in the card's cache; of a decode row the blocks, in which the heads stand one behind another.
     """
     record = records + tl.program_id(0 if PREFILL else 1) * RECORD
     head = tl.program_id(1 if PREFILL else 0)
@@ -311,7 +341,9 @@ def combine(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Program (leader, key-value head, BLOCK_M tile rows): adds up the pieces along a context, whose results stand one behind another."""
+    """Program (leader, key-value head, BLOCK_M tile rows): adds up the pieces along a context,
+    whose results stand one behind another.
+    """
     leader, head = tl.load(leaders + tl.program_id(0)), tl.program_id(1)
     if leader < 0:
         return

@@ -1,14 +1,18 @@
-"""A step's inputs, made on the device from what is kept there by slot: `apply_runs` brings the tables up to date, `build` makes the
-tensors that the model and its attention read, `store` puts sampled tokens where later steps find them.
+"""A step's inputs, made on the device from what is kept there by slot: `apply_runs` brings the
+tables up to date, `build` makes the tensors that the model and its attention read, `store` puts
+sampled tokens where later steps find them.
 
-All three take what varies from step to step out of one buffer of 32-bit words, so that a launch can be recorded in a CUDA graph:
+All three take what varies from step to step out of one buffer of 32-bit words, so that a launch can
+be recorded in a CUDA graph:
 
-    words 0 to 3         rows, rows that sample, runs, and which row of the results is this step's
-    from FIRST on        slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], sampling rows [ROWS]
-    behind them          the runs, RUN words each: table, row, column, number of values, where in the buffer they stand
+    words 0 to 3 rows, rows that sample, runs, and which row of the results is this step's from
+    FIRST on slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], sampling rows [ROWS] behind
+    them the runs, RUN words each: table, row, column, number of values, where in the buffer they
+    stand
 
-ROWS is as many rows as there can be, rounded up to a multiple of FIRST. Rows beyond the step's own are padding: they have one token each,
-which goes to the null block, and nothing to see. Where padding is sampled it is so for the slot behind the last, which is nobody's.
+ROWS is as many rows as there can be, rounded up to a multiple of FIRST. Rows beyond the step's own
+are padding: they have one token each, which goes to the null block, and nothing to see. Where
+padding is sampled it is so for the slot behind the last, which is nobody's.
 """
 
 from __future__ import annotations
@@ -74,7 +78,9 @@ def _build(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program makes BLOCK tokens of one row; the first of each row does what is to be done once, for it and one row that samples."""
+    """A program makes BLOCK tokens of one row; the first of each row does what is to be done once,
+    for it and one row that samples.
+    """
     row = tl.program_id(0)
     slots = staged + _FIRST
     starts = slots + ROWS
@@ -152,10 +158,12 @@ def build(
     num_tokens: int,
     max_query: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """int64 [4, num_tokens]: input ids, positions, lengths, slot mapping; int32 [3, num_rows]: context lengths of the rows, slots of the
-    rows that sample (of padding: one behind the last) and how many tokens they know; int64 [num_rows]: the last token of each row that
-    samples."""
-    # Whatever their lengths, the rows of both begin where kernels may take them for aligned: another answer would be another compilation.
+    """int64 [4, num_tokens]: input ids, positions, lengths, slot mapping; int32 [3, num_rows]:
+    context lengths of the rows, slots of the rows that sample (of padding: one behind the last) and
+    how many tokens they know; int64 [num_rows]: the last token of each row that samples.
+    """
+    # Whatever their lengths, the rows of both begin where kernels may take them for aligned:
+    # another answer would be another compilation.
     token_stride, row_stride = _aligned(num_tokens), _aligned(num_rows)
     of_tokens = torch.empty((4, token_stride), dtype=torch.int64, device=staged.device)
     of_rows = torch.empty((3, row_stride), dtype=torch.int32, device=staged.device)
@@ -182,7 +190,9 @@ def build(
 
 
 def store(staged: Tensor, rows: int, sampled: Tensor, tokens: Tensor, results: Tensor) -> None:
-    """Puts the sampled tokens [R] behind what the slots of the step's sampling rows know, and into the step's row of the results."""
+    """Puts the sampled tokens [R] behind what the slots of the step's sampling rows know, and into
+    the step's row of the results.
+    """
     number = sampled.shape[0]
     _store[(triton.cdiv(number, _TOKENS_AT_ONCE),)](
         staged, sampled, number, tokens, tokens.shape[1], results, ROWS=rows, BLOCK=_TOKENS_AT_ONCE

@@ -1,4 +1,6 @@
-"""Norms over the last dimension, with the addition before them where there is one, in one pass over each row."""
+"""Norms over the last dimension, with the addition before them where there is one, in one pass over
+each row.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _SHORT = 1024  # elements of one program, in several rows where those are shorte
 
 
 def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm of x [..., size] where there is a bias, else root-mean-square norm; a new tensor."""
+    """Layer norm of x [..., size] where there is a bias, else root-mean-square norm; a new
+    tensor.
+    """
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows)
     _launch(rows, None, weight, bias, out, eps)
@@ -19,7 +23,9 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor
 
 
 def add_normed(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual in place of x, and x + residual in place of the residual; both contiguous [..., size]."""
+    """The norm of x + residual in place of x, and x + residual in place of the residual; both
+    contiguous [..., size].
+    """
     size = x.shape[-1]
     _launch(x.view(-1, size), residual.view(-1, size), weight, bias, x.view(-1, size), eps)
     return x, residual
@@ -34,7 +40,9 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | N
 
 
 def shape(size: int) -> tuple[int, int, int]:
-    """How many columns a program has for rows of `size`, how many rows, and how many warps: 16 bytes a thread at a time and up."""
+    """How many columns a program has for rows of `size`, how many rows, and how many warps: 16
+    bytes a thread at a time and up.
+    """
     width = triton.next_power_of_2(size)
     rows = max(1, _SHORT // width)
     return width, rows, min(max(rows * width // 512, 4), 32)

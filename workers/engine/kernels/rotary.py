@@ -1,4 +1,6 @@
-"""Head norms, rotation and the way into the paged cache in one pass over a step's queries, keys and values."""
+"""Head norms, rotation and the way into the paged cache in one pass over a step's queries, keys and
+values.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ _HEADS = 8  # of one program
 def rotate_and_write(
     qkv: Tensor, heads: int, rotary: RotaryHeads | None, layer_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
-    """Writes the keys and values of qkv [T, heads + 2 * kv_heads, d] to layer_cache [2, blocks, kv_heads, block_size, d] and returns the
-    queries [T, heads, d].
+    """Writes the keys and values of qkv [T, heads + 2 * kv_heads, d] to layer_cache [2, blocks,
+    kv_heads, block_size, d] and returns the queries [T, heads, d].
 
-    Queries and keys are normed, where there are norms, and rotated on the way; all of it in float32, rounded once. Without `rotary` the
-    queries come back as they are, a view.
+    Queries and keys are normed, where there are norms, and rotated on the way; all of it in
+    float32, rounded once. Without `rotary` the queries come back as they are, a view.
     """
     if rotary is None:
         kv_heads = layer_cache.shape[2]
@@ -56,7 +58,9 @@ def rotate_and_write(
 
 
 def write(k: Tensor, v: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
-    """k and v [T, kv_heads, d], in any strides, to where slot_mapping int64 [T] says in [2, blocks, kv_heads, block_size, d]."""
+    """k and v [T, kv_heads, d], in any strides, to where slot_mapping int64 [T] says in [2, blocks,
+    kv_heads, block_size, d].
+    """
     tokens, kv_heads, head_dim = k.shape
     if not tokens:
         return

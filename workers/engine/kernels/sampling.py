@@ -1,18 +1,22 @@
-"""The draw on a device, without a sort: five kernels whose launches depend on no value, so that they may be recorded in a CUDA graph.
+"""The draw on a device, without a sort: five kernels whose launches depend on no value, so that
+they may be recorded in a CUDA graph.
 
-A row's candidates are ordered by their distance from its largest logit, (largest - logit) / temperature, a float of at least 0, whose bits
-are ordered as integers as well. min_p, top-k and top-p are then a largest distance each.
+A row's candidates are ordered by their distance from its largest logit, (largest - logit) /
+temperature, a float of at least 0, whose bits are ordered as integers as well. min_p, top-k and
+top-p are then a largest distance each.
 
 1. `_largest`: the largest logit of each part of each row, which is all that a greedy row needs.
 2. `_draw_parts`: a row with neither top-k nor top-p is drawn from, part by part.
 3. `_measure`: for the others, how many candidates, or how much weight, lie within each of `PIVOTS`.
-4. `_gather`: what lies within the first of the pivots that holds the limit's end is written side by side.
-5. `_choose`: puts the parts together; finds the ends of top-k and top-p among what was gathered by bisection over the bits, and draws. A
-   row that has gathered more than `GATHERED` looks through all its logits at each step of the bisection.
+4. `_gather`: what lies within the first of the pivots that holds the limit's end is written side by
+   side.
+5. `_choose`: puts the parts together; finds the ends of top-k and top-p among what was gathered by
+   bisection over the bits, and draws. A row that has gathered more than `GATHERED` looks through
+   all its logits at each step of the bisection.
 
-The noise is that of `workers.engine.sampling.noise`, bit for bit up to its logarithms. These are taken only where a block of tokens holds
-one whose integer says that it may win: a score of more than b takes noise of more than b + distance, thus bits below
-2^32 * exp(-b - distance).
+The noise is that of `workers.engine.sampling.noise`, bit for bit up to its logarithms. These are
+taken only where a block of tokens holds one whose integer says that it may win: a score of more
+than b takes noise of more than b + distance, thus bits below 2^32 * exp(-b - distance).
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from torch import Tensor
 
 from workers.engine.sampling import noise
 
-WORDS = 8  # of a slot's parameters, 32 bits each; floats and 64-bit integers by their bits, low half first
+# Of a slot's parameters, 32 bits each; floats and 64-bit integers by their bits, low half first
+WORDS = 8
 TEMPERATURE, FLOOR, TOP_K, TOP_P, SEED, CHOICE = 0, 1, 2, 3, 4, 6
 """`FLOOR` is the largest distance that min_p leaves."""
 
@@ -48,10 +53,12 @@ _SEED, _CHOICE, _WORDS = tl.constexpr(SEED), tl.constexpr(CHOICE), tl.constexpr(
 _GOLDEN, _MIX_1, _MIX_2 = tl.constexpr(noise.GOLDEN), tl.constexpr(noise.MIX_1), tl.constexpr(noise.MIX_2)
 _MEASURES = tl.constexpr(16)  # of a part: one per pivot, then that of all
 _MOST_NOISE = tl.constexpr(23.0)  # -log(-log1p(-2^-33)) is 22.9
-_UNIT = tl.constexpr(2.0**40)  # the weights of what was gathered are integers, whose sum depends on no order
+# The weights of what was gathered are integers, whose sum depends on no order
+_UNIT = tl.constexpr(2.0**40)
 _SLACK = tl.constexpr(1.00001)  # by which a pivot's weight must reach its goal, for sums in float32
 
-# Compiled once for all numbers of rows: what depends on them are counts, and places of views in their tensors.
+# Compiled once for all numbers of rows: what depends on them are counts, and places of views in
+# their tensors.
 _kernel = triton.jit(
     do_not_specialize=["span", "parts"],
     do_not_specialize_on_alignment=[
@@ -71,9 +78,10 @@ _kernel = triton.jit(
 def draw(logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor | None) -> Tensor:
     """One token per row of logits [R, vocab], of any float dtype and left as they are; int32 [R].
 
-    table int32 [slots, WORDS], slots int32 [R]; lengths int32 [R] are a row's tokens so far, prompt_lengths int32 those of its slot's
-    prompt, which a greedy row's slot need not have. Without prompt_lengths, lengths counts the output alone. A row that is not numbers
-    gives some token of the vocabulary.
+    table int32 [slots, WORDS], slots int32 [R]; lengths int32 [R] are a row's tokens so far,
+    prompt_lengths int32 those of its slot's prompt, which a greedy row's slot need not have.
+    Without prompt_lengths, lengths counts the output alone. A row that is not numbers gives some
+    token of the vocabulary.
     """
     rows, vocab = logits.shape
     device = logits.device
@@ -158,9 +166,21 @@ def _largest(logits, largest, best, counts, stride, vocab, span, parts, BLOCK: t
 
 @_kernel
 def _draw_parts(
-    logits, table, slots, lengths, prompt_lengths, largest, scores, drawn, stride, vocab, span, parts,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    table,
+    slots,
+    lengths,
+    prompt_lengths,
+    largest,
+    scores,
+    drawn,
+    stride,
+    vocab,
+    span,
+    parts,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slots + row)
     temperature, floor, top_k, top_p = _limits(table, slot)
@@ -174,8 +194,20 @@ def _draw_parts(
 
 
 @_kernel
-def _measure(logits, table, slots, largest, measured, stride, vocab, span, parts,
-             PIVOTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _measure(
+    logits,
+    table,
+    slots,
+    largest,
+    measured,
+    stride,
+    vocab,
+    span,
+    parts,
+    PIVOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, floor, top_k, top_p = _limits(table, tl.load(slots + row))
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
@@ -209,16 +241,32 @@ def _measure(logits, table, slots, largest, measured, stride, vocab, span, parts
 
 @_kernel
 def _gather(
-    logits, table, slots, largest, measured, found, distances, tokens, counts, stride, vocab, span, parts,
-    PIVOTS: tl.constexpr, GATHERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    table,
+    slots,
+    largest,
+    measured,
+    found,
+    distances,
+    tokens,
+    counts,
+    stride,
+    vocab,
+    span,
+    parts,
+    PIVOTS: tl.constexpr,
+    GATHERED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, floor, top_k, top_p = _limits(table, tl.load(slots + row))
     if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
         goal = top_k.to(tl.float32)
         if top_k >= vocab:
             goal = top_p * _measured(measured, row, parts, 8, PARTS) * _SLACK
-        # The first pivot that holds all that the limits leave, and the one before it, which does not.
+        # The first pivot that holds all that the limits leave, and the one before it, which does
+        # not.
         end, before = float("inf"), 0.0
         for i in tl.static_range(len(PIVOTS)):
             enough = (_measured(measured, row, parts, i, PARTS) >= goal) | (PIVOTS[i] >= floor)
@@ -244,9 +292,29 @@ def _gather(
 
 @_kernel
 def _choose(
-    logits, table, slots, lengths, prompt_lengths, largest, greedy, scores, drawn, measured, found, distances, tokens, counts, out,
-    stride, vocab, span, parts, GATHERED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    table,
+    slots,
+    lengths,
+    prompt_lengths,
+    largest,
+    greedy,
+    scores,
+    drawn,
+    measured,
+    found,
+    distances,
+    tokens,
+    counts,
+    out,
+    stride,
+    vocab,
+    span,
+    parts,
+    GATHERED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     temperature, floor, top_k, top_p = _limits(table, slot)
@@ -288,8 +356,9 @@ def _choose(
 
 @triton.jit
 def _limit_gathered(distance, inside, end, before, top_k, top_p, total, vocab):
-    """The largest distance that the limits leave of the candidates gathered, which are all those within `end`; the first of the limits
-    lies beyond `before`, if not at `end`."""
+    """The largest distance that the limits leave of the candidates gathered, which are all those
+    within `end`; the first of the limits lies beyond `before`, if not at `end`.
+    """
     bits = distance.to(tl.int32, bitcast=True)
     low, high = before.to(tl.int32, bitcast=True), end.to(tl.int32, bitcast=True)
     weight = tl.where(inside, tl.exp(-distance) * _UNIT, 0.0).to(tl.int64)
@@ -306,7 +375,9 @@ def _limit_gathered(distance, inside, end, before, top_k, top_p, total, vocab):
 
 @triton.jit
 def _smallest(bits, measure, goal, low, high):
-    """The smallest t from `low` to `high` for which the measures of bits <= t reach the goal; `high` where none does."""
+    """The smallest t from `low` to `high` for which the measures of bits <= t reach the goal;
+    `high` where none does.
+    """
     while low < high:
         middle = low + (high - low) // 2
         reached = tl.sum(tl.where(bits <= middle, measure, 0), 0) >= goal
@@ -330,7 +401,11 @@ def _limit_in_row(logits, vocab, most, temperature, end, before, top_k, top_p, t
 
 @triton.jit
 def _smallest_in_row(logits, vocab, most, temperature, counting, goal, low, high, BLOCK: tl.constexpr):
-    """As `_smallest`. The ends move to distances that there are: of logits in 16 bits few differ, and each step looks at the whole row."""
+    """As `_smallest`.
+
+    The ends move to distances that there are: of logits in 16 bits few differ, and each step looks
+    at the whole row.
+    """
     while low < high:
         middle = low + (high - low) // 2
         measured, below, above = _measure_in_row(logits, vocab, most, temperature, counting, middle, BLOCK)
@@ -341,7 +416,9 @@ def _smallest_in_row(logits, vocab, most, temperature, counting, goal, low, high
 
 @triton.jit
 def _measure_in_row(logits, vocab, most, temperature, counting, limit, BLOCK: tl.constexpr):
-    """How many candidates, or how much weight, lie within the limit; and the bits of the last within it and of the first beyond."""
+    """How many candidates, or how much weight, lie within the limit; and the bits of the last
+    within it and of the first beyond.
+    """
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     below, above = tl.full([BLOCK], -1, tl.int32), tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
@@ -357,7 +434,9 @@ def _measure_in_row(logits, vocab, most, temperature, counting, limit, BLOCK: tl
 
 @triton.jit
 def _drawn(logits, first, last, vocab, most, temperature, limit, key, BLOCK: tl.constexpr):
-    """Score and token of the winner within the limit in a row's blocks `first` to `last` - 1; -1 where there is none."""
+    """Score and token of the winner within the limit in a row's blocks `first` to `last` - 1; -1
+    where there is none.
+    """
     lane = tl.arange(0, BLOCK)
     # The row's largest has a score of at least -log(-log1p(2^-24 - 1)), which is -2.8.
     best, chosen = -2.9, -1
@@ -380,7 +459,9 @@ def _drawn(logits, first, last, vocab, most, temperature, limit, key, BLOCK: tl.
 
 @triton.jit
 def _distances(logits, token, vocab, most, temperature):
-    """Each token's distance from the row's largest, and whether it is a number and the token one of the row's."""
+    """Each token's distance from the row's largest, and whether it is a number and the token one of
+    the row's.
+    """
     logit = tl.load(logits + token, token < vocab, -float("inf")).to(tl.float32)
     distance = tl.div_rn(most - logit, temperature)
     return distance, (token < vocab) & (distance >= 0)
@@ -453,7 +534,8 @@ def _noise_bits(key, token):
 @triton.jit
 def _gumbel(bits):
     v = tl.minimum(bits.to(tl.float32) * 2.0**-32 + 2.0**-33, 1.0 - 2.0**-24)
-    # log1p(-v) as Kahan has it (HP-15C Advanced Functions Handbook, 1982): the rounding of 1 - v cancels.
+    # log1p(-v) as Kahan has it (HP-15C Advanced Functions Handbook, 1982): the rounding of 1 - v
+    # cancels.
     u = 1.0 - v
     rest = tl.where(u == 1.0, v, tl.log(u) * v / (u - 1.0))
     return -tl.log(rest)

@@ -1,4 +1,6 @@
-"""The smallest kernel, for finding out at start whether Triton, its compiler and the driver go together."""
+"""The smallest kernel, for finding out at start whether Triton, its compiler and the driver go
+together.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which tiles the attention kernel works in: a few candidates by head size, group and dtype, timed on the card at the first start with a
-shape, and the quickest remembered on disk.
+"""Which tiles the attention kernel works in: a few candidates by head size, group and dtype, timed
+on the card at the first start with a shape, and the quickest remembered on disk.
 
-The file is JSON, one for each card, version of Triton and source of the kernels, so that a choice outlives neither. Processes that start
-together wait for the first of them to measure.
+The file is JSON, one for each card, version of Triton and source of the kernels, so that a choice
+outlives neither. Processes that start together wait for the first of them to measure.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from workers.engine.cache_folder import locked
 
 logger = logging.getLogger(__name__)
 
-_ROW_BYTES = 256  # of a head's key, for which the candidates below are written: 128 numbers of 16 bits
+# Of a head's key, for which the candidates below are written: 128 numbers of 16 bits
+_ROW_BYTES = 256
 _CANDIDATES = {  # block_m, tile, warps, stages; the first is taken where nothing can be measured
     "decode": ((16, 64, 4, 3), (16, 128, 4, 2), (16, 64, 4, 4), (16, 32, 4, 4), (16, 128, 8, 2)),
     "prefill": ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)),
@@ -44,8 +45,8 @@ class Choice:
 def candidates(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> list[Choice]:
     """For a `kind` of step, "decode" (one token a row) or "prefill".
 
-    Larger heads have smaller tiles. Smaller ones have larger tiles in decode steps, which live on bytes under way, not in prefill steps,
-    which live on registers.
+    Larger heads have smaller tiles. Smaller ones have larger tiles in decode steps, which live on
+    bytes under way, not in prefill steps, which live on registers.
     """
     row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
     found = []
@@ -60,7 +61,10 @@ def candidates(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> list
 
 
 class ChoiceCache:
-    """Choices by name in a file of `folder`. A file that says something else than it should is warned of and replaced."""
+    """Choices by name in a file of `folder`.
+
+    A file that says something else than it should is warned of and replaced.
+    """
 
     def __init__(self, folder: Path, card: str, source: str) -> None:
         self._header = {
@@ -100,10 +104,11 @@ class ChoiceCache:
 
 
 def tuned(cache: ChoiceCache, name: str, among: Sequence[Choice], measure: Callable[[Choice], float]) -> Choice:
-    """What the cache says of `name`, else the choice with the least of what `measure` gives, which is kept.
+    """What the cache says of `name`, else the choice with the least of what `measure` gives, which
+    is kept.
 
-    A choice that does not compile for the card, or that it has no registers or shared memory for, is passed over; the first is taken when
-    all are.
+    A choice that does not compile for the card, or that it has no registers or shared memory for,
+    is passed over; the first is taken when all are.
     """
     with locked(cache.path):
         known = cache.get(name, among)

@@ -1,1 +1,4 @@
-"""What the model files are made of. Every layer is a plain callable over tensors: no gradients, so no modules."""
+"""What the model files are made of.
+
+Every layer is a plain callable over tensors: no gradients, so no modules.
+"""

@@ -1,4 +1,6 @@
-"""Projections, with those that read the same input run as one, cut over the ranks that share a model (see `parallel.py`)."""
+"""Projections, with those that read the same input run as one, cut over the ranks that share a
+model (see `parallel.py`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from workers.engine.weights import Weights
 
 
 class RowParallel:
-    """x [..., in] -> [..., out], where each rank has a part of x and of the weight's columns: the ranks' outputs are summed."""
+    """x [..., in] -> [..., out], where each rank has a part of x and of the weight's columns: the
+    ranks' outputs are summed.
+    """
 
     __slots__ = ("_own", "_parallel")
 
@@ -32,8 +36,9 @@ def load_fused(
     transposed: bool = False,
     activation: str | None = None,
 ) -> Projection:
-    """Several projections of one input as a single one, each rank with some rows of each; the outputs stand side by side in the order of
-    `names`. GPT-2's are `transposed`: kept as [in, out]."""
+    """Several projections of one input as a single one, each rank with some rows of each; the
+    outputs stand side by side in the order of `names`. GPT-2's are `transposed`: kept as [in, out].
+    """
     return weights.ops.linear(*_take_fused(weights, names, size_in, sizes_out, bias, transposed), activation)
 
 

@@ -1,4 +1,6 @@
-"""Normalisations over the last dimension, each also as one with the addition that stands before it in a decoder."""
+"""Normalisations over the last dimension, each also as one with the addition that stands before it
+in a decoder.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The layers' arithmetic that a device may fuse, behind one interface; `make_ops` picks it by the attention backend's name."""
+"""The layers' arithmetic that a device may fuse, behind one interface; `make_ops` picks it by the
+attention backend's name.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ Projection = Callable[[Tensor], Tensor]
 
 
 class Table(Protocol):
-    """A matrix [vocab, hidden] as an embedding, as the output head, or as both where a model ties them."""
+    """A matrix [vocab, hidden] as an embedding, as the output head, or as both where a model ties
+    them.
+    """
 
     def rows(self, indices: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden]."""
@@ -30,16 +34,25 @@ class Table(Protocol):
 
 
 class Ops(Protocol):
-    """Weights are handed over: what is made of them may keep them in an order of its own, and the caller keeps none.
+    """Weights are handed over: what is made of them may keep them in an order of its own, and the
+    caller keeps none.
 
-    Norms go over the last dimension and sum in float32. A sum of `x` and `residual` is rounded to their dtype before it is normed."""
+    Norms go over the last dimension and sum in float32. A sum of `x` and `residual` is rounded to
+    their dtype before it is normed.
+    """
 
     def linear(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Projection:
-        """x -> activation(x weight.T + bias) for weight [out, in]. Raises ModelLoadError as `activation` does."""
+        """x -> activation(x weight.T + bias) for weight [out, in].
+
+        Raises ModelLoadError as `activation` does.
+        """
         ...
 
     def gated_linear(self, weight: Tensor, bias: Tensor | None, activation: str) -> Projection:
-        """x -> activation(gate) * up, where x weight.T + bias [..., 2 * width] has the gates first. Raises as `linear`."""
+        """x -> activation(gate) * up, where x weight.T + bias [..., 2 * width] has the gates first.
+
+        Raises as `linear`.
+        """
         ...
 
     def table(self, weight: Tensor) -> Table: ...
@@ -55,7 +68,10 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and x + residual itself. Neither argument is of use afterwards."""
+        """The norm of x + residual, and x + residual itself.
+
+        Neither argument is of use afterwards.
+        """
         ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -65,7 +81,10 @@ class Ops(Protocol):
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and x + residual itself. Neither argument is of use afterwards."""
+        """The norm of x + residual, and x + residual itself.
+
+        Neither argument is of use afterwards.
+        """
         ...
 
 
@@ -108,7 +127,9 @@ class TorchOps:
         return self.layer_norm(total, weight, bias, eps), total
 
     def gated_activation(self, name: str, gate_up: Tensor) -> Tensor:
-        """[T, 2 * width] -> [T, width]: the activation `name` of the first half times the second."""
+        """[T, 2 * width] -> [T, width]: the activation `name` of the first half times the
+        second.
+        """
         gate, up = gate_up.chunk(2, -1)
         return function_of(name)(gate).mul_(up)
 

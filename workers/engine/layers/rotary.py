@@ -1,8 +1,10 @@
-"""Rotary position embeddings (Su et al., 2021) and the scalings that the supported families' configs use.
+"""Rotary position embeddings (Su et al., 2021) and the scalings that the supported families'
+configs use.
 
-Formulas as in transformers' `modeling_rope_utils`. The tables are computed once and indexed by position. Two kinds ("dynamic" NTK and
-"longrope") rotate by the request's length too: a token's length is that of its prompt or, for a generated token, its own position + 1,
-which is what transformers applies to a request that runs alone.
+Formulas as in transformers' `modeling_rope_utils`. The tables are computed once and indexed by
+position. Two kinds ("dynamic" NTK and "longrope") rotate by the request's length too: a token's
+length is that of its prompt or, for a generated token, its own position + 1, which is what
+transformers applies to a request that runs alone.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from workers.engine.models.config import RopeConfig
 
 
 class Rotary:
-    """`cos_sin(positions [T], lengths [T])` gives the pair of [T, 1, head_dim] that `rotate` applies to every layer's heads."""
+    """`cos_sin(positions [T], lengths [T])` gives the pair of [T, 1, head_dim] that `rotate`
+    applies to every layer's heads.
+    """
 
     def __init__(
         self, config: RopeConfig, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device
@@ -33,7 +37,10 @@ class Rotary:
         self._varies = config.depends_on_length and max_length > config.unscaled_length
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """positions, lengths: int64 [T]. Two tensors [T, 1, head_dim] in the model's dtype; the sine of the first half is negated."""
+        """positions, lengths: int64 [T].
+
+        Two tensors [T, 1, head_dim] in the model's dtype; the sine of the first half is negated.
+        """
         rotations = self._table[positions]
         if self._varies:
             long = (lengths > self._config.unscaled_length).view(-1, 1, 1)
@@ -47,7 +54,9 @@ class Rotary:
         return self._rotations(positions, _dynamic_frequencies(self._config, self._head_dim, lengths))
 
     def _rotations(self, positions: Tensor, frequencies: Tensor) -> Tensor:
-        """[T, 2, head_dim] from positions [T] and frequencies [head_dim / 2] or [T, head_dim / 2]."""
+        """[T, 2, head_dim] from positions [T] and frequencies [head_dim / 2] or [T, head_dim /
+        2].
+        """
         angles = positions[:, None].float() * frequencies.to(positions.device)
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1).to(self._dtype)
@@ -60,7 +69,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, float]:
-    """Frequencies [head_dim / 2] in float32 for a request of `length` tokens, and what cosine and sine are multiplied by."""
+    """Frequencies [head_dim / 2] in float32 for a request of `length` tokens, and what cosine and
+    sine are multiplied by.
+    """
     if config.kind == "dynamic":
         return _dynamic_frequencies(config, head_dim, torch.tensor([length]))[0], 1.0
     plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
@@ -130,7 +141,9 @@ def _yarn_scale(config: RopeConfig, factor: float) -> float:
 
 
 def _longrope(config: RopeConfig, head_dim: int, length: int) -> tuple[Tensor, float]:
-    """Ding et al., 2024: searched factors per dimension, one set up to the original length and one beyond."""
+    """Ding et al., 2024: searched factors per dimension, one set up to the original length and one
+    beyond.
+    """
     scaling = config.scaling
     original = int(scaling["original_max_position_embeddings"])
     factor = float(scaling.get("factor") or config.max_position_embeddings / original)

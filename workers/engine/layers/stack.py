@@ -1,4 +1,6 @@
-"""A decoder's layers one after the other: the residual stream through norm, attention, norm and MLP."""
+"""A decoder's layers one after the other: the residual stream through norm, attention, norm and
+MLP.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class DecoderLayer:
 
 
 class Stack:
-    """`heads` of queries and `kv_heads` of keys and of values, of `head_dim` numbers each, in every layer; `norm` comes last."""
+    """`heads` of queries and `kv_heads` of keys and of values, of `head_dim` numbers each, in every
+    layer; `norm` comes last.
+    """
 
     def __init__(
         self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
@@ -43,7 +47,9 @@ class Stack:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
 
     def __call__(self, hidden: Tensor, rotation: Rotation | None, attend: AttentionContext) -> Tensor:
-        """[T, hidden] from embeddings [T, hidden], which are used up; what it returns may be used up by the next call."""
+        """[T, hidden] from embeddings [T, hidden], which are used up; what it returns may be used
+        up by the next call.
+        """
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, residual = (

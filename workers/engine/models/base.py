@@ -15,14 +15,20 @@ from workers.engine.weights import Weights
 
 
 class AttentionContext(Protocol):
-    """Attention of one step as the layers see it: the paged cache and the step's rows stand behind it."""
+    """Attention of one step as the layers see it: the paged cache and the step's rows stand behind
+    it.
+    """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]; writes k and v to the cache first."""
+        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]; writes k and v to the cache
+        first.
+        """
         ...
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        """The same from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be normed and rotated."""
+        """The same from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be
+        normed and rotated.
+        """
         ...
 
 
@@ -32,7 +38,8 @@ class DecoderModel(ABC):
     #: What a bare decoder's tensor names lack in a full checkpoint; layers write it as "*."
     prefix: str
 
-    #: Whether a CUDA graph may hold its forward: that nothing in it waits for the device, or depends on the host beyond shapes.
+    # : Whether a CUDA graph may hold its forward: that nothing in it waits for the device, or
+    # depends on the host beyond shapes.
     recordable = True
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
@@ -44,9 +51,11 @@ class DecoderModel(ABC):
 
     @abstractmethod
     def forward(self, input_ids: Tensor, positions: Tensor, lengths: Tensor, attend: AttentionContext) -> Tensor:
-        """Hidden states [T, hidden] after the last norm, for input_ids, positions and lengths int64 [T].
+        """Hidden states [T, hidden] after the last norm, for input_ids, positions and lengths int64
+        [T].
 
-        A token's length is the larger of its request's prompt length and its position + 1; only length-dependent RoPE reads it.
+        A token's length is the larger of its request's prompt length and its position + 1; only
+        length-dependent RoPE reads it.
         """
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -59,8 +68,10 @@ class DecoderModel(ABC):
 
 
 def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[Table, Table]:
-    """The embedding of that name [vocab, hidden], and this rank's rows of the output projection, padded to as many as each has: where the
-    two are tied rows of the embedding, and all of it where there is but one rank."""
+    """The embedding of that name [vocab, hidden], and this rank's rows of the output projection,
+    padded to as many as each has: where the two are tied rows of the embedding, and all of it where
+    there is but one rank.
+    """
     table = weights.take(embedding, (config.vocab_size, config.hidden_size))
     own, most = weights.parallel.part(config.vocab_size), weights.parallel.part_size(config.vocab_size)
     if config.tie_word_embeddings and own.length == config.vocab_size:

@@ -1,7 +1,8 @@
 """What a checkpoint's config.json says, in the engine's own terms.
 
-Read here rather than through transformers' configuration classes, whose import alone takes seconds. transformers writes only what differs
-from a family's defaults, so each family's file states those defaults again.
+Read here rather than through transformers' configuration classes, whose import alone takes seconds.
+transformers writes only what differs from a family's defaults, so each family's file states those
+defaults again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary positions: base, the kind of scaling, and that kind's parameters under the names that config.json uses."""
+    """Rotary positions: base, the kind of scaling, and that kind's parameters under the names that
+    config.json uses.
+    """
 
     theta: float
     kind: str
@@ -29,7 +32,9 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a key's rotation depends on how long its request's prompt is, beyond the position."""
+        """Whether a key's rotation depends on how long its request's prompt is, beyond the
+        position.
+        """
         return self.kind in ("dynamic", "longrope")
 
     @property
@@ -44,7 +49,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape. `sliding_windows` has one entry per layer: tokens that a query sees, itself included, or None for all."""
+    """A decoder's shape.
+
+    `sliding_windows` has one entry per layer: tokens that a query sees, itself included, or None
+    for all.
+    """
 
     architecture: str
     vocab_size: int
@@ -78,12 +87,16 @@ class ModelConfig:
         return self.max_position_embeddings
 
     def prefix_cacheable(self, max_model_len: int) -> bool:
-        """Whether equal prefixes always have equal keys, so that requests may share cached blocks."""
+        """Whether equal prefixes always have equal keys, so that requests may share cached
+        blocks.
+        """
         return self.rope is None or not self.rope.depends_on_length or max_model_len <= self.rope.unscaled_length
 
 
 def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
-    """The rotary settings of a config.json, as transformers 5 writes them (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`)."""
+    """The rotary settings of a config.json, as transformers 5 writes them (`rope_parameters`) or 4
+    (`rope_theta`, `rope_scaling`).
+    """
     scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
@@ -112,7 +125,9 @@ def _require_scaling(kind: str, scaling: Json) -> None:
 
 
 def layer_windows(raw: Json, num_layers: int, default_window: int | None) -> tuple[int | None, ...]:
-    """Sliding windows by layer for the families where `use_sliding_window` turns them on (Qwen2, Qwen3)."""
+    """Sliding windows by layer for the families where `use_sliding_window` turns them on (Qwen2,
+    Qwen3).
+    """
     window = raw.get("sliding_window", default_window) if raw.get("use_sliding_window", False) else None
     if window is None:
         return (None,) * num_layers
@@ -138,7 +153,10 @@ def eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
 
 
 def require(raw: Json, name: str, default: int | None = None) -> int:
-    """An integer of config.json. Raises ModelLoadError where it is absent and the family has no default."""
+    """An integer of config.json.
+
+    Raises ModelLoadError where it is absent and the family has no default.
+    """
     value = raw.get(name, default)
     if not isinstance(value, int) or value < 1:
         raise ModelLoadError(f"config.json has no usable {name!r} (found {value!r})")

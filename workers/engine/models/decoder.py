@@ -1,4 +1,6 @@
-"""The Llama-shaped decoder that Llama, Mistral, Qwen2 and Qwen3 share: RMS norms, rotary positions, a gated MLP."""
+"""The Llama-shaped decoder that Llama, Mistral, Qwen2 and Qwen3 share: RMS norms, rotary positions,
+a gated MLP.
+"""
 
 from __future__ import annotations
 

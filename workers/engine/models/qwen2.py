@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5: biases on queries, keys and values; a sliding window on the upper layers where the config turns it on."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values; a sliding window on the upper layers where
+the config turns it on.
+"""
 
 from __future__ import annotations
 

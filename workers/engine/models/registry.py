@@ -32,7 +32,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(raw: Json, model_impl: str) -> Family | None:
-    """The engine's own code for an architecture; None where transformers' class is to run. Raises ModelLoadError where nothing may."""
+    """The engine's own code for an architecture; None where transformers' class is to run.
+
+    Raises ModelLoadError where nothing may.
+    """
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise ModelLoadError(
@@ -42,7 +45,7 @@ def find_family(raw: Json, model_impl: str) -> Family | None:
         return None
     if model_impl == "own" and names[0] not in FAMILIES:
         raise ModelLoadError(
-            f"config.json names the architecture {names[0]!r}, and the engine has its own code for {', '.join(FAMILIES)}; "
-            "with model_impl auto, transformers' class runs where it can"
+            f"config.json names the architecture {names[0]!r}, and the engine has its own code for"
+            f" {', '.join(FAMILIES)}; with model_impl auto, transformers' class runs where it can"
         )
     return FAMILIES.get(names[0])

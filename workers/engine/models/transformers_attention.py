@@ -1,8 +1,10 @@
-"""The engine's attention as one of transformers' attention functions, and two functions that only watch how a class calls it.
+"""The engine's attention as one of transformers' attention functions, and two functions that only
+watch how a class calls it.
 
-A class that declares support for other attention functions (`_supports_attention_backend`) looks the function up by the name in its
-configuration, hands on whatever keywords its forward was given, and builds no mask where no mask function bears that name. So the step's
-attention travels as the keyword `attend`, and a class under `PAGED` runs without masks and without a cache of its own.
+A class that declares support for other attention functions (`_supports_attention_backend`) looks
+the function up by the name in its configuration, hands on whatever keywords its forward was given,
+and builds no mask where no mask function bears that name. So the step's attention travels as the
+keyword `attend`, and a class under `PAGED` runs without masks and without a cache of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from workers.engine.models.base import AttentionContext
 
 PAGED = "paged_rows"
 WATCHED = "paged_rows_watched"
-"""Attends nothing; each call's shapes and arguments are appended to `attend`, a list of `LayerCall`."""
+"""Attends nothing; each call's shapes and arguments are appended to `attend`, a list of
+`LayerCall`.
+"""
 MASKED = "paged_rows_masked"
 """The same, with masks: each is a single number that says what it lets a query see."""
 
-# What every class hands down to its attention and what changes nothing there. Anything else that is set would have to be done by us.
+# What every class hands down to its attention and what changes nothing there. Anything else that is
+# set would have to be done by us.
 _HARMLESS = frozenset(
     {
         "cache_position",
@@ -55,7 +60,8 @@ class LayerCall:
     head_dim: int
     scale: float | None
     window: int | None  # tokens that a query sees, itself included; None: all before it
-    mask: int | None  # the same by the class' own mask: ALL_BEFORE, a window, or OTHER; None where it built none
+    # The same by the class' own mask: ALL_BEFORE, a window, or OTHER; None where it built none
+    mask: int | None
     objection: str | None  # what the call asks for that the engine's attention does not do
 
 
@@ -69,7 +75,9 @@ def attend_rows(
     attend: AttentionContext,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]; T tokens of any rows."""
+    """query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]; T tokens of
+    any rows.
+    """
     layer = cast(int, module.layer_idx)
     return attend(layer, *(x[0].transpose(0, 1) for x in (query, key, value)))[None], None
 
@@ -116,7 +124,8 @@ def describe_mask(
 ) -> Tensor:
     """[1, 1, 1, 1] int64: what the mask lets a query far along see, as `LayerCall.mask` has it."""
     far = 2 * int(getattr(config, "max_position_embeddings", None) or 1 << 17)
-    seen = {_visible(mask_function, query) for query in (far, far + 1)}  # a mask by chunks changes from one to the next
+    # A mask by chunks changes from one to the next
+    seen = {_visible(mask_function, query) for query in (far, far + 1)}
     return torch.full((1, 1, 1, 1), seen.pop() if len(seen) == 1 else OTHER, device=device)
 
 

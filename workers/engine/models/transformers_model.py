@@ -1,8 +1,10 @@
-"""Any decoder of transformers that declares support for other attention functions, run on the paged cache.
+"""Any decoder of transformers that declares support for other attention functions, run on the paged
+cache.
 
-The class is asked before any weight is read: built without memory and run on two tokens, it shows how each layer calls its attention, and
-whatever the engine's attention would not do is refused. Its weights are read by transformers, which knows how checkpoints are laid out;
-from safetensors only. Importing this module takes seconds.
+The class is asked before any weight is read: built without memory and run on two tokens, it shows
+how each layer calls its attention, and whatever the engine's attention would not do is refused. Its
+weights are read by transformers, which knows how checkpoints are laid out; from safetensors only.
+Importing this module takes seconds.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ Settings = Any
 
 @dataclass(frozen=True, slots=True)
 class TransformersClass:
-    """A class of transformers that can run here, with its configuration and the path of its body: what gives hidden states."""
+    """A class of transformers that can run here, with its configuration and the path of its body:
+    what gives hidden states.
+    """
 
     model_class: Pretrained
     settings: Settings
@@ -58,7 +62,8 @@ class TransformersClass:
     def load(
         self, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
     ) -> TransformersModel:
-        """The model with its weights, checked against the class' own attention; `config` may say more than the class does.
+        """The model with its weights, checked against the class' own attention; `config` may say
+        more than the class does.
 
         Raises ModelLoadError.
         """
@@ -98,7 +103,9 @@ class TransformersModel(DecoderModel):
         return self.head(hidden).float()
 
     def own_logits(self, input_ids: Tensor, attention: str, **arguments: Any) -> Tensor:
-        """Logits [T, vocab] of one prompt by the class' whole forward under one of transformers' attention functions."""
+        """Logits [T, vocab] of one prompt by the class' whole forward under one of transformers'
+        attention functions.
+        """
         positions = torch.arange(len(input_ids), device=input_ids.device)
         self._lengths.now = positions + 1
         self.module.set_attn_implementation(attention)
@@ -111,7 +118,10 @@ class TransformersModel(DecoderModel):
 
 
 def find_class(folder: Path, raw: Json) -> TransformersClass:
-    """transformers' class for a checkpoint's architecture. Raises ModelLoadError with why it cannot run here."""
+    """transformers' class for a checkpoint's architecture.
+
+    Raises ModelLoadError with why it cannot run here.
+    """
     name = str(raw["architectures"][0])
     with refused_as(f"transformers {transformers.__version__} cannot read {folder}/config.json"):
         settings = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -142,7 +152,9 @@ def refusal(name: str, why: str) -> ModelLoadError:
 
 @contextmanager
 def refused_as(sentence: str) -> Iterator[None]:
-    """Turns whatever a class of transformers raises into a ModelLoadError; a want of memory stays what it is."""
+    """Turns whatever a class of transformers raises into a ModelLoadError; a want of memory stays
+    what it is.
+    """
     try:
         yield
     except Exception as error:
@@ -170,7 +182,9 @@ def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
 
 
 def _watched(name: str, skeleton: Pretrained) -> tuple[list[LayerCall], str]:
-    """How the class calls its attention on two tokens, and the first module that its forward calls: that with everything but the head."""
+    """How the class calls its attention on two tokens, and the first module that its forward calls:
+    that with everything but the head.
+    """
     calls: list[LayerCall] = []
     entered: list[str] = []
     for path, module in skeleton.named_modules():
@@ -234,7 +248,10 @@ def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:
 
 
 def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
-    """What `max_model_len` and prefix caching follow from. Dynamic ones are held to the length where they start to grow."""
+    """What `max_model_len` and prefix caching follow from.
+
+    Dynamic ones are held to the length where they start to grow.
+    """
     found = getattr(settings, "rope_parameters", None) or {}
     kinds = {value.get("rope_type") for value in found.values() if isinstance(value, dict)} or {found.get("rope_type")}
     if found.get("rope_type") not in ROPE_TYPES:
@@ -286,7 +303,9 @@ def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) ->
 
 
 def _placed(module: Pretrained, device: torch.device) -> Pretrained:
-    """On the device; on the CPU out of its files, for one that is replaced under a memory map would kill the process."""
+    """On the device; on the CPU out of its files, for one that is replaced under a memory map would
+    kill the process.
+    """
     if device.type == "cpu":
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()
@@ -301,14 +320,18 @@ class _Given(nn.Module):
 
 
 class _HiddenStates(BaseModelOutputWithPast):
-    """Hidden states and nothing else: what some bodies give beside them (a router's logits) is None."""
+    """Hidden states and nothing else: what some bodies give beside them (a router's logits) is
+    None.
+    """
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _with_replaced(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
-    """The module with the same parameters and another submodule at `path`; the original stays as it is."""
+    """The module with the same parameters and another submodule at `path`; the original stays as it
+    is.
+    """
     if not path:
         return replacement
     changed = copy.copy(module)
@@ -324,7 +347,9 @@ class _Lengths:
 
 
 def _rotate_by_token(model: Pretrained, lengths: _Lengths, max_model_len: int) -> None:
-    """Rotary positions that would follow from the longest request of a step follow from each token's own length."""
+    """Rotary positions that would follow from the longest request of a step follow from each
+    token's own length.
+    """
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if kind not in ("dynamic", "longrope"):

@@ -1,5 +1,7 @@
-"""What is tried of a class of transformers once its weights are there: what windows its masks are, whether it says the same on a
-paged cache as by its own attention, and whether a CUDA graph of it repeats what it does."""
+"""What is tried of a class of transformers once its weights are there: what windows its masks are,
+whether it says the same on a paged cache as by its own attention, and whether a CUDA graph of it
+repeats what it does.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 @torch.inference_mode()
 def windows_by_masks(model: TransformersModel) -> tuple[int | None, ...]:
-    """Each layer's window as its own mask has it: some classes name none to their attention. Raises ModelLoadError for other masks."""
+    """Each layer's window as its own mask has it: some classes name none to their attention.
+
+    Raises ModelLoadError for other masks.
+    """
     calls: list[LayerCall] = []
     with refused_as(_fails(model)):
         model.own_logits(torch.zeros(2, dtype=torch.int64, device=model.device), MASKED, attend=calls)
@@ -44,7 +49,9 @@ def windows_by_masks(model: TransformersModel) -> tuple[int | None, ...]:
 
 @torch.inference_mode()
 def check_parity(model: TransformersModel) -> None:
-    """Raises ModelLoadError where a step's logits are further from those of the class itself than rounding accounts for."""
+    """Raises ModelLoadError where a step's logits are further from those of the class itself than
+    rounding accounts for.
+    """
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, model.config.vocab_size, (sum(_STEPS),), generator=generator).to(model.device)
     with refused_as(_fails(model)):
@@ -62,7 +69,9 @@ def _fails(model: TransformersModel) -> str:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """The difference as a share of the logits, by root mean squares; what all logits of a token have in common counts for nothing."""
+    """The difference as a share of the logits, by root mean squares; what all logits of a token
+    have in common counts for nothing.
+    """
     ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))
 
@@ -91,7 +100,9 @@ def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def replays(model: TransformersModel, record: Callable[[Work], Work]) -> bool:
-    """Whether a recording of the model's forward, everything but attention, does for other tokens what the forward does."""
+    """Whether a recording of the model's forward, everything but attention, does for other tokens
+    what the forward does.
+    """
     vocab, device = model.config.vocab_size, model.device
     first, second = torch.arange(4, device=device) % vocab, torch.arange(7, 3, -1, device=device) % vocab
     ids, logits = first.clone(), torch.empty((4, vocab), dtype=model.dtype, device=device)

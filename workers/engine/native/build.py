@@ -1,4 +1,6 @@
-"""Compiles `source/` into one shared library for this very processor, once: it is kept on disk by what it was made from. No torch here."""
+"""Compiles `source/` into one shared library for this very processor, once: it is kept on disk by
+what it was made from. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class NativeUnavailable(Exception):
 
 
 def built_library(folder: Path | None = None) -> Path:
-    """The library's file in `folder` (by default the user's cache), compiled if it is not there yet.
+    """The library's file in `folder` (by default the user's cache), compiled if it is not there
+    yet.
 
     Processes that start together wait for the first of them. Raises NativeUnavailable.
     """

@@ -1,4 +1,7 @@
-"""The native library in this process. Its threads are OpenMP's, of the one runtime that torch has loaded already."""
+"""The native library in this process.
+
+Its threads are OpenMP's, of the one runtime that torch has loaded already.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Memory for what a step reads from end to end, weights and the KV cache: zeroed, given by the system page by page as it is touched, and in
-huge pages where the system allows, since with small ones a processor spends a third of its time on looking up where they are."""
+"""Memory for what a step reads from end to end, weights and the KV cache: zeroed, given by the
+system page by page as it is touched, and in huge pages where the system allows, since with small
+ones a processor spends a third of its time on looking up where they are.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
-_SHARED_SIZE = 64 << 20  # of a mapping that small tensors share, lest each leave most of a huge page unused
+# Of a mapping that small tensors share, lest each leave most of a huge page unused
+_SHARED_SIZE = 64 << 20
 _ALIGNMENT = 64  # bytes: a line of the processor's cache
 
 
 class _Mapping:
-    """Memory that is handed out from its beginning to its end; it is given back with the last tensor in it."""
+    """Memory that is handed out from its beginning to its end; it is given back with the last
+    tensor in it.
+    """
 
     def __init__(self, size: int) -> None:
         try:
@@ -44,14 +49,19 @@ _shared: list[_Mapping] = []
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros on the host. Raises MemoryError where the address space does not hold it."""
+    """A tensor of zeros on the host.
+
+    Raises MemoryError where the address space does not hold it.
+    """
     size = math.prod(shape) * dtype.itemsize
     taken = _own(size) if size > _SHARED_SIZE // 2 else _share(size)
     return taken.view(dtype).view(tuple(shape))
 
 
 def zeros_together(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors [size] of zeros in memory that is nobody else's, and goes back to the system as a whole with the last of them."""
+    """Tensors [size] of zeros in memory that is nobody else's, and goes back to the system as a
+    whole with the last of them.
+    """
     lengths = [size * dtype.itemsize for size in sizes]
     mapping = _Mapping(sum(-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths))
     return [_taken(mapping, length).view(dtype) for length in lengths]

@@ -18,7 +18,9 @@ from workers.engine.native.stack import NativeStack, can_stack
 
 
 class NativeOps(TorchOps):
-    """Products with bf16 weights run from packed ones where the processor has the instructions, else they stay torch's."""
+    """Products with bf16 weights run from packed ones where the processor has the instructions,
+    else they stay torch's.
+    """
 
     def linear(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Projection:
         if _can_pack(weight, activation):
@@ -71,7 +73,9 @@ def _can_pack(weight: Tensor, activation: str | None = None) -> bool:
 
 
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """The norm of x [..., size], after `residual` has been added to it in place; with a bias it is one that takes off the mean too."""
+    """The norm of x [..., size], after `residual` has been added to it in place; with a bias it is
+    one that takes off the mean too.
+    """
     y = torch.empty_like(x)
     added, biases = (None if given is None else given.data_ptr() for given in (residual, bias))
     rows, size, floats = x.numel() // x.shape[-1], x.shape[-1], x.dtype == torch.float32

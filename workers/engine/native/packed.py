@@ -1,4 +1,6 @@
-"""Matrices of bf16 weights in the order in which the processor multiplies with them (`source/matmul.c`). The plain ones are not kept."""
+"""Matrices of bf16 weights in the order in which the processor multiplies with them
+(`source/matmul.c`). The plain ones are not kept.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,19 @@ class _Matrix(ctypes.Structure):
 
 
 def can_pack(dtype: torch.dtype, size_in: int) -> bool:
-    """Whether this processor multiplies with packed matrices of that dtype and row length. Raises NativeUnavailable."""
+    """Whether this processor multiplies with packed matrices of that dtype and row length.
+
+    Raises NativeUnavailable.
+    """
     return dtype == torch.bfloat16 and size_in > 0 and size_in % 2 == 0 and bool(load().matmul_supported())
 
 
 class PackedMatrix:
-    """x [..., k] -> activation(x weight.T + bias) [..., n] for bf16 weight [n, k] and bias [n], in float32 if `to_float`.
+    """x [..., k] -> activation(x weight.T + bias) [..., n] for bf16 weight [n, k] and bias [n], in
+    float32 if `to_float`.
 
-    If `gated`, weight is gates above what they let through, and the result [..., n / 2] is activation(gate) * up.
+    If `gated`, weight is gates above what they let through, and the result [..., n / 2] is
+    activation(gate) * up.
     """
 
     __slots__ = ("_bias", "_dtype", "_matrix", "_multiply", "_panels", "_size_in", "columns", "pointer")
@@ -76,7 +83,10 @@ class PackedMatrix:
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows [R, k] of the weight by int64 indices [R] below n, as an embedding table gives them. Not of a gated matrix."""
+        """Rows [R, k] of the weight by int64 indices [R] below n, as an embedding table gives them.
+
+        Not of a gated matrix.
+        """
         y = torch.empty((len(indices), self._size_in), dtype=torch.bfloat16)
         _functions().packed_lookup(self.pointer, indices.data_ptr(), len(indices), y.data_ptr())
         return y

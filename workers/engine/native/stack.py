@@ -1,4 +1,6 @@
-"""A decoder's layers in one call of `source/stack.c`, from layers whose products run from packed matrices."""
+"""A decoder's layers in one call of `source/stack.c`, from layers whose products run from packed
+matrices.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from workers.engine.models.base import AttentionContext
 
 PARTS = ("matrix", "attention", "norms and elementwise")
-_MLP_ROWS = 512  # that go through an MLP together, so that what is between its two products stays small
+# That go through an MLP together, so that what is between its two products stays small
+_MLP_ROWS = 512
 _LEAST_ROOM = 64  # tokens
 
 

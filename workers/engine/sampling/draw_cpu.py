@@ -1,11 +1,15 @@
-"""The draw on a CPU: a few rows at a time, on as many threads as the model has, and with exact noise for a few tokens only.
+"""The draw on a CPU: a few rows at a time, on as many threads as the model has, and with exact
+noise for a few tokens only.
 
-A token's score is z plus its noise. Where W is the sum of the weights exp(z) that a row's limits leave, m tokens on average have a score
-above log(W / m), and the integers behind the noise tell which these may be without a logarithm. With m = 40 there is none but once in
-e**40 draws, so the winner is among them; where there is none, all tokens are looked at. What is drawn is the same either way.
+A token's score is z plus its noise. Where W is the sum of the weights exp(z) that a row's limits
+leave, m tokens on average have a score above log(W / m), and the integers behind the noise tell
+which these may be without a logarithm. With m = 40 there is none but once in e**40 draws, so the
+winner is among them; where there is none, all tokens are looked at. What is drawn is the same
+either way.
 
-Top-p is decided for the winner alone: it lies in the nucleus if the weights above its own sum to less than top_p of all. If it does not,
-neither does anything from its weight down, and the best score of the rest is looked at.
+Top-p is decided for the winner alone: it lies in the nucleus if the weights above its own sum to
+less than top_p of all. If it does not, neither does anything from its weight down, and the best
+score of the rest is looked at.
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ Tokens = NDArray[np.int64]
 
 _CANDIDATES = 40.0  # expected, for each that may be drawn: those outside the nucleus come on top
 _BLOCK = (
-    4  # rows looked through together: a thread that lets go of the interpreter every few microseconds gains nothing
+    # Rows looked through together: a thread that lets go of the interpreter every few microseconds
+    # gains nothing
+    4
 )
 _FEW = 2048  # tokens whose exact noise costs less than looking for candidates
 _NARROW = 0.25  # a nucleus of less is cut out first, lest almost all candidates lie outside
@@ -34,7 +40,8 @@ _LOWEST = -16.0
 
 
 def draw_rows(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64], threads: int = 1) -> Tokens:
-    """One token for each row of z [R, vocab], whose largest is 0, of those at least `floors` [R] and in the nucleus of `top_p` [R].
+    """One token for each row of z [R, vocab], whose largest is 0, of those at least `floors` [R]
+    and in the nucleus of `top_p` [R].
 
     A row that is not numbers gives its argmax.
     """
@@ -50,7 +57,10 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _draw(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]) -> list[int]:
-    """A few rows' tokens. Rows without a limit that leaves few tokens are looked through together."""
+    """A few rows' tokens.
+
+    Rows without a limit that leaves few tokens are looked through together.
+    """
     wide = np.nonzero((floors == -np.inf) & (top_p >= _NARROW))[0]
     part = z if len(wide) == len(z) else z[wide]
     weights = np.exp(part)
@@ -80,7 +90,9 @@ def _draw_limited(z: Floats, floor: float, top_p: float, key: np.uint64) -> int:
 
 
 def _near(weights: Floats, goals: Floats, keys: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Which tokens with weights [r, C] may have a score above the log of a fortieth of their row's goal [r]."""
+    """Which tokens with weights [r, C] may have a score above the log of a fortieth of their row's
+    goal [r].
+    """
     # Rough bits lack the last one, and all this is in single precision: rather a few too many.
     limit = weights * (np.float32(2.0**32 * 1.0001 * _CANDIDATES) / goals)[:, None]
     limit += np.float32(2.0)
@@ -98,7 +110,9 @@ def _kept(z: Floats, floor: float) -> _Candidates:
 
 
 class _Candidates:
-    """z [C] of the tokens that a row may draw from, which are `tokens` [C] or the whole vocabulary, and their weights."""
+    """z [C] of the tokens that a row may draw from, which are `tokens` [C] or the whole vocabulary,
+    and their weights.
+    """
 
     def __init__(self, z: Floats, tokens: Tokens | None, weights: Floats | None = None) -> None:
         self.z, self.tokens = z, tokens
@@ -118,7 +132,9 @@ class _Candidates:
         return _Candidates(self.z[inside], inside if self.tokens is None else self.tokens[inside])
 
     def draw(self, key: np.uint64, goal: float, near: NDArray[np.bool_] | None = None) -> int:
-        """The token with the highest score of those above which less weight than `goal` lies; `near` is what `_near` says, if known."""
+        """The token with the highest score of those above which less weight than `goal` lies;
+        `near` is what `_near` says, if known.
+        """
         least = min(self.total, goal)
         if near is None and len(self.z) > _FEW:
             near = _near(self.weights[None], np.array([least], np.float32), np.array([key]), self.steps)[0]

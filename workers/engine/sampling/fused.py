@@ -1,4 +1,6 @@
-"""The draw by kernels that read each slot's parameters from a table on the device, kept up by differences."""
+"""The draw by kernels that read each slot's parameters from a table on the device, kept up by
+differences.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class FusedDraw:
         self._changed.add(slot)
 
     def upload(self) -> None:
-        """Sends the changed slots' parameters, all in one copy, behind which the table changes in the order of the stream."""
+        """Sends the changed slots' parameters, all in one copy, behind which the table changes in
+        the order of the stream.
+        """
         if not self._changed:
             return
         slots = np.array(sorted(self._changed), np.int32)

@@ -1,4 +1,5 @@
-"""Which candidates a row may draw from: min_p and top-k as the smallest value that they leave, and top-p.
+"""Which candidates a row may draw from: min_p and top-k as the smallest value that they leave, and
+top-p.
 
 Candidates equal to the smallest value are kept.
 """
@@ -34,7 +35,8 @@ class Limits:
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._floor = np.full(num_slots, -np.inf, np.float32)  # min_p, as a distance from the largest logit
+        # Min_p, as a distance from the largest logit
+        self._floor = np.full(num_slots, -np.inf, np.float32)
         self._top_k = np.full(num_slots, vocab_size, np.int64)
         self._top_p = np.ones(num_slots, np.float32)
 
@@ -42,7 +44,9 @@ class Limits:
         self._floor[slot], self._top_k[slot], self._top_p[slot] = settled(params, self._vocab_size)
 
     def floors(self, z: Tensor, slots: NDArray[np.int32]) -> Tensor:
-        """The smallest value that min_p and top-k leave in each row of z [R, vocab], whose largest is 0; float32 [R, 1]."""
+        """The smallest value that min_p and top-k leave in each row of z [R, vocab], whose largest
+        is 0; float32 [R, 1].
+        """
         floors, top_k = self._floor[slots], self._top_k[slots]
         rows = np.nonzero(top_k < self._vocab_size)[0]
         threshold = to_device(floors, z.device)[:, None]
@@ -57,7 +61,10 @@ class Limits:
 
 
 def smallest_on_device(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int64]) -> Tensor:
-    """The k-th largest value of each of some rows [A] of z [R, vocab]; float32 [A, 1]. A large k of one row costs the others nothing."""
+    """The k-th largest value of each of some rows [A] of z [R, vocab]; float32 [A, 1].
+
+    A large k of one row costs the others nothing.
+    """
     smallest = z.new_empty(len(rows), 1)
     order = np.argsort(top_k, kind="stable")
     few = int(np.count_nonzero(top_k <= _SORTED))
@@ -78,7 +85,9 @@ def smallest_on_host(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int64
 
 
 def _kth_largest(values: NDArray[np.float32], k: int) -> float:
-    """Only what lies about where a sample has its k-th largest is looked through, and all of it where that was wrong."""
+    """Only what lies about where a sample has its k-th largest is looked through, and all of it
+    where that was wrong.
+    """
     sample = np.sort(values[::_STRIDE])
     share = k / len(values)
     place, width = len(sample) * (1 - share), _SPREAD * math.sqrt(len(sample) * share * (1 - share)) + 3
@@ -94,7 +103,8 @@ def _kth_largest(values: NDArray[np.float32], k: int) -> float:
 
 
 def nucleus_floors(z: Tensor, floors: Tensor, top_p: Tensor) -> Tensor:
-    """Raises each row's floor to the smallest value of its nucleus: the fewest largest candidates whose probability reaches top_p.
+    """Raises each row's floor to the smallest value of its nucleus: the fewest largest candidates
+    whose probability reaches top_p.
 
     z [R, vocab] with no value far above 0, floors and top_p [R, 1].
     """

@@ -1,4 +1,5 @@
-"""Logits that a request moves or rules out: bias, stop tokens before their time, the last token of a bad word.
+"""Logits that a request moves or rules out: bias, stop tokens before their time, the last token of
+a bad word.
 
 Only the logits concerned are touched, at their place in the flat [R * vocab] view.
 """
@@ -64,7 +65,8 @@ class BadWords:
 
     def __init__(self) -> None:
         self._last = Lists()  # of each word: its last token, and how many tokens stand before that
-        self._rest = Lists()  # of each token before the last of a word: its distance from that, and itself
+        # Of each token before the last of a word: its distance from that, and itself
+        self._rest = Lists()
 
     def set(self, slot: int, params: SamplingParams) -> None:
         words = set(params.bad_words)

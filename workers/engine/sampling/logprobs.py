@@ -16,7 +16,9 @@ from workers.engine.staging import to_device
 
 @dataclass(slots=True)
 class Logprobs:
-    """Of A tokens, each in a row of its own: the token itself and the most likely ones, `counts` of which the request asked for."""
+    """Of A tokens, each in a row of its own: the token itself and the most likely ones, `counts` of
+    which the request asked for.
+    """
 
     token_ids: Tensor  # int32 [A, 1 + the largest count]
     logprobs: Tensor  # float32 [A, 1 + the largest count]
@@ -45,7 +47,9 @@ class KeptLogits:
 
 
 class AskedLogprobs:
-    """How many log probabilities the requests in `num_slots` slots want beside each token's own; -1 for none at all."""
+    """How many log probabilities the requests in `num_slots` slots want beside each token's own; -1
+    for none at all.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._counts = np.full(num_slots, -1, np.int64)
@@ -62,7 +66,9 @@ class AskedLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: NDArray[np.int64]) -> Logprobs:
-    """Of float32 logits [A, vocab] at tokens int64 [A]; where the vocabulary is smaller than a count, all of it is told."""
+    """Of float32 logits [A, vocab] at tokens int64 [A]; where the vocabulary is smaller than a
+    count, all of it is told.
+    """
     own = logits.gather(1, tokens[:, None])
     ranks = (logits > own).sum(-1) + 1
     best, best_ids = logits.topk(min(int(counts.max()), logits.shape[1]), -1)

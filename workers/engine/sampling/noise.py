@@ -1,4 +1,5 @@
-"""Sampling noise as a pure function of (seed, choice, output index, token), so that a request's tokens depend on nothing else.
+"""Sampling noise as a pure function of (seed, choice, output index, token), so that a request's
+tokens depend on nothing else.
 
 The integer part is exact and the same everywhere, in 64-bit arithmetic that wraps:
 
@@ -8,7 +9,8 @@ The integer part is exact and the same everywhere, in 64-bit arithmetic that wra
     v       = min(float32(bits) * 2^-32 + 2^-33, 1 - 2^-24), each step in float32
     noise   = -log(-log1p(-v))                        (standard Gumbel)
 
-`v` is one minus the uniform of the textbook formula: floats are dense near 0, which is where the winning noise comes from.
+`v` is one minus the uniform of the textbook formula: floats are dense near 0, which is where the
+winning noise comes from.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ def vocabulary_steps(vocab: int) -> NDArray[np.uint64]:
 
 
 def rough_bits(keys: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """The bits behind the noise as floats, but for the last one, which may be wrong; of the shape to which keys and steps broadcast."""
+    """The bits behind the noise as floats, but for the last one, which may be wrong; of the shape
+    to which keys and steps broadcast.
+    """
     return _mixed_up(steps + keys).view(np.uint32)[..., _HIGH::2].astype(np.float32)
 
 

@@ -1,7 +1,8 @@
 """Repetition, presence and frequency penalties, counted anew at each step from the token table.
 
-There is no state that preemption, a resumed request or a step launched ahead could leave behind: the table holds every token the device
-knows. Only logits of tokens that have come up are touched, so the cost goes with the text and not with the vocabulary.
+There is no state that preemption, a resumed request or a step launched ahead could leave behind:
+the table holds every token the device knows. Only logits of tokens that have come up are touched,
+so the cost goes with the text and not with the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ _PLACES = 1 << 22  # of rows penalised at once: one per token of the longest tex
 
 
 class Penalties:
-    """As vLLM has them: a logit of a token in prompt or output is divided (above 0) or multiplied (below) by `repetition_penalty`; then
-    what its count in the output makes of the other two is subtracted."""
+    """As vLLM has them: a logit of a token in prompt or output is divided (above 0) or multiplied
+    (below) by `repetition_penalty`; then what its count in the output makes of the other two is
+    subtracted.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._repetition = np.ones(num_slots, np.float32)
@@ -61,7 +64,8 @@ class Penalties:
         factors = np.stack((self._repetition[slots], self._presence[slots], self._frequency[slots]))
         repetition, presence, frequency = to_device(factors, device)[:, :, None]
         position = start + torch.arange(width, device=device)
-        # Beyond its end a row looks at its first token again, which changes nothing: each look at a token gives it the same logit.
+        # Beyond its end a row looks at its first token again, which changes nothing: each look at a
+        # token gives it the same logit.
         counted = (position >= prompt_length) & (position < length)
         position = torch.where(position < length, position, start)
         tokens = rows.tokens[slot, position].long()

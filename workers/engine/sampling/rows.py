@@ -1,4 +1,6 @@
-"""What the stages of sampling work on: the rows of a step that sample, and what requests asked for, kept by slot."""
+"""What the stages of sampling work on: the rows of a step that sample, and what requests asked for,
+kept by slot.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,17 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class SampledRows:
-    """R rows, each of a request in a slot of its own. The host knows how many tokens there are; the newest may be on the device alone."""
+    """R rows, each of a request in a slot of its own.
+
+    The host knows how many tokens there are; the newest may be on the device alone.
+    """
 
     slots: NDArray[np.int32]  # [R]
     prompt_lengths: NDArray[np.int64]  # [R]
-    lengths: NDArray[np.int64]  # [R] prompt and output so far, which is the position of the token to draw
-    tokens: Tensor  # int32 [slots, columns], on the device: what stands beyond a row's length is nobody's
+    # [R] prompt and output so far, which is the position of the token to draw
+    lengths: NDArray[np.int64]
+    # Int32 [slots, columns], on the device: what stands beyond a row's length is nobody's
+    tokens: Tensor
 
     @property
     def indices(self) -> NDArray[np.int64]:
@@ -43,7 +50,9 @@ class Lists:
         return [row for row, slot in enumerate(slots.tolist()) if slot in self._arrays] if self._arrays else []
 
     def gather(self, slots: NDArray[np.int32], rows: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
-        """The arrays of `rows`, all of which use them, one behind the other; the first array of the result says each item's row."""
+        """The arrays of `rows`, all of which use them, one behind the other; the first array of the
+        result says each item's row.
+        """
         found = [self._arrays[slot] for slot in slots[rows].tolist()]
         lengths = [len(arrays[0]) for arrays in found]
         return np.repeat(np.asarray(rows, np.int64), lengths), *(

@@ -1,10 +1,13 @@
-"""Whole-batch sampling: a step's logits become one token per row, and log probabilities for the rows that ask.
+"""Whole-batch sampling: a step's logits become one token per row, and log probabilities for the
+rows that ask.
 
-The stages, in vLLM's order: bias, stop tokens before their time and bad words, penalties, temperature, min_p, top-k, top-p, and the argmax
-of logits plus noise, which is a draw from what is left. A greedy row takes the argmax after the penalties. Parameters live in tables by
-slot, and a stage that no row of the step uses costs nothing: all greedy is one argmax.
+The stages, in vLLM's order: bias, stop tokens before their time and bad words, penalties,
+temperature, min_p, top-k, top-p, and the argmax of logits plus noise, which is a draw from what is
+left. A greedy row takes the argmax after the penalties. Parameters live in tables by slot, and a
+stage that no row of the step uses costs nothing: all greedy is one argmax.
 
-What comes after the penalties is either plain torch's (`draw`) or, where kernels run, theirs (`fused`), which takes the same tokens.
+What comes after the penalties is either plain torch's (`draw`) or, where kernels run, theirs
+(`fused`), which takes the same tokens.
 """
 
 from __future__ import annotations
@@ -69,14 +72,19 @@ class Sampler:
             self._fused.upload()
 
     def fits_graph(self, slots: NDArray[np.int32]) -> bool:
-        """Whether `draw_static` does all that these slots ask for. `min_tokens` rules it out to a request's end."""
+        """Whether `draw_static` does all that these slots ask for.
+
+        `min_tokens` rules it out to a request's end.
+        """
         return self._fused is not None and not self._staged[slots].any()
 
     def draw_static(self, logits: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
-        """int32 [R] tokens for rows that fit a graph, from logits [R, vocab] of any float dtype, which stay as they are.
+        """int32 [R] tokens for rows that fit a graph, from logits [R, vocab] of any float dtype,
+        which stay as they are.
 
-        slots int32 [R], where `num_slots` is a row of padding; lengths int32 [R], each row's tokens so far; prompt_lengths int32
-        [num_slots]. Reads nothing from the host, so that it may be recorded.
+        slots int32 [R], where `num_slots` is a row of padding; lengths int32 [R], each row's tokens
+        so far; prompt_lengths int32 [num_slots]. Reads nothing from the host, so that it may be
+        recorded.
         """
         assert self._fused is not None
         return self._fused.static(logits, slots, lengths, prompt_lengths)

@@ -17,13 +17,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Bytes of shared memory that one program may use, by compute capability (CUDA C++ programming guide, "Technical specifications").
+# : Bytes of shared memory that one program may use, by compute capability (CUDA C++ programming
+# guide, "Technical specifications").
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel as one launch would specialise it. Of the constants, "tl.bfloat16" and the like stand for Triton's types."""
+    """A kernel as one launch would specialise it.
+
+    Of the constants, "tl.bfloat16" and the like stand for Triton's types.
+    """
 
     module: str
     kernel: str
@@ -31,7 +35,8 @@ class Variant:
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 3
-    aligned: tuple[str, ...] = field(default=())  # parameters known to be multiples of 16, as pointers of torch's are
+    # Parameters known to be multiples of 16, as pointers of torch's are
+    aligned: tuple[str, ...] = field(default=())
 
 
 @dataclass(frozen=True)

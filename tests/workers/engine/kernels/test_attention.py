@@ -1,4 +1,6 @@
-"""Paged attention by Triton against the plain formula, in memory where whatever is not the rows' own is no number."""
+"""Paged attention by Triton against the plain formula, in memory where whatever is not the rows'
+own is no number.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Step:
-    """Rows whose earlier tokens are in the cache, in blocks handed out in random order, with random tensors and a random seed."""
+    """Rows whose earlier tokens are in the cache, in blocks handed out in random order, with random
+    tensors and a random seed.
+    """
 
     rows: Rows
     kv_heads: int = 2

@@ -1,4 +1,6 @@
-"""Every way to launch the attention kernels compiles for the cards that count, in the registers and memory that they have."""
+"""Every way to launch the attention kernels compiles for the cards that count, in the registers and
+memory that they have.
+"""
 
 import pytest
 import torch
@@ -79,7 +81,8 @@ def check(variants: list[Variant], spilled: int, capability: int) -> list[Code]:
     for variant, code in zip(variants, codes, strict=True):
         print(f"sm_{capability} {variant.kernel} {variant.constants} {variant.warps} warps {variant.stages} stages:")
         print(
-            f"  {code.registers} registers, {code.spilled} bytes spilled, {code.shared} shared, {sum(code.opcodes.values())} instructions"
+            f"  {code.registers} registers, {code.spilled} bytes spilled, {code.shared} shared,"
+            f" {sum(code.opcodes.values())} instructions"
         )
         assert code.spilled <= spilled
         assert code.shared <= SHARED_MEMORY[capability]
@@ -87,7 +90,9 @@ def check(variants: list[Variant], spilled: int, capability: int) -> list[Code]:
 
 
 def test_loads_and_products_are_as_wide_as_they_can_be() -> None:
-    """For heads of 128 on sm_90: keys and values by 16-byte asynchronous copies, prompts by the matrix units of a warp group."""
+    """For heads of 128 on sm_90: keys and values by 16-byte asynchronous copies, prompts by the
+    matrix units of a warp group.
+    """
     choices = {kind: candidates(kind, 128, 2, torch.bfloat16)[0] for kind in ("decode", "prefill")}
     variants = [attend(kind, choice, 128, 2, torch.bfloat16) for kind, choice in choices.items()]
     decode, prefill, _, _ = check([*variants, plan(1024, 1, 0), combine(128, 2)], 0, 90)

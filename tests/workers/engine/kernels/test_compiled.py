@@ -1,4 +1,6 @@
-"""What the kernels around attention are compiled to: they spill nothing, and read and write memory in wide accesses."""
+"""What the kernels around attention are compiled to: they spill nothing, and read and write memory
+in wide accesses.
+"""
 
 import re
 
@@ -35,7 +37,9 @@ def variant(
     warps: int = 4,
     loose: tuple[str, ...] = (),
 ) -> Variant:
-    """All pointers and strides but `loose` ones are multiples of 16, as those of the models' shapes are."""
+    """All pointers and strides but `loose` ones are multiples of 16, as those of the models' shapes
+    are.
+    """
     aligned = tuple(name for name, kind in parameters.items() if kind != "fp32" and name not in loose)
     return Variant(f"{WORKERS}.{module}", kernel, parameters, constants, warps, aligned=aligned)
 
@@ -61,11 +65,16 @@ VARIANTS = {
     "add layer": norm("fp16", 1024, 1, 4),
     "rms of long rows": norm("bf16", 8192, 1, 16, bias=None, residual=None),
     "rms of heads": norm("fp32", 128, 8, 4, bias=None, residual=None),
-    "silu": variant("activation", "_silu_times_up", {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}, {"BLOCK": 1024}),
+    "silu": variant(
+        "activation", "_silu_times_up", {"gate_up": "*bf16", "out": "*bf16", "width": "i32"}, {"BLOCK": 1024}
+    ),
     "rotary with norms": variant(
         "rotary",
         "_rotate_and_write",
-        dict.fromkeys(("qkv", "cos", "sin", "query_weight", "key_weight", "q"), "*bf16") | CACHE | STRIDES | {"eps": "fp32"},
+        dict.fromkeys(("qkv", "cos", "sin", "query_weight", "key_weight", "q"), "*bf16")
+        | CACHE
+        | STRIDES
+        | {"eps": "fp32"},
         HEAD,
     ),
     "rotary": variant(
@@ -87,12 +96,21 @@ VARIANTS = {
     "draw float32": draw("_draw_parts", f"{ASKED} scores drawn", "fp32", **PARTED),
     "measure": draw("_measure", "table slots largest measured", "bf16", PIVOTS=PIVOTS, **PARTED),
     "gather": draw(
-        "_gather", "table slots largest measured found distances tokens counts", "bf16", PIVOTS=PIVOTS, GATHERED=4096, **PARTED
+        "_gather",
+        "table slots largest measured found distances tokens counts",
+        "bf16",
+        PIVOTS=PIVOTS,
+        GATHERED=4096,
+        **PARTED,
     ),
     "choose": draw(
-        "_choose", f"{ASKED} greedy scores drawn measured found distances tokens counts out", "bf16", GATHERED=4096, **PARTED
+        "_choose",
+        f"{ASKED} greedy scores drawn measured found distances tokens counts out",
+        "bf16",
+        GATHERED=4096,
+        **PARTED,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.proof

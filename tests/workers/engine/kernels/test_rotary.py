@@ -1,4 +1,6 @@
-"""Head norms, rotation and cache writes in one kernel against the torch layers one after the other."""
+"""Head norms, rotation and cache writes in one kernel against the torch layers one after the
+other.
+"""
 
 import pytest
 import torch

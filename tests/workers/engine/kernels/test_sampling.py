@@ -1,4 +1,6 @@
-"""The draw without a sort against the sorting one, and what it reads against what requests ask for."""
+"""The draw without a sort against the sorting one, and what it reads against what requests ask
+for.
+"""
 
 import random
 from collections.abc import Sequence
@@ -63,7 +65,9 @@ def fused(params: Sequence[SamplingParams], vocab: int) -> Sampler:
 
 
 def drawn(logits: Tensor, params: Sequence[SamplingParams], first: int = 0) -> list[int]:
-    """Tokens of rows that all draw the output's token `first` plus their own number, as a graph draws them."""
+    """Tokens of rows that all draw the output's token `first` plus their own number, as a graph
+    draws them.
+    """
     rows = torch.arange(len(params), dtype=torch.int32, device=DEVICE)
     tokens = fused(params, logits.shape[1]).draw_static(
         logits.to(DEVICE), rows, rows + first + 7, torch.full_like(rows, 7)
@@ -237,7 +241,10 @@ def test_noise_is_the_noise_of_every_device() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.3, 3.0])
 def test_real_shapes(scale: float, dtype: torch.dtype, rows: int) -> None:
-    """Random weights make flat rows, trained ones peaked ones. Sums in another order may move a nucleus by its last candidate."""
+    """Random weights make flat rows, trained ones peaked ones.
+
+    Sums in another order may move a nucleus by its last candidate.
+    """
     limits = [
         {},
         {"temperature": 0.0},

@@ -1,4 +1,6 @@
-"""Whether this machine has the native library; where it has none, its tests are skipped and say why."""
+"""Whether this machine has the native library; where it has none, its tests are skipped and say
+why.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Paged attention by the CPU kernels against the plain formula in double precision, in a cache that is NaN but for the rows' own."""
+"""Paged attention by the CPU kernels against the plain formula in double precision, in a cache that
+is NaN but for the rows' own.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ LONG: Rows = [(1, 2100), (130, 2100), (2, 1025)]
 
 @dataclass
 class Step:
-    """Rows with random tensors, whose earlier tokens are in the cache, in blocks handed out in random order."""
+    """Rows with random tensors, whose earlier tokens are in the cache, in blocks handed out in
+    random order.
+    """
 
     rows: Rows
     kv_heads: int = 2
@@ -168,7 +172,9 @@ def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
 
 
 def written_ahead(rows: Rows, shared: dict[tuple[int, int], int]) -> list[int]:
-    """Which rows are, where row `a` has the first `n` blocks of row `b` by shared {(a, b): n}, and whether any are."""
+    """Which rows are, where row `a` has the first `n` blocks of row `b` by shared {(a, b): n}, and
+    whether any are.
+    """
     step = Step(rows, 2, 3)
     for (a, b), number in shared.items():
         step.tables[a, :number] = step.tables[b, :number]
@@ -185,7 +191,8 @@ def test_only_what_others_see_in_the_same_step_is_written_ahead() -> None:
     assert written_ahead([(2, 34), (1, 32), (1, 16)], {(0, 1): 2}) == [0, 1, 0, 1]
     assert written_ahead([(2, 34), (2, 33), (1, 16)], {(0, 1): 2}) == [0, 1, 0, 1]
     assert written_ahead([(1, 34), (1, 33)], {(0, 1): 2}) == [0, 0, 0]  # filled before
-    assert written_ahead([(1, 32), (1, 32)], {(0, 1): 1}) == [0, 0, 0]  # what they share was filled before
+    # What they share was filled before
+    assert written_ahead([(1, 32), (1, 32)], {(0, 1): 1}) == [0, 0, 0]
 
 
 def test_the_parts_of_a_prompt_are_what_the_whole_is() -> None:

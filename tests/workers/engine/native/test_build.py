@@ -25,7 +25,10 @@ def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec cc "$@"\n')
     compiler.chmod(0o755)
-    code = f"from pathlib import Path; from workers.engine.native.build import built_library; print(built_library(Path({str(tmp_path)!r})))"
+    code = (
+        "from pathlib import Path; from workers.engine.native.build import built_library;"
+        f" print(built_library(Path({str(tmp_path)!r})))"
+    )
     environment = {**_environment(), "CC": str(compiler)}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment) for _ in range(3)

@@ -13,7 +13,9 @@ MIB = 1 << 20
 
 
 def mapping_of(tensor: torch.Tensor) -> tuple[str, list[str]]:
-    """How the memory is shared that a tensor stands in ("rw-p" if it is not), and the flags that the kernel keeps for it."""
+    """How the memory is shared that a tensor stands in ("rw-p" if it is not), and the flags that
+    the kernel keeps for it.
+    """
     mode, inside = "", False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ", line):
@@ -62,7 +64,9 @@ def test_what_is_made_together_goes_back_together() -> None:
 
 
 def test_pages_are_huge() -> None:
-    """As far as the system has any left: they are asked for, and the memory is private, for what is shared gets none."""
+    """As far as the system has any left: they are asked for, and the memory is private, for what is
+    shared gets none.
+    """
     if not Path("/sys/kernel/mm/transparent_hugepage/enabled").is_file():
         pytest.skip("the system has no huge pages")
     mode, flags = mapping_of(huge_zeros((64 * MIB,), torch.uint8))

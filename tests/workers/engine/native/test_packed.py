@@ -1,4 +1,6 @@
-"""Products with packed matrices against plain ones in float, over shapes that fill no panel and no tile."""
+"""Products with packed matrices against plain ones in float, over shapes that fill no panel and no
+tile.
+"""
 
 import os
 import subprocess
@@ -29,7 +31,8 @@ SHAPES = [
     (700, 65, 1026),
     (30, 70, 6000),
 ]
-# rows, outputs, inputs: the last but one takes three blocks of rows, the last has rows too long for blocks
+# rows, outputs, inputs: the last but one takes three blocks of rows, the last has rows too long for
+# blocks
 
 
 def operands(rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:

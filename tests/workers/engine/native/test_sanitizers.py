@@ -1,4 +1,6 @@
-"""The native sources' tests once more, with a library that stops the process at what reads or writes where it must not."""
+"""The native sources' tests once more, with a library that stops the process at what reads or
+writes where it must not.
+"""
 
 import os
 import shlex
@@ -12,7 +14,8 @@ import pytest
 from tests.workers.engine.native.available import needs_native
 
 CHECKS = (
-    "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all -g"  # behind all other flags: at -O3 that takes minutes
+    # Behind all other flags: at -O3 that takes minutes
+    "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all -g"
 )
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[3]

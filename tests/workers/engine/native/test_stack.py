@@ -38,7 +38,9 @@ def random(*shape: int, width: float = 1.0) -> Tensor:
 
 
 class Model:
-    """Layers as one of the families has them, `heads` of queries over `kv_heads`, and a cache for two rows."""
+    """Layers as one of the families has them, `heads` of queries over `kv_heads`, and a cache for
+    two rows.
+    """
 
     def __init__(self, family: str, heads: int = 4, kv_heads: int = 2, dim: int = 16) -> None:
         torch.manual_seed(7)
@@ -80,7 +82,10 @@ class Model:
         )  # type: ignore[misc]
 
     def run(self, one_call: bool, moves: bool = False) -> list[Tensor]:
-        """What comes of each of `STEPS`. If it `moves`, what was cached stands elsewhere at each, and where it stood is overwritten."""
+        """What comes of each of `STEPS`.
+
+        If it `moves`, what was cached stands elsewhere at each, and where it stood is overwritten.
+        """
         caches = [cache.zero_() for cache in self.attention.new_cache(LAYERS)]
         torch.manual_seed(8)
         results = []

@@ -1,4 +1,6 @@
-"""The definition of every stage of sampling, row by row in plain Python and double precision, to compare with."""
+"""The definition of every stage of sampling, row by row in plain Python and double precision, to
+compare with.
+"""
 
 import random
 from collections import Counter
@@ -65,7 +67,9 @@ def plain_logits(logits: Tensor, row: Row, eos: Sequence[int] = ()) -> NDArray[n
 
 
 def plain_kept(z: NDArray[np.float64], params: SamplingParams) -> NDArray[np.bool_]:
-    """Which tokens of logits z [vocab] may be drawn: min_p, top-k and top-p by sorting everything."""
+    """Which tokens of logits z [vocab] may be drawn: min_p, top-k and top-p by sorting
+    everything.
+    """
     z = z / params.temperature
     kept = np.exp(z - z.max()) >= params.min_p
     if params.top_k:
@@ -94,7 +98,9 @@ def plain_token(z: NDArray[np.float64], row: Row) -> int:
 
 
 def random_row(draw: random.Random, vocab: int, **asked: object) -> Row:
-    """A request whose output repeats itself, and which asks for a random part of all there is besides `asked`."""
+    """A request whose output repeats itself, and which asks for a random part of all there is
+    besides `asked`.
+    """
     few = draw.sample(range(vocab), min(vocab, 12))
     output = draw.choices(few, k=draw.choice([0, 1, 2, 7, 40]))
     words = [tuple(draw.choices(few, k=draw.randint(1, 4))) for _ in range(draw.randint(1, 6))]
@@ -114,5 +120,5 @@ def random_row(draw: random.Random, vocab: int, **asked: object) -> Row:
         "bad_words": draw.choice([(), tuple(words)]),
         "logprobs": draw.choice([-1, -1, 0, 1, 7]),
     }
-    params = SamplingParams(seed=draw.getrandbits(64), choice=draw.randint(0, 3), **(some | asked))  # type: ignore[arg-type]
+    params = SamplingParams(seed=draw.getrandbits(64), choice=draw.randint(0, 3), **(some | asked))
     return Row(draw.choices(range(vocab), k=draw.choice([1, 5, 30])), output, params)

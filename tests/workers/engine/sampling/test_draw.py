@@ -1,4 +1,6 @@
-"""Limits and draws against the plain definition, down to ties, flat distributions and tiny temperatures."""
+"""Limits and draws against the plain definition, down to ties, flat distributions and tiny
+temperatures.
+"""
 
 import itertools
 from collections.abc import Callable
