@@ -6,20 +6,22 @@ from collections.abc import AsyncIterator
 
 from fastapi import Depends, FastAPI
 
-from api import auth, batch_stream, batches, files, health, live_calls, metrics, models, streams
-from api.errors import Stoppable, install_error_handlers
+from api import auth
 from api.fleet import Fleet
-from api.lingering import Lingering
-from api.openapi import describe
+from api.http.errors import Stoppable, install_error_handlers
+from api.http.lingering import Lingering
+from api.http.openapi import describe
+from api.http.request_ids import RequestIds
 from api.reader import Reader
-from api.request_ids import RequestIds
+from api.routes import batch_stream, batches, files, health, live_calls, metrics, models, streams
 from api.settings import ApiSettings
 from api.state import ApiState
-from jobs.api_keys import KeyRing
-from jobs.connection import connect, connect_async
-from jobs.file_store import FileStore
-from jobs.queue import Queue
-from jobs.settings import QueueSettings
+from jobs.batch.retention import forget_output
+from jobs.queue.connection import connect, connect_async
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
+from jobs.store.api_keys import KeyRing
+from jobs.store.file_store import FileStore
 
 
 def create_app(settings: ApiSettings) -> FastAPI:
@@ -35,7 +37,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         client, stream_client = connect(settings.redis_url), connect_async(settings.redis_url)
         queue = Queue(client, queue_settings)
         reader = Reader(stream_client, queue, queue.settings.redis_retry_seconds)
-        store = FileStore(queue, settings.file_store)
+        store = FileStore(queue, settings.file_store, forget_output)
         app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue), store, ring)
         reading = asyncio.create_task(reader.run())
         try:

@@ -11,9 +11,9 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.settings import ApiSettings
 from api.state import state_of
-from jobs.api_keys import KeyRecord, KeyRing, KeysUnreadable
-from jobs.limits import Admission
-from jobs.results import ApiError
+from jobs.protocol.results import ApiError
+from jobs.queue.limits import Admission
+from jobs.store.api_keys import KeyRecord, KeyRing, KeysUnreadable
 
 _NO_KEY = "No API key was given: send it as a header, 'Authorization: Bearer YOUR_KEY'."
 _WRONG_KEY = "The API key that was given is not valid here."

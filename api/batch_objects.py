@@ -7,13 +7,13 @@ from openai.types.batch import Errors
 from openai.types.batch_usage import InputTokensDetails, OutputTokensDetails
 
 from api.state import ApiState
-from jobs import fields
-from jobs.batches import BatchRecord, get_batch
-from jobs.ids import BATCH, is_id
-from jobs.manifest import END_STATES
-from jobs.results import ApiError, Usage
-from jobs.retention import is_kept
-from jobs.scripts import QueueUnavailable
+from jobs.batch.client import BatchRecord, get_batch
+from jobs.batch.retention import is_kept
+from jobs.protocol import fields
+from jobs.protocol.ids import BATCH, is_id
+from jobs.protocol.results import ApiError, Usage
+from jobs.protocol.states import END_STATES
+from jobs.queue.scripts import QueueUnavailable
 
 _FORWARD = ("validating", "in_progress", "finalizing")
 

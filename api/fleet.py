@@ -4,10 +4,10 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from jobs import fields
-from jobs.queue import Queue
-from jobs.registry import ModelRecord, WorkerRecord
-from jobs.results import ApiError
+from jobs.protocol import fields
+from jobs.protocol.results import ApiError
+from jobs.queue.registry import ModelRecord, WorkerRecord
+from jobs.queue.request_queue import Queue
 
 _FRESH_SECONDS = 1.0
 

@@ -8,7 +8,7 @@ from types import FrameType
 import uvicorn
 
 from api.app import create_app
-from api.http_protocol import HttpProtocol
+from api.http.http_protocol import HttpProtocol
 from api.settings import ApiSettings
 
 _STOP_SECONDS = 10

@@ -15,12 +15,12 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from jobs import keys
-from jobs.connection import MAX_BLOCK_SECONDS
-from jobs.queue import Queue
-from jobs.requests import RequestKey, StreamEntry, TokenChunk
-from jobs.scripts import QueueUnavailable
-from jobs.streams import FIRST_ID, parse_api_entry, position
+from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
+from jobs.queue import keys
+from jobs.queue.connection import MAX_BLOCK_SECONDS
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.streams import FIRST_ID, parse_api_entry, position
 
 QUEUE_LENGTH = 256
 _FIRST_PAUSE = 0.05

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from jobs.windows import window_seconds
+from jobs.protocol.windows import window_seconds
 
 
 class ApiSettings(BaseSettings):

@@ -9,11 +9,11 @@ from fastapi import Request
 from api.fleet import Fleet
 from api.reader import Reader
 from api.settings import ApiSettings
-from jobs import keys
-from jobs.api_keys import KeyRing
-from jobs.file_store import FileStore
-from jobs.queue import Queue
-from jobs.requests import RequestKey, is_live_id_of
+from jobs.protocol.requests import RequestKey, is_live_id_of
+from jobs.queue import keys
+from jobs.queue.request_queue import Queue
+from jobs.store.api_keys import KeyRing
+from jobs.store.file_store import FileStore
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import redis
 from fastapi import Request
 
-from api.errors import queue_unavailable
-from api.event_stream import event
+from api.http.errors import queue_unavailable
+from api.http.event_stream import event
 from api.state import ApiState
-from jobs import fields
-from jobs.connection import MAX_BLOCK_SECONDS
-from jobs.requests import RequestKey, TokenChunk
-from jobs.results import ApiError
-from jobs.scripts import QueueUnavailable, passing_reason
+from jobs.protocol import fields
+from jobs.protocol.requests import RequestKey, TokenChunk
+from jobs.protocol.results import ApiError
+from jobs.queue.connection import MAX_BLOCK_SECONDS
+from jobs.queue.scripts import QueueUnavailable, passing_reason
 
 T = TypeVar("T")
 

@@ -13,11 +13,12 @@ from typing import ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from api.multipart import MultipartReader, Part
-from api.request_body import chunks_of
+from api.http.multipart import MultipartReader, Part
+from api.http.request_body import chunks_of
 from api.settings import ApiSettings
-from jobs import fields
-from jobs.file_store import (
+from jobs.protocol import fields
+from jobs.protocol.results import ApiError
+from jobs.store.file_store import (
     MAX_EXPIRY_SECONDS,
     MIN_EXPIRY_SECONDS,
     PURPOSES,
@@ -26,7 +27,6 @@ from jobs.file_store import (
     Upload,
     batch_suffix,
 )
-from jobs.results import ApiError
 
 P = ParamSpec("P")
 T = TypeVar("T")

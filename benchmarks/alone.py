@@ -23,8 +23,8 @@ from benchmarks.driving import running_engine
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.peers import LlamaCpp, NoPeer, llama_cpp_version, running_llama_cpp
 from benchmarks.report import arguments, by_turns, write_report
-from workers.engine.async_engine import AsyncEngine
-from workers.engine.messages import SamplingParams
+from workers.engine.client.async_engine import AsyncEngine
+from workers.engine.messages.core import SamplingParams
 
 PROMPT, OUTPUT = 144, 80  # tokens
 # Tokens/s of one row, on a machine of the same kind

@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.models import model_folder
 from benchmarks.workload import write_workload
-from workers.engine.async_engine import AsyncEngine
-from workers.engine.config import EngineConfig
-from workers.engine.messages import EngineRequest, SamplingParams
+from workers.engine.client.async_engine import AsyncEngine
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import EngineRequest, SamplingParams
 
 CONTEXT = 1024  # tokens, of every engine that is compared
 _WARM_UP_REQUESTS = 8

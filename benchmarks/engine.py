@@ -22,7 +22,7 @@ from benchmarks.peak import matrix_peak
 from benchmarks.peers import NoPeer, Vllm, running_vllm, vllm_version
 from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.work import shape_of, share_of
-from workers.engine.messages import EngineRequest
+from workers.engine.messages.core import EngineRequest
 
 
 def main() -> int:

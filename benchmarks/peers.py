@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.driving import CONTEXT
 from benchmarks.models import gguf_file, model_folder
 from benchmarks.processes import cpu_seconds
-from workers.engine.messages import EngineRequest
+from workers.engine.messages.core import EngineRequest
 
 KV_CACHE_GIB = 4
 _ANSWER = "ANSWER "

@@ -25,8 +25,8 @@ from benchmarks.processes import command_line, family, own_cpu_seconds
 from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.run_batch import output_tokens, pipeline_run_batch
 from benchmarks.workload import write_workload
-from jobs.plan import PLAN_NAME, read_plan
-from workers.engine.messages import EngineRequest
+from jobs.batch.plan import PLAN_NAME, read_plan
+from workers.engine.messages.core import EngineRequest
 
 _LINE = re.compile(r"(\d+):(\d+):(\d+\.\d+) worker DEBUG (claimed \d+ requests|committed \d+ results)$")
 _ROLES = {

@@ -21,10 +21,10 @@ from torch import Tensor
 from benchmarks.models import SHAPES
 from benchmarks.report import arguments, write_report
 from benchmarks.stepping import decode_step, make_executor
-from workers.engine.messages import SamplingParams
-from workers.engine.model_runner import ModelRunner
+from workers.engine.device.model_runner import ModelRunner
+from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.step import StepPlan
 from workers.engine.sampling.rows import SampledRows
-from workers.engine.step import StepPlan
 
 ROWS = 64
 PROMPT, CONTEXT = 128, 256  # tokens

@@ -20,9 +20,9 @@ from benchmarks.models import SHAPES, model_folder
 from benchmarks.report import arguments, write_report
 from benchmarks.run_batch import pipeline_run_batch
 from benchmarks.workload import write_workload
-from workers.engine.async_engine import AsyncEngine
-from workers.engine.config import EngineConfig
-from workers.engine.messages import SamplingParams
+from workers.engine.client.async_engine import AsyncEngine
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import SamplingParams
 
 
 def main() -> None:

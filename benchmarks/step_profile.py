@@ -32,12 +32,12 @@ from benchmarks.report import arguments, write_report
 from benchmarks.run_batch import output_tokens, pipeline_run_batch
 from benchmarks.work import Shape, shape_of
 from benchmarks.workload import write_workload
-from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
-from workers.engine.executor import Executor
+from workers.engine.device.executor import Executor
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.transport import frame
 from workers.engine.native.stack import NativeStack
 from workers.engine.profiling import mark_spans
-from workers.engine.transport import frame
 
 ROWS, AT = 64, 256  # of the decode step, and its tokens of context
 STEPS = 16  # of each kind, timed and then profiled; `AT` is reached in their middle

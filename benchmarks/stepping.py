@@ -6,10 +6,10 @@ import numpy as np
 
 from benchmarks.models import model_folder
 from benchmarks.work import shape_of
-from workers.engine.config import EngineConfig
-from workers.engine.executor import Executor
-from workers.engine.messages import SamplingParams
-from workers.engine.step import AddedRequest, NewBlocks, StepPlan
+from workers.engine.device.executor import Executor
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
 
 _OWN_TOKENS = (
     64 * 1024

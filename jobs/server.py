@@ -50,7 +50,7 @@ class PrivateServer:
 
     @property
     def url(self) -> str:
-        """The address for `jobs.connection`; known once the server runs."""
+        """The address for `jobs.queue.connection`; known once the server runs."""
         if self._socket_folder is None:
             raise RuntimeError("the private server was not started")
         return f"unix://{self._socket_folder}/redis.sock"

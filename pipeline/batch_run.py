@@ -1,6 +1,6 @@
 """The batch of one run: handed in, looked after until it is done, told of.
 
-Imported when its worker is on its way (`batch_task`).
+Imported when its worker is on its way (`batch_start`).
 """
 
 import contextlib
@@ -11,11 +11,11 @@ from typing import Any
 
 import redis
 
-from jobs import keys
-from jobs.batches import BatchRecord, BatchRefused, BatchSpec, create_batch, get_batch
-from jobs.connection import check_server, connect
-from jobs.manifest import load_manifest
-from jobs.queue import Queue, QueueUnavailable
+from jobs.batch.client import BatchRecord, BatchRefused, BatchSpec, create_batch, get_batch
+from jobs.batch.manifest import load_manifest
+from jobs.queue import keys
+from jobs.queue.connection import check_server, connect
+from jobs.queue.request_queue import Queue, QueueUnavailable
 from pipeline.batch_task import Task, start_worker
 from pipeline.batch_wait import counts_of
 from pipeline.errors import Interrupted, Refused, Unfinished, one_line

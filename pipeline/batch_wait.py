@@ -4,9 +4,9 @@ import shutil
 import time
 from pathlib import Path
 
-from jobs.batches import BatchRecord, get_batch
-from jobs.connection import check_server, connect
-from jobs.storage import local_path, open_input
+from jobs.batch.client import BatchRecord, get_batch
+from jobs.queue.connection import check_server, connect
+from jobs.store.storage import local_path, open_input
 from pipeline.errors import Interrupted, Refused, Unfinished
 from pipeline.progress import Counts, make_progress
 from pipeline.signals import Signals

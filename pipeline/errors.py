@@ -8,8 +8,8 @@ import click
 INTERRUPTED = 130
 _OF_THE_SURROUNDINGS = (
     ("jobs.server", "ServerError"),
-    ("jobs.scripts", "QueueUnavailable"),
-    ("jobs.storage", "StoreError"),
+    ("jobs.queue.scripts", "QueueUnavailable"),
+    ("jobs.store.storage", "StoreError"),
 )
 
 
@@ -46,7 +46,7 @@ def exit_code_of(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return 1
-    if _is(error, "jobs.settings", "SettingsError"):
+    if _is(error, "jobs.queue.settings", "SettingsError"):
         Refused(one_line(error)).show()
         return Refused.exit_code
     sentence = explain(error)

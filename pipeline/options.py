@@ -199,8 +199,8 @@ redis_option = all_of(
 
 
 def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) -> str:
-    from jobs.file_store import store_folder
-    from jobs.storage import StoreError
+    from jobs.store.file_store import store_folder
+    from jobs.store.storage import StoreError
 
     try:
         return str(store_folder(location))

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.files import InputError, first_line
-from jobs.lines import decode_json
-from jobs.manifest import END_STATES
-from jobs.storage import StoreError
+from jobs.batch.input_files import InputError, first_line
+from jobs.protocol.lines import decode_json
+from jobs.protocol.states import END_STATES
+from jobs.store.storage import StoreError
 from pipeline import remote_files
 from pipeline.api_client import is_passing
 from pipeline.errors import Interrupted, Refused, Unfinished

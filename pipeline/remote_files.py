@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jobs.storage import AtomicWriter
+from jobs.store.storage import AtomicWriter
 from pipeline.errors import Refused
 
 if TYPE_CHECKING:

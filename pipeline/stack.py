@@ -11,16 +11,16 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from jobs.settings import QueueSettings
+from jobs.queue.settings import QueueSettings
 from pipeline.child import Child, ChildFailed
 from pipeline.errors import Unfinished
 from pipeline.kept_server import KeptServer
 from pipeline.options import CHILD_VARIABLE
 from pipeline.private_folder import private_folder
-from workers.engine.config import all_threads
+from workers.engine.messages.config import all_threads
 
 if TYPE_CHECKING:
-    from jobs.queue import Queue
+    from jobs.queue.request_queue import Queue
 
 _STOP_SECONDS = 15.0
 
@@ -102,9 +102,9 @@ class Stack:
         Redis from the `file_store`.
         """
         for queue in ("advance", "bulk"):
-            self._add(f"jobs-{queue}", partial(_python, "jobs.rq_worker", "--queue", queue))
+            self._add(f"jobs-{queue}", partial(_python, "jobs.control.rq_worker", "--queue", queue))
         store = ["--file-store", file_store] if file_store is not None else []
-        self._add("ticker", partial(_python, "jobs.ticker", *store))
+        self._add("ticker", partial(_python, "jobs.control.ticker", *store))
 
     def start_workers(self, arguments: list[str], replicas: int = 1) -> None:
         """Model replicas, each with a front and an engine core; they take different cards.
@@ -178,8 +178,8 @@ class Stack:
         self._children.append(child)
 
     def _connect(self) -> "Queue":
-        from jobs.connection import check_server, connect
-        from jobs.queue import Queue
+        from jobs.queue.connection import check_server, connect
+        from jobs.queue.request_queue import Queue
 
         client = self._exit.enter_context(connect(self.redis_url))
         if self._server is None:  # a server of our own is as it must be, and may be away just now
@@ -192,7 +192,7 @@ class Stack:
         """
         import redis
 
-        from jobs.scripts import QueueUnavailable
+        from jobs.queue.scripts import QueueUnavailable
 
         with contextlib.suppress(QueueUnavailable, redis.RedisError):
             for record in self.queue.workers():

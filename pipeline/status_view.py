@@ -4,8 +4,8 @@ import time
 
 from rich.table import Table
 
-from jobs.gauges import CardGauges
-from jobs.queue import Queue
+from jobs.queue.gauges import CardGauges
+from jobs.queue.request_queue import Queue
 from pipeline.progress import duration
 from pipeline.tables import new_table
 

@@ -7,9 +7,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jobs.batches import BatchRecord, LineProblem
-from jobs.files import is_parquet
-from jobs.storage import local_path
+from jobs.batch.client import BatchRecord, LineProblem
+from jobs.batch.input_files import is_parquet
+from jobs.store.storage import local_path
 from pipeline.progress import duration
 
 _ANSWERS = 3

@@ -7,12 +7,12 @@ import time
 
 import msgspec
 
-from jobs import keys
-from jobs.connection import check_server, connect
-from jobs.manifest import END_STATES
-from jobs.queue import Queue
-from jobs.requests import LIVE_PREFIX, RequestKey, StreamEntry
-from jobs.streams import FIRST_ID
+from jobs.protocol.requests import LIVE_PREFIX, RequestKey, StreamEntry
+from jobs.protocol.states import END_STATES
+from jobs.queue import keys
+from jobs.queue.connection import check_server, connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.streams import FIRST_ID
 from pipeline.errors import Refused
 
 _WATCH_SECONDS = 30

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs.settings import QueueSettings
+from jobs.queue.settings import QueueSettings
 from pipeline.errors import Refused
 from pipeline.options import MODEL_FLAGS
-from workers.engine.config import EngineConfig, most_processes
-from workers.engine.errors import ModelLoadError
+from workers.engine.messages.config import EngineConfig, most_processes
+from workers.engine.messages.errors import ModelLoadError
 from workers.engine.profiling import make_profile_folder
 from workers.settings import DEMO_MODEL, WorkerSettings
 

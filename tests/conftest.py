@@ -7,8 +7,8 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 
-from jobs.connection import connect
-from jobs.queue import Queue
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
 from jobs.server import PrivateServer
 from tests.support.redis_server import running_server
 

@@ -12,7 +12,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PROGRAM = """
-import importlib.util, jobs.queue, jobs.rq_worker, jobs.ticker, api.app, pipeline.main
+import importlib.util, jobs.queue.request_queue, jobs.control.rq_worker, jobs.control.ticker, api.app, pipeline.main
 for absent in ("torch", "transformers", "triton"):
     assert importlib.util.find_spec(absent) is None, absent
 """
@@ -29,8 +29,8 @@ def test_api_and_jobs_install_and_start_without_torch(tmp_path: Path) -> None:
     source = shutil.copytree(REPOSITORY, tmp_path / "source", ignore=ours)
     _run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", source)
     _run(python, "-c", PROGRAM)
-    _run(python, "-m", "jobs.rq_worker", "--help")
-    _run(python, "-m", "jobs.ticker", "--help")
+    _run(python, "-m", "jobs.control.rq_worker", "--help")
+    _run(python, "-m", "jobs.control.ticker", "--help")
     _run(tmp_path / "venv" / "bin" / "pipeline", "api", "--help")
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jobs.settings import QueueSettings
-from workers.engine.config import EngineConfig
+from jobs.queue.settings import QueueSettings
+from workers.engine.messages.config import EngineConfig
 
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 """The small model that ships with the package and answers when no other is named."""

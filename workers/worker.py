@@ -21,14 +21,14 @@ from typing import TypeVar
 
 import redis
 
-from jobs.connection import check_server, connect
-from jobs.queue import Queue, QueueUnavailable
+from jobs.queue.connection import check_server, connect
+from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.server import ServerError
-from workers.engine.async_engine import EngineDeadError, EngineStartError
-from workers.engine.launch import LaunchedCore
-from workers.engine.watchdog import Patience
+from workers.engine.client.async_engine import EngineDeadError, EngineStartError
+from workers.engine.client.launch import LaunchedCore
+from workers.engine.client.watchdog import Patience
 from workers.errors import WorkerError
-from workers.replica import Replica
+from workers.replica.replica import Replica
 from workers.settings import WorkerSettings
 from workers.text.errors import TokenizerError
 from workers.text.tokenizer import TextTokenizer

@@ -29,9 +29,9 @@ from benchmarks.gpu.rows import ROWS
 from benchmarks.gpu.setting import NeedsCard, Setting, no_card
 from benchmarks.gpu.table import Outcome, notes, table
 from benchmarks.report import RESULTS, machine, versions
-from workers.engine.async_engine import EngineStartError
-from workers.engine.errors import ModelLoadError
-from workers.engine.memory import available_memory
+from workers.engine.client.async_engine import EngineStartError
+from workers.engine.device.memory import available_memory
+from workers.engine.messages.errors import ModelLoadError
 
 TOTAL_SECONDS = 460.0
 """Of a whole run; what is left of it bounds each row."""

@@ -17,8 +17,8 @@ from benchmarks.gpu.checkpoints import checkpoint, shape_of
 from benchmarks.gpu.roofline import cost_of, roofline
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workload import Workload, drawn, even, staircase
-from workers.engine.async_engine import AsyncEngine
-from workers.engine.config import EngineConfig
+from workers.engine.client.async_engine import AsyncEngine
+from workers.engine.messages.config import EngineConfig
 
 _TINY_LIMIT = 150  # below the tiny models' vocabulary
 _SPARE_STEPS = 3  # of each size, since requests that were let in one after the other end so too
@@ -132,7 +132,7 @@ async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
     """Decode steps of all sizes that graphs have, up to `rows`, and as many of each as it takes;
     returns the seconds.
     """
-    from workers.engine.graphs import sizes, steps_to_record  # which needs torch
+    from workers.engine.device.graphs import sizes, steps_to_record  # which needs torch
 
     found = sizes(engine.info.max_num_seqs)
     enough = {found[-1]: 1, **{size: steps_to_record(size, larger) for size, larger in pairwise(found)}}

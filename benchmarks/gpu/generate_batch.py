@@ -10,7 +10,7 @@ from benchmarks.gpu.engine import Pass, config_for, run_pass, warm_up, with_engi
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workload import Workload, drawn
 from benchmarks.report import versions
-from workers.engine.async_engine import AsyncEngine
+from workers.engine.client.async_engine import AsyncEngine
 
 
 def measure(setting: Setting) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from benchmarks.gpu.checkpoints import checkpoint
 from benchmarks.gpu.engine import config_for, run_pass, with_engine
 from benchmarks.gpu.setting import NeedsCard, Setting
 from benchmarks.gpu.workload import even
-from workers.engine.async_engine import AsyncEngine
+from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.profiling import FIRST_STEP, STEPS
 
 _BETWEEN_STEPS = 5.0  # microseconds; a shorter gap lies between two kernels of one graph

@@ -1,5 +1,5 @@
 """The least time that a workload can take on a card, from what its memory and its matrix units were
-measured to do. Imports no torch.
+measured to do.
 
 Two kinds of work are counted. Prompts: every token runs through all matrices once, 2 operations per
 weight, at the matrix rate. Decoding: each step reads all weights once and every running request's

@@ -5,7 +5,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from benchmarks.gpu.roofline import Card
-from workers.engine.errors import ModelLoadError
+from workers.engine.messages.errors import ModelLoadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def no_card() -> str | None:
 
 
 def _why_unusable(device: str) -> str | None:
-    from workers.engine.device import usable_device
+    from workers.engine.device.device import usable_device
 
     try:
         usable_device(device)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 
-from workers.engine.messages import EngineRequest, SamplingParams
+from workers.engine.messages.core import EngineRequest, SamplingParams
 
 TOKEN_LIMIT = 10_000  # prompt tokens lie below it, as in nano-vllm's benchmark
 

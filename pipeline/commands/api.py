@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _check_windows(_ctx: click.Context, _param: click.Parameter, windows: tuple[str, ...]) -> tuple[str, ...]:
-    from jobs.windows import window_seconds
+    from jobs.protocol.windows import window_seconds
 
     for window in windows:
         try:
@@ -78,7 +78,7 @@ def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level
         )
     check_open(flags["host"], flags["insecure"], file_store)
     from api.main import main
-    from jobs.connection import check_server, connect
+    from jobs.queue.connection import check_server, connect
 
     settings = _settings(
         redis_url=redis_url, file_store=file_store, completion_windows=flags.pop("completion_window"), **flags
@@ -113,7 +113,7 @@ def check_open(host: str, insecure: bool, file_store: str) -> None:
     Raises `StoreError` for unreadable keys.
     """
     from api.auth import is_loopback
-    from jobs.api_keys import KeyRing
+    from jobs.store.api_keys import KeyRing
 
     ring = KeyRing(file_store)
     if ring.required() or insecure:

@@ -18,10 +18,10 @@ def health(process: str, redis_url: str | None, log_level: str) -> None:
         raise Refused("`pipeline health` looks at a fleet's queue: set REDIS_URL")
     import socket
 
-    from jobs.connection import connect
-    from jobs.health import control_plane_fault, worker_fault
-    from jobs.queue import Queue
-    from jobs.settings import QueueSettings
+    from jobs.control.health import control_plane_fault, worker_fault
+    from jobs.queue.connection import connect
+    from jobs.queue.request_queue import Queue
+    from jobs.queue.settings import QueueSettings
 
     host, impatient = socket.gethostname(), QueueSettings(redis_retry_seconds=0)
     with connect(redis_url) as client:

@@ -29,7 +29,7 @@ def jobs(
         raise Refused(
             "`pipeline jobs` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)"
         )
-    from jobs.settings import QueueSettings
+    from jobs.queue.settings import QueueSettings
     from pipeline.child import ChildFailed
     from pipeline.run import print_line, run_until_stopped
     from pipeline.stack import Stack

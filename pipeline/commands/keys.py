@@ -52,7 +52,7 @@ def keys() -> None:
 @json_option
 def create(tenant: str, name: str, file_store: str, as_json: bool, **limits: int | None) -> None:  # fmt: skip
     """Makes a key and prints its secret, which cannot be shown again."""
-    from jobs.api_keys import create_key
+    from jobs.store.api_keys import create_key
 
     try:
         record, secret = create_key(file_store, tenant=tenant, name=name, **limits)
@@ -70,7 +70,7 @@ def create(tenant: str, name: str, file_store: str, as_json: bool, **limits: int
 @json_option
 def list_(file_store: str, as_json: bool) -> None:
     """Shows every key that is not revoked, without its secret."""
-    from jobs.api_keys import list_keys
+    from jobs.store.api_keys import list_keys
 
     records = list_keys(file_store)
     if as_json:
@@ -96,7 +96,7 @@ def list_(file_store: str, as_json: bool) -> None:
 @store_option
 def revoke(ids: tuple[str, ...], file_store: str) -> None:
     """Ends keys. Files and batches of their tenants stay."""
-    from jobs.api_keys import list_keys, revoke_key
+    from jobs.store.api_keys import list_keys, revoke_key
 
     for key_id in ids:
         try:

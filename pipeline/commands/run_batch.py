@@ -80,8 +80,9 @@ def run_batch(
     source = _one_input(ctx, input, input_file)
     check_model_flags(ctx)
     _check_fleet_flags(ctx, redis_url, local_worker, detach)
-    from jobs.settings import QueueSettings
-    from pipeline.batch_task import Task, hand_in, run_task
+    from jobs.queue.settings import QueueSettings
+    from pipeline.batch_start import hand_in, run_task
+    from pipeline.batch_task import Task
     from pipeline.logs import configure_logs
 
     configure_logs("run-batch", log_level)
@@ -110,7 +111,7 @@ def default_output(source: Path) -> Path:
     """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet ->
     requests.results.parquet.
     """
-    from jobs.files import is_parquet
+    from jobs.batch.input_files import is_parquet
 
     plain = source.with_suffix("") if source.suffix.lower() in (".gz", ".zst") else source
     return plain.with_name(f"{plain.stem}.results{'.parquet' if is_parquet(str(plain)) else '.jsonl'}")

@@ -64,7 +64,7 @@ def serve(
     log_settings(ctx)
     check_model_flags(ctx)
     from api.main import listen
-    from jobs.settings import QueueSettings
+    from jobs.queue.settings import QueueSettings
     from pipeline.child import ChildFailed
     from pipeline.run import print_line, run_until_stopped
     from pipeline.stack import Stack
@@ -93,7 +93,7 @@ def serve(
 @contextlib.contextmanager
 def _alone(file_store: str, redis_url: str | None) -> Iterator[None]:
     """Keeps two servers with a Redis each from taking one another's batches."""
-    from jobs.storage import Busy, exclusive, make_folder
+    from jobs.store.storage import Busy, exclusive, make_folder
 
     if redis_url is not None:
         yield

@@ -22,8 +22,8 @@ def status(redis_url: str | None, log_level: str) -> None:
         raise Refused("`pipeline status` looks at a fleet's queue: set REDIS_URL")
     from rich.console import Console
 
-    from jobs.connection import check_server, connect
-    from jobs.queue import Queue
+    from jobs.queue.connection import check_server, connect
+    from jobs.queue.request_queue import Queue
     from pipeline.status_view import batches_table, models_table, tokens_table, workers_table
 
     with connect(redis_url) as client:

@@ -23,8 +23,8 @@ from pipeline.options import (
 )
 
 if TYPE_CHECKING:
-    from workers.engine.config import EngineConfig
-    from workers.engine.launch import LaunchedCore
+    from workers.engine.client.launch import LaunchedCore
+    from workers.engine.messages.config import EngineConfig
 
 _BESIDES = 10.0  # seconds that a replica may take to stop in beyond what its requests get
 
@@ -83,7 +83,7 @@ def worker(
         _sigterm_as_exit(),
         _launched(settings.engine) as core,
     ):  # first: it takes longer to be ready, and waits for nothing here
-        from jobs.connection import check_server, connect
+        from jobs.queue.connection import check_server, connect
         from workers.worker import main
 
         with connect(redis_url) as client:
@@ -97,7 +97,7 @@ def _launched(config: "EngineConfig") -> Iterator["LaunchedCore"]:
 
     Raises `Refused`.
     """
-    from workers.engine.launch import launch_core
+    from workers.engine.client.launch import launch_core
 
     try:
         core = launch_core(config)

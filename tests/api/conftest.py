@@ -9,11 +9,11 @@ import httpx
 import openai
 import pytest
 
-from api import lingering
+from api.http import lingering
 from api.settings import ApiSettings
-from jobs import advance, ticker
-from jobs.queue import Queue
-from jobs.requests import Claim
+from jobs.control import advance, ticker
+from jobs.protocol.requests import Claim
+from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import Answer, ScriptedWorker
 from tests.support.api_server import official_client, plain_client, running_api
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import openai
 import redis
 
-from jobs import control
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
-from jobs.requests import Claim
+from jobs.control import slices
+from jobs.protocol.requests import Claim
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL
 from tests.support.batch_steps import step
 from tests.support.control_plane import write_input
@@ -31,7 +31,7 @@ class Batch:
 
     def __init__(self, client: redis.Redis, redis_url: str, api_url: str, folder: Path, key: str = "none") -> None:
         self.client = client
-        control.use_server(redis_url)
+        slices.use_server(redis_url)
         Queue(client).register_worker(WorkerRecord("known", [MODEL], "ready", 128, time.time(), "host", 1))
         source = write_input(folder / "in.jsonl", LINES, model=MODEL)
         with openai.OpenAI(base_url=f"{api_url}/v1", api_key=key, max_retries=0) as official:

@@ -7,11 +7,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 
-from jobs.bodies import new_body_id, response_body
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
-from jobs.requests import Claim, Delta, Finished, RequestKey, TokenChunk
-from jobs.results import ApiError, Choice, Result, Usage, encode_json, new_request_id
+from jobs.protocol.bodies import new_body_id, response_body
+from jobs.protocol.requests import Claim, Delta, Finished, RequestKey, TokenChunk
+from jobs.protocol.results import ApiError, Choice, Result, Usage, encode_json, new_request_id
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
 
 Answer = Iterable[str] | ApiError
 MODEL = "scripted"

@@ -9,8 +9,8 @@ import pytest
 
 from api.auth import is_loopback
 from api.settings import ApiSettings
-from jobs.api_keys import create_key, revoke_key
-from jobs.queue import Queue
+from jobs.queue.request_queue import Queue
+from jobs.store.api_keys import create_key, revoke_key
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import official_client, plain_client, running_api
 from tests.support.requests import start_batch
@@ -21,7 +21,7 @@ Serve = Callable[..., str]
 
 @pytest.fixture(autouse=True)
 def _keys_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.api_keys._RECHECK_SECONDS", 0.05)
+    monkeypatch.setattr("jobs.store.api_keys._RECHECK_SECONDS", 0.05)
 
 
 @pytest.fixture

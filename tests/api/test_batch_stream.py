@@ -12,13 +12,13 @@ import redis
 
 from api.settings import ApiSettings
 from api.token_events import Watch
-from jobs import keys
-from jobs.api_keys import create_key
-from jobs.batches import cancel_batch
-from jobs.ids import BATCH, new_id
-from jobs.queue import Queue
-from jobs.requests import Claim
-from jobs.results import ApiError
+from jobs.batch.client import cancel_batch
+from jobs.protocol.ids import BATCH, new_id
+from jobs.protocol.requests import Claim
+from jobs.protocol.results import ApiError
+from jobs.queue import keys
+from jobs.queue.request_queue import Queue
+from jobs.store.api_keys import create_key
 from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import running_api

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from api.settings import ApiSettings
-from jobs.connection import connect
-from jobs.queue import Queue
-from jobs.rebuild import rebuild_all
-from jobs.settings import QueueSettings
+from jobs.batch.rebuild import rebuild_all
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
 from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends
 from tests.api.scripted_worker import ScriptedWorker
 from tests.support.api_server import running_api

@@ -14,12 +14,13 @@ import redis
 from openai.types import Batch
 
 from api.settings import ApiSettings
-from jobs import advance, control, finalize, submission
-from jobs.api_keys import create_key
-from jobs.batches import cancel_batch, get_batch
-from jobs.queue import Queue
-from jobs.rebuild import rebuild_all
-from jobs.ticker import Ticker
+from jobs.batch import submit as submit_module
+from jobs.batch.client import cancel_batch, get_batch
+from jobs.batch.rebuild import rebuild_all
+from jobs.control import advance, finalize, slices
+from jobs.control.ticker import Ticker
+from jobs.queue.request_queue import Queue
+from jobs.store.api_keys import create_key
 from tests.support.api_server import official_client, running_api
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import failing
@@ -94,14 +95,14 @@ def test_a_new_batch_is_told_as_it_was_made(
 ) -> None:
     """Also where the control plane is faster than the answer."""
     serve(redis_client, redis_url, "m")
-    monkeypatch.setattr(control, "_PATIENCE_SECONDS", 0.0)
-    read = submission.get_batch
+    monkeypatch.setattr(slices, "_PATIENCE_SECONDS", 0.0)
+    read = submit_module.get_batch
 
     def late(connection: redis.Redis, batch: str) -> Any:
         step(connection, batch)
         return read(connection, batch)
 
-    monkeypatch.setattr(submission, "get_batch", late)
+    monkeypatch.setattr(submit_module, "get_batch", late)
     batch = create(client, lines_of(1))
     assert (batch.status, batch.in_progress_at) == ("validating", None)
     assert step(redis_client, batch.id).state == "in_progress"

@@ -7,11 +7,11 @@ from typing import Any
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from api.live_calls import Chunks
-from jobs.bodies import response_body
-from jobs.requests import RequestKey, StreamEntry, TokenChunk
-from jobs.results import Choice, PositionLogprobs, Result, TokenLogprob, Usage, encode_json
-from jobs.validation import CHAT, COMPLETIONS, parse_call
+from api.routes.live_calls import Chunks
+from jobs.protocol.bodies import response_body
+from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
+from jobs.protocol.results import Choice, PositionLogprobs, Result, TokenLogprob, Usage, encode_json
+from jobs.protocol.validation import CHAT, COMPLETIONS, parse_call
 
 KEY = RequestKey("live_1", 0)
 USAGE = Usage(3, 4)

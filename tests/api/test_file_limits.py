@@ -16,7 +16,7 @@ import openai
 import pytest
 import redis
 
-from jobs import keys
+from jobs.queue import keys
 from tests.api.test_files import END, KIND, PURPOSE_PART, part
 from tests.support.commands import RunningCommand, command, command_environment
 

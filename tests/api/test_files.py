@@ -18,16 +18,17 @@ import pytest
 import redis
 from openai.types import FileObject
 
-from api import lingering
+from api.http import lingering
 from api.settings import ApiSettings
-from jobs import control
-from jobs.api_keys import create_key
-from jobs.batches import get_batch
-from jobs.file_store import BATCH_FILE_SECONDS, FileRecord, FileStore
-from jobs.ids import FILE, new_id
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
-from jobs.submission import NewBatch, submit_batch
+from jobs.batch.client import get_batch
+from jobs.batch.retention import forget_output
+from jobs.batch.submit import NewBatch, submit_batch
+from jobs.control import slices
+from jobs.protocol.ids import FILE, new_id
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
+from jobs.store.api_keys import create_key
+from jobs.store.file_store import BATCH_FILE_SECONDS, FileRecord, FileStore
 from tests.support.api_server import running_api
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import failing, write_input
@@ -40,7 +41,7 @@ BOUNDARY = "xYzZY"
 @pytest.fixture
 def store(queue: Queue, tmp_path: Path) -> FileStore:
     """The store of the API, looked at from beside it."""
-    return FileStore(queue, str(tmp_path / "store"))
+    return FileStore(queue, str(tmp_path / "store"), forget_output)
 
 
 @pytest.fixture
@@ -259,10 +260,10 @@ def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[httpx.Client, FileStore]]:
     """One API for all bad input, none of which may leave anything."""
-    from jobs.connection import connect
+    from jobs.queue.connection import connect
 
     server = request.getfixturevalue("redis_server")
-    store = FileStore(Queue(connect(server.url)), str(tmp_path_factory.mktemp("bad")))
+    store = FileStore(Queue(connect(server.url)), str(tmp_path_factory.mktemp("bad")), forget_output)
     with api_on(server.url, store) as url, httpx.Client(base_url=url, timeout=60) as http:
         yield http, store
 
@@ -407,7 +408,7 @@ def batch(
     client: openai.OpenAI, store: FileStore, queue: Queue, redis_client: redis.Redis, redis_url: str, tmp_path: Path
 ) -> str:
     """A batch of 300 lines that is being fed to workers."""
-    control.use_server(redis_url)
+    slices.use_server(redis_url)
     source = write_input(tmp_path / "in.jsonl", 300)
     queue.register_worker(WorkerRecord("w", ["m"], "ready", 4096, 1.0, "test", 1))
     file = client.files.create(file=source, purpose="batch")
@@ -476,11 +477,11 @@ def test_results_are_not_deleted_before_the_end_is_known(
 ) -> None:
     """A job that runs again would make the file anew."""
 
-    def die(held: control.Slice, state: str) -> None:
+    def die(held: slices.Slice, state: str) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(control.Slice, "end", die)
+        patch.setattr(slices.Slice, "end", die)
         with pytest.raises(KeyboardInterrupt):
             run_to_end(redis_client, batch)
     file_id = get_batch(redis_client, batch).output_file_id

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from jobs.queue import Queue
-from jobs.results import ApiError
+from jobs.protocol.results import ApiError
+from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.waiting import wait_until
 

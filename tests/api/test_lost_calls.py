@@ -10,18 +10,19 @@ import pytest
 import redis
 
 from api.fleet import Fleet
-from api.live_calls import LiveCall
 from api.reader import Reader
+from api.routes.live_calls import LiveCall
 from api.settings import ApiSettings
 from api.state import ApiState
-from jobs import keys
-from jobs.api_keys import KeyRing
-from jobs.connection import connect, connect_async
-from jobs.file_store import FileStore
-from jobs.queue import Queue
-from jobs.requests import StreamEntry, TokenChunk
-from jobs.settings import QueueSettings
-from jobs.validation import COMPLETIONS, parse_call
+from jobs.batch.retention import forget_output
+from jobs.protocol.requests import StreamEntry, TokenChunk
+from jobs.protocol.validation import COMPLETIONS, parse_call
+from jobs.queue import keys
+from jobs.queue.connection import connect, connect_async
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
+from jobs.store.api_keys import KeyRing
+from jobs.store.file_store import FileStore
 from tests.support.redis_server import running_server
 
 MODEL = "m"
@@ -33,7 +34,7 @@ def live_call(url: str, queue: Queue) -> LiveCall:
     """A call of an API process whose reader does not run."""
     client = connect_async(url)
     settings = ApiSettings(redis_url=url)
-    files, ring = FileStore(queue, settings.file_store), KeyRing(settings.file_store)
+    files, ring = FileStore(queue, settings.file_store, forget_output), KeyRing(settings.file_store)
     state = ApiState(settings, queue, client, Reader(client, queue, 1), Fleet(queue), files, ring)
     return LiveCall(state, parse_call(COMPLETIONS, BODY))
 
@@ -68,7 +69,7 @@ def test_nothing_is_left_of_a_call_that_was_handed_in_after_its_client_had_left(
     """Redis is full when the client leaves, and has room later: what would cancel the call gets
     through before what hands it in.
     """
-    monkeypatch.setattr("api.live_calls._SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr("api.routes.live_calls._SILENCE_SECONDS", 0.05)
 
     async def leave() -> str:
         call = live_call(redis_url, queue)

@@ -6,10 +6,10 @@ import httpx
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from jobs import keys
-from jobs.gauges import CardGauges, WorkerGauges
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
+from jobs.queue import keys
+from jobs.queue.gauges import CardGauges, WorkerGauges
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
 from tests.support.requests import request, start_batch
 
 _ODD = 'a"b\\c\n\\n{d="e"} 1'

@@ -7,8 +7,8 @@ import httpx
 import openai
 import redis
 
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 
 

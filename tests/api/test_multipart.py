@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.multipart import MultipartReader, Part
+from api.http.multipart import MultipartReader, Part
 
 BOUNDARY = b"--a-b"
 DELIMITER = b"\r\n--" + BOUNDARY

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from api.reader import QUEUE_LENGTH, Inbox
-from jobs.queue import Queue
-from jobs.requests import Claim, Delta, RequestKey, StreamEntry, TokenChunk
+from jobs.protocol.requests import Claim, Delta, RequestKey, StreamEntry, TokenChunk
+from jobs.queue.request_queue import Queue
 from tests.support.requests import MODEL, finished, request
 
 API = "api1"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import openai
 import pytest
 
-from jobs.connection import connect
-from jobs.queue import Queue
-from jobs.settings import QueueSettings
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.redis_machine import RedisMachine, running_redis_machine
 

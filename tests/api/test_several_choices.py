@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionTokenLogprob
 
-from jobs.queue import Queue
+from jobs.queue.request_queue import Queue
 from tests.support.worker_process import running_worker
 
 CHAT: dict[str, Any] = {

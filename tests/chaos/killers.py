@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import redis
 
-from jobs.scripts import persistently
+from jobs.queue.scripts import persistently
 from tests.chaos.load import Load
 from tests.support.fleet import Fleet, Member
 from tests.support.processes import descendants, send_all
 
-CONTROL_PLANE = {"advance": "--queue advance", "bulk": "--queue bulk", "ticker": "jobs.ticker"}
+CONTROL_PLANE = {"advance": "--queue advance", "bulk": "--queue bulk", "ticker": "jobs.control.ticker"}
 LONG_OUTAGE = 30.0
 MEND_SECONDS = 10.0  # in which a connection that an earlier failure broke is made anew
 

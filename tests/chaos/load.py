@@ -16,9 +16,9 @@ import httpx
 import openai
 import redis
 
-from jobs import keys
-from jobs.batches import BatchRecord, BatchSpec, StoreError, cancel_batch, create_batch, get_batch
-from jobs.scripts import QueueUnavailable
+from jobs.batch.client import BatchRecord, BatchSpec, StoreError, cancel_batch, create_batch, get_batch
+from jobs.queue import keys
+from jobs.queue.scripts import QueueUnavailable
 from tests.pipeline.test_pool import pool
 from tests.support.fleet import Fleet
 

@@ -19,9 +19,9 @@ import httpx
 import openai
 import pytest
 
-from jobs import keys
-from jobs.batches import get_batch
-from jobs.connection import connect
+from jobs.batch.client import get_batch
+from jobs.queue import keys
+from jobs.queue.connection import connect
 from tests.contract.calls import results, submit, wait
 from tests.support.batch_stack import AWAY, BatchStack, serving, serving_the_away
 from tests.support.control_plane import ROOT, chat_line

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from api.settings import ApiSettings
-from jobs.api_keys import create_key
+from jobs.store.api_keys import create_key
 from tests.contract.calls import lines, submit, upload
 from tests.contract.shapes import Recorder
 from tests.support.api_server import official_client, plain_client, running_api

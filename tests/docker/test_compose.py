@@ -17,7 +17,7 @@ from pipeline.main import cli
 from tests.docker.composition import FILES, seconds, services
 from tests.docker.recipe import environment, folders, lineage, stages
 from tests.support.commands import REPOSITORY
-from workers import replica
+from workers.replica import replica
 from workers.settings import WorkerSettings
 
 SERVICES = services()

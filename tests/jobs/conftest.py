@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs import advance, ticker
+from jobs.control import advance, ticker
 
 
 @pytest.fixture(autouse=True)

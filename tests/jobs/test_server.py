@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jobs import server as server_module
-from jobs.connection import connect
-from jobs.queue import Queue
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
 from jobs.server import PrivateServer, ServerError, find_server
 from tests.support.integrity import faults
 from tests.support.processes import is_running

@@ -12,7 +12,7 @@ import pytest
 
 from tests.pipeline.conftest import RunHere
 from tests.support.commands import run_pipeline
-from workers.engine.config import most_processes
+from workers.engine.messages.config import most_processes
 
 Refusal = Callable[..., tuple[int, str]]
 

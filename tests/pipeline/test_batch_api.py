@@ -17,9 +17,9 @@ import openai
 import pytest
 from openai.types import Batch
 
-from jobs import keys
-from jobs.connection import connect
-from jobs.manifest import END_STATES
+from jobs.protocol.states import END_STATES
+from jobs.queue import keys
+from jobs.queue.connection import connect
 from tests.pipeline.results import answers, check_answers, examples
 from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.event_reader import Event, EventReader, batch_texts
@@ -340,7 +340,7 @@ def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_pa
                 "--queue advance",
                 "pipeline worker",
                 "--queue bulk",
-                "jobs.ticker",
+                "jobs.control.ticker",
             ]
             sure_cuts = 0
             for number, part in enumerate(parts):

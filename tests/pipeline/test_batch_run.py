@@ -9,8 +9,8 @@ from typing import Any, Literal
 import pytest
 import redis
 
-from jobs import keys
-from jobs.batches import BatchRecord, BatchSpec, create_batch
+from jobs.batch.client import BatchRecord, BatchSpec, create_batch
+from jobs.queue import keys
 from pipeline.batch_run import BatchRun
 from pipeline.errors import Unfinished
 from pipeline.signals import Signals

@@ -17,10 +17,10 @@ import pytest
 from pyarrow import parquet
 
 from api.settings import ApiSettings
-from jobs.connection import connect
-from jobs.queue import Queue
-from jobs.requests import Claim
-from jobs.results import Result
+from jobs.protocol.requests import Claim
+from jobs.protocol.results import Result
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
 from pipeline.errors import Refused
 from pipeline.remote_batches import endpoint_of
 from pipeline.remote_tail import Printer

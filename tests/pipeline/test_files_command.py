@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from api.settings import ApiSettings
-from jobs.api_keys import create_key
+from jobs.store.api_keys import create_key
 from tests.pipeline.conftest import Outcome, RunHere
 from tests.support.api_server import running_api
 from tests.support.control_plane import write_input

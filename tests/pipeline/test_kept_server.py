@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.connection import connect
-from jobs.queue import Queue
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
 from jobs.server import ServerError
 from pipeline.kept_server import KeptServer
 from tests.support.processes import command_line, descendants

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from api.settings import ApiSettings
-from jobs.api_keys import create_key, revoke_key
+from jobs.store.api_keys import create_key, revoke_key
 from pipeline.commands.api import check_open
 from pipeline.errors import Refused
 from tests.pipeline.conftest import RunHere

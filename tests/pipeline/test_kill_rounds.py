@@ -23,8 +23,8 @@ ROUND_SECONDS = 300
 TARGETS = {
     "core": "workers.engine.core_process",
     "worker": "pipeline worker",
-    "control plane": "jobs.rq_worker",
-    "ticker": "jobs.ticker",
+    "control plane": "jobs.control.rq_worker",
+    "ticker": "jobs.control.ticker",
     "redis": "redis.sock",
 }
 

@@ -19,8 +19,8 @@ import openai
 import pytest
 import redis
 
-from jobs import keys
-from jobs.batches import BatchRecord, BatchSpec, cancel_batch, create_batch, get_batch
+from jobs.batch.client import BatchRecord, BatchSpec, cancel_batch, create_batch, get_batch
+from jobs.queue import keys
 from tests.pipeline.results import read_results, text_of
 from tests.support.fleet import Fleet, running_fleet
 from tests.support.integrity import faults

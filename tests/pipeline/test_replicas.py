@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs import keys
-from jobs.connection import connect
-from jobs.queue import Queue
+from jobs.queue import keys
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
 from tests.pipeline.results import check_answers, examples
 from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
 from tests.support.poison import Poison, poisoned_environment

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from pyarrow import Table, parquet
 
-from jobs.manifest import load_manifest
-from jobs.parts import merge_parts
+from jobs.batch.manifest import load_manifest
+from jobs.batch.parts import merge_parts
 from tests.pipeline.results import answers, check_answers, custom_ids, examples, read_results
 from tests.support.commands import EXAMPLES, run_pipeline, running_pipeline
 from tests.support.poison import Poison, poisoned_environment

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from openai.types import Completion
 
-from jobs.storage import exclusive
+from jobs.store.storage import exclusive
 from pipeline.commands.serve import serve
 from tests.pipeline.results import ANSWERS
 from tests.support.commands import EXAMPLES, RunningCommand, run_pipeline, running_pipeline

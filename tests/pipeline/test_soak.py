@@ -14,7 +14,7 @@ from statistics import median
 import openai
 import pytest
 
-from jobs.batches import BatchSpec, create_batch, get_batch
+from jobs.batch.client import BatchSpec, create_batch, get_batch
 from tests.pipeline.results import read_results
 from tests.support.fleet import Fleet, running_fleet
 from tests.support.integrity import faults
@@ -155,7 +155,7 @@ def short_name(pid: int) -> str:
     known = (
         "--queue advance",
         "--queue bulk",
-        "jobs.ticker",
+        "jobs.control.ticker",
         "core_process",
         "pipeline worker",
         "pipeline api",

@@ -7,8 +7,8 @@ import socket
 import pytest
 import redis
 
-from jobs.registry import WorkerRecord
-from jobs.settings import QueueSettings
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.settings import QueueSettings
 from pipeline.stack import Stack
 from tests.support.processes import command_line, descendants, is_running
 from tests.support.waiting import wait_until

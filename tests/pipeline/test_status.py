@@ -4,9 +4,9 @@ import time
 
 from rich.console import Console
 
-from jobs.gauges import CardGauges, WorkerGauges
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
+from jobs.queue.gauges import CardGauges, WorkerGauges
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
 from pipeline.status_view import workers_table
 
 

@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from tests.pipeline.conftest import RunHere
-from workers.engine import launch
-from workers.engine.launch import LaunchedCore
+from workers.engine.client import launch
+from workers.engine.client.launch import LaunchedCore
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_no_core_is_left_by_a_sigterm_that_comes_early(
 ) -> None:
     # Another command that ran in this process may have set its own
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("jobs.connection.check_server", lambda client: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("jobs.queue.connection.check_server", lambda client: os.kill(os.getpid(), signal.SIGTERM))
     done = run_here("worker", REDIS_URL="unix:///nowhere/redis.sock")
     assert done.code == 128 + signal.SIGTERM
     check_gone(launched)

@@ -10,7 +10,7 @@ import openai
 import uvicorn
 
 from api.app import create_app
-from api.http_protocol import HttpProtocol
+from api.http.http_protocol import HttpProtocol
 from api.main import listen
 from api.settings import ApiSettings
 from tests.support.waiting import wait_until

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from api.settings import ApiSettings
-from jobs.connection import connect
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
-from jobs.requests import Claim
-from jobs.results import ApiError, Result
-from jobs.validation import CHAT
+from jobs.protocol.requests import Claim
+from jobs.protocol.results import ApiError, Result
+from jobs.protocol.validation import CHAT
+from jobs.queue.connection import connect
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
 from tests.support.api_server import running_api
 from tests.support.control_plane import Answering, control_plane, echo
 from tests.support.integrity import faults

@@ -5,11 +5,11 @@ from typing import Any
 
 import redis
 
-from jobs import advance, control, finalize, validate
-from jobs.batches import BatchRecord, BatchSpec, create_batch, get_batch
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
-from jobs.requests import Finished
+from jobs.batch.client import BatchRecord, BatchSpec, create_batch, get_batch
+from jobs.control import advance, finalize, slices, validate
+from jobs.protocol.requests import Finished
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
 from tests.support.control_plane import Answer, echo
 
 JOBS = {"validating": validate.run, "in_progress": advance.run, "finalizing": finalize.run, "cancelling": finalize.run}
@@ -17,7 +17,7 @@ JOBS = {"validating": validate.run, "in_progress": advance.run, "finalizing": fi
 
 def begin(client: redis.Redis, url: str, source: Path, **options: Any) -> BatchRecord:
     """A batch beside its input; models default to `m`, failures to standing inline."""
-    control.use_server(url)
+    slices.use_server(url)
     options = {"models": ("m",), "error_file": "inline", "output": str(source.with_name("out.jsonl"))} | options
     retry_failed = options.pop("retry_failed", False)
     return create_batch(

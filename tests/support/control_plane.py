@@ -18,15 +18,15 @@ from typing import Any
 
 import redis
 
-from jobs.bodies import chat_body, completion_body
-from jobs.connection import connect
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
-from jobs.requests import Claim, Finished
-from jobs.results import ApiError, Choice, Result, Usage, encode_json
-from jobs.scripts import QueueUnavailable
-from jobs.settings import QueueSettings
-from jobs.validation import CHAT
+from jobs.protocol.bodies import chat_body, completion_body
+from jobs.protocol.requests import Claim, Finished
+from jobs.protocol.results import ApiError, Choice, Result, Usage, encode_json
+from jobs.protocol.validation import CHAT
+from jobs.queue.connection import connect
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.settings import QueueSettings
 from tests.support.processes import catches
 from tests.support.waiting import wait_until
 
@@ -146,9 +146,9 @@ class ControlPlane:
         self.url = url
         self._environment = {**os.environ, **(environment or {})}
         self._commands = {
-            "advance": ["jobs.rq_worker", "--queue", "advance", "--redis-url", url],
-            "bulk": ["jobs.rq_worker", "--queue", "bulk", "--redis-url", url],
-            "ticker": ["jobs.ticker", "--redis-url", url, *ticker_options],
+            "advance": ["jobs.control.rq_worker", "--queue", "advance", "--redis-url", url],
+            "bulk": ["jobs.control.rq_worker", "--queue", "bulk", "--redis-url", url],
+            "ticker": ["jobs.control.ticker", "--redis-url", url, *ticker_options],
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import redis
 
-from jobs import keys
+from jobs.queue import keys
 
 _SEED = 1_000_000  # a fence is this times the second in which the counting began, and a number
 _TIMES = {keys.LEASES, keys.ALIVE, keys.WATCHED}  # zsets whose scores are times

@@ -18,11 +18,11 @@ from pathlib import Path
 import httpx
 import redis
 
-from jobs.connection import connect
 from jobs.process import die_with_parent
-from jobs.queue import Queue
-from jobs.scripts import QueueUnavailable
-from jobs.settings import QueueSettings
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.settings import QueueSettings
 from tests.support.clock import Clock
 from tests.support.commands import command, command_environment
 from tests.support.lossy_proxy import LossyProxy

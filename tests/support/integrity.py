@@ -5,8 +5,8 @@ from typing import Any
 
 import redis
 
-from jobs import keys
-from jobs.requests import RequestKey, unpack_request
+from jobs.protocol.requests import RequestKey, unpack_request
+from jobs.queue import keys
 from tests.support.dump import Dump
 
 ENDED = ("completed", "failed", "expired", "cancelled")

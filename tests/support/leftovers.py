@@ -6,7 +6,7 @@ import re
 import time
 from typing import Any
 
-from jobs import keys
+from jobs.queue import keys
 
 _STAY = {keys.BATCHES, *keys.PERMANENT, "rq:queues", "rq:workers", "rq:workers:advance", "rq:workers:bulk"}
 _STAY_WITH_FILES = re.compile(r"\{q\}:(files|batch_index):.*", re.DOTALL)

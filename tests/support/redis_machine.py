@@ -15,7 +15,7 @@ from unittest import mock
 
 import redis
 
-from jobs.connection import connect
+from jobs.queue.connection import connect
 from jobs.server import PrivateServer, find_server
 from tests.support.clock import Clock
 

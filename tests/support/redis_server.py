@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jobs.connection import connect
+from jobs.queue.connection import connect
 from jobs.server import PrivateServer
 from pipeline.kept_server import KeptServer
 

@@ -2,10 +2,10 @@
 
 import redis
 
-from jobs import keys
-from jobs.queue import Queue
-from jobs.requests import Claim, Delta, Finished, Request, TokenChunk
-from jobs.results import Result, Usage
+from jobs.protocol.requests import Claim, Delta, Finished, Request, TokenChunk
+from jobs.protocol.results import Result, Usage
+from jobs.queue import keys
+from jobs.queue.request_queue import Queue
 
 MODEL = "m"
 

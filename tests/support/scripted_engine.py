@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from workers.engine.messages import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
+from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
 
 CACHED_TOKENS = 2
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import redis
 
-from jobs import control
-from jobs.batches import BatchRecord
-from jobs.completion_log import read_log
-from jobs.file_store import FileStore
-from jobs.manifest import Manifest, load_manifest
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
-from jobs.submission import NewBatch, submit_batch
-from jobs.validation import CHAT
+from jobs.batch.client import BatchRecord
+from jobs.batch.completion_log import read_log
+from jobs.batch.manifest import Manifest, load_manifest
+from jobs.batch.retention import forget_output
+from jobs.batch.submit import NewBatch, submit_batch
+from jobs.control import slices
+from jobs.protocol.validation import CHAT
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
+from jobs.store.file_store import FileStore
 from tests.support.batch_steps import answer_all, step
 from tests.support.control_plane import chat_line, failing
 from tests.support.integrity import faults
@@ -24,12 +25,12 @@ from tests.support.integrity import faults
 
 def store_of(client: redis.Redis, folder: Path) -> FileStore:
     """The store in a test's folder."""
-    return FileStore(Queue(client), str(folder / "store"))
+    return FileStore(Queue(client), str(folder / "store"), forget_output)
 
 
 def serve(client: redis.Redis, url: str, *models: str) -> None:
     """This process runs the control plane's jobs of that server, which knows these models."""
-    control.use_server(url)
+    slices.use_server(url)
     Queue(client).register_worker(WorkerRecord("w", list(models), "ready", 4096, 1.0, "test", 1))
 
 

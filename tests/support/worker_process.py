@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from jobs.process import die_with_parent
-from jobs.queue import Queue
-from jobs.registry import WorkerRecord
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
 from tests.support.processes import command_line
 from tests.support.waiting import wait_until
 

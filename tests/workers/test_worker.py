@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from jobs.connection import connect
-from jobs.queue import Queue
-from jobs.requests import Request, RequestKey, StreamEntry
-from jobs.results import Result
-from jobs.settings import QueueSettings
-from jobs.streams import FIRST_ID
+from jobs.protocol.requests import Request, RequestKey, StreamEntry
+from jobs.protocol.results import Result
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
+from jobs.queue.streams import FIRST_ID
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import wait_for_rest
 from tests.support.redis_server import running_server

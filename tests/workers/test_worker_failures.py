@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.connection import connect
-from jobs.queue import Queue
-from jobs.requests import RequestKey
+from jobs.protocol.requests import RequestKey
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
+from jobs.queue.streams import FIRST_ID
 from jobs.server import PrivateServer
-from jobs.settings import QueueSettings
-from jobs.streams import FIRST_ID
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import is_running, send_all
 from tests.support.waiting import wait_until

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from jobs.connection import connect
-from jobs.queue import Queue
-from jobs.results import Result
-from jobs.settings import QueueSettings
+from jobs.protocol.results import Result
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import answer, question, run_batch, submit_batch

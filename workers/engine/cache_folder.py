@@ -1,4 +1,4 @@
-"""Where the engine keeps on disk what it can make again. Imports no torch."""
+"""Where the engine keeps on disk what it can make again."""
 
 from __future__ import annotations
 

@@ -11,17 +11,17 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from workers.engine.errors import StepOutOfMemory
-from workers.engine.kv_cache import KVCache
-from workers.engine.messages import AbortRequests, AddRequests, EngineRequest, Ready, Shutdown, StepOutput, ToCore
-from workers.engine.pace import Pace, StepSize
+from workers.engine.messages.core import AbortRequests, AddRequests, EngineRequest, Ready, Shutdown, StepOutput, ToCore
+from workers.engine.messages.errors import StepOutOfMemory
+from workers.engine.messages.step import StepPlan
 from workers.engine.profiling import StepTrace, mark_spans, span
-from workers.engine.scheduler import Scheduler
-from workers.engine.step import StepPlan
+from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.scheduler import Scheduler
+from workers.engine.scheduling.step_time import Pace, StepSize
 
 if TYPE_CHECKING:
-    from workers.engine.executor import Executor
-    from workers.engine.model_runner import LaunchedStep
+    from workers.engine.device.executor import Executor
+    from workers.engine.device.model_runner import LaunchedStep
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from queue import SimpleQueue
 
 import msgspec
 
-from workers.engine.config import EngineConfig
-from workers.engine.messages import Failed, ToCore
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import Failed, ToCore
+from workers.engine.messages.transport import FrameReader, FrameSender
 from workers.engine.process import become_child, bound_spinning, explains_itself, leave, sentence, settle_heap
-from workers.engine.transport import FrameReader, FrameSender
 
 
 def main() -> int:
@@ -55,8 +55,8 @@ def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender
     # Imported here, when the front is already being listened to, since importing torch takes
     # seconds.
     from workers.engine.core import EngineCore
-    from workers.engine.executor import Executor
-    from workers.engine.ranks import RankDeath, end_likewise
+    from workers.engine.device.executor import Executor
+    from workers.engine.device.ranks import RankDeath, end_likewise
 
     def on_rank_death(death: RankDeath) -> None:
         if death.returncode >= 0:

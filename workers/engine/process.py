@@ -1,5 +1,5 @@
 """What the engine's child processes have in common: they end with their parent, leave the terminal
-to it, and say in one line why they cannot go on. Imports no torch.
+to it, and say in one line why they cannot go on.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from workers.engine.errors import ModelLoadError, RankError
+from workers.engine.messages.errors import ModelLoadError, RankError
 
 _PR_SET_PDEATHSIG = 1
 _SPINS = "10000"  # a tenth of a millisecond or two

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.engine.errors import ModelLoadError
+from workers.engine.messages.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from torch.profiler import profile

@@ -18,7 +18,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-EXECUTOR = "workers.engine.executor"
+EXECUTOR = "workers.engine.device.executor"
 
 
 class Patcher(importlib.abc.MetaPathFinder):
@@ -73,7 +73,7 @@ def do_harm(harm: str) -> None:
     elif harm == "exception":
         raise ValueError("the arithmetic went wrong")
     elif harm == "memory":
-        raise importlib.import_module("workers.engine.errors").StepOutOfMemory("nothing is left")
+        raise importlib.import_module("workers.engine.messages.errors").StepOutOfMemory("nothing is left")
     elif harm == "hang":
         time.sleep(3600)
     elif harm == "exit":

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.interpreter import choose_interpreter
-from workers.engine.forecast import Forecast
+from workers.engine.scheduling.forecast import Forecast
 
 choose_interpreter()
 

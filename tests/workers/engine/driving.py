@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.places import CPU, Place
-from tests.workers.engine.tiny_models import folder
-from workers.engine.cache_plan import block_bytes
-from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
-from workers.engine.executor import Executor
-from workers.engine.graphs import Work
-from workers.engine.loader import open_checkpoint
-from workers.engine.messages import EngineRequest, Finish, TokenLogprobs
+from workers.engine.device.cache_plan import block_bytes
+from workers.engine.device.executor import Executor
+from workers.engine.device.graphs import Work
+from workers.engine.device.loader import open_checkpoint
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import EngineRequest, Finish, TokenLogprobs
 
 BLOCK_SIZE = 16
 

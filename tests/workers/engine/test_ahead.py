@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.workers.engine.driving import make_core, recorded
+from tests.workers.engine.models.tiny_models import VOCAB
 from tests.workers.engine.places import CARD, INTERPRETER, needs_interpreter
-from tests.workers.engine.tiny_models import VOCAB
 from workers.engine.core import EngineCore
-from workers.engine.messages import EngineRequest, Finish, SamplingParams
-from workers.engine.model_runner import LaunchedStep, ModelRunner
+from workers.engine.device.model_runner import LaunchedStep, ModelRunner
+from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
+from workers.engine.messages.step import StepPlan
 from workers.engine.models.decoder import RotaryDecoder
-from workers.engine.step import StepPlan
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from tests.support.waiting import wait_until
+from tests.workers.engine.models.tiny_models import NEW_TOKENS, VOCAB, folder, reference
 from tests.workers.engine.places import CPU, Place, at
-from tests.workers.engine.tiny_models import NEW_TOKENS, VOCAB, folder, reference
-from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
-from workers.engine.errors import StepOutOfMemory
-from workers.engine.executor import Executor
-from workers.engine.messages import (
+from workers.engine.device.executor import Executor
+from workers.engine.device.model_runner import LaunchedStep
+from workers.engine.device.out_of_memory import is_out_of_memory
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import (
     AbortRequests,
     AddRequests,
     EngineRequest,
@@ -24,9 +25,8 @@ from workers.engine.messages import (
     StepOutput,
     ToCore,
 )
-from workers.engine.model_runner import LaunchedStep
-from workers.engine.out_of_memory import is_out_of_memory
-from workers.engine.step import StepPlan, StepResult
+from workers.engine.messages.errors import StepOutOfMemory
+from workers.engine.messages.step import StepPlan, StepResult
 
 MODEL = "llama"
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)

@@ -14,8 +14,8 @@ from benchmarks.gpu.idle import kernel_intervals
 from tests.workers.engine.driving import make_core
 from tests.workers.engine.places import CPU, Place, on_card
 from workers.engine import profiling
-from workers.engine.errors import ModelLoadError
-from workers.engine.messages import AddRequests, EngineRequest, SamplingParams, Shutdown, StepOutput, ToCore
+from workers.engine.messages.core import AddRequests, EngineRequest, SamplingParams, Shutdown, StepOutput, ToCore
+from workers.engine.messages.errors import ModelLoadError
 from workers.engine.profiling import FIRST_STEP, STEPS, span
 
 

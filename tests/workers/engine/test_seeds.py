@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from tests.workers.engine.driving import Answer, make_core, run
+from tests.workers.engine.models.tiny_models import VOCAB
 from tests.workers.engine.places import CPU, Place, at, interpreted, on_card
 from tests.workers.engine.sampling.plain import random_row
-from tests.workers.engine.tiny_models import VOCAB
-from workers.engine.messages import EngineRequest, Finish
+from workers.engine.messages.core import EngineRequest, Finish
 
 NEW_TOKENS = 24
 SEED = 20

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.device import require_native, require_triton
-from workers.engine.errors import ModelLoadError
+from workers.engine.device.device import require_native, require_triton
+from workers.engine.messages.errors import ModelLoadError
 
 if TYPE_CHECKING:
     from workers.engine.attention.cpu import Prepared

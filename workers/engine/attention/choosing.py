@@ -15,7 +15,7 @@ import torch
 from workers.engine.attention import CacheShape, DeviceMetadata
 from workers.engine.attention.triton import TritonAttention
 from workers.engine.cache_folder import cache_folder
-from workers.engine.graphs import CudaRecorder
+from workers.engine.device.graphs import CudaRecorder
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.tuning import Choice, ChoiceCache, candidates, tuned
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.engine.errors import ModelLoadError
+from workers.engine.messages.errors import ModelLoadError
 
 Activation = Callable[[Tensor], Tensor]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from workers.engine.device.parallel import Parallel, Shard
+from workers.engine.device.weights import Weights
 from workers.engine.layers.ops import Projection
-from workers.engine.parallel import Parallel, Shard
-from workers.engine.weights import Weights
 
 
 class RowParallel:

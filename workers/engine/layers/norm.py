@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from workers.engine.weights import Weights
+    from workers.engine.device.weights import Weights
 
 
 class RMSNorm:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from workers.engine.attention import RotaryHeads
+from workers.engine.device.weights import Weights
 from workers.engine.layers.ops import Table
 from workers.engine.models.config import ModelConfig
-from workers.engine.weights import Weights
 
 
 class AttentionContext(Protocol):

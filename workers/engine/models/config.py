@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.engine.errors import ModelLoadError
+from workers.engine.messages.errors import ModelLoadError
 
 Json = Mapping[str, Any]
 

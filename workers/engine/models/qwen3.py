@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from workers.engine.device.weights import Weights
 from workers.engine.models.config import Json, ModelConfig, layer_windows, require
 from workers.engine.models.decoder import RotaryDecoder, Variant, decoder_config
-from workers.engine.weights import Weights
 
 
 def config(raw: Json) -> ModelConfig:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workers.engine.errors import ModelLoadError
+from workers.engine.device.weights import Weights
+from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models import gpt2, llama, mistral, qwen2, qwen3
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import Json, ModelConfig
 from workers.engine.models.decoder import RotaryDecoder
-from workers.engine.weights import Weights
 
 Build = Callable[[Json, ModelConfig, Weights, int], DecoderModel]
 

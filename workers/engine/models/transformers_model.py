@@ -28,13 +28,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from workers.engine.errors import ModelLoadError
-from workers.engine.graphs import CudaRecorder
+from workers.engine.device.graphs import CudaRecorder
+from workers.engine.device.out_of_memory import is_out_of_memory, one_line
+from workers.engine.device.weights import Weights
+from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import AttentionContext, DecoderModel
 from workers.engine.models.config import ROPE_TYPES, Json, ModelConfig, RopeConfig
 from workers.engine.models.transformers_attention import PAGED, WATCHED, LayerCall
-from workers.engine.out_of_memory import is_out_of_memory, one_line
-from workers.engine.weights import Weights
 
 logger = logging.getLogger(__name__)
 

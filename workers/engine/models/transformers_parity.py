@@ -14,11 +14,11 @@ from torch import Tensor
 
 from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads, make_attention
 from workers.engine.attention.context import StepAttention
-from workers.engine.graphs import Work
+from workers.engine.device.graphs import Work
+from workers.engine.device.out_of_memory import one_line
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.transformers_attention import ALL_BEFORE, MASKED, OTHER, LayerCall
 from workers.engine.models.transformers_model import TransformersModel, refusal, refused_as
-from workers.engine.out_of_memory import one_line
 
 logger = logging.getLogger(__name__)
 

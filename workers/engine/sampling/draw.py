@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.messages import SamplingParams
+from workers.engine.device.staging import to_device
+from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.draw_cpu import draw_rows
 from workers.engine.sampling.limits import Limits, nucleus_floors
 from workers.engine.sampling.noise import gumbel, request_keys, signed_seed
 from workers.engine.sampling.rows import SampledRows
-from workers.engine.staging import to_device
 
 _AT_ONCE = 1 << 24  # logits of rows drawn together on a device
 

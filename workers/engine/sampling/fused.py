@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from workers.engine.device.staging import to_device
 from workers.engine.kernels import sampling as kernels
-from workers.engine.messages import SamplingParams
+from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.limits import settled
 from workers.engine.sampling.noise import signed_seed
 from workers.engine.sampling.rows import SampledRows
-from workers.engine.staging import to_device
 
 
 class FusedDraw:

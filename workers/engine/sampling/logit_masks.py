@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.messages import SamplingParams
+from workers.engine.device.staging import to_device
+from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.rows import Lists, SampledRows
-from workers.engine.staging import to_device
 
 
 class LogitBias:

@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.messages import SamplingParams, TokenLogprobs
+from workers.engine.device.staging import to_device
+from workers.engine.messages.core import SamplingParams, TokenLogprobs
 from workers.engine.sampling.rows import SampledRows
-from workers.engine.staging import to_device
 
 
 @dataclass(slots=True)

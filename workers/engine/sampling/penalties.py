@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.messages import SamplingParams
+from workers.engine.device.staging import to_device
+from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.rows import SampledRows
-from workers.engine.staging import to_device
 
 _COUNTERS = 1 << 24  # of rows penalised at once: one per token of the vocabulary
 _PLACES = 1 << 22  # of rows penalised at once: one per token of the longest text

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.messages import SamplingParams
+from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.draw import Draw
 from workers.engine.sampling.logit_masks import BadWords, LogitBias, MinTokens
 from workers.engine.sampling.logprobs import AskedLogprobs, Logprobs

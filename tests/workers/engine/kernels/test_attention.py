@@ -19,8 +19,8 @@ from tests.workers.engine.kernels.devices import DEVICE
 from workers.engine.attention import CacheShape, DeviceMetadata, RotaryHeads, make_attention
 from workers.engine.attention import triton as backend
 from workers.engine.attention.choosing import _choices, choices
-from workers.engine.errors import ModelLoadError
 from workers.engine.kernels.tuning import candidates
+from workers.engine.messages.errors import ModelLoadError
 
 TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cpu" else 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 Rows = list[tuple[int, int]]  # tokens of this step, context

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
 from tests.workers.engine.sampling.plain import Row, random_row, sampled_rows
+from workers.engine.device.staging import to_device
 from workers.engine.kernels import sampling as kernels
-from workers.engine.messages import SamplingParams
+from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.draw import draw_on_device
 from workers.engine.sampling.limits import Limits
 from workers.engine.sampling.noise import noise, noise_bits, request_keys, signed_seed
 from workers.engine.sampling.sampler import Sampler
-from workers.engine.staging import to_device
 
 VOCAB = 700
 # What is not a number stays so on a card without a word.

@@ -15,10 +15,10 @@ from torch import Tensor
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads, make_attention
 from workers.engine.attention.cpu import CpuAttention
+from workers.engine.device.weights import Weights
 from workers.engine.layers.norm import RMSNorm
 from workers.engine.layers.rotary import Rotary
 from workers.engine.models.config import RopeConfig
-from workers.engine.weights import Weights
 
 pytestmark = needs_native
 

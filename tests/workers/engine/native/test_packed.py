@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
-from workers.engine.errors import ModelLoadError
 from workers.engine.layers.activation import activation
+from workers.engine.messages.errors import ModelLoadError
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 

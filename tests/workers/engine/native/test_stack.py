@@ -10,13 +10,13 @@ from torch import Tensor
 from tests.workers.engine.native.available import needs_native
 from workers.engine.attention import AttentionMetadata, CacheShape, make_attention
 from workers.engine.attention.context import StepAttention
+from workers.engine.device.weights import Weights
 from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.rotary import Rotary
 from workers.engine.layers.stack import DecoderLayer, Rotation, Stack
 from workers.engine.models.config import RopeConfig
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.stack import NativeStack
-from workers.engine.weights import Weights
 
 pytestmark = [needs_native, pytest.mark.usefixtures("products")]
 

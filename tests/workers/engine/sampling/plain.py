@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.messages import SamplingParams
+from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.noise import noise
 from workers.engine.sampling.rows import SampledRows
 from workers.engine.sampling.sampler import Sampler

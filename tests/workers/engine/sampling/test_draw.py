@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.sampling.plain import Row, plain_token
-from workers.engine.messages import SamplingParams
+from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling import draw, draw_cpu, limits
 from workers.engine.sampling.draw import Draw
 from workers.engine.sampling.limits import nucleus_floors

@@ -16,7 +16,7 @@ from tests.workers.engine.sampling.plain import (
     sampled_rows,
     sampler_for,
 )
-from workers.engine.messages import SamplingParams
+from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling import penalties
 from workers.engine.sampling.sampler import Sampled
 

@@ -1,0 +1,143 @@
+"""Every error leaves in OpenAI's shape: `{"error": {message, type, param, code}}`, whatever raised
+it.
+"""
+
+import asyncio
+import logging
+from http import HTTPStatus
+
+import redis
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.http.responses import json_response
+from jobs.protocol.results import ApiError, ErrorType
+from jobs.queue.scripts import QueueUnavailable
+from jobs.store.storage import StoreError
+
+_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+
+log = logging.getLogger("api")
+
+
+class Stoppable:
+    """Plain ASGI middleware: a call that the server has no time for any more, since it stops, is
+    told so.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def send_noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noted)
+        except asyncio.CancelledError:
+            if started or scope["type"] != "http":
+                raise
+            stopping = ApiError(503, "The server is being stopped; try again.", "server_error", code="server_stopping")
+            await error_response(stopping, {"retry-after": "1"})(scope, receive, send)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Makes the app answer every failure in OpenAI's shape."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(QueueUnavailable, _unavailable)
+    app.add_exception_handler(redis.RedisError, _unavailable)
+    app.add_exception_handler(StoreError, _store_error)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _unforeseen)
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    """The response that carries an error."""
+    return json_response(error.body(), error.status, headers)
+
+
+def queue_unavailable() -> ApiError:
+    """The error of calls that Redis keeps from being answered."""
+    return ApiError(
+        503, "The queue is out of reach at the moment; try again.", "server_error", code="queue_unavailable"
+    )
+
+
+async def _api_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    call = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return error_response(ApiError(404, f"Unknown request URL: {call}.", code="unknown_url"))
+    if error.status_code == 405:
+        return error_response(
+            ApiError(405, f"Not allowed to {call}.", code="method_not_allowed"), {"allow": _allowed(request)}
+        )
+    kind: ErrorType = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    message = str(error.detail) or HTTPStatus(error.status_code).phrase
+    return error_response(ApiError(error.status_code, message, kind), dict(error.headers or {}))
+
+
+def _allowed(request: Request) -> str:
+    """The methods of a path. The framework names those of the first route alone."""
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    found = [
+        method
+        for method, scope in scopes.items()
+        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+    ]
+    return ", ".join(found)
+
+
+async def _invalid(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    return error_response(ApiError(400, f"{param or 'request'}: {first['msg']}", param=param, code="invalid_value"))
+
+
+async def _unavailable(_request: Request, error: Exception) -> Response:
+    log.warning("the queue cannot be used: %s", error)
+    return error_response(queue_unavailable(), {"retry-after": "1"})
+
+
+async def _store_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, StoreError)
+    log.error("the file store cannot be used: %s", error)
+    if error.full:
+        refused = ApiError(
+            507, "The file store has no room left; nothing was stored.", "server_error", code="insufficient_storage"
+        )
+        return error_response(refused, {"x-should-retry": "false"})
+    return error_response(
+        ApiError(503, "The file store cannot be used at the moment.", "server_error", code="file_store_unavailable")
+    )
+
+
+async def _gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _unforeseen(request: Request, _error: Exception) -> Response:
+    """Answered outside of all middleware, so that it names the request by itself; the server logs
+    the traceback.
+    """
+    request_id = request.state.request_id
+    log.error("%s failed: %s %s", request_id, request.method, request.url.path)
+    failure = ApiError(500, "The server had an error while handling the request.", "server_error")
+    return error_response(failure, {"x-request-id": request_id})

@@ -1,0 +1,89 @@
+"""Server-sent events: bytes that are ready to send, comments while nothing comes, and an end when
+the client leaves.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jobs.protocol.results import encode_json
+
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
+_PING = b": ping\n\n"
+
+
+def event(value: Any, event_id: str | None = None) -> bytes:
+    """One event; None is OpenAI's end mark."""
+    data = b"[DONE]" if value is None else encode_json(value)
+    head = b"" if event_id is None else b"id: %b\n" % event_id.encode()
+    return head + b"data: " + data + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what `events` yields.
+
+    `close`, where there is one, is awaited once, however the stream ends.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        ping_seconds: float,
+        close: Callable[[], Awaitable[None]] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(headers={**_HEADERS, **(headers or {})})
+        del self.headers["content-length"]
+        self._events = events
+        self._ping_seconds = ping_seconds
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        leaving = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        except OSError:  # the client left between two events
+            pass
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            if self._close is not None:
+                await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        iterator = aiter(self._events)
+        waiting: asyncio.Future[bytes] | None = None
+        try:
+            while True:
+                waiting = waiting or asyncio.ensure_future(_next(iterator))
+                done, _ = await asyncio.wait({waiting}, timeout=self._ping_seconds)
+                if not done:
+                    await send({"type": "http.response.body", "body": _PING, "more_body": True})
+                    continue
+                try:
+                    data = waiting.result()
+                except StopAsyncIteration:
+                    break
+                waiting = None
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _next(iterator: AsyncIterator[bytes]) -> bytes:
+    return await anext(iterator)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,60 @@
+"""Listings as OpenAI's clients page through them: `limit` and `after` in, `first_id`, `last_id` and
+`has_more` out.
+"""
+
+import re
+from typing import Any, Generic, Literal, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel
+
+from jobs.protocol import fields
+from jobs.protocol.results import ApiError
+
+Item = TypeVar("Item")
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
+
+
+class PageOf(BaseModel, Generic[Item]):
+    """A page, as `envelope` makes it."""
+
+    object: Literal["list"]
+    data: list[Item]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+def query_integer(request: Request, name: str, low: int, high: int) -> int | None:
+    """An integer of the query, None if it is absent. Raises `ApiError`."""
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    if not _INTEGER.fullmatch(text):
+        fields.fail(
+            f"Invalid value for '{name}': expected an integer, but got '{fields.shown(text)}' instead.",
+            name,
+            "invalid_value",
+        )
+    return fields.integer(int(text), name, low, high)
+
+
+def query_choice(request: Request, name: str, choices: tuple[str, ...]) -> str | None:
+    """One of the words that the query may give, None if it is absent. Raises `ApiError`."""
+    text = request.query_params.get(name)
+    if text is not None and text not in choices:
+        fields.unknown_choice(text, name, choices)
+    return text
+
+
+def not_after(name: str) -> ApiError:
+    """The error of a listing that is to go on behind what is no object."""
+    message = f"Invalid value for 'after': '{fields.shown(name)}' is no id of the objects listed here."
+    return ApiError(400, message, param="after", code="invalid_value")
+
+
+def envelope(objects: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """The page that holds these objects."""
+    first, last = (objects[0]["id"], objects[-1]["id"]) if objects else (None, None)
+    return {"object": "list", "data": objects, "first_id": first, "last_id": last, "has_more": has_more}

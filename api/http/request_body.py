@@ -1,0 +1,34 @@
+"""What a client sends, as long as it goes on sending."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from fastapi import Request
+
+from api.state import state_of
+from jobs.protocol.results import ApiError
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """At most `limit` bytes. Raises `ApiError` 413 and 408."""
+    body = bytearray()
+    async for chunk in chunks_of(request):
+        body += chunk
+        if len(body) > limit:
+            raise ApiError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
+    return bytes(body)
+
+
+async def chunks_of(request: Request) -> AsyncIterator[bytes]:
+    """The body as it comes. Raises `ApiError` 408 when nothing does for too long."""
+    silence = state_of(request).settings.upload_silence_seconds
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(silence):
+                chunk = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise ApiError(408, f"Nothing came of the body for {silence:g} seconds.", code="upload_timeout") from None
+        yield chunk

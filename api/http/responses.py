@@ -1,0 +1,12 @@
+"""JSON as routes and errors answer it."""
+
+from typing import Any
+
+from starlette.responses import Response
+
+from jobs.protocol.results import encode_json
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response whose body is strict UTF-8, whatever stands in `value`."""
+    return Response(encode_json(value), status, headers, "application/json")

@@ -1,0 +1,177 @@
+"""`GET /v1/batches/{id}/stream`: the tokens of all requests of a batch as they come, as server-sent
+events.
+
+The batch's own stream in Redis holds what workers say about any of its requests, for as long as
+somebody reads. A reader that was cut goes on exactly where it was, on any API process, while the
+event that it saw last still stands there. Else, and at first, it is shown what the running requests
+have so far; the offsets say what of it is new. So a reader that is too slow falls behind, and holds
+up nothing.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from api.auth import caller_of
+from api.batch_objects import batch_object, find_batch
+from api.http.event_stream import EventStream, event
+from api.http.openapi import EVENTS
+from api.state import ApiState, state_of
+from api.token_events import LAST_EVENT_ID, Watch, last_event_id, next_entries, shown, to_the_end
+from jobs.batch.client import BatchRecord
+from jobs.batch.line_index import LineIndex
+from jobs.batch.manifest import load_manifest
+from jobs.protocol.requests import BatchEntry, RequestKey
+from jobs.queue import keys
+from jobs.queue.following import Beginning
+from jobs.queue.scripts import QueueUnavailable
+from jobs.store.storage import StoreError
+
+router = APIRouter()
+
+_SILENCE_SECONDS = 1.0
+_PAUSE_SECONDS = 0.2
+
+
+@router.get(
+    "/v1/batches/{batch_id}/stream",
+    responses={200: {"content": EVENTS}},
+    response_class=Response,
+    openapi_extra={"parameters": [LAST_EVENT_ID]},
+)
+async def stream(request: Request, batch_id: str) -> Response:
+    """Events `{"custom_id", "line", "choices": [{"index", "token_offset", "text", "text_offset"}],
+    "status"}`; `status` is null until the request's last event says `completed` or `failed`. At the
+    batch's end comes the Batch object, then `[DONE]`.
+    """
+    state = state_of(request)
+    after = last_event_id(request)
+    record = await asyncio.to_thread(find_batch, state, caller_of(request).tenant, batch_id)
+    follower = Follower(state, record)
+    await follower.begin()
+    return EventStream(to_the_end(follower.events(after)), state.settings.ping_seconds, follower.close)
+
+
+class Follower:
+    """One reader of one batch."""
+
+    def __init__(self, state: ApiState, record: BatchRecord) -> None:
+        self._state = state
+        self._record = record
+        self._batch = record.id
+        self._watch = Watch(state, record.id)
+        self._first_id: str | None = None  # the batch's last entry when this began
+        self._custom_ids: dict[RequestKey, str] = {}  # of requests that run
+        self._lines: LineIndex | None = None
+
+    async def begin(self) -> None:
+        """Before the head of the answer is sent: who has seen that misses nothing.
+
+        Raises `QueueUnavailable`.
+        """
+        if not self._record.ended:
+            self._first_id = await self._watch.begin()
+
+    async def events(self, after: str | None) -> AsyncIterator[bytes]:
+        """Until the batch has ended, and all that was said of it is shown.
+
+        Raises `QueueUnavailable`.
+        """
+        first_id = self._first_id
+        while True:
+            if not self._record.ended:
+                await self._watch.renew()
+            entries = (
+                None if after is None else await asyncio.to_thread(self._state.queue.read_batch, self._batch, after)
+            )
+            if entries:
+                for value, entry_id in await self._values(entries):
+                    yield event(value, entry_id)
+                after = entries[-1].id
+                if any(entry.key is None for entry in entries):
+                    await self._look()
+            elif self._record.ended:
+                break
+            elif entries is None or after is None:
+                beginning = Beginning(self._state.queue, self._batch, first_id or await self._watch.begin())
+                async for one in self._from(beginning):
+                    yield one
+                after = beginning.last_id
+            elif not await next_entries(self._state, keys.batch_tokens(self._batch), after, 1, _SILENCE_SECONDS):
+                await self._look()
+            first_id = None  # too old for another beginning
+        yield event(batch_object(self._record))
+
+    async def close(self) -> None:
+        """Gives back what was opened."""
+        if self._lines is not None:
+            self._lines.close()
+
+    async def _from(self, beginning: Beginning) -> AsyncIterator[bytes]:
+        """Its last event alone has an id: who is cut before that begins again."""
+        last: dict[str, Any] | None = None
+        groups = iter(beginning)
+        while (entries := await asyncio.to_thread(next, groups, None)) is not None:
+            for value, _ in await self._values(entries):
+                if last is not None:
+                    yield event(last)
+                last = value
+        if last is not None:
+            yield event(last, beginning.last_id)
+
+    async def _values(self, entries: Sequence[BatchEntry]) -> list[tuple[dict[str, Any], str]]:
+        """What clients are told, and under which id."""
+        told = [
+            (entry.key, entry)
+            for entry in entries
+            if entry.key is not None and (entry.chunks or entry.succeeded is not None)
+        ]
+        unnamed = {key for key, _ in told} - self._custom_ids.keys()
+        if unnamed:
+            self._custom_ids |= await asyncio.to_thread(self._find_custom_ids, sorted(unnamed))
+        values = []
+        for key, entry in told:
+            status = None if entry.succeeded is None else "completed" if entry.succeeded else "failed"
+            choices = [shown(chunk) for chunk in entry.chunks]
+            values.append(
+                (
+                    {"custom_id": self._custom_ids.get(key), "line": key.line, "choices": choices, "status": status},
+                    entry.id,
+                )
+            )
+        for key, entry in told:
+            if entry.succeeded is not None:
+                self._custom_ids.pop(key, None)
+        return values
+
+    def _find_custom_ids(self, requests: Sequence[RequestKey]) -> dict[RequestKey, str]:
+        """Of an ended batch the file may be gone that names its lines."""
+        with contextlib.suppress(StoreError):
+            if self._lines is None:
+                root = self._record.spec.root
+                manifest = load_manifest(root)
+                self._lines = LineIndex(root, manifest.source or "") if manifest is not None else None
+            if self._lines is not None:
+                return {key: self._lines.custom_id(key.line) for key in requests}
+        return {}
+
+    async def _look(self) -> None:
+        """Reads the record anew.
+
+        An empty Redis gets it back from the file store within some seconds. Raises `ApiError` if it
+        is gone.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._state.queue.settings.redis_retry_seconds
+        while True:
+            try:
+                self._record = await asyncio.to_thread(find_batch, self._state, self._record.spec.tenant, self._batch)
+                return
+            except QueueUnavailable:
+                if loop.time() > deadline:
+                    raise
+            await asyncio.sleep(_PAUSE_SECONDS)

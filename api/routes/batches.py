@@ -1,0 +1,179 @@
+"""`/v1/batches`: create, list, look at, cancel."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from openai.types import Batch
+
+from api.auth import Caller, caller_of
+from api.batch_objects import batch_object, find_batch
+from api.http.errors import error_response
+from api.http.openapi import json_body, query
+from api.http.pages import PageOf, envelope, not_after, query_integer
+from api.http.request_body import read_body
+from api.http.responses import json_response
+from api.settings import ApiSettings
+from api.state import ApiState, state_of
+from jobs.batch.client import BatchRecord, cancel_batch, list_batches
+from jobs.batch.submit import NewBatch, TooManyBatches, submit_batch
+from jobs.protocol import fields
+from jobs.protocol.ids import BATCH, is_id
+from jobs.protocol.results import ApiError
+from jobs.protocol.validation import ENDPOINTS, decode_body
+from jobs.protocol.windows import window_seconds
+from jobs.store.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
+
+_MAX_BODY = 1024 * 1024  # bytes
+_MAX_LIMIT, _USUAL_LIMIT = 100, 20
+_MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
+_MAX_ID = 256
+
+_EXPIRY = {
+    "type": ["object", "null"],
+    "required": ["anchor", "seconds"],
+    "properties": {
+        "anchor": {"type": "string", "enum": ["created_at"]},
+        "seconds": {"type": "integer", "minimum": MIN_EXPIRY_SECONDS, "maximum": MAX_EXPIRY_SECONDS},
+    },
+}
+_METADATA = {
+    "type": ["object", "null"],
+    "maxProperties": _MAX_PAIRS,
+    "propertyNames": {"maxLength": _MAX_KEY},
+    "additionalProperties": {"type": "string", "maxLength": _MAX_VALUE},
+}
+_BODY = json_body(
+    ["input_file_id", "endpoint", "completion_window"],
+    {
+        "input_file_id": {"type": "string", "maxLength": _MAX_ID},
+        "endpoint": {"type": "string", "enum": list(ENDPOINTS)},
+        "completion_window": {"type": "string"},
+        "metadata": _METADATA,
+        "output_expires_after": _EXPIRY,
+    },
+)
+_PAGE = [
+    query("after", "a batch's id; the page begins behind it", {"type": "string"}),
+    query(
+        "limit",
+        "batches of one page",
+        {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT, "default": _USUAL_LIMIT},
+    ),
+]
+
+router = APIRouter()
+
+
+@router.post("/v1/batches", responses={200: {"model": Batch}}, openapi_extra=_BODY)
+async def create_batch(request: Request) -> Response:
+    """Makes a batch of an uploaded file; what is wrong with that file, the batch says once it was
+    validated.
+    """
+    raw = await read_body(request, _MAX_BODY)
+    return json_response(await asyncio.to_thread(_create, state_of(request), caller_of(request), raw))
+
+
+@router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})
+def list_page(request: Request) -> Response:
+    """A page of the caller's batches, newest first."""
+    after = request.query_params.get("after") or None
+    if after is not None and not is_id(BATCH, after):
+        raise not_after(after)
+    limit = query_integer(request, "limit", 1, _MAX_LIMIT) or _USUAL_LIMIT
+    page = list_batches(state_of(request).queue, caller_of(request).tenant, after, limit)
+    return json_response(envelope([batch_object(record) for record in page.items], page.has_more))
+
+
+@router.get("/v1/batches/{batch_id}", responses={200: {"model": Batch}})
+def retrieve_batch(request: Request, batch_id: str) -> Response:
+    """What has become of a batch."""
+    return json_response(batch_object(_find(request, batch_id)))
+
+
+@router.post("/v1/batches/{batch_id}/cancel", responses={200: {"model": Batch}})
+def cancel(request: Request, batch_id: str) -> Response:
+    """Ends a batch early.
+
+    What is finished stays, what runs is stopped; every other line gets an error line.
+    """
+    _find(request, batch_id)
+    try:
+        record = cancel_batch(state_of(request).queue.redis, batch_id)
+    except KeyError:
+        record = _find(request, batch_id)
+    if record.state not in ("cancelling", "cancelled"):
+        return error_response(_too_late(record), {"x-should-retry": "false"})
+    return json_response(batch_object(record))
+
+
+def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> NewBatch:
+    """What a client asks for; keys that nobody knows are ignored. Raises `ApiError` 400."""
+    body = fields.mapping(body, "body")
+    input_file_id = fields.text(fields.required(body, "input_file_id"), "input_file_id", _MAX_ID)
+    endpoint = _choice(body, "endpoint", ENDPOINTS)
+    window = _choice(body, "completion_window", settings.completion_windows)
+    return NewBatch(
+        input_file_id=input_file_id,
+        endpoint=endpoint,
+        completion_window=window,
+        seconds=window_seconds(window),
+        metadata=fields.optional(body, "metadata", _metadata, None),
+        tenant=caller.tenant,
+        output_expires_seconds=fields.optional(body, "output_expires_after", _expiry_seconds, None),
+        max_lines=settings.max_batch_lines,
+        queued_tokens=caller.queued_tokens,
+        open_batches=caller.open_batches,
+    )
+
+
+def _create(state: ApiState, caller: Caller, raw: bytes) -> dict[str, Any]:
+    new = read_new_batch(decode_body(raw), caller, state.settings)
+    try:
+        return batch_object(submit_batch(state.queue, state.files, new))
+    except TooManyBatches:
+        message = (
+            f"You have {caller.open_batches} batches that have not ended, as many as you may have; try again when one"
+            " has."
+        )
+        raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded") from None
+
+
+def _find(request: Request, batch_id: str) -> BatchRecord:
+    return find_batch(state_of(request), caller_of(request).tenant, batch_id)
+
+
+def _choice(body: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
+    value = fields.text(fields.required(body, name), name)
+    if value not in choices:
+        fields.unknown_choice(value, name, choices)
+    return value
+
+
+def _metadata(value: Any, param: str) -> dict[str, str]:
+    pairs = fields.mapping(value, param)
+    if len(pairs) > _MAX_PAIRS:
+        message = (
+            f"Invalid '{param}': too many properties. Expected an object with at most {_MAX_PAIRS}, but got one with"
+            f" {len(pairs)}."
+        )
+        fields.fail(message, param, "object_above_max_properties")
+    for key, text in pairs.items():
+        fields.text(key, param, _MAX_KEY)
+        fields.text(text, f"{param}.{fields.shown(key)}", _MAX_VALUE)
+    return pairs
+
+
+def _expiry_seconds(value: Any, param: str) -> int:
+    expiry = fields.mapping(value, param)
+    anchor = fields.text(fields.required(expiry, "anchor", f"{param}."), f"{param}.anchor")
+    if anchor != "created_at":
+        fields.unknown_choice(anchor, f"{param}.anchor", ("created_at",))
+    return fields.integer(
+        fields.required(expiry, "seconds", f"{param}."), f"{param}.seconds", MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS
+    )
+
+
+def _too_late(record: BatchRecord) -> ApiError:
+    return ApiError(409, f"Cannot cancel a batch with status '{record.state}'.")

@@ -1,0 +1,242 @@
+"""`/v1/files`: upload, list, look at, read, delete."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, Response, StreamingResponse
+from openai.types import FileDeleted, FileObject
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from api.auth import caller_of
+from api.http.errors import error_response
+from api.http.openapi import query
+from api.http.pages import PageOf, envelope, not_after, query_choice, query_integer
+from api.http.responses import json_response
+from api.state import state_of
+from api.uploads import ANCHOR, SECONDS, receive_file
+from jobs.batch.completion_log import read_log
+from jobs.batch.manifest import Manifest, load_manifest
+from jobs.protocol import fields
+from jobs.protocol.fields import INT32
+from jobs.protocol.results import ApiError
+from jobs.protocol.states import END_STATES
+from jobs.store.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS, PURPOSES, FileRecord, FileStore
+from jobs.store.storage import StoreError, named
+
+_MAX_LIMIT = 10_000
+
+router = APIRouter()
+
+_FORM = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"type": "string", "enum": list(PURPOSES)},
+                    ANCHOR: {"type": "string", "enum": ["created_at"]},
+                    SECONDS: {"type": "integer", "minimum": MIN_EXPIRY_SECONDS, "maximum": MAX_EXPIRY_SECONDS},
+                },
+            }
+        }
+    },
+}
+_LIST = [
+    query("after", "a file's id; the page begins behind it", {"type": "string", "pattern": "^file-[0-9a-f]{24}$"}),
+    query(
+        "limit", "files of one page", {"type": "integer", "minimum": 1, "maximum": _MAX_LIMIT, "default": _MAX_LIMIT}
+    ),
+    query("order", "by creation", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
+    query("purpose", "only files of this one", {"type": "string"}),
+]
+_EXTENT = [
+    query(
+        "offset",
+        "lines of a batch's output to pass over",
+        {"type": "integer", "minimum": 0, "maximum": INT32, "default": 0},
+    ),
+    query("limit", "lines of a batch's output", {"type": "integer", "minimum": 1, "maximum": INT32}),
+]
+_ANY_BYTES = "application/octet-stream"
+_CONTENT = {_ANY_BYTES: {"schema": {"type": "string", "format": "binary"}}}
+_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The file, or lines of it",
+        "content": _CONTENT,
+        "headers": {
+            "Content-Disposition": {"description": "its name", "schema": {"type": "string"}},
+            "X-Last-Line": {
+                "description": "where lines were asked for, the offset to go on from",
+                "schema": {"type": "integer"},
+            },
+            "X-Incomplete": {
+                "description": "with X-Last-Line: whether there is or will be more",
+                "schema": {"enum": ["true", "false"]},
+            },
+        },
+    },
+    206: {"description": "What `Range` asked for", "content": {**_CONTENT, "multipart/byteranges": {}}},
+    416: {"description": "A `Range` beyond the end"},
+}
+
+
+@router.post("/v1/files", responses={200: {"model": FileObject}}, openapi_extra={"requestBody": _FORM})
+async def upload_file(request: Request) -> Response:
+    """Stores a file; its parts may come in any order."""
+    state = state_of(request)
+    return json_response(_as_openai(await receive_file(request, state.files, state.settings, _tenant(request))))
+
+
+@router.get("/v1/files", responses={200: {"model": PageOf[FileObject]}}, openapi_extra={"parameters": _LIST})
+def list_files(request: Request) -> Response:
+    """A page of the caller's files."""
+    after = request.query_params.get("after") or None
+    limit = query_integer(request, "limit", 1, _MAX_LIMIT) or _MAX_LIMIT
+    order = cast(Literal["asc", "desc"], query_choice(request, "order", ("asc", "desc")) or "desc")
+    purpose = request.query_params.get("purpose") or None
+    try:
+        page = _files(request).list(_tenant(request), after=after, limit=limit, order=order, purpose=purpose)
+    except KeyError:
+        raise not_after(after or "") from None
+    return json_response(envelope([_as_openai(record) for record in page.items], page.has_more))
+
+
+@router.get("/v1/files/{file_id}", responses={200: {"model": FileObject}})
+def retrieve_file(request: Request, file_id: str) -> Response:
+    """What a file is; of one that a batch is still writing, what can be read of it."""
+    record = _found(request, file_id)
+    if not record.complete and (manifest := _manifest(_files(request), record)) is not None:
+        record = msgspec.structs.replace(record, bytes=manifest.logged_bytes)
+    return json_response(_as_openai(record))
+
+
+@router.delete("/v1/files/{file_id}", responses={200: {"model": FileDeleted}})
+def delete_file(request: Request, file_id: str) -> Response:
+    """Removes a file. Batches that read it go on: they have their own."""
+    record = _found(request, file_id)
+    manifest = _manifest(_files(request), record)
+    if not record.complete or (
+        manifest is not None and manifest.state not in END_STATES
+    ):  # it would write the file again
+        message = f"The batch {record.batch_id} is still writing the file {file_id}; cancel that first."
+        return error_response(ApiError(409, message, param="id"), {"x-should-retry": "false"})
+    try:
+        _files(request).delete(record.tenant, file_id)
+    except KeyError:
+        raise _unknown(file_id) from None
+    return json_response(FileDeleted(id=file_id, object="file", deleted=True).model_dump())
+
+
+@router.get(
+    "/v1/files/{file_id}/content", responses=_BYTES, response_class=Response, openapi_extra={"parameters": _EXTENT}
+)
+def read_file(request: Request, file_id: str) -> Response:
+    """The bytes of a file.
+
+    The output file of a batch can be read before the batch ends: then, and wherever `offset` or
+    `limit` is given, its lines come in the order in which they were finished. `X-Last-Line` is the
+    offset to go on from, `X-Incomplete` says whether there is or will be more.
+    """
+    record = _found(request, file_id)
+    offset, limit = query_integer(request, "offset", 0, INT32), query_integer(request, "limit", 1, INT32)
+    try:
+        if record.complete and offset is None and limit is None:
+            return _whole(_files(request).content_path(record), record)
+        return _by_lines(_files(request), record, offset or 0, limit)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):  # deleted a moment ago
+            raise _unknown(file_id) from None
+        raise
+
+
+def _whole(path: Path, record: FileRecord) -> Response:
+    with named("cannot read", str(path)):
+        status = os.stat(path)
+    return _StoredFile(path, media_type=_ANY_BYTES, filename=record.filename, stat_result=status)
+
+
+def _by_lines(files: FileStore, record: FileRecord, offset: int, limit: int | None) -> Response:
+    manifest = _manifest(files, record)
+    if manifest is None and record.batch_id is not None:
+        raise _unknown(record.id)
+    if manifest is None or manifest.spec.output_file_id != record.id:
+        fields.fail(
+            "Only the output file of a batch is read by lines.",
+            "limit" if limit is not None else "offset",
+            "invalid_value",
+        )
+    lines, last = read_log(manifest.spec.root, manifest.logged, offset, limit)
+    more = not record.complete or last < manifest.logged_lines
+    headers = {
+        "x-incomplete": "true" if more else "false",
+        "x-last-line": str(last),
+        "content-disposition": f'attachment; filename="{record.batch_id}_output.jsonl"',
+    }
+    return StreamingResponse(lines, 200, headers, _ANY_BYTES)
+
+
+def _manifest(files: FileStore, record: FileRecord) -> Manifest | None:
+    """Of the batch that gave a file. Raises `StoreError`."""
+    return None if record.batch_id is None else load_manifest(str(files.batch_root(record.batch_id)))
+
+
+class _StoredFile(FileResponse):
+    """A file, or a range of it; one beyond its end is refused in OpenAI's shape, and what is no
+    range is ignored (RFC 9110).
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal: int | None = None
+
+        async def send_shaped(message: Message) -> None:
+            nonlocal refusal
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                refusal = message["status"]
+                if refusal == 416:
+                    error = ApiError(
+                        416, "Invalid 'Range': it is not within the file.", param="Range", code="invalid_value"
+                    )
+                    headers = {"content-range": Headers(raw=message["headers"])["content-range"]}
+                    await error_response(error, headers)(scope, receive, send)
+            elif refusal is None:
+                await send(message)
+
+        await super().__call__(scope, receive, send_shaped)
+        if refusal is not None and refusal != 416:
+            rest = [header for header in scope["headers"] if header[0] != b"range"]
+            await super().__call__({**scope, "headers": rest}, receive, send)
+
+
+def _as_openai(record: FileRecord) -> dict[str, Any]:
+    # Not validated: "evals" is a purpose of uploads that the package's type does not list.
+    shaped = FileObject.model_construct(
+        id=record.id, bytes=record.bytes, created_at=record.created_at, filename=record.filename, object="file",
+        purpose=record.purpose, status="processed", expires_at=record.expires_at, status_details=None,
+    )  # fmt: skip
+    return shaped.model_dump(warnings=False)
+
+
+def _found(request: Request, file_id: str) -> FileRecord:
+    try:
+        return _files(request).get(_tenant(request), file_id)
+    except KeyError:
+        raise _unknown(file_id) from None
+
+
+def _unknown(file_id: str) -> ApiError:
+    return ApiError(404, f"No such File object: {fields.shown(file_id)}", param="id")
+
+
+def _files(request: Request) -> FileStore:
+    return state_of(request).files
+
+
+def _tenant(request: Request) -> str:
+    return caller_of(request).tenant

@@ -1,0 +1,321 @@
+"""`/v1/completions` and `/v1/chat/completions`: a call goes into the queue, a worker answers
+through Redis.
+
+The HTTP status waits for the worker's first word, since only the worker knows the prompt's length.
+A client that leaves cancels its call.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from typing import Any
+
+import redis
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from starlette.requests import ClientDisconnect
+
+from api.auth import caller_of
+from api.fleet import Fleet
+from api.http.errors import queue_unavailable
+from api.http.event_stream import EventStream, event
+from api.http.openapi import EVENTS, json_body
+from api.http.request_body import read_body
+from api.reader import Inbox, Reader
+from api.state import ApiState, state_of
+from jobs.protocol import requests
+from jobs.protocol.bodies import chat_chunk, completion_chunk, new_body_id, usage_chunk
+from jobs.protocol.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
+from jobs.protocol.results import ApiError, Result
+from jobs.protocol.validation import CHAT, COMPLETIONS, Call, decode_body, parse_call
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable
+
+_WORKER_CHECK_SECONDS = 5.0
+_LARGE_BODY = 256 * 1024  # bytes; reading it would keep other calls waiting
+_SILENCE_SECONDS = 2.0
+
+_COUNT = {"type": ["integer", "null"], "minimum": 1, "maximum": 128}
+_PROMPT = {"type": ["string", "array"], "minLength": 1, "minItems": 1}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": ["system", "developer", "user", "assistant"]}, "content": {"type": "string"}},
+}
+_SAMPLING: dict[str, Any] = {  # the most used of docs/requests.md
+    "model": {"type": "string"},
+    "stream": {"type": ["boolean", "null"]},
+    "n": _COUNT,
+    "max_tokens": {"type": ["integer", "null"], "minimum": 1},
+    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2},
+    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+    "seed": {"type": ["integer", "null"]},
+    "stop": {
+        "type": ["string", "array", "null"],
+        "items": {"type": "string", "minLength": 1},
+        "minLength": 1,
+        "maxItems": 16,
+    },
+}
+
+log = logging.getLogger("api")
+router = APIRouter()
+
+
+@router.post(
+    COMPLETIONS,
+    responses={200: {"model": Completion, "content": EVENTS}},
+    openapi_extra=json_body(["model", "prompt"], {**_SAMPLING, "prompt": _PROMPT, "best_of": _COUNT}),
+)
+async def completions(request: Request) -> Response:
+    """Continues a prompt."""
+    return await answer(request, COMPLETIONS)
+
+
+@router.post(
+    CHAT,
+    responses={200: {"model": ChatCompletion, "content": EVENTS}},
+    openapi_extra=json_body(
+        ["model", "messages"], {**_SAMPLING, "messages": {"type": "array", "minItems": 1, "items": _MESSAGE}}
+    ),
+)
+async def chat_completions(request: Request) -> Response:
+    """Answers a conversation."""
+    return await answer(request, CHAT)
+
+
+async def answer(request: Request, endpoint: str) -> Response:
+    """The response of either endpoint, plain or as an event stream. Raises `ApiError`."""
+    state = state_of(request)
+    raw = await read_body(request, state.settings.max_body_bytes)
+    call = _parse(endpoint, raw) if len(raw) < _LARGE_BODY else await asyncio.to_thread(_parse, endpoint, raw)
+    await state.fleet.require(call.model)
+    live = LiveCall(state, call, caller_of(request).tenant)
+    await live.submit(raw)
+    try:
+        first = await _unless_gone(request, live.first())
+        if call.stream and (first.result is None or first.result.succeeded):
+            headers = {"x-request-id": request.state.request_id, "x-stream-id": live.key.batch}
+            return EventStream(live.events(first), state.settings.ping_seconds, live.close, headers)
+        result = await _unless_gone(request, live.result(first))
+    except BaseException:
+        await live.close()
+        raise
+    await live.close()
+    return Response(result.body, result.status, media_type="application/json")
+
+
+class LiveCall:
+    """One call on its way through the queue."""
+
+    def __init__(self, state: ApiState, call: Call, tenant: str = "") -> None:
+        self.key = RequestKey(requests.new_live_id(tenant), 0)
+        self._state = state
+        self._queue: Queue = state.queue
+        self._reader: Reader = state.reader
+        self._fleet: Fleet = state.fleet
+        self._call = call
+        self._inbox: Inbox | None = None
+        self._handing_in: asyncio.Task[None] | None = None
+        self._finished = False
+        self._created = time.time()
+
+    async def submit(self, raw: bytes) -> None:
+        """Hands the call in, to be answered to this process."""
+        self._inbox = self._reader.open(self.key)
+        self._request = requests.Request(
+            self._call.endpoint,
+            self._call.model,
+            raw,
+            secrets.randbits(63),
+            created=self._created,
+            reply_to=self._reader.api_id,
+        )
+        try:
+            await self._hand_in()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def first(self) -> StreamEntry:
+        """The worker's first word. Raises `ApiError` when no worker is left that could speak it."""
+        while True:
+            try:
+                async with asyncio.timeout(_WORKER_CHECK_SECONDS):
+                    return await self._next()
+            except TimeoutError:
+                await self._fleet.require(self._call.model, fresh=True)
+
+    async def result(self, entry: StreamEntry) -> Result:
+        """The finished response."""
+        while entry.result is None:
+            entry = await self._next()
+        return entry.result
+
+    async def events(self, entry: StreamEntry) -> AsyncIterator[bytes]:
+        """The server-sent events of a streamed call, as OpenAI words them, from its first entry
+        on.
+        """
+        chunks = Chunks(self._call, int(self._created))
+        for opening in chunks.openings():
+            yield event(opening)
+        try:
+            while True:
+                for chunk in chunks.of(entry):
+                    yield event(chunk)
+                if entry.result is not None:
+                    break
+                entry = await self._next()
+        except ApiError as error:
+            yield event(error.body())
+        except (QueueUnavailable, redis.RedisError) as error:
+            log.warning("a stream ends early, the queue cannot be used: %s", error)
+            yield event(queue_unavailable().body())
+        yield event(None)
+
+    async def close(self) -> None:
+        """Ends the call: a worker that still runs it is told to stop.
+
+        Waits until it is no longer being handed in.
+        """
+        self._reader.close(self.key)
+        if self._inbox is not None and not self._finished:
+            self._finished = True
+            with contextlib.suppress(Exception):
+                await asyncio.shield(self._cancel())
+
+    async def _cancel(self) -> None:
+        if self._handing_in is not None:
+            await asyncio.wait({self._handing_in})
+        await asyncio.to_thread(self._queue.cancel, [self.key])
+
+    async def _hand_in(self) -> None:
+        """A thread cannot be cancelled: it may still hand the call in when nobody waits for that
+        any more.
+        """
+        if self._handing_in is None or self._handing_in.done():
+            self._handing_in = asyncio.create_task(asyncio.to_thread(self._queue.submit, self.key.batch, self._request))
+        await asyncio.shield(self._handing_in)
+
+    async def _next(self) -> StreamEntry:
+        assert self._inbox is not None
+        getting = asyncio.ensure_future(self._inbox.get())
+        try:
+            while not (await asyncio.wait({getting}, timeout=_SILENCE_SECONDS))[0]:
+                await self._ask_after(self._inbox)
+            entry = getting.result()
+        finally:
+            getting.cancel()
+        if entry.result is not None:
+            self._finished = True
+        return entry
+
+    async def _ask_after(self, inbox: Inbox) -> None:
+        """Hands the call in again if Redis lost it and came back empty; the tokens that come again
+        are not shown twice.
+        """
+        with contextlib.suppress(
+            redis.RedisError, OSError, QueueUnavailable
+        ):  # the reader sees to a Redis that stays away
+            if await self._state.knows(self.key):
+                inbox.look()
+            else:
+                await self._hand_in()
+
+
+class Chunks:
+    """Turns the entries of one call into the chunks that OpenAI's clients read."""
+
+    def __init__(self, call: Call, created: int) -> None:
+        self._call = call
+        self._created = created
+        self._id = new_body_id(call.endpoint)
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
+
+    def openings(self) -> list[dict[str, Any]]:
+        """The chunks that say whose turn it is, one for each answer of a chat."""
+        if self._call.endpoint != CHAT:
+            return []
+        answers = range(self._call.n)
+        return [
+            self._with_usage(chat_chunk(self._id, self._call.model, "", None, self._created, index=i, first=True))
+            for i in answers
+        ]
+
+    def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
+        """The chunks for one entry: text, then at the end the reasons and, if it was asked for, the
+        usage.
+        """
+        chunks = [
+            self._tokens(chunk) for chunk in entry.chunks if chunk.text or chunk.logprobs or chunk.prompt_logprobs
+        ]
+        if entry.result is not None:
+            chunks += self._ending(entry.result)
+        return [self._with_usage(chunk) for chunk in chunks]
+
+    def _ending(self, result: Result) -> list[dict[str, Any]]:
+        body = json.loads(result.body)
+        if not result.succeeded:
+            return [body]
+        ending = [self._ending_of(choice) for choice in body["choices"]]
+        if self._call.include_usage:
+            ending.append(usage_chunk(self._call.endpoint, self._id, self._call.model, result.usage, self._created))
+        return ending
+
+    def _ending_of(self, choice: dict[str, Any]) -> dict[str, Any]:
+        reasons, index = (choice["finish_reason"], self._created, choice.get("stop_reason")), choice["index"]
+        if self._call.endpoint == CHAT:
+            return chat_chunk(self._id, self._call.model, None, *reasons, index=index)
+        return completion_chunk(self._id, self._call.model, "", *reasons, index=index)
+
+    def _tokens(self, chunk: TokenChunk) -> dict[str, Any]:
+        """With the log probabilities of its tokens; an echoed prompt's stand before them."""
+        positions = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
+        if self._call.endpoint == CHAT:
+            logprobs = chat_logprobs(positions) if positions else None
+            return chat_chunk(
+                self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs
+            )
+        logprobs = (
+            completion_logprobs(positions, self._offsets[chunk.choice].of(positions, chunk.text)) if positions else None
+        )
+        return completion_chunk(
+            self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs
+        )
+
+    def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """With include_usage every chunk but the last carries `usage: null`."""
+        if self._call.include_usage and "error" not in chunk:
+            chunk.setdefault("usage", None)
+        return chunk
+
+
+def _parse(endpoint: str, raw: bytes) -> Call:
+    return parse_call(endpoint, decode_body(raw))
+
+
+async def _unless_gone(request: Request, waiting: Any) -> Any:
+    """The awaited value. Raises `ClientDisconnect` when the client leaves first."""
+    task = asyncio.ensure_future(waiting)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for one in (task, gone):
+            one.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,86 @@
+"""`GET /v1/streams/{id}`: the tokens of any request, from its beginning or after `Last-Event-ID`,
+as server-sent events.
+
+The id of an event says how many output tokens came up to it: a reader that was cut goes on without
+gap or repetition, on any API process.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from api.auth import caller_of
+from api.http.event_stream import EventStream, event
+from api.http.openapi import EVENTS
+from api.state import ApiState, state_of
+from api.token_events import LAST_EVENT_ID, Watch, last_event_id, next_entries, patiently, shown, to_the_end
+from jobs.protocol import fields
+from jobs.protocol.requests import LIVE_PREFIX, RequestKey, StreamEntry
+from jobs.protocol.results import ApiError
+from jobs.queue import keys
+from jobs.queue.streams import FIRST_ID, parse_entry
+
+router = APIRouter()
+
+
+@router.get(
+    "/v1/streams/{name:path}",
+    responses={200: {"content": EVENTS}},
+    response_class=Response,
+    openapi_extra={"parameters": [LAST_EVENT_ID]},
+)
+async def stream(request: Request, name: str) -> Response:
+    """Events `{"id", "choices": [{"index", "token_offset", "token_ids", "text", "text_offset"}]}`,
+    the last one also with `status` and `response`, then `[DONE]`. Where `best_of` is larger than
+    `n`, all that are generated are shown; log probabilities are in the response.
+
+    `name` is a request of a batch (`batch_x/17`) or a live call (`live_x`). One of another tenant
+    is as unknown as one that never was.
+    """
+    state = state_of(request)
+    key = _parse_key(name)
+    after = last_event_id(request) or FIRST_ID
+    if not await state.is_of(caller_of(request).tenant, key) or not await state.knows(key):
+        message = f"No request {fields.shown(name)} is running, and no stream of it is kept."
+        raise ApiError(404, message, "not_found_error", code="stream_not_found")
+    return EventStream(to_the_end(_events(state, key, after)), state.settings.ping_seconds)
+
+
+async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator[bytes]:
+    """Reads on until the request's end.
+
+    A request that was not watched loses its stream when it ends: then so does this one.
+    """
+    watch = Watch(state, key)
+    while True:
+        await watch.renew()
+        entries = [parse_entry(key, *found) for found in await next_entries(state, keys.tokens(str(key)), after, 1000)]
+        for entry in entries:
+            after = entry.entry_id
+            yield event(_as_json(entry), entry.entry_id)
+        if (entries and entries[-1].result is not None) or (
+            not entries and not await patiently(state, lambda: state.knows(key))
+        ):
+            break
+
+
+def _as_json(entry: StreamEntry) -> dict[str, Any]:
+    choices = [shown(chunk) | {"token_ids": chunk.token_ids} for chunk in entry.chunks]
+    value: dict[str, Any] = {"id": str(entry.key), "choices": choices}
+    if entry.result is not None:
+        value |= {"status": entry.result.status, "response": msgspec.json.decode(entry.result.body)}
+    return value
+
+
+def _parse_key(name: str) -> RequestKey:
+    if name.startswith(LIVE_PREFIX) and "/" not in name:
+        return RequestKey(name, 0)
+    try:
+        return RequestKey.parse(name)
+    except ValueError:
+        raise ApiError(
+            404, f"Not the name of a request: {fields.shown(name)}", "not_found_error", code="stream_not_found"
+        ) from None

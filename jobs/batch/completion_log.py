@@ -1,0 +1,133 @@
+"""The completion log of a batch: the output lines of its successes, in the order in which they were
+drained.
+
+Beside the lines stands an index of 12 bytes for each. Both files hold at least what the manifest
+counts (`Manifest.logged`); what stands behind that was left by a slice that was killed, is read by
+nobody, and is cut off by the next append.
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO, NamedTuple
+
+from jobs.store.storage import StoreError, delete, join, local_path, named, open_input, size_of, sync_folder
+
+LOG_NAME = "completed.jsonl"
+INDEX_NAME = "completed.index"
+
+_ENTRY = struct.Struct("<QI")  # where an entry's line begins in the log, its number in the input
+_READ_BYTES = 1 << 18
+
+
+class Extent(NamedTuple):
+    """How much of the log counts."""
+
+    lines: int = 0
+    bytes: int = 0
+
+
+class Entry(NamedTuple):
+    """One success: its line's number in the input, and the output line without its line feed."""
+
+    line: int
+    output: bytes
+
+
+def append_log(root: str, extent: Extent, entries: Sequence[Entry]) -> Extent:
+    """Puts entries behind `extent`, durably; they count once the manifest holds what this returns.
+
+    Raises `StoreError`.
+    """
+    index, size = bytearray(), extent.bytes
+    for line, output in entries:
+        index += _ENTRY.pack(size, line)
+        size += len(output) + 1
+    _append(join(root, LOG_NAME), extent.bytes, b"".join(entry.output + b"\n" for entry in entries))
+    _append(join(root, INDEX_NAME), extent.lines * _ENTRY.size, bytes(index))
+    return Extent(extent.lines + len(entries), size)
+
+
+def read_log(root: str, extent: Extent, offset: int, limit: int | None = None) -> tuple[Iterator[bytes], int]:
+    """Output lines from `offset` on, `limit` of them (None: all), as JSONL in pieces; and the
+    offset behind them. Raises `StoreError`.
+
+    Who asks for more than there is goes on at the end of what there is.
+    """
+    offset = min(offset, extent.lines)
+    last = extent.lines if limit is None else min(offset + limit, extent.lines)
+    if last == offset:
+        return iter(()), last
+    with open_input(join(root, INDEX_NAME)) as index:
+        start, end = _place(index, offset), extent.bytes if last == extent.lines else _place(index, last)
+    return _pieces(open_input(join(root, LOG_NAME)), start, end), last
+
+
+def logged_lines(root: str, first: int, last: int) -> list[int]:
+    """Line numbers of the entries `first` to `last`. Raises `StoreError`."""
+    if first >= last:
+        return []
+    with open_input(join(root, INDEX_NAME)) as index:
+        index.seek(first * _ENTRY.size)
+        data = index.read((last - first) * _ENTRY.size)
+    if len(data) < (last - first) * _ENTRY.size:
+        raise StoreError(f"{join(root, INDEX_NAME)} is shorter than was noted")
+    return [line for _, line in _ENTRY.iter_unpack(data)]
+
+
+def sound_extent(root: str, extent: Extent) -> Extent:
+    """`extent`, or the less that a damaged log still holds of it. Raises `StoreError`."""
+    size = size_of(join(root, LOG_NAME)) or 0
+    lines = min(extent.lines, (size_of(join(root, INDEX_NAME)) or 0) // _ENTRY.size)
+    if lines == extent.lines and size >= extent.bytes:
+        return extent
+    if not lines:
+        return Extent()
+    with open_input(join(root, INDEX_NAME)) as index:
+        while lines and _place(index, lines - 1) >= size:
+            lines -= 1
+        # The last one may be cut
+        return Extent(lines - 1, _place(index, lines - 1)) if lines else Extent()
+
+
+def remove_log(root: str) -> None:
+    """Removes the log of a batch whose output has expired. Raises `StoreError`."""
+    delete(join(root, INDEX_NAME))
+    delete(join(root, LOG_NAME))
+
+
+def _append(location: str, size: int, data: bytes) -> None:
+    path = local_path(location)
+    assert path is not None, "a batch's root is local"
+    with named("cannot write", location):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with os.fdopen(handle, "r+b") as file:
+            if os.fstat(handle).st_size < size:
+                raise StoreError(f"{location} is shorter than was noted")
+            file.truncate(size)
+            file.seek(size)
+            file.write(data)
+            file.flush()
+            os.fsync(handle)
+        if size == 0:
+            sync_folder(path.parent)
+
+
+def _place(index: BinaryIO, entry: int) -> int:
+    index.seek(entry * _ENTRY.size)
+    data = index.read(_ENTRY.size)
+    if len(data) < _ENTRY.size:
+        raise StoreError(f"{INDEX_NAME} is shorter than was noted")
+    found: int = _ENTRY.unpack(data)[0]
+    return found
+
+
+def _pieces(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+    with file:
+        file.seek(start)
+        while start < end:
+            piece = file.read(min(_READ_BYTES, end - start))
+            if not piece:
+                raise StoreError(f"{LOG_NAME} is shorter than was noted")
+            start += len(piece)
+            yield piece

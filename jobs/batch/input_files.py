@@ -1,0 +1,215 @@
+"""Input files as lines: JSONL is read where it stands; compressed JSONL and Parquet are first
+written out as JSONL in the batch's root.
+"""
+
+import contextlib
+import gzip
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from jobs.store.storage import AtomicWriter, StoreError, open_input
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+SPOOL_NAME = "lines.jsonl"
+
+PARQUET_REFUSED, PARQUET_UNREADABLE = 3, 4
+"""How `jobs.batch.parquet_lines` ends where it wrote a sentence."""
+
+_COPY_CHUNK = 1 << 20
+_SHOWN_CHARACTERS = 2000
+# No module of the working folder is in its way, and its limit of memory is not spent on pools and
+# threads
+_READER_ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",
+    "PYTHONUTF8": "1",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+}
+_PARQUET_SUFFIXES = (".parquet", ".pq")
+_BOM = b"\xef\xbb\xbf"
+log = logging.getLogger(__name__)
+
+
+class Bounds(NamedTuple):
+    """What it may cost to write out a file. The defaults are for one's own files."""
+
+    most_bytes: int | None = None  # of JSONL
+    most_rows: int | None = None  # of Parquet; those behind them are left out
+    memory_bytes: int = 16 << 30  # of the process that reads Parquet
+    cpu_seconds: int | None = None  # of that process
+
+
+OWN_FILE = Bounds()
+
+
+class InputError(Exception):
+    """The file as a whole cannot be read; the text is one sentence."""
+
+
+class InputLine(NamedTuple):
+    """One line that is not blank.
+
+    `number` counts all lines from 1; `raw` is None if the line exceeds `MAX_LINE_BYTES`.
+    """
+
+    number: int
+    offset: int
+    raw: bytes | None
+
+
+def is_parquet(location: str) -> bool:
+    """Whether a file's name says Parquet."""
+    return location.lower().endswith(_PARQUET_SUFFIXES)
+
+
+def needs_spool(location: str) -> bool:
+    """Whether lines of the file cannot be read at an offset."""
+    return location.lower().endswith((*_PARQUET_SUFFIXES, ".gz", ".zst"))
+
+
+def read_lines(
+    file: BinaryIO, note: Callable[[bytes], object] = len, most_blank: int | None = None
+) -> Iterator[InputLine]:
+    """Every line that is not blank, in order, holding one at a time; a byte order mark at the start
+    is passed over.
+
+    `note` is handed every byte of the file, which a hash of it is made from. Raises `InputError`
+    where more than `most_blank` lines are.
+    """
+    number, offset, blank = 0, 0, 0
+    if file.read(len(_BOM)) == _BOM:
+        offset = len(_BOM)
+        note(_BOM)
+    file.seek(offset)
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        note(raw)
+        number += 1
+        length = len(raw)
+        if length > MAX_LINE_BYTES:
+            yield InputLine(number, offset, None)
+            while not raw.endswith(b"\n") and (raw := file.readline(MAX_LINE_BYTES)):
+                note(raw)
+                length += len(raw)
+        elif not raw.isspace():
+            yield InputLine(number, offset, raw)
+        else:
+            blank += 1
+            if most_blank is not None and blank > most_blank:
+                raise InputError(f"The input file holds more than {most_blank} blank lines.")
+        offset += length
+
+
+def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, beat: Callable[[], object] = int) -> str:
+    """Writes the lines of a Parquet or compressed file as JSONL, and returns the hash of that;
+    calls `beat` often.
+
+    Raises `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `beat`
+    raises.
+    """
+    with (
+        open_input(location) as file,
+        AtomicWriter(spool) as writer,
+        contextlib.closing(_as_jsonl(location, file, bounds)) as chunks,
+    ):
+        try:
+            for chunk in chunks:
+                beat()
+                if bounds.most_bytes is not None and writer.bytes + len(chunk) > bounds.most_bytes:
+                    raise InputError(f"{location} holds more than {bounds.most_bytes} bytes when it is unpacked")
+                writer.write(chunk)
+        except InputError:
+            beat()  # a process that ends may have killed the reader
+            raise
+        writer.commit()
+        return writer.sha256
+
+
+def first_line(location: str) -> bytes | None:
+    """The first line that is not blank, of a file of any kind, as JSONL; None if there is none, or
+    none of a size that is read.
+
+    Raises `InputError` and `StoreError`.
+    """
+    begun = b""
+    with open_input(location) as file:
+        for chunk in _as_jsonl(location, file):
+            begun = (begun + chunk).removeprefix(_BOM).lstrip()
+            line, newline, _ = begun.partition(b"\n")
+            if newline or len(begun) > MAX_LINE_BYTES:
+                return line if newline else None
+    return begun or None
+
+
+def _as_jsonl(location: str, file: BinaryIO, bounds: Bounds = OWN_FILE) -> Generator[bytes]:
+    """The file's lines in chunks of any size. Raises `InputError` and `StoreError`."""
+    if is_parquet(location):
+        yield from _parquet_lines(location, bounds)
+    elif needs_spool(location):
+        yield from _decompressed(location, file)
+    else:
+        yield from iter(lambda: file.read(_COPY_CHUNK), b"")
+
+
+def _decompressed(location: str, file: BinaryIO) -> Iterator[bytes]:
+    try:
+        if location.lower().endswith(".gz"):
+            reader: Any = gzip.GzipFile(fileobj=file)
+        else:
+            import pyarrow
+
+            reader = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
+        while chunk := reader.read(_COPY_CHUNK):
+            yield chunk
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{location} cannot be decompressed: {error}") from error
+
+
+def _parquet_lines(location: str, bounds: Bounds) -> Iterator[bytes]:
+    """Read by a process of its own, which bounds what a few bytes can ask for, and whose crash is
+    nobody else's.
+    """
+    with tempfile.TemporaryFile() as said:
+        reader = subprocess.Popen(
+            [sys.executable, "-m", "jobs.batch.parquet_lines", location, *(str(bound or 0) for bound in bounds[1:])],
+            env={
+                **os.environ,
+                **_READER_ENVIRONMENT,
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            start_new_session=True,
+        )
+        assert reader.stdout is not None
+        try:
+            with reader.stdout:
+                while chunk := reader.stdout.read(_COPY_CHUNK):
+                    yield chunk
+            code = reader.wait()
+        finally:
+            reader.kill()
+            reader.wait()
+        said.seek(0)
+        why = said.read().decode(errors="surrogateescape")
+    if code == PARQUET_UNREADABLE:
+        raise StoreError(why)
+    if code == -signal.SIGXCPU:
+        why = f"{location} takes more than {bounds.cpu_seconds} s of computing to be read"
+    elif code not in (0, PARQUET_REFUSED):
+        log.error("the reader of %s ended with %s: %s", location, code, why[-_SHOWN_CHARACTERS:])
+        how = signal.Signals(-code).name if code < 0 else str(code)
+        why = (
+            f"{location} is not a readable Parquet file, or needs more memory than there is: its reader ended with"
+            f" {how}"
+        )
+    if code:
+        raise InputError(why)

@@ -1,0 +1,78 @@
+"""Where each line of a batch's source stands: 12 bytes for each number, zeros for a blank line.
+
+Written by validate beside the plan.
+"""
+
+import os
+import struct
+
+from jobs.batch.plan import PlanEntry
+from jobs.protocol.lines import Line, read_line
+from jobs.store.storage import AtomicWriter, StoreError, join, open_input
+
+INDEX_NAME = "lines.index"
+
+_ENTRY = struct.Struct("<QI")  # offset, length
+
+
+class LineIndexWriter:
+    """Takes lines in their order; `commit` makes the index durable, `close` without it leaves
+    nothing. Raises `StoreError`.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._file = AtomicWriter(join(root, INDEX_NAME))
+        self._next = 1
+
+    def add(self, entry: PlanEntry) -> None:
+        """Notes one line; those that were passed over since the last one are blank."""
+        blank = bytes(_ENTRY.size * (entry.line - self._next))
+        self._file.write(blank + _ENTRY.pack(entry.offset, entry.length))
+        self._next = entry.line + 1
+
+    def commit(self) -> None:
+        """Makes the file appear."""
+        self._file.commit()
+
+    def close(self) -> None:
+        """Drops what was not committed."""
+        self._file.close()
+
+
+class LineIndex:
+    """Lines of a validated source by number.
+
+    Thread-safe; it goes on after the files were removed. Raises `StoreError`.
+    """
+
+    def __init__(self, root: str, source: str) -> None:
+        self._location = join(root, INDEX_NAME)
+        self._index = open_input(self._location)
+        try:
+            self._source = open_input(source)
+        except StoreError:
+            self._index.close()
+            raise
+
+    def custom_id(self, line: int) -> str:
+        """The custom_id of a line, which counts from 1."""
+        return self.line(line).custom_id
+
+    def line(self, line: int) -> Line:
+        """A line, taken apart."""
+        entry = os.pread(self._index.fileno(), _ENTRY.size, (line - 1) * _ENTRY.size)
+        offset, length = _ENTRY.unpack(entry) if len(entry) == _ENTRY.size else (0, 0)
+        if not length:
+            raise StoreError(f"{self._location} has no line {line}")
+        return read_line(os.pread(self._source.fileno(), length, offset))
+
+    def close(self) -> None:
+        """Closes both files."""
+        self._index.close()
+        self._source.close()
+
+    def __enter__(self) -> "LineIndex":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

@@ -1,0 +1,192 @@
+"""Rows of a Parquet file as the lines of a batch.
+
+A program, since a few bytes of Parquet can ask for any memory, or crash the reader.
+
+Arguments: location, most rows, bytes of memory, seconds of processor time; 0 means no limit. The
+lines go to stdout, why there are none to stderr.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from jobs.batch.input_files import PARQUET_REFUSED, PARQUET_UNREADABLE, InputError
+from jobs.protocol import fields
+from jobs.protocol.lines import decode_json
+from jobs.store.storage import StoreError, open_input
+
+_ROWS = 64  # at once, all of them in memory
+_READ_BYTES = 1 << 20
+_SHOWN_COLUMNS = 20
+_SHOWN_CHARACTERS = 1000
+_LINE_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
+_BODY_COLUMNS = (
+    "model",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+    "best_of",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "min_p",
+    "min_tokens",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "echo",
+    "logit_bias",
+    "bad_words",
+    "skip_special_tokens",
+    "priority",
+    "truncate_prompt_tokens",
+    "response_format",
+    "user",
+)
+
+
+def main() -> None:
+    """Ends with `PARQUET_REFUSED` where the file is at fault, with `PARQUET_UNREADABLE` where it
+    cannot be reached.
+    """
+    location, (most_rows, memory, seconds) = sys.argv[1], map(int, sys.argv[2:])
+    for number in (signal.SIGINT, signal.SIGTERM):  # who reads the lines says when this ends
+        signal.signal(number, signal.SIG_IGN)
+    _limit(resource.RLIMIT_DATA, memory)
+    _limit(resource.RLIMIT_CPU, seconds)
+    _limit(resource.RLIMIT_CORE, 0, always=True)
+    try:
+        with open_input(location) as file:
+            for count, line in enumerate(_lines(location, file)):
+                if most_rows and count == most_rows:
+                    break
+                sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os._exit(0)
+    except InputError as error:
+        _fail(str(error), PARQUET_REFUSED)
+    except StoreError as error:
+        _fail(str(error), PARQUET_UNREADABLE)
+    except MemoryError:
+        pass  # and so is what holds the memory
+    else:
+        os._exit(0)
+    _fail(
+        f"{location} needs more than {memory >> 20} MiB of memory to be read: write it with smaller pages",
+        PARQUET_REFUSED,
+    )
+
+
+def _limit(what: int, most: int, always: bool = False) -> None:
+    hard = resource.getrlimit(what)[1]
+    if most or always:
+        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _fail(why: str, code: int) -> None:
+    sys.stderr.buffer.write(why[:_SHOWN_CHARACTERS].encode(errors="surrogateescape"))
+    sys.stderr.buffer.flush()
+    os._exit(code)
+
+
+def _lines(location: str, file: BinaryIO) -> Iterator[bytes]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        table = parquet.ParquetFile(pyarrow.PythonFile(file, mode="r"), buffer_size=_READ_BYTES)
+        names = set(table.schema_arrow.names)
+        if "custom_id" not in names or not names & {"body", "prompt", "messages"}:
+            found = ", ".join(fields.shown(name) for name in sorted(names)[:_SHOWN_COLUMNS])
+            raise InputError(
+                f"{location} needs a column custom_id, and one of body, prompt and messages; it has: {found}"
+            )
+        columns = [name for name in (*_LINE_COLUMNS, *_BODY_COLUMNS) if name in names]
+        for rows in table.iter_batches(batch_size=_ROWS, columns=columns, use_threads=False):
+            for row in rows.to_pylist():
+                yield _encoded(_line_of(row))
+    except MemoryError:  # Arrow's own is one of both kinds
+        raise
+    except _BadColumn as error:
+        raise InputError(f"{location} has a column {error} that holds bytes which are not UTF-8 text") from error
+    except (pyarrow.ArrowException, OSError) as error:
+        # Arrow's own, for damaged pages, have none
+        if isinstance(error, OSError) and error.errno is not None:
+            raise StoreError(f"cannot read {location}: {error.strerror}") from error
+        raise InputError(f"{location} is not a readable Parquet file: {error}") from error
+
+
+def _line_of(row: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's line for one row; what the row lacks stays absent, so that validation names it."""
+    row = {
+        name: _plain(value, name) for name, value in row.items() if value is not None and value == value
+    }  # NaN: pandas' null
+    body = _parsed(row["body"]) if "body" in row else _body_of(row)
+    line: dict[str, Any] = {"method": row.get("method", "POST"), "body": body}
+    if "custom_id" in row:
+        line["custom_id"] = str(row["custom_id"])
+    if "url" in row:
+        line["url"] = row["url"]
+    elif isinstance(body, dict):
+        line["url"] = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    return line
+
+
+def _body_of(row: dict[str, Any]) -> dict[str, Any]:
+    body = {name: row[name] for name in _BODY_COLUMNS if name in row}
+    if "messages" in row:
+        body["messages"] = _parsed(row["messages"])
+    elif "prompt" in row:
+        body["prompt"] = row["prompt"]
+    return body
+
+
+def _parsed(value: Any) -> Any:
+    """A cell that holds JSON text or a nested value."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return decode_json(value.encode())
+    return value
+
+
+class _BadColumn(Exception):
+    """A cell is no text; names its column."""
+
+
+def _plain(value: Any, column: str) -> Any:
+    """A cell as JSON knows it: bytes as text, and structs without the fields that a row lacks.
+
+    Raises `_BadColumn`.
+    """
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise _BadColumn(column) from error
+    if isinstance(value, dict):
+        return {name: _plain(item, column) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_plain(item, column) for item in value]
+    return value
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    """With whatever values the body holds, for validation to judge."""
+    return json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n"
+
+
+if __name__ == "__main__":
+    main()

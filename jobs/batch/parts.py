@@ -1,0 +1,172 @@
+"""Part files: finished results on disk, sorted by line.
+
+A part counts only while the manifest lists it; each record carries a checksum.
+"""
+
+import heapq
+import io
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from jobs.protocol.requests import pack, unpack_result
+from jobs.protocol.results import Result
+from jobs.store.storage import (
+    AtomicWriter,
+    StoreError,
+    delete,
+    join,
+    list_names,
+    make_folder,
+    open_input,
+    sha256_of,
+    size_of,
+)
+
+FOLDER = "parts"
+MAX_OPEN = 128
+"""Parts merged at once; more are merged in rounds."""
+
+_HEADER = struct.Struct("<III")  # line, length of the result, CRC-32 of line and result
+_LINE = struct.Struct("<I")
+# Bytes; as many small parts of a tier as `_TIER_PARTS` become one
+_SMALL_TIERS = (1 << 20, 8 << 20, 64 << 20)
+_TIER_PARTS = 16
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A part as the manifest lists it."""
+
+    name: str
+    lines: int
+    bytes: int
+    sha256: str
+
+
+class PartDamaged(Exception):
+    """A part file is missing or does not hold what was written."""
+
+
+class Record(NamedTuple):
+    """One finished line; `order` tells the parts of a merge apart, so that the earlier one wins."""
+
+    line: int
+    order: int
+    packed: bytes
+
+    @property
+    def result(self) -> Result:
+        """The result as it was committed."""
+        return unpack_result(self.packed)
+
+
+def write_part(root: str, name: str, results: Iterable[tuple[int, Result]]) -> Part:
+    """Makes a durable part of results sorted by line. Raises `StoreError`."""
+    return write_records(root, name, (Record(line, 0, pack(result)) for line, result in results))
+
+
+def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
+    """As `write_part`, from records."""
+    folder = join(root, FOLDER)
+    make_folder(folder)
+    count = 0
+    with AtomicWriter(join(folder, name)) as writer:
+        for line, _, packed in records:
+            writer.write(_HEADER.pack(line, len(packed), zlib.crc32(packed, zlib.crc32(_LINE.pack(line)))) + packed)
+            count += 1
+        writer.commit()
+        return Part(name, count, writer.bytes, writer.sha256)
+
+
+def read_part(root: str, name: str, order: int = 0) -> Iterator[Record]:
+    """The records of a part, in line order.
+
+    Raises `PartDamaged` at the first that is not what was written.
+    """
+    try:
+        with open_input(join(root, FOLDER, name)) as file:
+            yield from _records(file, name, order)
+    except StoreError as error:
+        raise PartDamaged(str(error)) from error
+
+
+def merge_parts(root: str, parts: list[Part]) -> Iterator[Record]:
+    """The records of all parts in line order, each line once; of a damaged part, what stands before
+    the damage.
+    """
+    with ExitStack() as stack:
+        level = [part.name for part in parts]
+        while len(level) > MAX_OPEN:
+            level = [
+                _merge_round(root, level[start : start + MAX_OPEN], stack) for start in range(0, len(level), MAX_OPEN)
+            ]
+        yield from _merged(root, level)
+
+
+def verify(root: str, part: Part) -> bool:
+    """Whether a part's file is the one that was registered."""
+    location = join(root, FOLDER, part.name)
+    return size_of(location) == part.bytes and sha256_of(location) == part.sha256
+
+
+def salvage(root: str, name: str, order: int = 0) -> Iterator[Record]:
+    """The records of a part, up to its damage if there is one."""
+    try:
+        yield from read_part(root, name, order)
+    except PartDamaged:
+        return
+
+
+def to_compact(parts: list[Part]) -> list[Part]:
+    """Parts that should become one, so that their number grows with the logarithm of the batch;
+    empty while there are few.
+    """
+    floor = 0
+    for ceiling in _SMALL_TIERS:
+        tier = [part for part in parts if floor <= part.bytes < ceiling]
+        if len(tier) >= _TIER_PARTS:
+            return tier
+        floor = ceiling
+    return []
+
+
+def drop_unlisted(root: str, parts: list[Part]) -> None:
+    """Removes part files that no manifest vouches for."""
+    listed = {part.name for part in parts}
+    for name in list_names(join(root, FOLDER)):
+        if name not in listed:
+            delete(join(root, FOLDER, name))
+
+
+def _records(file: BinaryIO, name: str, order: int) -> Iterator[Record]:
+    left = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    while header := file.read(_HEADER.size):
+        if len(header) < _HEADER.size:
+            raise PartDamaged(f"{name} ends within a record")
+        line, length, checksum = _HEADER.unpack(header)
+        left -= _HEADER.size + length
+        # A damaged length must not ask for gigabytes
+        packed = file.read(length) if left >= 0 else b""
+        if zlib.crc32(packed, zlib.crc32(header[: _LINE.size])) != checksum:
+            raise PartDamaged(f"{name} is damaged at line {line}")
+        yield Record(line, order, packed)
+
+
+def _merged(root: str, names: list[str]) -> Iterator[Record]:
+    last = -1
+    for record in heapq.merge(*(salvage(root, name, order) for order, name in enumerate(names))):
+        if record.line != last:
+            last = record.line
+            yield record
+
+
+def _merge_round(root: str, names: list[str], stack: ExitStack) -> str:
+    merged = f"merge-{names[0]}"
+    write_records(root, merged, _merged(root, names))
+    stack.callback(delete, join(root, FOLDER, merged))
+    return merged

@@ -1,0 +1,238 @@
+"""The order in which a batch's lines run: lines that share a prompt prefix stand together, and long
+expected outputs come first.
+
+Both sorts spill to disk, so that memory grows by 24 bytes per line at most.
+"""
+
+from __future__ import annotations
+
+import heapq
+import struct
+import tempfile
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from jobs.store.storage import AtomicWriter, StoreError
+
+PLAN_NAME = "plan.bin"
+
+_PREFIX_CHARACTERS = (256, 1024, 8192)
+"""Lengths at which prompts are compared; a system message of any length stands in for the first."""
+_LEVELS = len(_PREFIX_CHARACTERS)
+_CHAT_TOKENS = 512  # expected where nothing bounds the answer
+_COMPLETION_TOKENS = 16  # OpenAI's default for completions
+_MAX = 0xFFFFFFFF
+
+_ENTRY = struct.Struct("<IQI")
+_BY_PREFIX = struct.Struct(">IIIIIQI")  # three prefixes, longest first within, line, offset, length
+_BY_ORDER = struct.Struct(
+    ">IIIIIIIIQI"
+)  # three times (longest in group first, prefix), longest first, line, offset, length
+_RUN_RECORDS = 100_000
+_FAN_IN = 24
+
+
+class PlanEntry(NamedTuple):
+    """One line of the source: its number and where its bytes stand."""
+
+    line: int
+    offset: int
+    length: int
+
+
+class Sorter:
+    """Sorts records of one size by their bytes, with at most `run_records` of them in memory and
+    few files: sorted runs, of which `_FAN_IN` of one size become one of the next.
+    """
+
+    def __init__(self, record_size: int, folder: Path | None = None, run_records: int = _RUN_RECORDS) -> None:
+        self._size = record_size
+        self._folder = folder
+        self._run_records = run_records
+        self._records: list[bytes] = []
+        self._levels: list[list[BinaryIO]] = []
+
+    def add(self, record: bytes) -> None:
+        """Takes one record in any order. Raises `StoreError`."""
+        self._records.append(record)
+        if len(self._records) >= self._run_records:
+            self._records.sort()
+            self._keep(self._write([b"".join(self._records)]), 0)
+            self._records = []
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All records in order; may be walked again, not twice at once."""
+        self._records.sort()
+        runs = [run for level in self._levels for run in level]
+        return heapq.merge(self._records, *map(self._read, runs)) if runs else iter(self._records)
+
+    def close(self) -> None:
+        """Frees memory and disk."""
+        self._records = []
+        for level in self._levels:
+            _close(level)
+        self._levels = []
+
+    def _keep(self, run: BinaryIO, level: int) -> None:
+        if level == len(self._levels):
+            self._levels.append([])
+        runs = self._levels[level]
+        runs.append(run)
+        if len(runs) == _FAN_IN:
+            merged = self._write(heapq.merge(*map(self._read, runs)))
+            _close(runs)
+            runs.clear()
+            self._keep(merged, level + 1)
+
+    def _write(self, pieces: Iterable[bytes]) -> BinaryIO:
+        try:
+            run = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed by `close`
+            run.writelines(pieces)
+            run.flush()
+        except OSError as error:
+            raise StoreError(
+                f"cannot sort in {self._folder or tempfile.gettempdir()}: {error.strerror or error}"
+            ) from error
+        return cast(BinaryIO, run)
+
+    def _read(self, run: BinaryIO) -> Iterator[bytes]:
+        run.seek(0)
+        chunk_size = self._size * 4096
+        while chunk := run.read(chunk_size):
+            for start in range(0, len(chunk), self._size):
+                yield chunk[start : start + self._size]
+
+
+def _close(runs: list[BinaryIO]) -> None:
+    for run in runs:
+        run.close()
+
+
+class PlanBuilder:
+    """Takes every line once, in any order, and writes the plan."""
+
+    def __init__(self, folder: Path | None = None, run_records: int = _RUN_RECORDS) -> None:
+        self._folder = folder
+        self._run_records = run_records
+        self._by_prefix = Sorter(_BY_PREFIX.size, folder, run_records)
+        self.lines = 0
+
+    def add(self, entry: PlanEntry, model: str, body: dict[str, Any]) -> None:
+        """Notes one line; `body` may hold anything, since only the worker judges it."""
+        expected = expected_tokens(body)
+        self._by_prefix.add(_BY_PREFIX.pack(*prefix_hashes(model, body), _MAX - expected, *entry))
+        self.lines += 1
+
+    def write(self, location: str) -> str:
+        """Writes the plan file durably and returns its hash. Raises `StoreError`."""
+        longest = self._longest_by_group()
+        ordered = Sorter(_BY_ORDER.size, self._folder, self._run_records)
+        try:
+            for record, maxima in zip(self._by_prefix, _expand(longest), strict=True):
+                first, second, third, rest, line, offset, length = _BY_PREFIX.unpack(record)
+                ordered.add(
+                    _BY_ORDER.pack(maxima[0], first, maxima[1], second, maxima[2], third, rest, line, offset, length)
+                )
+            self._by_prefix.close()
+            with AtomicWriter(location) as writer:
+                for record in ordered:
+                    *_, line, offset, length = _BY_ORDER.unpack(record)
+                    writer.write(_ENTRY.pack(line, offset, length))
+                writer.commit()
+                return writer.sha256
+        finally:
+            ordered.close()
+
+    def close(self) -> None:
+        """Frees memory and disk."""
+        self._by_prefix.close()
+
+    def _longest_by_group(self) -> list[tuple[array[int], array[int]]]:
+        """Per prefix length: the number of lines in each group and its longest expected output, in
+        the order of the first sort.
+        """
+        groups = [(array("I"), array("I")) for _ in range(_LEVELS)]
+        previous: tuple[int, ...] = ()
+        for record in self._by_prefix:
+            prefixes = _BY_PREFIX.unpack_from(record)
+            rest = prefixes[_LEVELS]
+            for level, (counts, longest) in enumerate(groups):
+                if prefixes[: level + 1] != previous[: level + 1]:
+                    counts.append(1)
+                    longest.append(rest)
+                else:
+                    counts[-1] += 1
+                    longest[-1] = min(longest[-1], rest)
+            previous = prefixes[:_LEVELS]
+        return groups
+
+
+def _expand(groups: list[tuple[array[int], array[int]]]) -> Iterator[tuple[int, ...]]:
+    """The groups' values, repeated for each of their lines."""
+    return zip(*(_repeat(counts, values) for counts, values in groups), strict=True)
+
+
+def _repeat(counts: array[int], values: array[int]) -> Iterator[int]:
+    for count, value in zip(counts, values, strict=True):
+        for _ in range(count):
+            yield value
+
+
+def expected_tokens(body: dict[str, Any]) -> int:
+    """How long the answer may get, as far as the request says."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = body.get(name)
+        if isinstance(value, int) and 0 <= value <= _MAX:
+            return int(value)
+    return _CHAT_TOKENS if "messages" in body else _COMPLETION_TOKENS
+
+
+def prefix_hashes(model: str, body: dict[str, Any]) -> tuple[int, ...]:
+    """A hash per prefix length; equal ones mean a shared prefix.
+
+    A collision costs a little speed and nothing else.
+    """
+    pieces = list(_pieces(body))
+    text = "".join(pieces)[: _PREFIX_CHARACTERS[-1]]
+    value = zlib.crc32(model.encode(errors="surrogatepass"))
+    hashes: list[int] = []
+    start = 0
+    for length in _PREFIX_CHARACTERS:
+        if not hashes and len(pieces) > 1 and pieces[0].startswith(("system", "developer")):
+            hashes.append(zlib.crc32(pieces[0].encode(errors="surrogatepass"), value))
+            continue
+        value = zlib.crc32(text[start:length].encode(errors="surrogatepass"), value)
+        hashes.append(value)
+        start = length
+    return tuple(hashes)
+
+
+def _pieces(body: dict[str, Any]) -> Iterator[str]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        yield prompt
+    elif isinstance(prompt, list):
+        yield "\0".join(str(item) for item in prompt[: _PREFIX_CHARACTERS[-1]] if isinstance(item, str | int))
+    messages = body.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            yield f"{_text_of(message.get('role'))}\0{_text_of(message.get('content'))}\0"
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message, without a look into what is nested however deeply."""
+    if isinstance(content, list):
+        return "\0".join(
+            part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
+    return content if isinstance(content, str) else ""
+
+
+def read_plan(file: BinaryIO, start: int, count: int) -> list[PlanEntry]:
+    """Entries `start` to `start + count` of a plan file, fewer at its end."""
+    file.seek(start * _ENTRY.size)
+    data = file.read(count * _ENTRY.size)
+    return [PlanEntry(*fields) for fields in _ENTRY.iter_unpack(data)]

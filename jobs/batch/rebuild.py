@@ -1,0 +1,81 @@
+"""Rebuild: makes the record of a batch in an empty Redis from its manifest.
+
+The job that comes next takes up parts and plan.
+"""
+
+import logging
+import math
+import time
+
+from jobs.batch.manifest import Manifest, is_marked_cancelled, load_manifest, save_manifest
+from jobs.batch.register import register
+from jobs.protocol.states import END_STATES
+from jobs.queue.batch_records import FORGOTTEN
+from jobs.queue.request_queue import Queue
+from jobs.store.file_store import BATCHES_FOLDER
+from jobs.store.storage import Busy, StoreError, exclusive, join, list_names
+
+log = logging.getLogger(__name__)
+
+
+def unknown_folders(queue: Queue, file_store: str) -> list[str]:
+    """Names of folders under `file_store` that may hold a batch without a record, the newest of the
+    API first. Raises `StoreError`.
+    """
+    known = set(queue.batches())  # of the API's, a folder bears the name
+    return [name for name in reversed(list_names(join(file_store, BATCHES_FOLDER))) if name not in known]
+
+
+def rebuild_all(
+    queue: Queue, file_store: str, names: list[str] | None = None, seconds: float = math.inf
+) -> tuple[int, list[str]]:
+    """Rebuilds the batches without a record in these folders (default: `unknown_folders`), passing
+    over what cannot be read.
+
+    Returns how many it rebuilt, and the folders to be tried again: in other hands, or left when
+    `seconds` were over. Raises `StoreError`.
+    """
+    deadline = time.monotonic() + seconds
+    names = unknown_folders(queue, file_store) if names is None else names
+    count, busy = 0, list[str]()
+    for place, name in enumerate(names, 1):
+        try:
+            count += rebuild(queue, join(file_store, BATCHES_FOLDER, name))
+        except Busy:
+            busy.append(name)
+        except StoreError as error:
+            log.error("cannot rebuild a batch: %s", error)
+        if time.monotonic() >= deadline:
+            return count, [*names[place:], *busy]
+    return count, busy
+
+
+def rebuild(queue: Queue, root: str) -> bool:
+    """Makes the record of the batch in `root`; False if it has one, or there is no batch.
+
+    Raises `StoreError` and `Busy`.
+    """
+    with exclusive(root, patience=0):
+        manifest = load_manifest(root)
+        if manifest is None:
+            return False
+        record = queue.batch_fields(manifest.batch_id)
+        if record and record.get("state") != FORGOTTEN:
+            return False
+        if record or manifest.state not in END_STATES:
+            # What a start that was killed while it removed a record has left
+            queue.forget(manifest.batch_id)
+        manifest.generation = max(manifest.generation, int(record.get("generation", 0)))
+        if manifest.state in END_STATES and _was_cancelled(manifest):
+            manifest.end_cancelled()
+            save_manifest(manifest)
+        register(queue, manifest)
+    return True
+
+
+def _was_cancelled(manifest: Manifest) -> bool:
+    """Whether an ended batch of the API was cancelled before its end was told; the mark goes once
+    that is done (`retention.tidy`).
+    """
+    spec = manifest.spec
+    return manifest.state != "cancelled" and spec.input_file_id is not None and is_marked_cancelled(spec.root)

@@ -1,0 +1,85 @@
+"""Register: create the record of a batch in Redis from its manifest, and enqueue its next job."""
+
+import logging
+import secrets
+from typing import Any
+
+import msgspec
+import redis
+
+from jobs.batch.ending import clean_up
+from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, progress_fields, save_manifest
+from jobs.protocol.states import END_STATES, State
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import passing_reason
+from jobs.queue.tasks import enqueue
+
+log = logging.getLogger(__name__)
+
+
+def register(queue: Queue, manifest: Manifest) -> None:
+    """Makes the record that the manifest describes and enqueues the job that comes next; for the
+    holder of `storage.exclusive`.
+
+    A running batch comes back as `validating`: that job finds the plan made, counts what the parts
+    hold, and goes on.
+    """
+    state = _state_after(manifest)
+    # On one that has ended nobody works any more
+    if state not in END_STATES or state != manifest.state:
+        manifest.enter(state)
+        manifest.generation += 1
+        manifest.owner = secrets.token_hex(8)
+        save_manifest(manifest)
+    fields = _record(manifest)
+    if manifest.spec.input_file_id is not None:
+        queue.list_batch(manifest.spec.tenant, manifest.batch_id)
+    if state not in END_STATES and manifest.spec.input_file_id is not None:
+        queue.open_batch(manifest.spec.tenant, manifest.batch_id, None)
+    # Before there is a record, so that no kill leaves one that nobody looks after
+    if state not in END_STATES:
+        queue.activate(manifest.batch_id)
+    total = manifest.total if manifest.plan_sha256 is not None else 0
+    if not queue.create_batch(manifest.batch_id, total, tenant=manifest.spec.tenant, state=state, fields=fields):
+        return
+    if state in END_STATES:
+        clean_up(queue, manifest.batch_id)
+        return
+    try:
+        enqueue(
+            queue.redis, "validate" if state == "validating" else "finalize", manifest.batch_id, manifest.generation
+        )
+    except redis.RedisError as error:  # the batch is made: the ticker hands in its job when Redis takes one again
+        if passing_reason(error) is None:
+            raise
+        log.warning("%s waits for the ticker: %s", manifest.batch_id, error)
+
+
+def _state_after(manifest: Manifest) -> State:
+    """The state to go on from: what was cancelled stays so, all else is counted again (and expires
+    again).
+    """
+    if manifest.state in END_STATES:
+        return manifest.state
+    return "cancelling" if is_marked_cancelled(manifest.spec.root) else "validating"
+
+
+def _record(manifest: Manifest) -> dict[str, Any]:
+    spec = manifest.spec
+    fields: dict[str, Any] = {
+        "root": spec.root,
+        "spec": msgspec.json.encode(spec),
+        "created_at": manifest.created_at,
+        "generation": manifest.generation,
+        "owner": manifest.owner,
+        "outcome": manifest.outcome,
+        "queued_tokens": manifest.queued_tokens,
+        "line_models": msgspec.json.encode(manifest.models),
+        **progress_fields(manifest),
+    }
+    fields |= {f"{state}_at": moment for state, moment in manifest.timestamps.items()}
+    if spec.completion_window_seconds is not None:
+        fields["expires_at"] = manifest.created_at + spec.completion_window_seconds
+    if manifest.state in END_STATES:
+        fields |= end_fields(manifest)
+    return fields

@@ -1,0 +1,141 @@
+"""The result files of a batch that came through the API: its completion log while it runs, and what
+becomes of them in the file store.
+"""
+
+import os
+
+from jobs.batch.bitmap import Bitmap
+from jobs.batch.completion_log import Entry, Extent, append_log, logged_lines, sound_extent
+from jobs.batch.input_files import is_parquet
+from jobs.batch.line_index import LineIndex
+from jobs.batch.manifest import Manifest
+from jobs.batch.retention import forget_output
+from jobs.protocol.results import Result, batch_request_id, output_line
+from jobs.queue.request_queue import Queue
+from jobs.store.file_store import BATCH_FILE_SECONDS, RESULT_PURPOSE, FileRecord, FileStore
+from jobs.store.storage import make_folder, size_of
+
+
+class LoggedLines:
+    """Which lines stand in the completion log, as far as this process has read its index."""
+
+    def __init__(self) -> None:
+        self._lines = Bitmap()
+        self._known = 0
+
+    def read(self, root: str, extent: Extent) -> None:
+        """Reads on; what counts once never changes. Raises `StoreError`."""
+        if extent.lines < self._known:
+            self._lines, self._known = Bitmap(), 0
+        for line in logged_lines(root, self._known, extent.lines):
+            self._lines.add(line)
+        self._known = extent.lines
+
+    def __contains__(self, line: int) -> bool:
+        return line in self._lines
+
+
+def log_successes(
+    queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines
+) -> list[tuple[int, Result]]:
+    """Appends to the log those successes that it lacks; they count once the manifest is saved.
+
+    Raises `StoreError`.
+
+    Returns the results less those that are logged already: they came once more, since Redis lost
+    what it had been told.
+    """
+    root = manifest.spec.root
+    extent = sound_extent(root, manifest.logged)
+    logged.read(root, extent)
+    fresh = [(line, result) for line, result in results if line not in logged]
+    successes = [(line, result) for line, result in fresh if result.succeeded]
+    if successes:
+        if not extent.lines:
+            _store(queue, manifest).put(_partial(manifest))
+        assert manifest.source is not None, "validate names it"
+        with LineIndex(root, manifest.source) as index:
+            entries = [Entry(line, _output_line(manifest, index, line, result)) for line, result in successes]
+        extent = append_log(root, extent, entries)
+    manifest.logged_lines, manifest.logged_bytes = extent
+    return fresh
+
+
+def begin_result_files(queue: Queue, manifest: Manifest) -> None:
+    """Makes the folders that the outputs are written to. Raises `StoreError`."""
+    store = _store(queue, manifest)
+    for file_id in _file_ids(manifest):
+        make_folder(str(store.folder(file_id)))
+
+
+def publish_result_files(
+    queue: Queue, manifest: Manifest, output: str | None, error_output: str | None, ended_at: float
+) -> None:
+    """Makes the written files known to clients, and removes what stands for one that has no lines.
+
+    Raises `StoreError`.
+    """
+    store = _store(queue, manifest)
+    for file_id, kind, location in zip(_file_ids(manifest), ("output", "error"), (output, error_output), strict=True):
+        if location is None:
+            store.drop(file_id)
+        else:
+            store.put(_complete(manifest, file_id, kind, location, int(ended_at)))
+
+
+def result_locations(store: FileStore, output_file_id: str, error_file_id: str, source: str) -> tuple[str, str]:
+    """Where the outputs of a batch will stand, of which a Parquet input gives Parquet."""
+    suffix = ".parquet" if is_parquet(source) else ".jsonl"
+    return str(store.folder(output_file_id) / f"content{suffix}"), str(store.folder(error_file_id) / "content.jsonl")
+
+
+def _store(queue: Queue, manifest: Manifest) -> FileStore:
+    """The store that the batch's root stands in."""
+    return FileStore(queue, os.path.dirname(os.path.dirname(manifest.spec.root)), forget_output)
+
+
+def _file_ids(manifest: Manifest) -> tuple[str, str]:
+    spec = manifest.spec
+    assert spec.output_file_id is not None
+    assert spec.error_file_id is not None
+    return spec.output_file_id, spec.error_file_id
+
+
+def _output_line(manifest: Manifest, index: LineIndex, line: int, result: Result) -> bytes:
+    return output_line(index.custom_id(line), result, batch_request_id(manifest.batch_id, line))
+
+
+def _partial(manifest: Manifest) -> FileRecord:
+    return _record(
+        manifest, _file_ids(manifest)[0], "output", ".jsonl", int(manifest.timestamps["in_progress"]), complete=False
+    )
+
+
+def _complete(manifest: Manifest, file_id: str, kind: str, location: str, now: int) -> FileRecord:
+    kept = manifest.spec.output_expires_seconds or BATCH_FILE_SECONDS
+    suffix = location[location.rindex(".") :]
+    return _record(manifest, file_id, kind, suffix, now, bytes=size_of(location) or 0, expires_at=now + kept)
+
+
+def _record(
+    manifest: Manifest,
+    file_id: str,
+    kind: str,
+    suffix: str,
+    now: int,
+    bytes: int = 0,
+    expires_at: int | None = None,
+    complete: bool = True,
+) -> FileRecord:
+    return FileRecord(
+        id=file_id,
+        bytes=bytes,
+        created_at=now,
+        filename=f"{manifest.batch_id}_{kind}{suffix}",
+        purpose=RESULT_PURPOSE,
+        expires_at=expires_at,
+        tenant=manifest.spec.tenant,
+        suffix=suffix,
+        batch_id=manifest.batch_id,
+        complete=complete,
+    )

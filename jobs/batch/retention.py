@@ -1,0 +1,117 @@
+"""What is kept of batches that ended: less of their folders at once, nothing after some days."""
+
+import logging
+import math
+import shutil
+import time
+from pathlib import Path
+
+from jobs.batch.completion_log import remove_log
+from jobs.batch.input_files import SPOOL_NAME
+from jobs.batch.line_index import INDEX_NAME
+from jobs.batch.manifest import NAME as MANIFEST_NAME
+from jobs.batch.manifest import Manifest, load_manifest, unmark_cancelled
+from jobs.batch.parts import drop_unlisted
+from jobs.batch.plan import PLAN_NAME
+from jobs.protocol.ids import BATCH, is_id, time_of
+from jobs.protocol.states import END_STATES
+from jobs.queue.request_queue import Queue
+from jobs.store.file_store import BATCHES_FOLDER
+from jobs.store.storage import StoreError, delete, join, list_names
+
+_UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is nobody's
+_UNMADE_CHECKED_SECONDS = (
+    # For so long after that it is looked for, and then with what is old enough to have ended long
+    # ago
+    3600
+)
+
+log = logging.getLogger(__name__)
+
+
+def tidy(root: str) -> None:
+    """Removes what an ended batch of the API needs no more; its completion log stays, with what its
+    lines are named by.
+    """
+    try:
+        manifest = load_manifest(root)
+        if manifest is None or manifest.state not in END_STATES or manifest.spec.input_file_id is None:
+            return
+        delete(join(root, PLAN_NAME))
+        drop_unlisted(root, [])
+        if manifest.state != "cancelled":  # a request for that, which came too late
+            unmark_cancelled(root)
+        if not manifest.logged_lines:
+            _remove_log(root, manifest)
+    except StoreError as error:
+        log.warning("%s is not tidied: %s", root, error)
+
+
+def forget_output(root: str, file_id: str) -> None:
+    """Removes the completion log of an ended batch, whose output file is gone, and what its lines
+    are named by. Raises `StoreError`.
+    """
+    manifest = load_manifest(root)
+    if manifest is not None and manifest.state in END_STATES and manifest.spec.output_file_id == file_id:
+        _remove_log(root, manifest)
+
+
+def _remove_log(root: str, manifest: Manifest) -> None:
+    remove_log(root)
+    for name in (INDEX_NAME, SPOOL_NAME):
+        delete(join(root, name))
+    if manifest.spec.input:
+        delete(manifest.spec.input)
+
+
+def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = math.inf) -> int:
+    """Removes batches that ended `ended_batch_seconds` ago, and folders that never became one, for
+    about `seconds`, the oldest first.
+
+    Returns how many. Raises `StoreError`.
+    """
+    folder = join(file_store, BATCHES_FOLDER)
+    removed, deadline = 0, time.monotonic() + seconds
+    for name in list_names(folder):
+        made = time_of(name) if is_id(BATCH, name) else None
+        if made is None or time.monotonic() >= deadline:
+            continue
+        age, root = now - made, join(folder, name)
+        unmade = (
+            _UNMADE_SECONDS < age < _UNMADE_SECONDS + _UNMADE_CHECKED_SECONDS and not Path(root, MANIFEST_NAME).exists()
+        )
+        if unmade or age > queue.settings.ended_batch_seconds:
+            removed += _remove_if_due(queue, name, root, made, now)
+    return removed
+
+
+def is_kept(queue: Queue, file_store: str, tenant: str, batch: str) -> bool:
+    """Whether the tenant's batch stands in the file store, so that its record is due there again.
+
+    Raises `StoreError`.
+    """
+    manifest = load_manifest(join(file_store, BATCHES_FOLDER, batch))
+    if manifest is None or manifest.spec.tenant != tenant:
+        return False
+    return queue.now() < _kept_until(manifest, queue.settings.ended_batch_seconds)
+
+
+def _remove_if_due(queue: Queue, batch: str, root: str, made: float, now: float) -> bool:
+    try:
+        manifest = load_manifest(root)
+    except StoreError as error:
+        log.error("cannot look after a batch: %s", error)
+        return False
+    if now < (
+        made + _UNMADE_SECONDS if manifest is None else _kept_until(manifest, queue.settings.ended_batch_seconds)
+    ):
+        return False
+    if manifest is not None:
+        queue.unlist_batch(manifest.spec.tenant, batch)
+        queue.forget(batch)
+    shutil.rmtree(Path(root), ignore_errors=True)
+    return True
+
+
+def _kept_until(manifest: Manifest, seconds: float) -> float:
+    return manifest.timestamps[manifest.state] + seconds if manifest.state in END_STATES else float("inf")

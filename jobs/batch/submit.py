@@ -1,0 +1,170 @@
+"""Batches that come through the API: made out of a file of the store, in a folder of their own
+there.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, get_batch
+from jobs.batch.manifest import Manifest
+from jobs.batch.register import register
+from jobs.batch.result_files import result_locations
+from jobs.protocol import fields
+from jobs.protocol.ids import BATCH, FILE, new_id, time_of
+from jobs.protocol.states import END_STATES
+from jobs.queue.request_queue import Queue, QueueFull
+from jobs.store.file_store import BATCHES_FOLDER, FileStore
+from jobs.store.storage import AtomicWriter, Busy, StoreError, exclusive, make_folder, named, open_input, sync_folder
+
+_COPY_BYTES = 1 << 20
+_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_PATIENCE_SECONDS = 5.0
+_MAKING_SECONDS = 60  # in which a batch that was admitted gets its record
+
+
+class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client asks for, and what it may: limits of None are none."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    seconds: float  # of the completion window
+    metadata: dict[str, str] | None = None
+    tenant: str = ""
+    # None: as long as the file store keeps a batch's files
+    output_expires_seconds: int | None = None
+    max_lines: int | None = None
+    queued_tokens: int | None = None  # in all open batches of the tenant
+    open_batches: int | None = None  # of the tenant
+
+
+class TooManyBatches(Exception):
+    """The tenant has as many open batches as it may have."""
+
+
+def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
+    """Makes a batch, which is durable when this returns.
+
+    One whose input file cannot be used is made too, and fails in validation.
+
+    Raises `TooManyBatches`, `StoreError` (`full` for a full disk) and `QueueFull`: then none was
+    made. After another `QueueUnavailable` it may have been: who asks again may get two.
+    """
+    now = queue.now()
+    batch = new_id(BATCH, now)
+    if not _open(queue, batch, new):
+        raise TooManyBatches(new.tenant)
+    root = files.root / BATCHES_FOLDER / batch
+    try:
+        return _make(
+            queue, files, new, Manifest(batch_id=batch, created_at=now, spec=BatchSpec(input="", root=str(root)))
+        )
+    except (StoreError, QueueFull):
+        shutil.rmtree(root, ignore_errors=True)
+        queue.forget(batch)
+        queue.unlist_batch(new.tenant, batch)
+        queue.dismiss(new.tenant, batch)
+        raise
+
+
+def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> BatchRecord:
+    """The record as it was made: the job that comes next may have moved it on as soon as it can
+    take the folder.
+    """
+    root = Path(manifest.spec.root)
+    with named("cannot make the folder", str(root)):
+        make_folder(str(root.parent))
+        root.mkdir()
+        sync_folder(root.parent)
+    manifest.spec = _spec(queue, files, new, root)
+    if not manifest.spec.input:
+        message = f"The input file '{fields.shown(new.input_file_id)}' does not exist, or is no file for batches."
+        manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
+    try:
+        # The ticker looks into every folder after a start of Redis
+        with exclusive(str(root), _PATIENCE_SECONDS):
+            try:
+                register(queue, manifest)
+            except (StoreError, QueueFull):
+                shutil.rmtree(root, ignore_errors=True)  # while nobody can take it up
+                raise
+            return get_batch(queue.redis, manifest.batch_id)
+    except Busy as error:
+        raise StoreError(str(error)) from error
+
+
+def _open(queue: Queue, batch: str, new: NewBatch) -> bool:
+    if queue.open_batch(new.tenant, batch, new.open_batches):
+        return True
+    if gone := _gone(queue, new.tenant):
+        queue.dismiss(new.tenant, *gone)
+    return bool(gone) and queue.open_batch(new.tenant, batch, new.open_batches)
+
+
+def _gone(queue: Queue, tenant: str) -> list[str]:
+    """Batches that count as open and never came to be, or ended just now."""
+    made_before = queue.now() - _MAKING_SECONDS
+    states = queue.open_states(tenant).items()
+    return [
+        batch for batch, state in states if state in END_STATES or (not state and (time_of(batch) or 0.0) < made_before)
+    ]
+
+
+def _spec(queue: Queue, files: FileStore, new: NewBatch, root: Path) -> BatchSpec:
+    """`input` is empty where the input file cannot be used. Raises `StoreError`."""
+    source = _take_input(files, new, root)
+    output_file_id, error_file_id = (new_id(FILE, queue.now()) for _ in range(2))
+    output, error_output = result_locations(files, output_file_id, error_file_id, source)
+    return BatchSpec(
+        input=source,
+        root=str(root),
+        output=output,
+        error_output=error_output,
+        endpoint=new.endpoint,
+        tenant=new.tenant,
+        metadata=new.metadata,
+        completion_window_seconds=new.seconds,
+        input_file_id=new.input_file_id,
+        output_file_id=output_file_id,
+        error_file_id=error_file_id,
+        completion_window=new.completion_window,
+        output_expires_seconds=new.output_expires_seconds,
+        max_lines=new.max_lines,
+        queued_tokens=new.queued_tokens,
+    )
+
+
+def _take_input(files: FileStore, new: NewBatch, root: Path) -> str:
+    """Links the input file into the batch's folder, so that it may be deleted meanwhile; "" where
+    it is none for batches.
+    """
+    with contextlib.suppress(KeyError, FileNotFoundError):
+        record = files.get(new.tenant, new.input_file_id)
+        if record.purpose == "batch":
+            link = root / f"input{record.suffix}"
+            _link(files.content_path(record), link)
+            return str(link)
+    return ""
+
+
+def _link(source: Path, link: Path) -> None:
+    """A second name, or a copy where the file system has none.
+
+    Raises `FileNotFoundError` and `StoreError`.
+    """
+    try:
+        os.link(source, link)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise StoreError(f"cannot write {link}: {error.strerror}") from error
+        with open_input(str(source)) as file, AtomicWriter(str(link)) as writer:
+            while data := file.read(_COPY_BYTES):
+                writer.write(data)
+            writer.commit()

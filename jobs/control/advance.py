@@ -1,0 +1,345 @@
+"""Advance: feeds the next lines of the plan into the ready list, and drains finished results into
+part files.
+
+A slice lasts about a second, may be killed anywhere and run again. A drain writes the part, then
+(for a batch of the API) the completion log, then the manifest, which alone makes both count, then
+tells Redis; a kill between the last two leaves results in Redis that a part holds already, which
+the next slice settles before anything else.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import msgspec
+
+from jobs.batch.bitmap import Bitmap
+from jobs.batch.manifest import BatchSpec, progress_fields, save_manifest
+from jobs.batch.parts import Record, drop_unlisted, merge_parts, salvage, to_compact, verify, write_part, write_records
+from jobs.batch.plan import PLAN_NAME, PlanEntry, read_plan
+from jobs.batch.recovery import count_results
+from jobs.batch.result_files import LoggedLines, log_successes
+from jobs.batch.source import open_source
+from jobs.control.slices import Slice, process_queue, run_slice
+from jobs.protocol.lines import decode_json, encode_body, read_line
+from jobs.protocol.requests import Request
+from jobs.queue import keys
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import MAX_ITEMS
+from jobs.queue.tasks import enqueue, wake
+from jobs.store.storage import StoreError, join, open_input
+
+SLICE_SECONDS = 1.0
+DRAIN_SECONDS = 1.0
+"""Results wait at least this long for company, unless there are many or they are the last."""
+
+_DRAIN_BYTES = 4 * 1024 * 1024
+_CHUNK_BYTES = 2 * 1024 * 1024
+_WINDOW_SECONDS = 20.0
+_WINDOW_LINES = 4096  # at least, whatever the rate
+_ALL_WINDOWS = 8  # all batches together may have as many times the bytes of one window
+_SMALLEST_WINDOW = 256 * 1024
+_MOST_PACES = 10_000
+_MASK64 = (1 << 64) - 1
+
+
+class Pace:
+    """What this process remembers of a batch between slices; forgetting it costs a little speed and
+    nothing else.
+    """
+
+    def __init__(self) -> None:
+        self.settled: str | None = None  # the part that Redis is known to have registered
+        self.logged = LoggedLines()
+        self.drained_at = 0.0  # monotonic seconds
+        self.measured_at = 0.0
+        self.finished = 0
+        self.rate = 0.0  # lines per second
+
+    def measure(self, finished: int) -> None:
+        """Follows the rate at which lines finish."""
+        now = time.monotonic()
+        elapsed = now - self.measured_at
+        if elapsed >= 0.5:
+            if self.measured_at:
+                self.rate = 0.5 * self.rate + 0.5 * (finished - self.finished) / elapsed
+            self.measured_at, self.finished = now, finished
+
+
+_paces: dict[str, Pace] = {}
+
+
+def run(batch: str, generation: int) -> None:
+    """The RQ job."""
+    run_slice(process_queue(), batch, generation, ("in_progress",), advance)
+
+
+def advance(held: Slice) -> None:
+    """One slice. Moves the batch to `finalizing` when every line is done. Raises `StoreError`."""
+    deadline = time.monotonic() + SLICE_SECONDS
+    if len(_paces) > _MOST_PACES:
+        _paces.clear()
+    pace = _paces.setdefault(held.batch, Pace())
+    while True:
+        held.beat()
+        fed = feed(held, pace, deadline)
+        drained = drain(held, pace)
+        fields = held.record()
+        if all_done(fields) and not int(fields.get("result_bytes", 0)):
+            _paces.pop(held.batch, None)
+            held.move("finalizing", {"outcome": "completed"})
+            enqueue(held.queue.redis, "finalize", held.batch, held.generation)
+            return
+        if not fed and not drained:
+            return
+        if time.monotonic() >= deadline:
+            wake(held.queue.redis, held.batch)
+            return
+
+
+def flush(queue: Queue) -> None:
+    """Drains every running batch that nobody else works on; what a process does before it stops."""
+    for batch in sorted(member.decode() for member in _active(queue)):
+        generation = int(queue.batch_fields(batch).get("generation", 0))
+        run_slice(queue, batch, generation, ("in_progress",), _drain_all)
+
+
+def _drain_all(held: Slice) -> None:
+    pace = Pace()
+    while drain(held, pace, everything=True):
+        pass
+
+
+def needs_slice(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
+    """Whether a slice would find something to do."""
+    if int(fields.get("result_bytes", 0)) > 0 or all_done(fields):
+        return True
+    return feed_needed(queue, batch, fields)
+
+
+def feed_needed(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
+    """Whether the plan goes on and a ready list is low."""
+    models = _feeding(queue, fields)
+    return bool(models) and min(ready_lengths(queue, batch, models).values()) <= int(fields.get("low_water", 0))
+
+
+def all_done(fields: dict[str, str]) -> bool:
+    """Whether every line of the batch has a result."""
+    return int(fields["completed"]) + int(fields["failed"]) == int(fields["total"])
+
+
+def feed(held: Slice, pace: Pace, deadline: float) -> bool:
+    """Fills the batch's window from the plan; False when there was nothing to add.
+
+    Lines of a model that no worker serves may take their share of the window; those beyond it are
+    passed over, so that they do not hold up the others, and come in another pass over the plan,
+    when that model's list falls low.
+    """
+    queue, batch = held.queue, held.batch
+    fields = held.record()
+    pace.measure(int(fields["completed"]) + int(fields["failed"]))
+    window = max(_WINDOW_LINES, int(pace.rate * _WINDOW_SECONDS))
+    models = _feeding(queue, fields)
+    if not models or min(ready_lengths(queue, batch, models).values()) > window // 2:
+        return False
+    if int(fields["cursor"]) >= int(fields["total"]):
+        held.note({"cursor": 0, "restored": 1, "open_models": fields["passed_over"], "passed_over": "[]"})
+        fields = held.record()
+    cursor, total = int(fields["cursor"]), int(fields["total"])
+    done = Bitmap(queue.done(batch) if "restored" in fields else b"")
+    most_bytes = _window_bytes(queue)
+    start = cursor
+    with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest) as source:
+        while (
+            cursor < total
+            and min(ready_lengths(queue, batch, models).values()) < window
+            and queue.window_bytes(batch) < most_bytes
+        ):
+            held.beat()
+            entries = read_plan(plan, cursor, MAX_ITEMS)
+            if not entries:
+                raise StoreError(f"the plan of {batch} ends at line {cursor} of {total}")
+            rows, taken = _read_rows(held, source, entries, done)
+            rows = _without_full(held, rows, models, window, most_bytes)
+            if not queue.ingest(batch, rows, cursor, cursor + taken):
+                break
+            cursor += taken
+            if time.monotonic() >= deadline:
+                break
+    if cursor > start:
+        # At this length the next claim asks for another slice; half of what fits, where large
+        # bodies fill the window early.
+        lengths = [length for length in ready_lengths(queue, batch, models).values() if length]
+        held.note({"low_water": min(window, *lengths) // 2 if lengths else 0})
+    return cursor > start
+
+
+def ready_lengths(queue: Queue, batch: str, models: list[str]) -> dict[str, int]:
+    """How many lines wait for each model."""
+    with queue.redis.pipeline(transaction=False) as pipeline:
+        for model in models:
+            pipeline.llen(keys.ready(batch, model))
+        return dict(zip(models, pipeline.execute(), strict=True))
+
+
+def _feeding(queue: Queue, fields: dict[str, str]) -> list[str]:
+    """The models whose ready lists say how far to feed: those of which the plan has more lines, if
+    they are served, else all of these.
+    """
+    if int(fields["cursor"]) >= int(fields["total"]):
+        return _names(fields.get("passed_over", "[]"))
+    models = _names(fields.get("open_models", fields["line_models"]))
+    served = [model for model in models if len(models) == 1 or queue.redis.exists(keys.serving(model))]
+    return served or models
+
+
+def _without_full(
+    held: Slice, rows: list[tuple[int, Request]], models: list[str], window: int, most_bytes: int
+) -> list[tuple[int, Request]]:
+    """The rows less those to be passed over, which is noted before the cursor moves past them."""
+    queue, batch, fields = held.queue, held.batch, held.fields
+    idle = sorted({request.model for _, request in rows} - set(models))
+    if not idle:
+        return rows
+    size = queue.window_bytes(batch) / max(1, queue.window_lines(batch))
+    share = most_bytes / len(_names(fields["line_models"]))
+    full = {
+        model
+        for model, length in ready_lengths(queue, batch, idle).items()
+        if length >= window or length * size >= share
+    }
+    noted = set(_names(held.record().get("passed_over", "[]")))
+    if full - noted:
+        held.note({"passed_over": msgspec.json.encode(sorted(full | noted)).decode()})
+    return [(line, request) for line, request in rows if request.model not in full]
+
+
+def _names(encoded: str) -> list[str]:
+    return msgspec.json.decode(encoded, type=list[str])
+
+
+def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
+    """Writes finished results to a part and takes them out of Redis; False when there were none, or
+    too few yet.
+    """
+    queue, batch, manifest = held.queue, held.batch, held.manifest
+    settle(held, pace)
+    fields = held.record()
+    waiting = int(fields.get("result_bytes", 0))
+    due = time.monotonic() - pace.drained_at >= DRAIN_SECONDS
+    if not waiting or not (everything or due or waiting >= _DRAIN_BYTES or all_done(fields)):
+        return False
+    results = queue.results(batch)
+    if not results:
+        return False
+    held.beat()
+    part = write_part(held.root, _next_name(held), results)
+    fresh = results if manifest.spec.output_file_id is None else log_successes(queue, manifest, results, pace.logged)
+    manifest.parts.append(part)
+    count_results(manifest, (result for _, result in fresh))
+    compacted = compact(held)
+    save_manifest(manifest)
+    queue.drained(batch, part.name, [line for line, _ in results])
+    pace.settled, pace.drained_at = part.name, time.monotonic()
+    if compacted:
+        drop_unlisted(held.root, manifest.parts)
+        queue.set_parts(batch, {part.name: part.lines for part in manifest.parts})
+    held.note(progress_fields(manifest))
+    return True
+
+
+def settle(held: Slice, pace: Pace) -> None:
+    """Registers the last part again, in case the process that wrote it died before Redis knew; and
+    removes what it left unlisted.
+    """
+    parts = held.manifest.parts
+    last = parts[-1].name if parts else None
+    if pace.settled == last:
+        return
+    if last is not None and last not in held.queue.parts(held.batch):
+        held.queue.drained(held.batch, last, [record.line for record in salvage(held.root, last)])
+        held.note(progress_fields(held.manifest))
+    drop_unlisted(held.root, parts)
+    pace.settled = last
+
+
+def compact(held: Slice) -> bool:
+    """Makes one part of many small ones; the last one stays as it is, since Redis may not know it
+    yet.
+
+    A part that is not what was written stays too, for `recovery.repair`: its originals' lines must
+    not vanish unnoticed.
+    """
+    parts = held.manifest.parts
+    tier = [part for part in to_compact(parts[:-1]) if verify(held.root, part)]
+    if len(tier) < 2:
+        return False
+    merged = write_records(held.root, _next_name(held), _beating(held, merge_parts(held.root, tier)))
+    names = {part.name for part in tier}
+    held.manifest.parts = [merged, *(part for part in parts if part.name not in names)]
+    return True
+
+
+def _beating(held: Slice, records: Iterator[Record]) -> Iterator[Record]:
+    for record in records:
+        held.beat()
+        yield record
+
+
+def _next_name(held: Slice) -> str:
+    """Names are never used twice, not even by a stopped process that goes on where another took
+    over.
+    """
+    held.manifest.next_part += 1
+    return f"{held.manifest.next_part:06d}-{held.generation}"
+
+
+def _read_rows(
+    held: Slice, source: BinaryIO, entries: list[PlanEntry], done: Bitmap
+) -> tuple[list[tuple[int, Request]], int]:
+    """Requests for the plan's next entries, less those done already, up to some megabytes; and how
+    many entries that took.
+    """
+    rows: list[tuple[int, Request]] = []
+    size = taken = 0
+    now = time.time()
+    for entry in entries:
+        if size > _CHUNK_BYTES:
+            break
+        taken += 1
+        if entry.line in done:
+            continue
+        source.seek(entry.offset)
+        rows.append((entry.line, _request(held.manifest.spec, entry.line, source.read(entry.length), now)))
+        size += entry.length
+    return rows, taken
+
+
+def _request(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
+    custom_id, url, model, body = read_line(raw)
+    if model is None:
+        assert spec.default_model is not None, "validate lets no other line pass"
+        model = spec.default_model
+        body = encode_body(decode_json(body) | {"model": model})
+    return Request(url, model, body, seed_of(spec.seed, number), custom_id, now)
+
+
+def seed_of(seed: int, line: int) -> int:
+    """The seed of a line that names none: 63 bits, the same whenever the file is run (splitmix64,
+    Steele et al. 2014).
+    """
+    mixed = (seed + line * 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+def _active(queue: Queue) -> Any:
+    return queue.redis.smembers(keys.ACTIVE)
+
+
+def _window_bytes(queue: Queue) -> int:
+    batches: Any = queue.redis.scard(keys.ACTIVE)
+    window = queue.settings.window_bytes
+    share: int = _ALL_WINDOWS * window // max(1, batches)
+    return min(window, max(_SMALLEST_WINDOW, share))

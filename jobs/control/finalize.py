@@ -1,0 +1,343 @@
+"""Finalise: merges a batch's parts into its result files, in input order.
+
+Running it again writes the same bytes.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from jobs.batch.input_files import is_parquet, read_lines
+from jobs.batch.manifest import Manifest, save_manifest
+from jobs.batch.parts import drop_unlisted, merge_parts
+from jobs.batch.recovery import repair, restore_progress
+from jobs.batch.result_files import begin_result_files, publish_result_files
+from jobs.batch.source import open_source
+from jobs.control.advance import Pace, drain
+from jobs.control.slices import Slice, process_queue, run_long
+from jobs.protocol.lines import read_line
+from jobs.protocol.results import Result, Usage, batch_request_id, output_line, unanswered_line
+from jobs.queue.tasks import enqueue
+from jobs.store.storage import AtomicWriter, join, sweep_beside
+
+_FLUSH_BYTES = 1 << 18
+_ROWS = 2048
+_ROWS_BYTES = 1 << 26
+_BEAT_LINES = 2048
+_WHY_UNANSWERED = {
+    "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+}
+log = logging.getLogger(__name__)
+
+
+class ResultsMissing(Exception):
+    """A line of a finished batch has no result on disk, since the part that held it broke."""
+
+
+class Outcome(NamedTuple):
+    """What was written; a location is None where no file was made."""
+
+    completed: int
+    failed: int
+    usage: Usage
+    output: str | None
+    error_output: str | None
+
+
+class _Answer(NamedTuple):
+    """A line with its result, or with the (code, message) of why it has none."""
+
+    line: int
+    custom_id: str
+    result: Result | None
+    reason: tuple[str, str]
+
+
+def run(batch: str, generation: int) -> None:
+    """The RQ job."""
+    run_long(process_queue(), batch, generation, ("finalizing", "cancelling"), finalize)
+
+
+def finalize(held: Slice) -> None:
+    """Moves the batch to the end state that its outcome names. Raises `StoreError`."""
+    manifest = held.manifest
+    manifest.outcome = "cancelled" if held.state == "cancelling" else held.fields["outcome"]  # type: ignore[assignment]
+    manifest.timestamps.setdefault(held.state, float(held.fields[f"{held.state}_at"]))
+    if manifest.outcome != "completed":
+        held.queue.cancel_batch(held.batch)
+    pace = Pace()
+    while drain(held, pace, everything=True):
+        held.beat()
+    try:
+        outcome = Outcome(0, 0, Usage(), None, None) if manifest.plan_sha256 is None else _write_results(held)
+    except ResultsMissing as error:
+        log.error("%s: %s; they run again", held.batch, error)
+        run_again(held)
+        return
+    manifest.completed, manifest.failed, manifest.usage, manifest.output, manifest.error_output = outcome
+    held.end(manifest.outcome)
+
+
+def _write_results(held: Slice) -> Outcome:
+    """Writes the outputs; those of a batch of the API become files in the file store.
+
+    Raises `StoreError` or `ResultsMissing`.
+    """
+    manifest = held.manifest
+    if manifest.spec.output_file_id is None:
+        return write_outputs(manifest, held.beat)
+    begin_result_files(held.queue, manifest)
+    outcome = write_outputs(manifest, held.beat)
+    publish_result_files(held.queue, manifest, outcome.output, outcome.error_output, manifest.timestamps[held.state])
+    return outcome
+
+
+def run_again(held: Slice) -> None:
+    """Moves a batch whose parts broke back to `in_progress`, with what can still be read of
+    them.
+    """
+    manifest = held.manifest
+    repair(manifest)
+    save_manifest(manifest)
+    drop_unlisted(held.root, manifest.parts)
+    manifest.timestamps.pop("finalizing", None)
+    progress = {"completed": 0, "failed": 0, "restored": 1, **restore_progress(held.queue, held.manifest, held.beat)}
+    held.move("in_progress", {**progress, "cursor": 0, "open_models": held.fields["line_models"], "passed_over": "[]"})
+    enqueue(held.queue.redis, "advance", held.batch, held.generation)
+
+
+def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
+    """Writes the output and error files durably, calling `beat` often.
+
+    Raises `StoreError`, `ResultsMissing` or what `beat` raises.
+    """
+    spec = manifest.spec
+    output = spec.output or join(spec.root, "output.parquet" if is_parquet(spec.input) else "output.jsonl")
+    inline = spec.error_file == "inline"
+    error_output = None if inline else spec.error_output or join(spec.root, "errors.jsonl")
+    for location in filter(None, (output, error_output)):
+        sweep_beside(location)
+    counts = {True: 0, False: 0}
+    usage = [0, 0, 0]
+    with _writer(manifest, output) as good, _writer(manifest, error_output or output, unused=inline) as bad:
+        for number, answer in enumerate(_answers(manifest)):
+            if number % _BEAT_LINES == 0:
+                beat()
+            succeeded = answer.result is not None and answer.result.succeeded
+            counts[succeeded] += 1
+            if answer.result is not None:
+                spent = answer.result.usage
+                usage = [
+                    usage[0] + spent.prompt_tokens,
+                    usage[1] + spent.completion_tokens,
+                    usage[2] + spent.cached_tokens,
+                ]
+            (good if succeeded or inline else bad).add(answer)
+        with_output, with_errors = inline or counts[True] > 0, not inline and counts[False] > 0
+        if with_output:
+            good.commit()
+        if with_errors:
+            bad.commit()
+    return Outcome(
+        counts[True],
+        counts[False],
+        Usage(*usage),
+        output if with_output else None,
+        error_output if with_errors else None,
+    )
+
+
+def _answers(manifest: Manifest) -> Iterator[_Answer]:
+    """Every line of the source, joined with its result.
+
+    Raises `ResultsMissing` where a completed batch lacks one.
+    """
+    why = _WHY_UNANSWERED.get(manifest.outcome)
+    records = merge_parts(manifest.spec.root, manifest.parts)
+    record = next(records, None)
+    with open_source(manifest) as file:
+        for number, _, raw in read_lines(file):
+            custom_id = read_line(raw or b"").custom_id
+            while record is not None and record.line < number:
+                record = next(records, None)
+            if record is not None and record.line == number:
+                yield _Answer(number, custom_id, record.result, ("", ""))
+            elif why is not None:
+                yield _Answer(number, custom_id, None, why)
+            else:
+                raise ResultsMissing(f"the results of line {number} and perhaps others were lost with a damaged part")
+
+
+def _writer(manifest: Manifest, location: str, unused: bool = False) -> "_JsonlWriter | _ParquetWriter":
+    if is_parquet(location):
+        return _ParquetWriter(manifest.batch_id, location, manifest.spec.root, unused)
+    return _JsonlWriter(manifest.batch_id, location, manifest.spec.root, unused)
+
+
+class _JsonlWriter:
+    """OpenAI's result lines."""
+
+    def __init__(self, batch_id: str, location: str, scratch: str, unused: bool) -> None:
+        self._batch_id = batch_id
+        self._file = None if unused else AtomicWriter(location, scratch)
+        self._lines: list[bytes] = []
+        self._size = 0
+
+    def add(self, answer: _Answer) -> None:
+        request_id = batch_request_id(self._batch_id, answer.line)
+        if answer.result is None:
+            line = unanswered_line(answer.custom_id, *answer.reason, request_id)
+        else:
+            line = output_line(answer.custom_id, answer.result, request_id)
+        self._lines.append(line)
+        self._size += len(line)
+        if self._size >= _FLUSH_BYTES:
+            self._flush()
+
+    def commit(self) -> None:
+        self._flush()
+        if self._file is not None:
+            self._file.commit()
+
+    def _flush(self) -> None:
+        if self._file is not None and self._lines:
+            self._file.write(b"\n".join(self._lines) + b"\n")
+        self._lines, self._size = [], 0
+
+    def __enter__(self) -> "_JsonlWriter":
+        return self
+
+    def __exit__(self, *error: object) -> Literal[False]:
+        if self._file is not None:
+            self._file.close()
+        return False
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    message: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str | None = None
+    code: str | None = None
+    type: str | None = None
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+    choices: list[_Choice] = []
+    error: _Error | None = None
+
+
+class _ParquetWriter:
+    """One row per line, with typed columns; `response` holds the body as JSON, `text` what the
+    model said.
+    """
+
+    def __init__(self, batch_id: str, location: str, scratch: str, unused: bool) -> None:
+        self._batch_id = batch_id
+        self._rows: list[dict[str, Any]] = []
+        self._size = 0
+        self._file = None
+        self._decoder = msgspec.json.Decoder(_Body)
+        if not unused:
+            import pyarrow
+            from pyarrow import parquet
+
+            self._pyarrow = pyarrow
+            self._file = AtomicWriter(location, scratch)
+            self._schema = _parquet_schema()
+            self._sink = pyarrow.PythonFile(_Sink(self._file), mode="w")
+            self._parquet = parquet.ParquetWriter(self._sink, self._schema, compression="zstd")
+
+    def add(self, answer: _Answer) -> None:
+        self._rows.append(self._row(answer))
+        self._size += len(answer.custom_id) + (0 if answer.result is None else len(answer.result.body))
+        if len(self._rows) >= _ROWS or self._size >= _ROWS_BYTES:
+            self._flush()
+
+    def commit(self) -> None:
+        self._flush()
+        if self._file is not None:
+            self._parquet.close()
+            self._file.commit()
+
+    def _row(self, answer: _Answer) -> dict[str, Any]:
+        row: dict[str, Any] = {"custom_id": answer.custom_id, "id": batch_request_id(self._batch_id, answer.line)}
+        result = answer.result
+        if result is None:
+            code, message = answer.reason
+            return row | {"error_code": code, "error_message": message}
+        body = self._decoder.decode(result.body)
+        row |= {
+            "status_code": result.status,
+            "request_id": result.request_id,
+            "response": result.body.decode(),
+            "model": body.model,
+        }
+        row |= {"prompt_tokens": result.usage.prompt_tokens, "completion_tokens": result.usage.completion_tokens}
+        row |= {"cached_tokens": result.usage.cached_tokens}
+        if body.choices:
+            choice = body.choices[0]
+            row |= {"text": (choice.message or {}).get("content", choice.text), "finish_reason": choice.finish_reason}
+        if body.error is not None:
+            row |= {"error_code": body.error.code or body.error.type, "error_message": body.error.message}
+        return row
+
+    def _flush(self) -> None:
+        if self._file is not None and self._rows:
+            self._parquet.write_table(self._pyarrow.Table.from_pylist(self._rows, schema=self._schema))
+        self._rows, self._size = [], 0
+
+    def __enter__(self) -> "_ParquetWriter":
+        return self
+
+    def __exit__(self, *error: object) -> Literal[False]:
+        if self._file is not None:
+            self._file.close()
+        return False
+
+
+class _Sink:
+    """The face of a file that pyarrow writes to; closing it leaves the file to its
+    `AtomicWriter`.
+    """
+
+    closed = False
+
+    def __init__(self, writer: AtomicWriter) -> None:
+        self._writer = writer
+
+    def write(self, data: Any) -> int:
+        return self._writer.write(bytes(data))
+
+    def tell(self) -> int:
+        return self._writer.bytes
+
+    def writable(self) -> bool:
+        return True
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def _parquet_schema() -> Any:
+    import pyarrow
+
+    text = ("custom_id", "id")
+    optional = ("model", "text", "finish_reason", "error_code", "error_message", "request_id", "response")
+    counts = ("prompt_tokens", "completion_tokens", "cached_tokens")
+    return pyarrow.schema(
+        [pyarrow.field(name, pyarrow.string(), nullable=False) for name in text]
+        + [pyarrow.field("status_code", pyarrow.int32())]
+        + [pyarrow.field(name, pyarrow.string()) for name in optional]
+        + [pyarrow.field(name, pyarrow.int64()) for name in counts]
+    )

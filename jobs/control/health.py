@@ -1,0 +1,46 @@
+"""Whether the processes of one host are at work, as far as Redis knows.
+
+For probes: what they lack, in a sentence.
+"""
+
+from datetime import UTC, datetime
+
+import redis
+from rq import Worker
+
+from jobs.queue import keys
+from jobs.queue.request_queue import Queue
+
+SILENT_SECONDS = 40.0
+"""An RQ worker of ours gives a sign of life every 10 s, even while it has nothing to do."""
+
+_QUEUES = ("advance", "bulk")
+
+
+def worker_fault(queue: Queue, host: str) -> str | None:
+    """Why no worker on `host` can answer a request; None when one can.
+
+    Its record lasts as long as it renews its leases.
+    """
+    states = [record.state for record in queue.workers() if record.host == host]
+    if "ready" in states:
+        return None
+    return f"no worker on {host} is ready: {', '.join(states) or 'none is registered'}"
+
+
+def control_plane_fault(client: redis.Redis, host: str) -> str | None:
+    """Why batches do not move on `host`; None when both RQ workers are alive there and some ticker
+    leads, on whatever host.
+    """
+    now = datetime.now(UTC)
+    alive = {
+        name
+        for worker in Worker.all(client)
+        if worker.hostname == host
+        and worker.last_heartbeat
+        and (now - worker.last_heartbeat).total_seconds() < SILENT_SECONDS
+        for name in worker.queue_names()
+    }
+    if silent := [name for name in _QUEUES if name not in alive]:
+        return f"no process on {host} takes jobs of {' and '.join(silent)}"
+    return None if client.exists(keys.LEADER) else "no ticker leads"

@@ -1,0 +1,155 @@
+"""`python -m jobs.control.rq_worker --queue advance|bulk [--redis-url URL]`: runs the control
+plane's jobs of one queue.
+
+Slices of `advance` run one after the other; the long jobs of `bulk` run side by side in a few
+threads.
+
+The jobs run in this process: they are our own code, keep no state that matters, and a kill at any
+point is recovered by the ticker. One queue per process keeps RQ's pop atomic. What RQ itself knows
+about workers and jobs is for show; nothing rests on it.
+"""
+
+import argparse
+import logging
+import signal
+import time
+import uuid
+from types import FrameType
+from typing import Any
+
+import redis
+from rq import Queue as JobQueue
+from rq import SimpleWorker
+from rq.exceptions import InvalidJobOperation, StopRequested
+from rq.job import Job
+from rq.registry import StartedJobRegistry
+from rq.serializers import JSONSerializer
+
+from jobs.control import slices
+from jobs.control.advance import flush
+from jobs.process import add_redis_url, die_with_parent, set_up_log
+from jobs.queue.connection import check_server, connect
+from jobs.queue.scripts import QueueUnavailable
+
+_WORKER_TTL = 25  # seconds; RQ blocks for 15 less
+_RETRY_SECONDS = 0.5
+_LONG_JOBS = 8
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Runs until SIGTERM or SIGINT, through outages of Redis."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.control.rq_worker", description="Runs the jobs of one queue of the control plane."
+    )
+    parser.add_argument("--queue", choices=("advance", "bulk"), required=True)
+    add_redis_url(parser)
+    options = parser.parse_args()
+    die_with_parent()
+    set_up_log(f"jobs-{options.queue}")
+    # Its registries complain of killed jobs that have long run again
+    logging.getLogger("rq").setLevel(logging.ERROR)
+    logging.getLogger("rq.worker").addFilter(_is_news)
+    slices.use_server(options.redis_url)
+    if options.queue == "bulk":
+        slices.use_threads(_LONG_JOBS)
+    try:
+        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGINT, _stop)
+        while not slices.stopping.is_set():
+            _serve(options.queue, options.redis_url)
+    except (_Stopped, StopRequested):
+        log.info("stopping")
+    if options.queue == "advance":
+        _flush()
+
+
+class ControlWorker(SimpleWorker):
+    """RQ's worker that forks nothing, with short times and without the parts that cost a connection
+    or a thread.
+    """
+
+    max_connection_wait_time = 1.0
+    log_result_lifespan = False
+
+    def __init__(self, queue: str, client: redis.Redis) -> None:
+        super().__init__(
+            [queue],
+            name=f"{queue}-{uuid.uuid4().hex}",
+            connection=client,
+            serializer=JSONSerializer,
+            worker_ttl=_WORKER_TTL,
+            maintenance_interval=60,
+            log_job_description=False,
+        )
+
+    def subscribe(self) -> None:
+        """No remote commands."""
+
+    def unsubscribe(self) -> None:
+        """No remote commands."""
+
+    def procline(self, message: str) -> None:
+        """The process keeps its title."""
+
+    def handle_warm_shutdown_request(self) -> None:
+        """Long jobs end at their next beat."""
+        slices.stopping.set()
+
+    def handle_job_success(self, job: Job, queue: JobQueue, started_job_registry: StartedJobRegistry) -> None:
+        """A Redis that forgot the job while it ran has nothing of it but the last sign of life,
+        which nobody else would remove.
+        """
+        try:
+            super().handle_job_success(job, queue, started_job_registry)
+        except InvalidJobOperation:
+            log.info("Redis forgot %s while it ran", job.id)
+            with self.connection.pipeline() as pipeline:
+                self.cleanup_execution(job, pipeline=pipeline)
+                pipeline.unlink(job.key)
+                pipeline.execute()
+
+    def get_heartbeat_ttl(self, job: Job) -> int:
+        """Jobs have no time limit; the worker's entry must not outlive a kill by long."""
+        return _WORKER_TTL + 60
+
+
+class _Stopped(Exception):
+    """The signal came while no job ran."""
+
+
+def _serve(queue: str, url: str) -> None:
+    """One life of RQ's loop, which ends when Redis is away for longer than a moment."""
+    client = connect(url)
+    try:
+        check_server(client)
+        ControlWorker(queue, client).work(logging_level="WARNING")
+    except (redis.RedisError, QueueUnavailable) as error:
+        log.warning("Redis cannot be used: %s", error)
+    finally:
+        client.close()
+    if not slices.stopping.is_set():
+        time.sleep(_RETRY_SECONDS)
+
+
+def _flush() -> None:
+    """Keeps what finished, for a Redis that may not come back."""
+    slices.stopping.clear()
+    try:
+        flush(slices.process_queue())
+    except (redis.RedisError, QueueUnavailable) as error:
+        log.warning("finished lines stay in Redis: %s", error)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """RQ shows a traceback for each outage of Redis, of which `_serve` tells in one line."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], redis.RedisError)
+
+
+def _stop(signum: int, frame: FrameType | None) -> Any:
+    slices.stopping.set()
+    raise _Stopped
+
+
+if __name__ == "__main__":
+    main()

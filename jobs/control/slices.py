@@ -1,0 +1,279 @@
+"""One slice of a batch's job: the hold on its batch, its heartbeat, and what a failure leads to."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import redis
+
+from jobs.batch.ending import begin_cancel, clean_up
+from jobs.batch.input_files import InputError
+from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, load_manifest, save_manifest
+from jobs.protocol.states import CANCELLABLE, END_STATES, State
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable
+from jobs.store.storage import Busy, StoreError, exclusive, sweep
+
+BEAT_SECONDS = 1.0
+"""Between two signs of life of a job."""
+STALE_SECONDS = 5.0
+"""Without a heartbeat for this long, the job of a batch is taken for dead."""
+_PATIENCE_SECONDS = 2 * BEAT_SECONDS  # in which a job that lost its batch lets go of the folder
+log = logging.getLogger(__name__)
+
+
+class Superseded(Exception):
+    """The batch moved on under another job, or to another state; what this one does no longer
+    counts.
+    """
+
+
+class Stopping(Exception):
+    """This process ends; the ticker has the job run elsewhere."""
+
+
+stopping = threading.Event()
+"""Set when the process was told to end."""
+_process_queue: Queue | None = None
+_slots: threading.Semaphore | None = None
+
+
+def use_server(url: str) -> None:
+    """Names the server that this process' jobs work on."""
+    global _process_queue
+    _process_queue = Queue(connect(url))
+
+
+def process_queue() -> Queue:
+    """The queue of the process, for the functions that RQ calls."""
+    assert _process_queue is not None, "use_server was not called"
+    return _process_queue
+
+
+class Slice:
+    """A job's hold on one batch.
+
+    Nobody else works on its folder; `beat` says when the state or the generation moved on under it.
+    """
+
+    def __init__(self, queue: Queue, batch: str, generation: int, fields: dict[str, str], manifest: Manifest) -> None:
+        self.queue = queue
+        self.batch = batch
+        self.generation = generation
+        self.fields = fields
+        self.manifest = manifest
+        self._lost = False
+        self._transitions = threading.Lock()
+        self._ended = threading.Event()
+
+    @property
+    def root(self) -> str:
+        """The batch's folder."""
+        return self.manifest.spec.root
+
+    @property
+    def state(self) -> str:
+        """The state in Redis, as this job knows it."""
+        return self.fields["state"]
+
+    def beat(self) -> None:
+        """Cheap, to be called often.
+
+        Raises `Superseded`, or `Stopping` when the process was told to end.
+        """
+        if self._lost:
+            raise Superseded(self.batch)
+        if stopping.is_set():
+            raise Stopping
+
+    def record(self) -> dict[str, str]:
+        """The record as it is now. Raises `Superseded`, also where Redis came back without it."""
+        fields = self.queue.batch_fields(self.batch)
+        if (fields.get("state"), fields.get("generation")) != (self.state, str(self.generation)):
+            self._lost = True
+            raise Superseded(self.batch)
+        return fields
+
+    def note(self, fields: dict[str, Any]) -> None:
+        """Sets fields of the record, which is also a sign of life. Raises `Superseded`."""
+        self._transition(None, fields)
+
+    def move(self, state: State, fields: dict[str, Any]) -> None:
+        """Moves the state, in the manifest and then in Redis. Raises `Superseded`."""
+        self._enter(state)
+        self._tell_state(fields)
+
+    def end(self, state: State) -> None:
+        """Moves to an end state, and leaves nothing of the batch in Redis but its record."""
+        self._enter(state)
+        self._tell_end()
+
+    def end_again(self) -> None:
+        """Brings Redis to the end that the manifest names: it lost that, or was never told.
+
+        Nothing is left to be done, nor the means for it. One that was cancelled since has ended so,
+        with the results that it has.
+        """
+        if self.manifest.state != "cancelled" and (self.state == "cancelling" or is_marked_cancelled(self.root)):
+            if "cancelling_at" in self.fields:
+                self.manifest.timestamps["cancelling"] = float(self.fields["cancelling_at"])
+            self.manifest.end_cancelled()
+            save_manifest(self.manifest)
+        self.queue.cancel_batch(self.batch)  # lines that Redis takes for unfinished again
+        self.note({"result_bytes": 0})  # of results that go with the end
+        self._tell_end()
+
+    def keep_beating(self) -> None:
+        """Gives a sign of life each second, however long one step of the job takes; the body of a
+        thread.
+        """
+        while not self._ended.wait(BEAT_SECONDS):
+            with contextlib.suppress(Superseded, QueueUnavailable, redis.RedisError):
+                self._transition(None, {})
+
+    def release(self) -> None:
+        """Ends the signs of life."""
+        self._ended.set()
+
+    def _enter(self, state: State) -> None:
+        self.note({})
+        self.manifest.enter(state)
+        save_manifest(self.manifest)
+
+    def _tell_end(self) -> None:
+        self._tell_state(end_fields(self.manifest))
+        clean_up(self.queue, self.batch)
+
+    def _tell_state(self, fields: dict[str, Any]) -> None:
+        state = self.manifest.state
+        self._transition(state, {f"{state}_at": self.manifest.timestamps[state], "problem": "", **fields})
+
+    def _transition(self, state: str | None, fields: dict[str, Any]) -> None:
+        with self._transitions:
+            known = self.state
+            if not self.queue.transition(self.batch, [known], state or known, fields, self.generation):
+                self._lost = True
+                raise Superseded(self.batch)
+            self.fields |= {name: str(value) for name, value in fields.items()} | {"state": state or known}
+
+
+@contextlib.contextmanager
+def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], patience: float) -> Iterator[Slice]:
+    """The hold of one job.
+
+    Raises `Superseded` if the batch is not in one of `states` and `generation`, or in another's
+    hands.
+
+    So it is too where another start, with another server, took the folder over: its manifest names
+    that server's record.
+    """
+    fields = queue.batch_fields(batch)
+    if fields.get("state") not in states or fields.get("generation") != str(generation):
+        raise Superseded(batch)
+    with exclusive(fields["root"], patience):
+        manifest = load_manifest(fields["root"])
+        if manifest is None:
+            raise StoreError(f"the manifest of {batch} is gone from {fields['root']}")
+        if manifest.batch_id != batch or manifest.owner != fields.get("owner", "") or manifest.generation > generation:
+            raise Superseded(batch)
+        if manifest.generation < generation:
+            manifest.generation = generation
+            save_manifest(manifest)
+        sweep(fields["root"])
+        held = Slice(queue, batch, generation, fields, manifest)
+        held.note({})
+        heart = threading.Thread(target=held.keep_beating, name=f"beat-{batch}", daemon=True)
+        heart.start()
+        try:
+            yield held
+        finally:
+            held.release()
+            heart.join()
+
+
+def use_threads(count: int) -> None:
+    """Lets this process run as many long jobs side by side, so that a small batch does not wait for
+    a large one to be read or written.
+    """
+    global _slots
+    _slots = threading.Semaphore(count)
+
+
+def run_long(
+    queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None]
+) -> None:
+    """As `run_slice`, but after `use_threads` in a thread of its own; waits for a free one.
+
+    RQ takes such a job for done when it has begun; the batch's heartbeat says that it is alive.
+    """
+    slots = _slots
+    if slots is None:
+        run_slice(queue, batch, generation, states, work, _PATIENCE_SECONDS)
+        return
+
+    def run() -> None:
+        try:
+            run_slice(queue, batch, generation, states, work, _PATIENCE_SECONDS)
+        finally:
+            slots.release()
+
+    slots.acquire()
+    threading.Thread(target=run, name=batch).start()
+
+
+def run_slice(
+    queue: Queue,
+    batch: str,
+    generation: int,
+    states: tuple[State, ...],
+    work: Callable[[Slice], None],
+    patience: float = 0.0,
+) -> None:
+    """Runs `work` under `hold`.
+
+    A failure that a person can mend becomes the record's `problem`; the ticker has the job run
+    again.
+
+    It raises nothing, so that RQ takes the job for done and never keeps a failed one, whose id
+    would bar the next.
+    """
+    try:
+        _run(queue, batch, generation, states, work, patience)
+    except (QueueUnavailable, redis.RedisError) as error:
+        log.warning("%s: Redis cannot be used: %s", batch, error)
+
+
+def _run(
+    queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None], patience: float
+) -> None:
+    try:
+        with hold(queue, batch, generation, states, patience) as held:
+            if held.manifest.state in END_STATES:
+                held.end_again()
+            elif held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost it, or was never told
+                begin_cancel(queue, batch, generation)
+                return
+            else:
+                work(held)
+            if held.fields.get("problem"):
+                held.note({"problem": ""})
+    except (Superseded, Stopping, Busy):
+        log.debug("%s is in other hands, or this process stops", batch)
+    except (StoreError, InputError) as error:
+        log.error("%s: %s", batch, error)
+        note_problem(queue, batch, str(error))
+    except (QueueUnavailable, redis.RedisError):
+        raise
+    except Exception as error:
+        log.exception("%s", batch)
+        note_problem(queue, batch, f"internal error: {error!r}")
+
+
+def note_problem(queue: Queue, batch: str, problem: str) -> None:
+    """Shows in the record why the batch does not get on."""
+    state = queue.batch_fields(batch).get("state")
+    if state is not None:
+        queue.transition(batch, [state], state, {"problem": problem})

@@ -1,0 +1,348 @@
+"""`python -m jobs.control.ticker [--redis-url URL]`: the clock of the control plane.
+
+Any number may run; one leads, the others wait for its place.
+
+The leader ends expired leases, hands RQ a slice for each batch that has something to do, and gives
+the jobs of batches without a heartbeat to another process under a new generation. With
+`--file-store` it rebuilds what a server that was restarted or emptied has lost, and removes the
+files and batches whose time is over.
+"""
+
+import argparse
+import contextlib
+import logging
+import secrets
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, NamedTuple
+
+import redis
+
+from jobs.batch.ending import clean_up
+from jobs.batch.rebuild import rebuild_all, unknown_folders
+from jobs.batch.retention import forget_output, remove_ended
+from jobs.control.advance import flush, needs_slice
+from jobs.control.slices import STALE_SECONDS
+from jobs.process import add_redis_url, die_with_parent, set_up_log
+from jobs.protocol.states import END_STATES
+from jobs.queue import keys
+from jobs.queue.connection import check_server, connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable, is_full
+from jobs.queue.streams import FIRST_ID
+from jobs.queue.tasks import Execution, JobName, enqueue, executions, forget_execution, is_waiting, job_id, waiting_jobs
+from jobs.store.file_store import FileStore
+from jobs.store.storage import StoreError
+
+TICK_SECONDS = 1.0
+LEAD_SECONDS = 3.0
+SWEEP_SECONDS = 60.0
+MOMENT_SECONDS = 0.5
+"""What a tick gives each thing that takes the longer the more batches and files there are: leases
+and slices cannot wait for all of it.
+"""
+
+_FIRST_RETRY_SECONDS = 0.02
+_LONGEST_RETRY_SECONDS = 0.25
+_JOBS: dict[str, JobName] = {
+    "validating": "validate",
+    "in_progress": "advance",
+    "finalizing": "finalize",
+    "cancelling": "finalize",
+}
+_RECORD = (
+    "state",
+    "generation",
+    "heartbeat",
+    "expires_at",
+    "cursor",
+    "total",
+    "completed",
+    "failed",
+    "result_bytes",
+    "low_water",
+    "line_models",
+    "open_models",
+    "passed_over",
+)
+_stopping = threading.Event()
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Runs until SIGTERM or SIGINT, through outages of Redis."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.control.ticker", description="Keeps the control plane going.")
+    add_redis_url(parser)
+    parser.add_argument("--file-store", help="folder from which an empty Redis is rebuilt")
+    options = parser.parse_args()
+    die_with_parent()
+    set_up_log("ticker")
+    client = connect(options.redis_url)
+    ticker = Ticker(Queue(client), options.file_store)
+    with contextlib.suppress(_Stopped):
+        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGINT, _stop)
+        while not _stopping.is_set():
+            try:
+                check_server(client)
+                ticker.run()
+            except (redis.RedisError, QueueUnavailable) as error:
+                log.warning("Redis cannot be used: %s", error)
+                if is_full(error):
+                    ticker.make_room()
+                time.sleep(TICK_SECONDS / 2)
+    ticker.resign()
+
+
+class _Retry(NamedTuple):
+    """When to ask for a batch's slice again (monotonic seconds), and how long was waited for
+    that.
+    """
+
+    when: float
+    pause: float
+
+
+class Ticker:
+    """One contender for the lead."""
+
+    def __init__(self, queue: Queue, file_store: str | None = None) -> None:
+        self._queue = queue
+        self._client = queue.redis
+        self._files = None if file_store is None else FileStore(queue, file_store, forget_output)
+        self._next_sweep = 0.0  # monotonic seconds
+        self._token = secrets.token_hex(16)
+        self._last_id = FIRST_ID
+        self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
+        self._suspects: set[str] = set()  # the same of the tick before
+        self._orphans: dict[
+            Execution, float
+        ] = {}  # what RQ takes for running and no batch waits for, since when (monotonic seconds)
+        # Run id of the server that was looked at since it was restarted or emptied
+        self._server: Any = None
+        self._seen = ""  # the last batch that the tick before had time for
+        # Folders of batches that may lack a record, to be looked into
+        self._unknown: list[str] = []
+        self._unlisted: list[str] = []  # files to be listed again
+        # Batches whose slice runs just now and that want another
+        self._pending: dict[str, _Retry] = {}
+
+    def run(self) -> None:
+        """Leads whenever it can, until the process is told to end."""
+        while not _stopping.is_set():
+            if not self.lead():
+                time.sleep(TICK_SECONDS)
+                continue
+            self.tick()
+            self.listen(TICK_SECONDS)
+
+    def lead(self) -> bool:
+        """Takes or keeps the lead.
+
+        Two leaders for a moment do no harm: all that they do may be done twice.
+        """
+        lifetime = int(LEAD_SECONDS * 1000)
+        if self._client.set(keys.LEADER, self._token, nx=True, px=lifetime):
+            return True
+        if self._client.get(keys.LEADER) != self._token.encode():
+            if int(self._client.pttl(keys.LEADER)) > lifetime:  # the server's clock was set back
+                self._client.pexpire(keys.LEADER, lifetime)
+            return False
+        self._client.pexpire(keys.LEADER, lifetime)
+        return True
+
+    def resign(self) -> None:
+        """Lets another lead at once."""
+        try:
+            if self._client.get(keys.LEADER) == self._token.encode():
+                self._client.delete(keys.LEADER)
+        except redis.RedisError:
+            log.debug("Redis is away; the lead runs out by itself")
+
+    def tick(self) -> None:
+        """What is due once a second."""
+        if not self._client.exists(keys.TICK):
+            self._server = None
+        self._queue.reap()
+        if self._files is not None:
+            self._restore(self._files)
+        now = self._queue.now()
+        self._look_after_all(now)
+        if self._files is not None and time.monotonic() >= self._next_sweep:
+            self._next_sweep = time.monotonic() + SWEEP_SECONDS
+            self._sweep(self._files, now)
+
+    def make_room(self) -> None:
+        """A server without memory takes no jobs for RQ, and so the finished lines that fill it are
+        drained here.
+        """
+        try:
+            flush(self._queue)
+        except (redis.RedisError, QueueUnavailable) as error:
+            log.warning("no room could be made: %s", error)
+
+    def listen(self, seconds: float) -> None:
+        """Hands out slices for `seconds`, as soon as claims and commits ask for them."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - (now := time.monotonic())) > 0:
+            wait = min([left, *(max(0.001, retry.when - now) for retry in self._pending.values())])
+            messages = self._queue.control_messages(keys.JOBS_CONTROL, self._last_id, wait)
+            if messages:
+                self._last_id = messages[-1].id
+            for batch in {message.batch for message in messages if message.kind == "batch"}:
+                self._slice(batch)
+            now = time.monotonic()
+            for batch, retry in list(self._pending.items()):
+                if retry.when <= now:
+                    self._slice(batch, min(2 * retry.pause, _LONGEST_RETRY_SECONDS))
+
+    def _slice(self, batch: str, pause: float = _FIRST_RETRY_SECONDS) -> None:
+        """Enqueues a slice; while one runs that does not end, tries again after ever longer
+        pauses.
+        """
+        self._pending.pop(batch, None)
+        fields = self._queue.batch_fields(batch)
+        if fields.get("state") != "in_progress":
+            return
+        generation = int(fields["generation"])
+        if not enqueue(self._client, "advance", batch, generation) and not is_waiting(
+            self._client, "advance", batch, generation
+        ):
+            self._pending[batch] = _Retry(time.monotonic() + pause, pause)
+
+    def _look_after_all(self, now: float) -> None:
+        """Goes on at the next tick where a moment was not enough: thousands of windows may close at
+        once.
+        """
+        waiting, records = waiting_jobs(self._client), self._records()
+        self._forget_orphans(records)
+        deadline = time.monotonic() + MOMENT_SECONDS
+        batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
+        self._suspects, self._silent, self._seen = self._silent, set(), ""
+        for place, batch in enumerate(batches, 1):
+            self._look_after(batch, records[batch], now, waiting)
+            if place < len(batches) and time.monotonic() >= deadline:
+                self._silent |= self._suspects.intersection(batches[place:])
+                self._seen = batch
+                break
+
+    def _forget_orphans(self, records: dict[str, dict[str, str]]) -> None:
+        """Removes what RQ keeps of jobs whose process was killed, some seconds after their batch
+        moved on without them.
+        """
+        now, running, wanted = time.monotonic(), executions(self._client), set[str]()
+        for batch, fields in records.items() if running else ():
+            job = _JOBS.get(fields.get("state", ""))
+            wanted |= {job_id(job, batch, int(fields["generation"]))} if job is not None else set()
+        self._orphans = {one: self._orphans.get(one, now) for one in running if one.job not in wanted}
+        for one, since in self._orphans.items():
+            if now - since > STALE_SECONDS:
+                forget_execution(self._client, one)
+
+    def _look_after(self, batch: str, fields: dict[str, str], now: float, waiting: set[str]) -> None:
+        state = fields.get("state", "")
+        if state in END_STATES:
+            clean_up(self._queue, batch)
+        job = _JOBS.get(state)
+        if job is None:
+            return
+        if now > float(fields.get("expires_at", "inf")) and self._expire(batch, fields):
+            return
+        if job_id(job, batch, int(fields["generation"])) in waiting:
+            return
+        if job == "advance":
+            if not needs_slice(self._queue, batch, fields):
+                return
+            self._slice(batch)
+        if now - float(fields.get("heartbeat", 0)) / 1000 > STALE_SECONDS:
+            self._revive(batch, fields, job)
+
+    def _revive(self, batch: str, fields: dict[str, str], job: JobName) -> None:
+        """Runs the batch's job again, under a new generation if a process took the last one with
+        it.
+
+        That is so if the job neither waits nor gives a sign of life at two ticks in a row; at one,
+        it may have begun just now.
+        """
+        generation = int(fields["generation"])
+        if enqueue(self._client, job, batch, generation) or is_waiting(self._client, job, batch, generation):
+            return
+        if batch not in self._suspects:
+            self._silent.add(batch)
+            return
+        state = fields["state"]
+        if self._queue.transition(batch, [state], state, {"generation": generation + 1}, generation):
+            log.warning("%s gave no sign of life in %s: its job runs again", batch, state)
+            enqueue(self._client, job, batch, generation + 1)
+
+    def _expire(self, batch: str, fields: dict[str, str]) -> bool:
+        """Ends a batch whose completion window has passed; finished lines stay, the rest get error
+        lines.
+        """
+        moved = {"outcome": "expired", "finalizing_at": time.time()}
+        if not self._queue.transition(batch, ["validating", "in_progress"], "finalizing", moved):
+            return False
+        self._queue.cancel_batch(batch)
+        enqueue(self._client, "finalize", batch, int(fields["generation"]))
+        return True
+
+    def _records(self) -> dict[str, dict[str, str]]:
+        """What the ticker needs of every active batch's record."""
+        members: Any = self._client.smembers(keys.ACTIVE)
+        batches = sorted(member.decode() for member in members)
+        with self._client.pipeline(transaction=False) as pipeline:
+            for batch in batches:
+                pipeline.hmget(keys.batch(batch), *_RECORD)
+            rows = pipeline.execute()
+        return {
+            batch: {name: value.decode() for name, value in zip(_RECORD, row, strict=True) if value is not None}
+            for batch, row in zip(batches, rows, strict=True)
+        }
+
+    def _sweep(self, files: FileStore, now: float) -> None:
+        now = min(
+            now, time.time()
+        )  # what is removed is gone for good, and so must be over by the clock of this machine too
+        try:
+            swept, ended = (
+                files.sweep(now, MOMENT_SECONDS),
+                remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS),
+            )
+            self._unknown = unknown_folders(
+                self._queue, str(files.root)
+            )  # also of makers that were killed before Redis knew of it
+        except StoreError as error:
+            log.error("%s", error)
+            return
+        if swept or ended:
+            log.info("removed %d files and %d batches whose time was over", swept, ended)
+
+    def _restore(self, files: FileStore) -> None:
+        """Brings back what Redis has lost, a moment's work of it at each tick."""
+        server = self._client.hget(keys.TICK, "run_id")
+        try:
+            if server != self._server:
+                self._unknown, self._unlisted = unknown_folders(self._queue, str(files.root)), files.names()
+                self._server = server
+            count, self._unknown = rebuild_all(self._queue, str(files.root), self._unknown, MOMENT_SECONDS)
+            self._unlisted = files.reindex(self._unlisted, MOMENT_SECONDS)
+        except StoreError as error:
+            log.error("%s", error)
+            return
+        if count:
+            log.warning("rebuilt %d batches of which Redis did not know", count)
+
+
+class _Stopped(Exception):
+    """A signal asked for the end."""
+
+
+def _stop(signum: int, frame: FrameType | None) -> Any:
+    _stopping.set()  # also heard where the exception ends unseen, as in a destructor of redis-py
+    raise _Stopped
+
+
+if __name__ == "__main__":
+    main()

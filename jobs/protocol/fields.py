@@ -1,0 +1,168 @@
+"""Reading a call's body with errors that name the exact parameter, in OpenAI's words."""
+
+import math
+from collections.abc import Callable, Sized
+from typing import Any, NoReturn, TypeVar
+
+from jobs.protocol.results import ApiError
+
+Read = TypeVar("Read")
+Default = TypeVar("Default")
+
+INT32 = 2**31 - 1
+_MOST_SHOWN = 100  # characters of a bad value that an error repeats
+_NAMES: dict[type, str] = {
+    str: "a string", bool: "a boolean", int: "an integer", float: "a decimal", list: "an array", dict: "an object",
+    type(None): "null",
+}  # fmt: skip
+
+
+def fail(message: str, param: str | None, code: str | None) -> NoReturn:
+    """Raises the 400 that clients of OpenAI know."""
+    raise ApiError(400, message, param=param, code=code)
+
+
+def wrong_type(value: Any, expected: str, param: str) -> NoReturn:
+    """A value of another JSON type than expected."""
+    got = _NAMES.get(type(value), "something else")
+    fail(f"Invalid type for '{param}': expected {expected}, but got {got} instead.", param, "invalid_type")
+
+
+def missing(param: str) -> NoReturn:
+    """A parameter that must be there."""
+    fail(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+
+
+def unsupported(param: str, why: str) -> NoReturn:
+    """A value that OpenAI's API or vLLM's knows and this one cannot honour."""
+    fail(f"Unsupported value: '{param}' {why}", param, "unsupported_value")
+
+
+def unknown_choice(value: str, param: str, choices: tuple[str, ...]) -> NoReturn:
+    """A string that is none of the choices."""
+    known = ", ".join(f"'{choice}'" for choice in choices)
+    fail(f"Invalid value: '{shown(value)}'. Supported values are: {known}.", param, "invalid_value")
+
+
+def shown(value: str) -> str:
+    """A bad value as an error repeats it, however long or strange it is: in one line of whole
+    characters.
+    """
+    start = value[:_MOST_SHOWN]
+    start = start if start.isprintable() else repr(start)[1:-1]
+    return start if len(value) <= _MOST_SHOWN else f"{start}…"
+
+
+def required(values: dict[str, Any], name: str, prefix: str = "") -> Any:
+    """The value of a field that must be there and not null."""
+    value = values.get(name)
+    if value is None:
+        missing(prefix + name)
+    return value
+
+
+def optional(values: dict[str, Any], name: str, read: Callable[[Any, str], Read], default: Default) -> Read | Default:
+    """The value of a field as `read` gives it, or the default when it is absent or null."""
+    value = values.get(name)
+    return default if value is None else read(value, name)
+
+
+def text(value: Any, param: str, most: int | None = None, least: int = 0) -> str:
+    """A string of whole characters, at least `least` and at most `most` of them."""
+    if not isinstance(value, str):
+        wrong_type(value, "a string", param)
+    _check_length(value, param, "a string", least, most)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        fail(
+            f"Invalid '{param}': the text holds half of a surrogate pair, which is no character.",
+            param,
+            "invalid_value",
+        )
+    return value
+
+
+def boolean(value: Any, param: str) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        wrong_type(value, "a boolean", param)
+    return value
+
+
+def integer(value: Any, param: str, low: int, high: int) -> int:
+    """An integer of at least `low` and at most `high`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        wrong_type(value, "an integer", param)
+    _check_range(value, param, "integer", low, high)
+    return value
+
+
+def integers(value: list[Any], param: str, low: int, high: int) -> list[int]:
+    """Many of them at once."""
+    if set(map(type, value)) <= {int} and (not value or (low <= min(value) and max(value) <= high)):
+        return value
+    return [integer(item, f"{param}[{i}]", low, high) for i, item in enumerate(value)]
+
+
+def number(value: Any, param: str, low: float, high: float, above_low: bool = False) -> float:
+    """A finite number of at least (or, with `above_low`, above) `low` and at most `high`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        wrong_type(value, "a decimal", param)
+    if isinstance(value, float) and math.isnan(value):
+        fail(f"Invalid '{param}': not a number.", param, "invalid_value")
+    _check_range(value, param, "decimal", low, high)
+    if above_low and value == low:
+        fail(
+            f"Invalid '{param}': decimal below minimum value. Expected a value > {low:g}, but got {value:g} instead.",
+            param,
+            "decimal_below_min_value",
+        )
+    return float(value)
+
+
+def array(value: Any, param: str, most: int | None = None, least: int = 0) -> list[Any]:
+    """A list of at least `least` and at most `most` items."""
+    if not isinstance(value, list):
+        wrong_type(value, "an array", param)
+    _check_length(value, param, "an array", least, most)
+    return value
+
+
+def mapping(value: Any, param: str) -> dict[str, Any]:
+    """An object."""
+    if not isinstance(value, dict):
+        wrong_type(value, "an object", param)
+    return value
+
+
+def _check_length(value: Sized, param: str, kind: str, least: int, most: int | None) -> None:
+    """`kind` is a noun with its article."""
+    name = kind.split()[-1]
+    if len(value) < least:
+        fail(
+            f"Invalid '{param}': empty {name}. Expected {kind} with minimum length {least}, but got an empty {name}"
+            " instead.",
+            param,
+            f"empty_{name}",
+        )
+    if most is not None and len(value) > most:
+        fail(
+            f"Invalid '{param}': {name} too long. Expected {kind} with maximum length {most}, but got {kind} with"
+            f" length {len(value)} instead.",
+            param,
+            f"{name}_above_max_length",
+        )
+
+
+def _check_range(value: int | float, param: str, kind: str, low: float, high: float) -> None:
+    got = str(value) if abs(value) < 1e20 else "a very large one"
+    if value < low:
+        fail(f"Invalid '{param}': {kind} below minimum value. Expected a value >= {low}, but got {got} instead.", param,
+             f"{kind}_below_min_value")  # fmt: skip
+    if value > high:
+        fail(
+            f"Invalid '{param}': {kind} above maximum value. Expected a value <= {high}, but got {got} instead.",
+            param,
+            f"{kind}_above_max_value",
+        )

@@ -1,0 +1,190 @@
+"""Log probabilities in the shapes that clients know: OpenAI's for chats, OpenAI's for completions,
+and vLLM's for prompts.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from jobs.protocol.results import PositionLogprobs
+
+_CONTINUATION = bytes(range(0x80, 0xC0))  # bytes in the midst of a character
+_LOWEST = -9999.0  # OpenAI's word for "next to impossible"; JSON has no infinity
+
+
+# A long answer has hundreds of thousands of log probabilities: each makes one small object that the
+# garbage collector need not look at, and of a token that comes up again the text is not made again.
+class ChatToken(msgspec.Struct, gc=False):
+    """One of a chat's tokens, as OpenAI's JSON has it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatPosition(ChatToken, gc=False):
+    """The same with the most likely tokens in its place."""
+
+    top_logprobs: list[ChatToken]
+
+
+class PromptToken(msgspec.Struct, gc=False):
+    """One of a prompt's tokens, as vLLM's JSON has it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+class _ChatTexts(dict[bytes, tuple[str, list[int]]]):
+    def __missing__(self, token: bytes) -> tuple[str, list[int]]:
+        made = self[token] = _name(token, ""), list(token)
+        return made
+
+
+class _Names(dict[bytes, str]):
+    def __missing__(self, token: bytes) -> str:
+        made = self[token] = _name(token, "bytes:")
+        return made
+
+
+class _Decoded(dict[bytes, str]):
+    def __missing__(self, token: bytes) -> str:
+        made = self[token] = token.decode(errors="replace")
+        return made
+
+
+def chat_logprobs(positions: Sequence[PositionLogprobs]) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice."""
+    texts, content = _ChatTexts(), []
+    for position in positions:
+        top = []
+        for token in position.top:
+            text, raw = texts[token.token]
+            top.append(ChatToken(text, _number(token.logprob), raw))
+        text, raw = texts[position.chosen.token]
+        content.append(ChatPosition(text, _number(position.chosen.logprob), raw, top))
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(positions: Sequence[PositionLogprobs], text_offset: list[int]) -> dict[str, Any]:
+    """The `logprobs` of a completion's choice; `text_offset` is where each token begins in its
+    text, in characters.
+    """
+    names = _Names()
+    return {
+        "text_offset": text_offset,
+        "token_logprobs": [
+            None if (logprob := position.chosen.logprob) is None else _number(logprob) for position in positions
+        ],
+        "tokens": [names[position.chosen.token] for position in positions],
+        "top_logprobs": [_by_name(position, names) for position in positions],
+    }
+
+
+def prompt_logprobs(positions: Sequence[PositionLogprobs]) -> list[dict[int, PromptToken] | None]:
+    """vLLM's `prompt_logprobs`: by token id, the prompt's own token first; null for the first
+    token, which nothing predicts.
+    """
+    decoded = _Decoded()
+    return [
+        None
+        if position.chosen.logprob is None
+        else {
+            token.token_id: PromptToken(_number(token.logprob), token.rank, decoded[token.token])
+            for token in (position.chosen, *position.top)
+        }
+        for position in positions
+    ]
+
+
+def text_offsets(text: str, positions: Sequence[PositionLogprobs]) -> list[int]:
+    """Where each token begins in the text that they make, in characters; tokens behind a stop
+    string begin at its end.
+    """
+    return [min(offset, len(text)) for offset in TextOffsets().of(positions, text)]
+
+
+class TextOffsets:
+    """Finds where the tokens of one choice begin in its text, in characters, while both come piece
+    by piece.
+
+    A token that goes on with a character begins where that does. One that leaves nothing in the
+    text (a special token, the space that some vocabularies drop at the start) takes no room. While
+    a token's text is held back it is taken to be the token's bytes.
+    """
+
+    def __init__(self) -> None:
+        self._text = b""  # behind the last token whose place is known
+        self._characters = 0  # up to there
+        self._waiting: list[bytes] = []  # tokens whose text did not come yet
+
+    def of(self, positions: Sequence[PositionLogprobs], text: str) -> list[int]:
+        """The offsets of the next tokens, with the next piece of text."""
+        self._text += text.encode(errors="replace")
+        waiting, self._waiting = self._waiting, []
+        for token in waiting:
+            self._place(token)
+        return [self._place(position.chosen.token) for position in positions]
+
+    def _place(self, token: bytes) -> int:
+        inside = _goes_on(self._text)  # a character that is counted already
+        if self._waiting or (len(self._text) < len(token) and token.startswith(self._text)):
+            before = b"".join(self._waiting).lstrip(_CONTINUATION if inside else b"")
+            self._waiting.append(token)
+            return self._characters + (_characters(before, token) if before else -(inside and _goes_on(token)))
+        offset = self._characters - inside
+        length = self._length(token)
+        self._characters += sum(not _goes_on(self._text[i : i + 1]) for i in range(length))
+        self._text = self._text[length:]
+        return offset
+
+    def _length(self, token: bytes) -> int:
+        """How many bytes of the text are this token's."""
+        # A broken character was replaced
+        for form in (token, token.decode(errors="replace").encode()):
+            if self._text.startswith(form):
+                return len(form)
+        at_start = self._characters == 0 and token.startswith(b" ")
+        return len(token) - 1 if at_start and self._text.startswith(token[1:]) else 0
+
+
+def _characters(written: bytes, following: bytes) -> int:
+    """Characters that begin in `written`, but for one that `following` goes on with."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    count = len(decoder.decode(written))
+    return count + (bool(decoder.getstate()[0]) and not _goes_on(following))
+
+
+def _goes_on(text: bytes) -> bool:
+    """Whether it begins in the midst of a character."""
+    return text[:1] != b"" and text[0] in _CONTINUATION
+
+
+def _by_name(position: PositionLogprobs, names: _Names) -> dict[str, float] | None:
+    """The most likely tokens and the chosen one; of two that read the same the more likely one
+    counts.
+    """
+    if position.chosen.logprob is None:
+        return None
+    found: dict[str, float] = {}
+    for token in position.top:
+        found.setdefault(names[token.token], _number(token.logprob))
+    found.setdefault(names[position.chosen.token], _number(position.chosen.logprob))
+    return found
+
+
+def _name(token: bytes, prefix: str) -> str:
+    """The token's text, or its bytes as escapes where they are no whole characters, as OpenAI
+    writes them.
+    """
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _number(logprob: float | None) -> float:
+    return _LOWEST if logprob is None or logprob < _LOWEST else logprob

@@ -1,0 +1,103 @@
+"""What a call is about: the prompts of a completion, the messages of a chat."""
+
+from typing import Any
+
+import msgspec
+
+from jobs.protocol import fields
+
+MOST_MESSAGES = 10_000
+MOST_SEQUENCES = 512
+"""What one request may make the engine generate: prompts times the larger of `n` and `best_of`."""
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
+    """One text, one list of token ids, or a list of either, each to be answered `answers` times.
+
+    Raises `ApiError`.
+    """
+    if not isinstance(value, list):
+        return [_prompt(value, param)]
+    fields.array(value, param, least=1)
+    if not isinstance(value[0], str | list):
+        return [_token_ids(value, param)]
+    if len(value) * answers > MOST_SEQUENCES:
+        most = MOST_SEQUENCES // answers
+        fields.fail(
+            f"Invalid '{param}': array too long. With {answers} answers to each prompt, expected an array with maximum"
+            f" length {most}, but got an array with length {len(value)} instead.",
+            param,
+            "array_above_max_length",
+        )
+    return [_prompt(item, f"{param}[{i}]", like=value[0]) for i, item in enumerate(value)]
+
+
+def read_messages(value: Any, param: str) -> list[dict[str, Any]]:
+    """Messages with a role and a content that is a string. Raises `ApiError`."""
+    return [
+        _message(message, f"{param}[{i}]")
+        for i, message in enumerate(fields.array(value, param, MOST_MESSAGES, least=1))
+    ]
+
+
+def _prompt(value: Any, param: str, like: Any = None) -> str | list[int]:
+    if isinstance(value, str) and (like is None or isinstance(like, str)):
+        return fields.text(value, param, least=1)
+    if isinstance(value, list) and isinstance(like, list):
+        return _token_ids(fields.array(value, param, least=1), param)
+    if like is None:
+        return fields.wrong_type(value, "a string, an array of token ids, or an array of either", param)
+    return fields.wrong_type(value, "a string" if isinstance(like, str) else "an array of token ids", param)
+
+
+def _token_ids(value: list[Any], param: str) -> list[int]:
+    return fields.integers(value, param, 0, fields.INT32)
+
+
+def _message(value: Any, param: str) -> dict[str, Any]:
+    given = fields.mapping(value, param)
+    role = fields.text(fields.required(given, "role", f"{param}."), f"{param}.role")
+    if role not in _ROLES:
+        fields.unknown_choice(role, f"{param}.role", _ROLES)
+    message: dict[str, Any] = {"role": role, "content": _content(given, role, f"{param}.content")}
+    for name in ("name", "tool_call_id"):
+        if given.get(name) is not None:
+            message[name] = fields.text(given[name], f"{param}.{name}")
+    if given.get("tool_calls") is not None:
+        message["tool_calls"] = _tool_calls(given["tool_calls"], f"{param}.tool_calls")
+    return message
+
+
+def _content(message: dict[str, Any], role: str, param: str) -> str:
+    content = message.get("content")
+    if content is None:
+        if role == "assistant" and message.get("tool_calls"):
+            return ""
+        fields.missing(param)
+    if isinstance(content, str):
+        return fields.text(content, param)
+    if not isinstance(content, list):
+        fields.wrong_type(content, "one of a string or array of objects", param)
+    parts = fields.array(content, param, MOST_MESSAGES, least=1)
+    return "\n".join(_text_part(part, f"{param}[{i}]") for i, part in enumerate(parts))
+
+
+def _text_part(value: Any, param: str) -> str:
+    part = fields.mapping(value, param)
+    kind = fields.text(fields.required(part, "type", f"{param}."), f"{param}.type")
+    if kind != "text":
+        fields.unknown_choice(kind, f"{param}.type", ("text",))
+    return fields.text(fields.required(part, "text", f"{param}."), f"{param}.text")
+
+
+def _tool_calls(value: Any, param: str) -> list[Any]:
+    calls = fields.array(value, param)
+    for i, call in enumerate(calls):
+        fields.mapping(call, f"{param}[{i}]")
+    try:
+        msgspec.json.encode(calls)
+    except (UnicodeEncodeError, RecursionError):
+        fields.fail(f"Invalid '{param}': it cannot be written as JSON.", param, "invalid_value")
+    return calls

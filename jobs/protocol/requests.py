@@ -1,0 +1,186 @@
+"""What travels through the queue: the name of a request, the request, and what workers say about
+it.
+"""
+
+import hashlib
+import secrets
+
+import msgspec
+
+from jobs.protocol.results import PositionLogprobs, Result
+
+LIVE_PREFIX = "live_"
+
+
+def new_live_id(tenant: str) -> str:
+    """An id for a live call.
+
+    It bears a mark of the tenant, so that nothing has to be remembered to keep it from others.
+    """
+    return f"{_live_ids_of(tenant)}{secrets.token_hex(10)}"
+
+
+def is_live_id_of(tenant: str, live_id: str) -> bool:
+    """Whether `new_live_id` made it for this tenant."""
+    return live_id.startswith(_live_ids_of(tenant))
+
+
+def _live_ids_of(tenant: str) -> str:
+    return LIVE_PREFIX + hashlib.sha256(tenant.encode()).hexdigest()[:12]
+
+
+class RequestKey(msgspec.Struct, frozen=True, order=True):
+    """Names a request everywhere: a line of a batch, or a live call (its only line is 0)."""
+
+    batch: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.batch}/{self.line}"
+
+    @property
+    def live(self) -> bool:
+        """Whether a client waits for it."""
+        return self.batch.startswith(LIVE_PREFIX)
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> "RequestKey":
+        """Reads the form that `str` gives. Raises ValueError for anything else."""
+        batch, slash, line = (text.decode() if isinstance(text, bytes) else text).rpartition("/")
+        if not slash or not batch:
+            raise ValueError(f"not a request key: {text!r}")
+        return cls(batch, int(line))
+
+
+class Request(msgspec.Struct):
+    """One call of the API as it stands in Redis."""
+
+    endpoint: str  # "/v1/chat/completions" or "/v1/completions"
+    model: str
+    body: bytes  # JSON as handed in
+    seed: int  # used when the body names none
+    custom_id: str | None = None
+    created: float = 0.0  # unix seconds
+    reply_to: str | None = None  # live: the API process whose stream gets every delta
+
+
+class ChoiceCheckpoint(msgspec.Struct):
+    """What earlier workers published of one choice."""
+
+    token_ids: list[int]
+    text_length: int  # characters
+    logprobs: list[PositionLogprobs] = []  # one per token, when asked for
+    cached_tokens: int = 0
+
+
+class Checkpoint(msgspec.Struct):
+    """What earlier workers published of a request: the forced prefix for the next one."""
+
+    choices: dict[int, ChoiceCheckpoint]
+
+
+class Claim(msgspec.Struct):
+    """A request that a worker holds a lease on, until it commits, hands back or loses it."""
+
+    key: RequestKey
+    fence: int
+    request: Request
+    checkpoint: Checkpoint | None
+    attempt: int  # 1 for the first worker
+    live: bool
+    watched: bool = False
+    suspicions: int = 0  # engine cores that died with this request in flight
+
+
+class TokenChunk(msgspec.Struct, array_like=True):
+    """The next tokens of one choice, and the text they gave."""
+
+    choice: int  # index in the response
+    index: int  # output index of the first token
+    token_ids: list[int]
+    text: str
+    text_offset: int  # characters of the choice's text before `text`
+    logprobs: list[PositionLogprobs] | None = None  # one per token, when asked for
+    # With a choice's first chunk, when echo asks for them
+    prompt_logprobs: list[PositionLogprobs] | None = None
+    cached_tokens: int = (
+        # With a choice's first chunk: tokens of the prompt that its first worker had in its prefix
+        # cache
+        0
+    )
+
+
+class Delta(msgspec.Struct):
+    """The next tokens of a request."""
+
+    key: RequestKey
+    fence: int
+    total: int  # output tokens of all choices, these included
+    chunks: list[TokenChunk]
+    reply_to: str | None = None
+    accepted: bool = False  # the first message of a live call
+
+
+class Finished(msgspec.Struct):
+    """A request's end, with the tokens that were not published yet."""
+
+    key: RequestKey
+    fence: int
+    result: Result
+    delta: Delta | None = None
+    reply_to: str | None = None
+
+
+class StreamEntry(msgspec.Struct):
+    """One entry of a token stream or of an API process' stream."""
+
+    key: RequestKey
+    entry_id: str
+    chunks: list[TokenChunk]
+    accepted: bool = False
+    result: Result | None = None  # the request's end
+
+    def text(self, choice: int = 0) -> str:
+        """What it adds to the text of one choice."""
+        return "".join(chunk.text for chunk in self.chunks if chunk.choice == choice)
+
+    def token_ids(self, choice: int = 0) -> list[int]:
+        """What it adds to the tokens of one choice."""
+        return [token_id for chunk in self.chunks if chunk.choice == choice for token_id in chunk.token_ids]
+
+
+class BatchEntry(msgspec.Struct, frozen=True):
+    """One entry of the stream of a batch that is read: what one of its requests was given, or that
+    the state of the batch moved.
+    """
+
+    id: str  # in that stream; "" of one that sums up the request's own
+    key: RequestKey | None  # None: the state moved
+    entry_id: str  # of the same entry in the request's own stream
+    chunks: list[TokenChunk]
+    succeeded: bool | None  # of a request that ended
+
+
+def pack(value: msgspec.Struct | list[TokenChunk]) -> bytes:
+    """Msgpack, the form of every internal message."""
+    return msgspec.msgpack.encode(value)
+
+
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_result_decoder = msgspec.msgpack.Decoder(Result)
+_chunks_decoder = msgspec.msgpack.Decoder(list[TokenChunk])
+
+
+def unpack_request(data: bytes) -> Request:
+    """The opposite of `pack` for a request."""
+    return _request_decoder.decode(data)
+
+
+def unpack_result(data: bytes) -> Result:
+    """The opposite of `pack` for a result."""
+    return _result_decoder.decode(data)
+
+
+def unpack_chunks(data: bytes) -> list[TokenChunk]:
+    """The opposite of `pack` for the tokens of a delta."""
+    return _chunks_decoder.decode(data)

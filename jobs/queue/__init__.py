@@ -1,0 +1,1 @@
+"""The queue in Redis: keys, scripts, requests, batch records, streams, workers and limits."""

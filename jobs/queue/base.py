@@ -1,0 +1,78 @@
+"""What every part of the queue stands on: a client, the scripts, the settings."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import redis
+
+from jobs.queue.connection import blocking_twin
+from jobs.queue.scripts import MAX_ITEMS, Scripts, persistently
+from jobs.queue.settings import QueueSettings
+
+T = TypeVar("T")
+
+_MAX_BYTES = 4 * 1024 * 1024
+
+
+class QueueBase:
+    """Base of the parts of `jobs.queue.request_queue.Queue`."""
+
+    def __init__(self, client: redis.Redis, settings: QueueSettings | None = None) -> None:
+        self.redis = client
+        self.settings = settings or QueueSettings()
+        self._scripts = Scripts(client, self.settings.redis_retry_seconds)
+        self._blocking = blocking_twin(client)
+
+    def close(self) -> None:
+        """Closes the connection that blocking reads use; the client stays its owner's."""
+        self._blocking.close()
+
+    def _command(self, name: str, *arguments: Any) -> Any:
+        """A plain Redis command that may be repeated."""
+        execute: Callable[..., Any] = self.redis.execute_command
+        return persistently(lambda: execute(name, *arguments), self.settings.redis_retry_seconds)
+
+    def commands(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """The replies to plain commands that may be repeated, in one round trip."""
+        rows = list(commands)
+
+        def run() -> list[Any]:
+            with self.redis.pipeline(transaction=False) as pipeline:
+                for row in rows:
+                    pipeline.execute_command(*row)  # type: ignore[no-untyped-call]
+                return pipeline.execute()
+
+        return persistently(run, self.settings.redis_retry_seconds)
+
+    def now(self) -> float:
+        """Unix seconds by the clock of Redis, the only one that all processes share."""
+        seconds, micros = self._command("TIME")
+        return int(seconds) + int(micros) / 1e6
+
+    @property
+    def _lease_ms(self) -> int:
+        return int(self.settings.lease_seconds * 1000)
+
+
+def chunks(items: Iterable[list[Any]]) -> Iterator[list[list[Any]]]:
+    """Argument lists, one per request, in groups that one script call may handle."""
+    group: list[list[Any]] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += sum(len(value) for value in item if isinstance(value, bytes | str))
+        if len(group) == MAX_ITEMS or size > _MAX_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def flat(items: Iterable[Iterable[T]]) -> list[T]:
+    """One list of all values."""
+    return [value for item in items for value in item]
+
+
+def text(value: bytes | None) -> str:
+    """A reply as text; nothing is the empty string."""
+    return "" if value is None else value.decode()

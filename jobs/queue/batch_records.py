@@ -1,0 +1,222 @@
+"""The control plane's half of the queue: records of batches, their lines and results."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jobs.protocol.requests import Request, pack, unpack_result
+from jobs.protocol.results import Result
+from jobs.protocol.states import END_STATES
+from jobs.queue import keys
+from jobs.queue.base import QueueBase, flat, text
+from jobs.queue.scripts import MAX_ITEMS
+
+MAX_PART_LINES = 4000
+"""Lines that one part may hold, since one script registers it and removes its results."""
+
+FORGOTTEN = "forgotten"
+"""In place of a state: the batch's keys are being removed.
+
+Whoever finds it so takes it for a batch without a record.
+"""
+
+
+class BatchQueue(QueueBase):
+    """Batches in Redis.
+
+    A record is a hash of text fields; `state` moves only by `transition`, counts only by commits.
+    """
+
+    def create_batch(
+        self,
+        batch: str,
+        total: int,
+        *,
+        tenant: str = "",
+        state: str = "validating",
+        fields: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Makes the record of a batch that has none.
+
+        False when it has one. `fields` may hold counts and cursor of a rebuilt batch.
+        """
+        start = {"tenant": tenant, "total": total, "generation": 0, "completed": 0, "failed": 0, "cursor": 0}
+        return self.transition(batch, [""], state, {**start, **(fields or {})})
+
+    def transition(
+        self,
+        batch: str,
+        from_states: Sequence[str],
+        to_state: str,
+        fields: Mapping[str, Any] | None = None,
+        generation: int | None = None,
+    ) -> bool:
+        """Moves the state, if it is one of `from_states` ("" for no record) and the generation is
+        the given one, and sets `fields`.
+
+        Also notes the time as `heartbeat` (ms of Redis TIME), so moving a state to itself is a sign
+        of life. False changes nothing.
+        """
+        expected = "" if generation is None else str(generation)
+        values = flat((name, value) for name, value in (fields or {}).items())
+        arguments = [batch, uuid.uuid4().hex, expected, to_state, len(from_states), *from_states, *values]
+        return bool(self._scripts.call("transition", arguments))
+
+    def batch_fields(self, batch: str) -> dict[str, str]:
+        """The record as text; empty when there is none."""
+        return {text(name): text(value) for name, value in self._command("HGETALL", keys.batch(batch)).items()}
+
+    def activate(self, batch: str) -> None:
+        """Has the ticker look after a batch, until `clean_up` or `forget`."""
+        self._command("SADD", keys.ACTIVE, batch)
+
+    def batches(self) -> list[str]:
+        """Ids of all batches that have a record; those whose record has expired are struck off."""
+        known = sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES))
+        states = dict(zip(known, self.commands(("HGET", keys.batch(batch), "state") for batch in known), strict=True))
+        gone = [batch for batch, state in states.items() if state is None]
+        if gone:
+            self._command("SREM", keys.BATCHES, *gone)
+        return [batch for batch, state in states.items() if state not in (None, FORGOTTEN.encode())]
+
+    def ingest(self, batch: str, requests: Sequence[tuple[int, Request]], start: int, cursor: int) -> bool:
+        """Adds lines to the ready list (at most 500) and moves the batch's cursor from `start` to
+        `cursor`.
+
+        True when the cursor now stands at `cursor`, by this call or an earlier one; False when it
+        stands elsewhere or the batch is not in progress. Lines that are done or present already are
+        skipped.
+        """
+        if len(requests) > MAX_ITEMS:
+            raise ValueError(f"{len(requests)} lines in one call, at most {MAX_ITEMS}")
+        rows = ((line, request.model, pack(request)) for line, request in requests)
+        return bool(self._scripts.call("ingest", [batch, start, cursor, *flat(rows)]))
+
+    def ready_length(self, batch: str) -> int:
+        """Lines that wait for a worker."""
+        models = [text(model) for model in self._command("SMEMBERS", keys.batch_models(batch))]
+        return sum(int(self._command("LLEN", keys.ready(batch, model))) for model in models)
+
+    def window_bytes(self, batch: str) -> int:
+        """Bytes of the request bodies in Redis, waiting or running."""
+        return int(self._command("HGET", keys.batch(batch), "body_bytes") or 0)
+
+    def window_lines(self, batch: str) -> int:
+        """Lines in Redis, waiting or running."""
+        return int(self._command("HLEN", keys.bodies(batch)))
+
+    def results(self, batch: str, limit: int = MAX_PART_LINES) -> list[tuple[int, Result]]:
+        """Finished lines that no part holds yet, lowest line first. They stay."""
+        lines = sorted(int(line) for line in self._command("HKEYS", keys.results(batch)))[:limit]
+        found: list[tuple[int, Result]] = []
+        for first in range(0, len(lines), MAX_ITEMS):
+            group = lines[first : first + MAX_ITEMS]
+            values = self._command("HMGET", keys.results(batch), *group)
+            found += [
+                (line, unpack_result(value)) for line, value in zip(group, values, strict=True) if value is not None
+            ]
+        return found
+
+    def drained(self, batch: str, part: str, lines: Sequence[int]) -> bool:
+        """Registers a part that lasts on disk and removes its lines' results, at once.
+
+        True when the part is registered, by this call or an earlier one. False, changing nothing,
+        when one of the lines has no result any more: another part holds it, and this one must not
+        count.
+        """
+        if len(lines) > MAX_PART_LINES:
+            raise ValueError(f"{len(lines)} lines in one part, at most {MAX_PART_LINES}")
+        return bool(self._scripts.call("drained", [batch, part, self.settings.undrained_bytes, *lines]))
+
+    def parts(self, batch: str) -> dict[str, int]:
+        """Registered parts and the number of their lines."""
+        return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
+
+    def set_parts(self, batch: str, parts: Mapping[str, int]) -> None:
+        """Registers these parts, of which the last is what counts, and forgets all others; for the
+        holder of `storage.exclusive`.
+        """
+        self._command("DEL", keys.parts(batch))
+        if parts:
+            self._command("HSET", keys.parts(batch), *flat(parts.items()))
+
+    def done(self, batch: str) -> bytes:
+        """The bitmap of lines that have their result: bit 7 of the first byte is line 0, as Redis
+        counts.
+        """
+        return bytes(self._command("GET", keys.done(batch)) or b"")
+
+    def set_done(self, batch: str, bitmap: bytes) -> None:
+        """Sets the bitmap of a batch that is rebuilt, before it goes in progress."""
+        self._command("SET", keys.done(batch), bitmap)
+
+    def open_batch(self, tenant: str, batch: str, most: int | None) -> bool:
+        """Counts a batch among its tenant's open ones until `clean_up` or `forget`; False where
+        these are `most` already.
+        """
+        return bool(self._scripts.call("open_batch", [tenant, batch, "" if most is None else most]))
+
+    def open_batches(self, tenant: str) -> list[str]:
+        """The tenant's open batches that came through the API; of one whose maker was killed there
+        may be no record.
+        """
+        return sorted(text(batch) for batch in self._command("SMEMBERS", keys.open_batches(tenant)))
+
+    def open_states(self, tenant: str) -> dict[str, str]:
+        """The state of each of the tenant's open batches; "" for one without a record."""
+        batches = self.open_batches(tenant)
+        states = self.commands(("HGET", keys.batch(batch), "state") for batch in batches)
+        return {batch: text(state) for batch, state in zip(batches, states, strict=True)}
+
+    def open_tokens(self, tenant: str) -> dict[str, int]:
+        """About how many tokens stand in each of the tenant's open batches, as far as they have
+        been checked.
+        """
+        batches = self.open_batches(tenant)
+        rows = self.commands(("HMGET", keys.batch(batch), "state", "queued_tokens") for batch in batches)
+        found = zip(batches, rows, strict=True)
+        return {batch: int(tokens or 0) for batch, (state, tokens) in found if text(state) not in END_STATES}
+
+    def dismiss(self, tenant: str, *batches: str) -> None:
+        """Takes batches out of the open ones."""
+        self._command("SREM", keys.open_batches(tenant), *batches)
+
+    def list_batch(self, tenant: str, batch: str) -> None:
+        """Shows a batch in the tenant's listing."""
+        self._command("ZADD", keys.batch_index(tenant), 0, batch)
+
+    def unlist_batch(self, tenant: str, batch: str) -> None:
+        """Takes a batch out of the listing."""
+        self._command("ZREM", keys.batch_index(tenant), batch)
+
+    def listed_batches(self, tenant: str, after: str | None, count: int) -> list[str]:
+        """The next `count` ids of the tenant's listing, newest first, behind `after`, which need
+        not be there.
+        """
+        start = "+" if after is None else f"({after}"
+        rows = self._command("ZRANGE", keys.batch_index(tenant), start, "-", "BYLEX", "REV", "LIMIT", 0, count)
+        return [text(batch) for batch in rows]
+
+    def cancel_batch(self, batch: str) -> None:
+        """Removes every waiting and running line; workers are told.
+
+        Move the state first, so that nothing is claimed or added meanwhile.
+        """
+        while int(self._scripts.call("cancel", ["batch", MAX_ITEMS, batch])) > 0:
+            pass
+
+    def forget(self, batch: str) -> None:
+        """Removes every key of a batch; goes on where a killed call stopped.
+
+        For the holder of `storage.exclusive`.
+        """
+        tenant = self.batch_fields(batch).get("tenant", "")
+        while (state := self.batch_fields(batch).get("state")) not in (None, FORGOTTEN):
+            self.transition(batch, [str(state)], FORGOTTEN)
+        self.cancel_batch(batch)
+        self.dismiss(tenant, batch)
+        names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies, keys.batch_tokens)
+        self._command("UNLINK", *(name(batch) for name in names))
+        self._command("ZREM", keys.WATCHED, batch)
+        self._command("SREM", keys.BATCHES, batch)
+        self._command("SREM", keys.ACTIVE, batch)

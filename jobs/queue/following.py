@@ -1,0 +1,84 @@
+"""What somebody who begins to read a batch is shown first: what its running requests have so
+far.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from jobs.protocol.requests import BatchEntry, RequestKey, StreamEntry, TokenChunk
+from jobs.queue.request_queue import Queue
+from jobs.queue.streams import position
+
+_AT_ONCE = 16
+"""Requests whose text so far is in memory at once."""
+
+
+class Beginning:
+    """Walk it once. Whoever reads on after `last_id` misses nothing, and reads nothing twice.
+
+    `first_id` is the batch's last entry when it was watched; `last_id` is None when the walk took
+    so long that it was trimmed meanwhile.
+    """
+
+    def __init__(self, queue: Queue, batch: str, first_id: str) -> None:
+        self._queue = queue
+        self._batch = batch
+        self._first_id = first_id
+        self._seen: dict[RequestKey, tuple[int, int]] = {}
+        self.last_id: str | None = None
+
+    def __iter__(self) -> Iterator[list[BatchEntry]]:
+        """In groups, none of them large."""
+        running = self._queue.running(self._batch)
+        for start in range(0, len(running), _AT_ONCE):
+            yield self._so_far(running[start : start + _AT_ONCE])
+        yield from self._meanwhile()
+
+    def _so_far(self, requests: Sequence[RequestKey], end: str = "+") -> list[BatchEntry]:
+        """One entry for all that stands in a request's own stream."""
+        own = self._queue.read_ranges([(key, "-", end) for key in requests])
+        sums = [_summed_up(entries) for entries in own if entries]
+        self._seen |= {entry.key: position(entry.entry_id) for entry in sums if entry.key is not None}
+        return sums
+
+    def _meanwhile(self) -> Iterator[list[BatchEntry]]:
+        """What came in the time that the walk took until now, less what it has shown."""
+        last_id, reached = self._queue.last_of_batch(self._batch), self._first_id
+        while last_id is not None and reached != last_id:
+            entries = self._queue.read_batch(self._batch, reached)
+            if not entries:
+                return
+            entries = [entry for entry in entries if position(entry.id) <= position(last_id)]
+            reached = entries[-1].id
+            yield [one for entry in entries for one in self._unseen(entry)]
+        self.last_id = last_id
+
+    def _unseen(self, entry: BatchEntry) -> list[BatchEntry]:
+        if entry.key is None:
+            return []
+        known = self._seen.get(entry.key)
+        # It was not among the running ones: it has just begun, or ended before they were asked for
+        if known is None:
+            before = self._so_far([entry.key], f"({entry.entry_id}")
+            self._seen.setdefault(entry.key, (0, 0))
+            return [*before, entry]
+        return [entry] if position(entry.entry_id) > known else []
+
+
+def _summed_up(entries: Sequence[StreamEntry]) -> BatchEntry:
+    choices: dict[int, list[TokenChunk]] = {}
+    for chunk in (chunk for entry in entries for chunk in entry.chunks):
+        choices.setdefault(chunk.choice, []).append(chunk)
+    last = entries[-1]
+    return BatchEntry(
+        id="",
+        key=last.key,
+        entry_id=last.entry_id,
+        chunks=[_joined(chunks) for _, chunks in sorted(choices.items())],
+        succeeded=None if last.result is None else last.result.succeeded,
+    )
+
+
+def _joined(chunks: Sequence[TokenChunk]) -> TokenChunk:
+    first = chunks[0]
+    token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    return TokenChunk(first.choice, first.index, token_ids, "".join(chunk.text for chunk in chunks), first.text_offset)

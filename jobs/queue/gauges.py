@@ -1,0 +1,102 @@
+"""What workers say of their engines and cards every few seconds, and how much waits: the numbers
+behind `GET /metrics`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from jobs.protocol.requests import pack
+from jobs.protocol.states import END_STATES
+from jobs.queue import keys
+from jobs.queue.base import QueueBase, text
+
+GAUGES_SECONDS = 30
+"""How long a worker's gauges are believed."""
+
+
+class CardGauges(msgspec.Struct, frozen=True):
+    """One GPU, as its driver tells; None where it does not."""
+
+    name: str
+    uuid: str
+    busy: float | None = None  # share of the last moments in which something ran
+    memory_used: int | None = None  # bytes
+    memory_total: int | None = None  # bytes
+    watts: float | None = None
+
+
+class WorkerGauges(msgspec.Struct, frozen=True):
+    """One worker's engine. `tokens` are those generated in its life, the rest is the present."""
+
+    running: int
+    waiting: int
+    free_blocks: int
+    num_blocks: int
+    tokens: int
+    tokens_per_second: float
+    cards: list[CardGauges] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Depths:
+    """Requests that wait for a worker, and batches."""
+
+    live: dict[str, int]  # by model
+    # By model; only those in the ready lists, which hold a window of each batch
+    batch: dict[str, int]
+    suspects: dict[str, int]  # by model
+    batches: dict[str, int]  # those that the control plane has work on, by state
+    ended: dict[str, int]  # how many batches came to each end, since Redis was empty
+
+
+class Gauges(QueueBase):
+    """Part of `jobs.queue.request_queue.Queue`."""
+
+    def report_gauges(self, worker: str, gauges: WorkerGauges) -> None:
+        """Replaces what the worker said before."""
+        self._command("SET", keys.gauges(worker), pack(gauges), "EX", GAUGES_SECONDS)
+
+    def gauges(self, workers: list[str]) -> dict[str, WorkerGauges]:
+        """Of those that reported lately."""
+        packed = self._command("MGET", *map(keys.gauges, workers)) if workers else []
+        found = zip(workers, packed, strict=True)
+        return {
+            worker: msgspec.msgpack.decode(value, type=WorkerGauges) for worker, value in found if value is not None
+        }
+
+    def depths(self, models: list[str]) -> Depths:
+        """How much waits, of live calls and suspects for these models.
+
+        Three round trips, and nothing is asked for a batch that ended.
+        """
+        ends = sorted(END_STATES)
+        of_models = [
+            [command, name(model)]
+            for model in models
+            for command, name in (("LLEN", keys.live), ("ZCARD", keys.suspects))
+        ]
+        active, ended, *counts = self.commands([["SMEMBERS", keys.ACTIVE], ["HMGET", keys.ENTERED, *ends], *of_models])
+        batches = sorted(map(text, active))
+        replies = self.commands([command for batch in batches for command in _of_batch(batch)])
+        states = Counter(text(state) for state in replies[::2])
+        lists = [
+            (batch, model)
+            for batch, members in zip(batches, replies[1::2], strict=True)
+            for model in map(text, members)
+        ]
+        waiting: Counter[str] = Counter()
+        for (_, model), length in zip(lists, self.commands(["LLEN", keys.ready(*of)] for of in lists), strict=True):
+            waiting[model] += length
+        return Depths(
+            live=dict(zip(models, counts[::2], strict=True)),
+            batch={model: waiting[model] for model in {*models, *waiting}},
+            suspects=dict(zip(models, counts[1::2], strict=True)),
+            batches={state: count for state, count in states.items() if state},
+            ended={state: int(count or 0) for state, count in zip(ends, ended, strict=True)},
+        )
+
+
+def _of_batch(batch: str) -> list[list[str]]:
+    return [["HGET", keys.batch(batch), "state"], ["SMEMBERS", keys.batch_models(batch)]]

@@ -1,0 +1,24 @@
+"""How many requests a key may send in a minute, counted in Redis for all API processes together."""
+
+import secrets
+from typing import NamedTuple
+
+from jobs.queue.base import QueueBase
+
+
+class Admission(NamedTuple):
+    """Whether a request was let in, and what the key has left. Seconds."""
+
+    admitted: bool
+    left: int
+    wait_seconds: float  # until the next one is let in
+    full_seconds: float  # until all of a minute's requests are there again
+
+
+class Limits(QueueBase):
+    """A bucket for each key: it holds the requests of a minute, and fills evenly."""
+
+    def admit(self, key_id: str, per_minute: int) -> Admission:
+        """Counts a request of the key unless its bucket is empty."""
+        admitted, left, wait, full = self._scripts.call("admit", [key_id, per_minute, secrets.token_hex(6)])
+        return Admission(bool(admitted), left, wait / 1000, full / 1000)

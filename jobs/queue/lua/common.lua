@@ -1,0 +1,358 @@
+-- Shared by every script, which scripts.py puts below it. `key` holds the names of jobs/queue/keys.py.
+-- A request's name is "<batch>/<line>"; a live call's batch id starts with "live_" and its line is 0.
+
+local CONTROL_SECONDS = 600
+local API_SECONDS = 300
+local COUNTED_SECONDS = 86400
+local SERVED_SECONDS = 600
+local SUSPECTS_TOGETHER = 16
+local BATCH_ENTRIES, FEWEST_BATCH_ENTRIES, FULL_BATCHES = 20000, 1000, 4 -- more watched batches than these share what they would hold
+local MOST_BYTES_OF_AN_ENTRY = 1024
+local NO_CHUNKS = '\144' -- an empty list in msgpack
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- A number as Redis wants it; Lua's own text form loses digits above 1e14.
+local function digits(number)
+  return string.format('%.0f', number)
+end
+
+local function split(name)
+  return string.match(name, '^(.+)/(%d+)$')
+end
+
+local function is_live(batch)
+  return string.sub(batch, 1, 5) == 'live_'
+end
+
+-- fence, attempt, worker, model; nil when nobody holds the request.
+local function lease_of(name)
+  local lease = redis.call('HGET', key.LEASE, name)
+  if not lease then
+    return nil
+  end
+  return string.match(lease, '^(%d+) (%d+) (%S+) (.*)$')
+end
+
+-- attempts, deaths, suspicions of a request that was released unfinished; nil for one that never was.
+local function tries_of(text)
+  if not text then
+    return nil
+  end
+  local attempts, deaths, suspicions = string.match(text, '^(%d+) (%d+) (%d+)$')
+  return tonumber(attempts), tonumber(deaths), tonumber(suspicions)
+end
+
+-- Whether `worker` holds the request under this very fence.
+local function holds(worker, name, fence)
+  local held_fence, attempt, holder, model = lease_of(name)
+  if held_fence == fence and holder == worker then
+    return true, tonumber(attempt), model
+  end
+  return false
+end
+
+-- Ends a worker's leases on the named requests.
+local function release(worker, ...)
+  redis.call('HDEL', key.LEASE, ...)
+  redis.call('ZREM', key.LEASES, ...)
+  redis.call('SREM', key.held(worker), ...)
+end
+
+-- Adds to the totals what a worker generated since it last said how many tokens it generated in its life; late and repeated counts add
+-- nothing, also after it was struck off.
+local function count_generated(worker, generated)
+  if generated > 0 then
+    local counted = tonumber(redis.call('GET', key.counted(worker)) or 0)
+    redis.call('SET', key.counted(worker), math.max(generated, counted), 'EX', COUNTED_SECONDS)
+    redis.call('HINCRBY', key.TOTALS, 'generated', math.max(0, generated - counted))
+  end
+end
+
+-- Ends a worker's lease under this very fence: model, attempt, deaths and suspicions of the request; nil if it does not hold it.
+local function take_from(worker, name, fence)
+  local held, attempt, model = holds(worker, name, fence)
+  if not held then
+    return nil
+  end
+  local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
+  release(worker, name)
+  return model, attempt, deaths or 0, suspicions or 0
+end
+
+local function tell(worker, kind, value, seconds)
+  local stream = key.control(worker)
+  redis.call('XADD', stream, 'MAXLEN', '~', 1000, '*', 'k', kind, 'v', value or '', 's', seconds or 0)
+  redis.call('EXPIRE', stream, CONTROL_SECONDS)
+end
+
+-- Wakes workers that wait for work of this model; for a live call also busy ones, when nobody waits.
+local function ring_bell(model, count, busy_too)
+  local idle = redis.call('SRANDMEMBER', key.waiting(model), count)
+  for _, worker in ipairs(idle) do
+    redis.call('SREM', key.waiting(model), worker)
+    tell(worker, 'bell')
+  end
+  if busy_too and #idle == 0 then
+    for _, worker in ipairs(redis.call('SRANDMEMBER', key.serving(model), 8)) do
+      tell(worker, 'bell')
+    end
+  end
+end
+
+-- A newcomer starts level with whoever had the last turn, so that it neither waits for long nor gets ahead; one that was here before
+-- does not get rid of what it received beyond that.
+local function join(ring, member)
+  if not redis.call('ZSCORE', ring, member) then
+    local level = redis.call('GET', key.level(ring)) or redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES')[2] or 0
+    local served = redis.call('GETDEL', key.served(ring, member)) or 0
+    redis.call('ZADD', ring, digits(math.max(tonumber(level), tonumber(served))), member)
+  end
+end
+
+-- What a member received is forgotten after a while, and before the level: nobody who comes anew may start below one who comes again.
+local function part(ring, member)
+  local served = redis.call('ZSCORE', ring, member)
+  if served then
+    redis.call('ZREM', ring, member)
+    if redis.call('EXPIRE', key.level(ring), 2 * SERVED_SECONDS) == 1 then
+      redis.call('SET', key.served(ring, member), digits(tonumber(served)), 'EX', SERVED_SECONDS)
+    end
+  end
+end
+
+-- The batch takes part in the sharing of this model's workers.
+local function enlist(batch, model)
+  local tenant = redis.call('HGET', key.batch(batch), 'tenant')
+  join(key.ring(model, tenant), batch)
+  join(key.tenants(model), tenant)
+end
+
+-- Leaves the ring, and the tenant too when that was its last batch.
+local function leave(batch, model, tenant)
+  local ring = key.ring(model, tenant)
+  part(ring, batch)
+  if redis.call('EXISTS', ring) == 0 then
+    part(key.tenants(model), tenant)
+  end
+end
+
+-- Whether a worker tries suspects. It then holds nothing else, so that one request speaks for all.
+local function on_trial(worker)
+  local name = redis.call('SRANDMEMBER', key.held(worker))
+  local _, _, suspicions = tries_of(name and redis.call('HGET', key.TRIES, name))
+  return (suspicions or 0) > 0
+end
+
+local groups = {} -- model -> how many groups of suspects this call made, and {number, members} of the one it fills
+
+-- The request waits until a worker that runs nothing else takes its group: up to 16 together, or it alone after a second suspicion.
+local function put_aside(name, model, suspicions)
+  local made = groups[model] or {count = 0}
+  local group = made.filling
+  if suspicions > 1 or not group or group.members == SUSPECTS_TOGETHER then
+    local last = redis.call('ZREVRANGE', key.suspects(model), 0, 0, 'WITHSCORES')[2]
+    group = {number = tonumber(last or 0) + 1, members = 0}
+    groups[model] = {count = made.count + 1, filling = suspicions == 1 and group or made.filling}
+    redis.call('HSETNX', key.TRIALS, model, digits(now_ms()))
+  end
+  group.members = group.members + 1
+  redis.call('ZADD', key.suspects(model), group.number, name)
+end
+
+-- Takes requests from among the suspects, if they are there.
+local function take_from_suspects(model, names)
+  if redis.call('ZREM', key.suspects(model), unpack(names)) > 0 and redis.call('EXISTS', key.suspects(model)) == 0 then
+    redis.call('HDEL', key.TRIALS, model)
+  end
+end
+
+-- Wakes a worker without work for each group of suspects that this call made.
+local function ring_for_trials()
+  for model, made in pairs(groups) do
+    local left = made.count
+    for _, worker in ipairs(redis.call('SMEMBERS', key.waiting(model))) do
+      if left > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
+        redis.call('SREM', key.waiting(model), worker)
+        tell(worker, 'bell')
+        left = left - 1
+      end
+    end
+  end
+end
+
+-- Puts an unfinished request that nobody holds any more back: a suspect among the suspects, any other to the front.
+-- Whoever puts back suspects calls `ring_for_trials` at its end.
+local function requeue(name, model, attempts, deaths, suspicions)
+  local batch, line = split(name)
+  local live = is_live(batch)
+  if not live and redis.call('EXISTS', key.batch(batch)) == 0 then
+    return
+  end
+  redis.call('HSET', key.TRIES, name, attempts .. ' ' .. deaths .. ' ' .. suspicions)
+  if suspicions > 0 then
+    put_aside(name, model, suspicions)
+    return
+  end
+  if live then
+    redis.call('LPUSH', key.live(model), name)
+  else
+    redis.call('LPUSH', key.ready(batch, model), line)
+    enlist(batch, model)
+  end
+  ring_bell(model, 1, live)
+end
+
+-- Which of the requests somebody watches, themselves or with their batch: a table of names.
+local function watched_of(names)
+  local targets, batches = {}, {}
+  for i, name in ipairs(names) do
+    targets[i] = name
+    batches[split(name)] = true
+  end
+  for batch in pairs(batches) do
+    targets[#targets + 1] = batch
+  end
+  local watched, now = {}, now_ms()
+  for i, deadline in ipairs(redis.call('ZMSCORE', key.WATCHED, unpack(targets))) do
+    watched[targets[i]] = deadline and tonumber(deadline) > now or nil
+  end
+  local found = {}
+  for _, name in ipairs(names) do
+    found[name] = watched[name] or watched[(split(name))]
+  end
+  return found
+end
+
+local watched -- how many requests and batches are, once this call has asked
+local unread = {} -- batches that this call found without a stream of their own: nobody reads one
+
+local function count_watched()
+  watched = watched or redis.call('ZCARD', key.WATCHED)
+  return watched
+end
+
+-- Adds to the stream of a batch, if there is one: about a request of it, or, without a name, that its state moved.
+local function tell_readers(batch, name, entry_id, chunks, succeeded)
+  if not unread[batch] then
+    local share = math.floor(BATCH_ENTRIES * FULL_BATCHES / math.max(FULL_BATCHES, count_watched()))
+    local most = math.max(FEWEST_BATCH_ENTRIES, share)
+    local added = redis.call('XADD', key.batch_tokens(batch), 'NOMKSTREAM', 'MAXLEN', '~', most, '*',
+      'k', name, 'e', entry_id, 'p', #chunks <= MOST_BYTES_OF_AN_ENTRY and chunks or '', 's', succeeded)
+    unread[batch] = not added
+  end
+end
+
+-- Appends to a request's token stream under the id "<tokens so far>-<kind>". An entry that stands there already is left alone, which
+-- makes repeats harmless; only a new one goes on to the API process and to those who read the batch.
+local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
+  local added = redis.pcall('XADD', key.tokens(name), entry_id, 'p', chunks, more, value)
+  if type(added) == 'table' and added.err then
+    if string.find(added.err, 'equal or smaller', 1, true) then
+      return
+    end
+    error(added)
+  end
+  if reply_to ~= '' then
+    local stream = key.api(reply_to)
+    redis.call('XADD', stream, 'MAXLEN', '~', 20000, '*', 'k', name, 'e', entry_id, 'p', chunks, more, value)
+    redis.call('EXPIRE', stream, API_SECONDS)
+  end
+  if count_watched() > 0 and not is_live(name) then
+    tell_readers(split(name), name, entry_id, chunks, succeeded)
+  end
+end
+
+-- Results and counts of requests of one batch; both move only where the done bit flips. Returns how many tokens that delivered.
+local function record(batch, items)
+  if redis.call('EXISTS', key.batch(batch)) == 0 then
+    return 0
+  end
+  local lines, results = {}, {}
+  local moves, delivered = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0, used_lines = 0, used_tokens = 0}, 0
+  for i, item in ipairs(items) do
+    lines[i] = item.line
+    moves.body_bytes = moves.body_bytes - redis.call('HSTRLEN', key.bodies(batch), item.line)
+    if redis.call('SETBIT', key.done(batch), item.line, 1) == 0 then
+      results[#results + 1] = item.line
+      results[#results + 1] = item.result
+      moves.result_bytes = moves.result_bytes + #item.result
+      local count = item.succeeded and 'completed' or 'failed'
+      moves[count] = moves[count] + 1
+      moves.used_lines = moves.used_lines + 1
+      moves.used_tokens = moves.used_tokens + item.prompt_tokens + item.tokens
+      delivered = delivered + item.tokens
+    end
+  end
+  redis.call('HDEL', key.bodies(batch), unpack(lines))
+  for name, by in pairs(moves) do
+    redis.call('HINCRBY', key.batch(batch), name, by)
+  end
+  if #results > 0 then
+    redis.call('HSET', key.results(batch), unpack(results))
+    local counts = redis.call('HMGET', key.batch(batch), 'total', 'completed', 'failed')
+    if tonumber(counts[1]) == tonumber(counts[2]) + tonumber(counts[3]) then
+      tell(key.JOBS_CONTROL, 'batch', batch)
+    end
+  end
+  return delivered
+end
+
+-- The last entry of a token stream, which then lasts `keep` seconds.
+local function say_last(item, keep)
+  local total, chunks = item.total, item.chunks
+  if not total or total == '' then
+    local last = redis.call('XREVRANGE', key.tokens(item.name), '+', '-', 'COUNT', 1)[1]
+    total, chunks = last and string.match(last[1], '^%d+') or '0', NO_CHUNKS
+  end
+  append(item.name, total .. '-2', item.reply_to, chunks, 'f', item.result, item.succeeded and '1' or '0')
+  redis.call('EXPIRE', key.tokens(item.name), keep)
+  redis.call('ZREM', key.WATCHED, item.name)
+end
+
+-- A request's end with an error that is not its worker's answer, as `finish` takes it.
+local function failed(name, result)
+  local reply_to = redis.call('HGET', key.bodies((split(name))), 'reply_to') or ''
+  return {name = name, succeeded = false, prompt_tokens = 0, tokens = 0, result = result, reply_to = reply_to}
+end
+
+-- Ends requests that their caller has just released, each named once: results, counts, last words, and nothing left behind.
+-- items: {name, succeeded, prompt_tokens, tokens, result, reply_to, total, chunks} each; without a total no tokens are left to publish
+local function finish(items, keep)
+  if #items == 0 then
+    return
+  end
+  local names, batches, delivered = {}, {}, 0
+  for i, item in ipairs(items) do
+    names[i] = item.name
+    item.batch, item.line = split(item.name)
+    batches[item.batch] = batches[item.batch] or {}
+    table.insert(batches[item.batch], item)
+  end
+  redis.call('HDEL', key.TRIES, unpack(names))
+  for batch, of_batch in pairs(batches) do
+    if is_live(batch) then
+      redis.call('DEL', key.bodies(batch))
+      delivered = delivered + of_batch[1].tokens
+    else
+      delivered = delivered + record(batch, of_batch)
+    end
+  end
+  if delivered > 0 then
+    redis.call('HINCRBY', key.TOTALS, 'delivered', delivered)
+  end
+  local watched, silent = watched_of(names), {}
+  for _, item in ipairs(items) do
+    if is_live(item.batch) or watched[item.name] then
+      say_last(item, keep)
+    else
+      silent[#silent + 1] = key.tokens(item.name)
+    end
+  end
+  if #silent > 0 then
+    redis.call('UNLINK', unpack(silent))
+  end
+end

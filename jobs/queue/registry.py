@@ -1,0 +1,105 @@
+"""Workers and models that the queue knows."""
+
+import threading
+from typing import Literal
+
+import msgspec
+import redis
+
+from jobs.protocol.requests import pack
+from jobs.protocol.validation import ENDPOINTS
+from jobs.queue import keys
+from jobs.queue.base import QueueBase
+from jobs.queue.settings import QueueSettings
+
+WorkerState = Literal["loading", "initializing", "ready", "draining", "stopped"]
+
+STOPPED_SECONDS = 10.0
+"""How long a worker that ended in good order is still shown."""
+
+
+class WorkerRecord(msgspec.Struct):
+    """One worker, as `pipeline status` shows it."""
+
+    id: str  # no spaces; new for every process life, since numbered claims belong to one
+    models: list[str]
+    state: WorkerState
+    max_model_len: int  # 0 while unknown
+    started: float  # unix seconds
+    host: str
+    pid: int
+
+
+class ModelRecord(msgspec.Struct):
+    """A model that workers serve or served; outlives the last worker."""
+
+    name: str
+    max_model_len: int
+    endpoints: list[str]
+    created: float  # unix seconds
+
+
+class Registry(QueueBase):
+    """Records of workers last three leases beyond their last `renew`; those of models stay.
+
+    A record that did not arrive is written again by the next `renew`.
+    """
+
+    def __init__(self, client: redis.Redis, settings: QueueSettings | None = None) -> None:
+        super().__init__(client, settings)
+        self._records: dict[str, WorkerRecord] = {}
+        self._unwritten: set[str] = set()
+        self._writing = threading.Lock()  # so that an older record never replaces a newer one
+
+    def register_worker(self, record: WorkerRecord) -> None:
+        """Writes the record; a ready worker's models are registered too, and it hears of live calls
+        from then on.
+        """
+        if not record.id or " " in record.id:
+            raise ValueError(f"not a worker id: {record.id!r}")
+        with self._writing:
+            self._records[record.id] = record
+            self._write(record)
+
+    def _write(self, record: WorkerRecord) -> None:
+        self._unwritten.add(record.id)
+        ready = record.state == "ready"
+        models = [ModelRecord(name, record.max_model_len, list(ENDPOINTS), record.started) for name in record.models]
+        named = [value for model in models for value in (model.name, pack(model))]
+        lasts = int(STOPPED_SECONDS * 1000) if record.state == "stopped" else 3 * self._lease_ms
+        self._scripts.call("register", [record.id, lasts, pack(record), int(ready), *named])
+        self._unwritten.discard(record.id)
+
+    def set_worker_state(self, worker: str, state: WorkerState) -> None:
+        """Changes the state of a worker that this process registered."""
+        record = self._records[worker]
+        self.register_worker(msgspec.structs.replace(record, state=state))
+
+    def workers(self) -> list[WorkerRecord]:
+        """Workers that are alive, oldest first."""
+        now_s, micros = self._command("TIME")
+        alive = self._command("ZRANGEBYSCORE", keys.ALIVE, int(now_s) * 1000 + int(micros) // 1000, "+inf")
+        packed = self._command("HMGET", keys.WORKERS, *alive) if alive else []
+        records = [msgspec.msgpack.decode(value, type=WorkerRecord) for value in packed if value is not None]
+        return sorted(records, key=lambda record: (record.started, record.id))
+
+    def models(self) -> list[ModelRecord]:
+        """Models that are or were served, by name."""
+        packed = self._command("HVALS", keys.MODELS)
+        return sorted(
+            (msgspec.msgpack.decode(value, type=ModelRecord) for value in packed), key=lambda model: model.name
+        )
+
+    def _forget_record(self, worker: str) -> None:
+        """Once this returns, it is not written again and not being written."""
+        with self._writing:
+            self._records.pop(worker, None)
+
+    def _register_again(self, worker: str) -> None:
+        """A server that came back empty, or a long stop, loses the record; the next renewal
+        restores it.
+        """
+        with self._writing:
+            record = self._records.get(worker)
+            if record is not None:
+                self._write(record)

@@ -1,0 +1,239 @@
+"""The queue: requests go in, workers take them under leases, tokens and results come out.
+
+Synchronous and thread-safe. Every change is one Lua script (`jobs/queue/lua`) that may be repeated
+blindly; the rules that keep it right stand in their headers. Batches are in `batch_records.py`,
+streams in `streams.py`, workers and models in `registry.py`, limits in `limits.py`.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from jobs.protocol.requests import (
+    Checkpoint,
+    ChoiceCheckpoint,
+    Claim,
+    Delta,
+    Finished,
+    Request,
+    RequestKey,
+    pack,
+    unpack_chunks,
+    unpack_request,
+)
+from jobs.protocol.results import ApiError, Result
+from jobs.queue import keys
+from jobs.queue.base import chunks, flat
+from jobs.queue.batch_records import BatchQueue
+from jobs.queue.gauges import Gauges
+from jobs.queue.limits import Limits
+from jobs.queue.registry import Registry
+from jobs.queue.scripts import MAX_ITEMS, QueueFull, QueueUnavailable
+from jobs.queue.streams import Streams
+
+__all__ = ["Queue", "QueueFull", "QueueUnavailable"]
+
+Held = tuple[RequestKey, int]
+"""A request and the fence of the lease on it."""
+
+WORKER_LOST = ApiError(
+    500, "The request was given up: too many workers vanished while running it.", "server_error", code="worker_lost"
+)
+
+
+class TokenTotals(NamedTuple):
+    """Output tokens.
+
+    What was generated and not delivered is in flight, was cancelled, or had to be computed again.
+
+    A worker says how many it generated with all that it publishes and commits, so a token that went
+    out has been counted. One that is killed takes along only those since it last published:
+    `generated` lacks at most one publish interval's for each kill.
+    """
+
+    generated: int
+    delivered: int
+
+
+class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
+    """Everything that travels through Redis, for API, workers and control plane.
+
+    All methods raise `QueueUnavailable`.
+    """
+
+    def submit(self, live_id: str, request: Request) -> None:
+        """Hands in a live call, whose key is `RequestKey(live_id, 0)`.
+
+        Repeating it changes nothing.
+        """
+        if not RequestKey(live_id, 0).live:
+            raise ValueError(f"a live id starts with live_: {live_id!r}")
+        self._scripts.call("submit", [live_id, request.model, pack(request), request.reply_to or ""])
+
+    def claim(
+        self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None
+    ) -> list[Claim]:
+        """Takes up to `limit` requests for one of `models`, live ones first; `live_limit` (default
+        `limit`) gives live calls more room.
+
+        A worker that holds nothing may get suspects (`Claim.suspicions` above 0), and then nothing
+        else until it holds none of them.
+
+        `seq` rises with every call of a worker; the same number gives the same set again, less what
+        was lost meanwhile. A smaller number gives nothing: it is a late duplicate.
+        """
+        if limit <= 0 and not live_limit:
+            return []
+        room = min(limit, MAX_ITEMS)
+        live_room = room if live_limit is None else min(max(live_limit, room), MAX_ITEMS)
+        settings = [self._lease_ms, self.settings.undrained_bytes]
+        return [
+            _read_claim(row) for row in self._scripts.call("claim", [worker, seq, room, live_room, *settings, *models])
+        ]
+
+    def publish(self, worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
+        """Appends tokens to the requests' streams and to those of the API processes.
+
+        Returns the requests whose lease is lost.
+
+        `generated` is how many tokens the worker generated in its life, here and below; the totals
+        count each of them once.
+        """
+        return self._each("publish", [worker, generated], (_delta_arguments(delta) for delta in deltas))
+
+    def renew(self, worker: str, held: list[Held], generated: int = 0) -> list[RequestKey]:
+        """Prolongs the leases and the worker's place in the registry.
+
+        Returns the requests whose lease is lost.
+        """
+        lost: list[bytes] = []
+        for group in list(chunks([str(key), fence] for key, fence in held)) or [[]]:
+            known, *more = self._scripts.call("renew", [worker, self._lease_ms, generated, *flat(group)])
+            lost += more
+            if not known or worker in self._unwritten:
+                self._register_again(worker)
+        return [RequestKey.parse(name) for name in lost]
+
+    def commit(self, worker: str, finished: list[Finished], generated: int = 0) -> list[RequestKey]:
+        """Stores results and ends the leases.
+
+        Returns the requests for which that changed nothing: lost, or committed before.
+        """
+        head = [worker, generated, self.settings.stream_keep_seconds]
+        return self._each("commit", head, (_finished_arguments(item) for item in finished))
+
+    def hand_back(self, worker: str, held: list[Held], acquitted: bool = False) -> list[RequestKey]:
+        """Puts requests back to the front of the queue, without counting an attempt.
+
+        Returns those whose lease was lost.
+
+        Suspects go back among the suspects, unless they are `acquitted`: they ran and did no harm.
+        """
+        return self._each("hand_back", [worker, int(acquitted)], ([str(key), fence] for key, fence in reversed(held)))
+
+    def suspect(self, worker: str, held: list[Held], condemned: Result) -> list[RequestKey]:
+        """Says that the worker's engine core ended by itself with these requests in it.
+
+        Returns those whose lease was lost.
+
+        They run again in groups of 16, then alone, on a worker that has nothing else; `condemned`
+        is the result of one that ran alone.
+        """
+        head = [worker, pack(condemned), self.settings.stream_keep_seconds]
+        return self._each("suspect", head, ([str(key), fence] for key, fence in held))
+
+    def reap(self, worker: str | None = None) -> int:
+        """Takes requests from a worker known to be dead, or (once a second, by the ticker) from all
+        whose leases ran out.
+
+        Returns how many. Without a worker it also notes the time, and reaps nothing for one lease
+        after the server was away; and it orders a worker to make room where suspects wait in vain.
+        """
+        lost = pack(WORKER_LOST.result(""))
+        settings = [self._lease_ms, self.settings.worker_deaths, lost, self.settings.stream_keep_seconds, MAX_ITEMS]
+        total = 0
+        while True:
+            count = int(self._scripts.call("reap", [worker or "", *settings]))
+            total += count
+            if count < MAX_ITEMS:
+                return total
+
+    def remove_worker(self, worker: str) -> None:
+        """Takes a worker that ended out of the registry; what it still held counts as lost."""
+        self._forget_record(worker)
+        self.reap(worker)
+
+    def cancel(self, requests: list[RequestKey]) -> None:
+        """Ends requests without a result, wherever they are; their workers are told.
+
+        For live calls (a batch has `cancel_batch`).
+        """
+        for group in chunks([str(key)] for key in requests):
+            self._scripts.call("cancel", ["requests", 0, *flat(group)])
+
+    def token_totals(self) -> TokenTotals:
+        """Tokens that all workers ever generated and delivered, since Redis was empty."""
+        generated, delivered = self._command("HMGET", keys.TOTALS, "generated", "delivered")
+        return TokenTotals(int(generated or 0), int(delivered or 0))
+
+    def tokens_in_flight(self) -> int:
+        """Output tokens that unfinished requests have published; whoever runs them next goes on
+        from there.
+        """
+        with self.redis.pipeline(transaction=False) as pipeline:
+            for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}:
+                pipeline.xrevrange(keys.tokens(name.decode()), count=1)
+            return sum(int(entry_id.split(b"-")[0]) for entries in pipeline.execute() for entry_id, _ in entries)
+
+    def _each(self, script: str, head: list[Any], rows: Iterable[list[Any]]) -> list[RequestKey]:
+        """Calls a script that takes one row per request and returns keys, as often as the size
+        limits ask.
+        """
+        answers = [self._scripts.call(script, [*head, *flat(group)]) for group in chunks(rows)]
+        return [RequestKey.parse(name) for name in flat(answers)]
+
+
+def _delta_arguments(delta: Delta) -> list[Any]:
+    before = delta.total - sum(len(chunk.token_ids) for chunk in delta.chunks)
+    return [
+        str(delta.key),
+        delta.fence,
+        before,
+        delta.total,
+        pack(delta.chunks),
+        delta.reply_to or "",
+        int(delta.accepted),
+    ]
+
+
+def _finished_arguments(finished: Finished) -> list[Any]:
+    tokens: list[Any] = ["", ""] if finished.delta is None else [finished.delta.total, pack(finished.delta.chunks)]
+    result = finished.result
+    end = [int(result.succeeded), result.usage.prompt_tokens, result.usage.completion_tokens, pack(result)]
+    return [str(finished.key), finished.fence, *tokens, finished.reply_to or "", *end]
+
+
+def _read_claim(row: list[Any]) -> Claim:
+    name, fence, attempt, body, watched, suspicions, published = row
+    key = RequestKey.parse(name)
+    return Claim(
+        key=key,
+        fence=fence,
+        request=unpack_request(body),
+        checkpoint=_read_checkpoint(published),
+        attempt=attempt,
+        live=key.live,
+        watched=bool(watched),
+        suspicions=suspicions,
+    )
+
+
+def _read_checkpoint(published: list[bytes]) -> Checkpoint | None:
+    """From the chunks of every entry of the token stream."""
+    choices: dict[int, ChoiceCheckpoint] = {}
+    for chunk in (chunk for entry in published for chunk in unpack_chunks(entry)):
+        choice = choices.setdefault(chunk.choice, ChoiceCheckpoint([], 0, []))
+        choice.token_ids += chunk.token_ids
+        choice.text_length = chunk.text_offset + len(chunk.text)
+        choice.logprobs += chunk.logprobs or []
+        choice.cached_tokens += chunk.cached_tokens
+    return Checkpoint(choices) if choices else None

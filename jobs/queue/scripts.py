@@ -1,0 +1,146 @@
+"""The Lua scripts of the queue: loaded from `jobs/queue/lua`, called by name, repeated while Redis
+cannot answer.
+
+Every script may run twice for one call (the first reply may be lost), which is why repeating is
+right here and nowhere else.
+"""
+
+import hashlib
+import random
+import re
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib import resources
+from typing import Any, TypeVar
+
+import redis
+
+from jobs.queue import keys
+
+T = TypeVar("T")
+
+MAX_ITEMS = 500
+"""Requests that one script call handles at most; a longer one would hold up the server for
+everyone.
+"""
+
+NAMES = (
+    "submit",
+    "ingest",
+    "claim",
+    "publish",
+    "renew",
+    "commit",
+    "hand_back",
+    "suspect",
+    "reap",
+    "cancel",
+    "drained",
+    "transition",
+    "watch",
+    "register",
+    "admit",
+    "open_batch",
+)
+
+_FIRST_PAUSE = 0.01
+_LONGEST_PAUSE = 1.0
+_PASSING_ERRORS = {
+    "OOM": "Redis is out of memory",
+    "MISCONF": "Redis cannot write its append-only file (is the disk full?)",
+    "READONLY": "Redis is a read-only replica",
+    "LOADING": "Redis is loading its data",
+    "UNBLOCKED": "Redis became a replica while it was waited for",
+    "MASTERDOWN": "Redis is a replica that lost its master",
+    "NOREPLICAS": "Redis has too few replicas",
+    "BUSY": "Redis is busy with a script",
+    "TRYAGAIN": "Redis is moving keys",
+}
+
+
+class QueueUnavailable(Exception):
+    """Redis could not do what was asked within the time given; nothing is lost, and the same call
+    may be made again.
+    """
+
+
+class QueueFull(QueueUnavailable):
+    """Redis has no memory left for what was asked; commits and drains still work, and make room."""
+
+
+class Scripts:
+    """The scripts on one client. Thread-safe, as the client is."""
+
+    def __init__(self, client: redis.Redis, retry_seconds: float) -> None:
+        self._client = client
+        self._retry_seconds = retry_seconds
+
+    def call(self, name: str, arguments: list[Any]) -> Any:
+        """Runs the script `name`. Raises `QueueUnavailable` after `retry_seconds` of trying."""
+        text, digest = source(name)
+        # One key names the hash slot; the scripts build the others, which share its tag.
+        return persistently(lambda: self._run(text, digest, arguments), self._retry_seconds)
+
+    def _run(self, text: str, digest: str, arguments: list[Any]) -> Any:
+        try:
+            return self._client.evalsha(digest, 1, keys.LEASES, *arguments)
+        except redis.exceptions.NoScriptError:
+            return self._client.eval(text, 1, keys.LEASES, *arguments)
+
+
+def persistently(action: Callable[[], T], retry_seconds: float) -> T:
+    """The result of `action()`, which may run several times; `QueueUnavailable` when Redis does not
+    recover in time.
+    """
+    deadline = time.monotonic() + retry_seconds
+    pause = _FIRST_PAUSE
+    while True:
+        try:
+            return action()
+        except redis.RedisError as error:
+            reason = passing_reason(error)
+            if reason is None:
+                raise
+            left = deadline - time.monotonic()
+            if left <= 0:
+                kind = QueueFull if reason == _PASSING_ERRORS["OOM"] else QueueUnavailable
+                raise kind(f"{reason}: {error}") from error
+        time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def passing_reason(error: redis.RedisError) -> str | None:
+    """What is wrong with the server, when trying again later can help; None for errors of our
+    own.
+    """
+    if isinstance(error, redis.AuthenticationError):
+        return None
+    if isinstance(error, redis.exceptions.BusyLoadingError):
+        return _PASSING_ERRORS["LOADING"]
+    if isinstance(error, redis.exceptions.OutOfMemoryError):
+        return _PASSING_ERRORS["OOM"]
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return _PASSING_ERRORS["READONLY"]
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError):
+        return "Redis is out of reach"
+    return next((reason for code, reason in _PASSING_ERRORS.items() if str(error).startswith(code)), None)
+
+
+def is_full(error: Exception) -> bool:
+    """Whether the server had no memory left for a call."""
+    return isinstance(error, QueueFull | redis.exceptions.OutOfMemoryError)
+
+
+@cache
+def source(name: str) -> tuple[str, str]:
+    """The script's full text (flags, key names, shared functions, its own lines) and its SHA1."""
+    folder = resources.files("jobs.queue") / "lua"
+    own = (folder / f"{name}.lua").read_text()
+    shared = (folder / "common.lua").read_text()
+    flags, newline, rest = own.partition("\n")
+    if not flags.startswith("#!"):
+        raise ValueError(f"{name}.lua must start with its flags")
+    table = keys.lua_table(set(re.findall(r"\bkey\.(\w+)", shared + rest)))
+    text = f"{flags}{newline}{table}\n{shared}\n{rest}"
+    return text, hashlib.sha1(text.encode()).hexdigest()

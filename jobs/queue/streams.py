@@ -1,0 +1,186 @@
+"""Reading what workers write: token streams, the stream of an API process, orders to workers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from jobs.protocol.requests import BatchEntry, RequestKey, StreamEntry, unpack_chunks, unpack_result
+from jobs.queue import keys
+from jobs.queue.base import QueueBase, text
+from jobs.queue.connection import MAX_BLOCK_SECONDS
+from jobs.queue.scripts import persistently
+
+FIRST_ID = "0-0"
+"""Before every entry of a stream."""
+
+
+class ControlMessage(msgspec.Struct, frozen=True):
+    """An order to a worker, or news for the control plane (`kind` "batch").
+
+    "trial" asks a worker to hand back what it holds and to claim: suspects wait for one that has
+    nothing else.
+    """
+
+    id: str  # of the stream entry; reading goes on after it
+    kind: Literal["bell", "cancel", "drain", "watch", "trial", "batch"]
+    keys: list[RequestKey] = []
+    batch: str = (
+        # Cancel, watch: every request of this batch; batch: its ready list fell low, or its last
+        # line was committed
+        ""
+    )
+    seconds: int = 0  # watch: for how long
+
+
+class Streams(QueueBase):
+    """Blocking reads run on a client of their own and wait at most `MAX_BLOCK_SECONDS`."""
+
+    def read_tokens(self, positions: Mapping[RequestKey, str], timeout: float = 0.0) -> list[StreamEntry]:
+        """Entries of the requests' token streams after the given entry ids (`FIRST_ID` for all), in
+        each stream's order.
+
+        Waits up to `timeout` seconds for the first one. A stream goes away some time after its
+        request ended, or at once if nobody watched a batch request (its result is then in `results`
+        or a part).
+        """
+        names = {keys.tokens(str(key)): key for key in positions}
+        found = self._read_streams({name: positions[key] for name, key in names.items()}, timeout)
+        return [parse_entry(names[name], entry_id, fields) for name, entry_id, fields in found]
+
+    def read_api(self, api_id: str, last_id: str, timeout: float) -> list[tuple[str, StreamEntry]]:
+        """What came for an API process after `last_id`, as (id in its stream, entry)."""
+        return [
+            parse_api_entry(entry_id, fields)
+            for _, entry_id, fields in self._read_streams({keys.api(api_id): last_id}, timeout)
+        ]
+
+    def control_messages(self, worker: str, last_id: str, timeout: float) -> list[ControlMessage]:
+        """Orders to a worker after `last_id` (`FIRST_ID` at first); waits up to `timeout` seconds
+        for one.
+
+        The control plane reads its own under the name `keys.JOBS_CONTROL`.
+        """
+        found = self._read_streams({keys.control(worker): last_id}, timeout)
+        return [_parse_control(entry_id, fields) for _, entry_id, fields in found]
+
+    def drain(self, worker: str) -> None:
+        """Orders a worker to finish or hand back what it holds and to claim nothing more."""
+        self._command("XADD", keys.control(worker), "MAXLEN", "~", 1000, "*", "k", "drain")
+        self._command("EXPIRE", keys.control(worker), 600)
+
+    def watch(self, target: RequestKey | str, seconds: int) -> str:
+        """Says that somebody reads the token stream of a request, or of every request of a batch:
+        workers then publish at once.
+
+        A batch has a stream of its own for as long, whose last entry this returns the id of ("" for
+        a request).
+        """
+        return text(self._scripts.call("watch", [str(target), seconds]))
+
+    def running(self, batch: str, limit: int | None = None) -> list[RequestKey]:
+        """Requests of a batch that workers began, whoever holds them now, to read along with
+        `read_tokens`; the first `limit` of them.
+        """
+        begun = (
+            RequestKey.parse(name)
+            for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}
+        )
+        return sorted(key for key in begun if key.batch == batch)[:limit]
+
+    def read_ranges(self, ranges: Sequence[tuple[RequestKey, str, str]]) -> list[list[StreamEntry]]:
+        """Entries of requests' token streams from one id to another, as XRANGE takes them; a stream
+        that is gone has none.
+        """
+        answers = self.commands(("XRANGE", keys.tokens(str(key)), first, last) for key, first, last in ranges)
+        return [
+            [parse_entry(key, text(entry_id), fields) for entry_id, fields in found]
+            for (key, _, _), found in zip(ranges, answers, strict=True)
+        ]
+
+    def read_batch(self, batch: str, last_id: str, limit: int = 200) -> list[BatchEntry] | None:
+        """Entries of a watched batch's stream after the one of id `last_id`.
+
+        None when that one is not there, so that entries between may be missing: it was trimmed,
+        lost, or the stream is another one.
+        """
+        found = self._command("XRANGE", keys.batch_tokens(batch), last_id, "+", "COUNT", limit + 1)
+        if not found or text(found[0][0]) != last_id:
+            return None
+        entries = [_parse_batch_entry(text(entry_id), fields) for entry_id, fields in found[1:]]
+        large = [
+            entry
+            for entry, (_, fields) in zip(entries, found[1:], strict=True)
+            if entry.key is not None and not fields[b"p"]
+        ]
+        own = self.read_ranges(
+            [(entry.key, entry.entry_id, entry.entry_id) for entry in large if entry.key is not None]
+        )
+        for entry, same in zip(large, own, strict=True):
+            entry.chunks.extend(chunk for one in same for chunk in one.chunks)
+        return entries
+
+    def last_of_batch(self, batch: str) -> str | None:
+        """The id of the last entry of a batch's stream; None without one."""
+        found = self._command("XREVRANGE", keys.batch_tokens(batch), "+", "-", "COUNT", 1)
+        return text(found[0][0]) if found else None
+
+    def _read_streams(self, positions: Mapping[str, str], timeout: float) -> list[tuple[str, str, dict[bytes, bytes]]]:
+        if not positions:
+            return []
+        after: dict[Any, Any] = dict(positions)
+        wait = {"block": max(1, int(min(timeout, MAX_BLOCK_SECONDS) * 1000))} if timeout > 0 else {}
+
+        def read() -> Any:
+            return self._blocking.xread(after, count=1000, **wait)
+
+        answer = persistently(read, self.settings.redis_retry_seconds)
+        return [(text(name), text(entry_id), fields) for name, entries in answer for entry_id, fields in entries]
+
+
+def position(entry_id: str) -> tuple[int, int]:
+    """An id of an entry in a form that has the order of its stream."""
+    first, _, second = entry_id.partition("-")
+    return int(first), int(second or 0)
+
+
+def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -> StreamEntry:
+    """An entry of the token stream of `key`."""
+    result = fields.get(b"f")
+    return StreamEntry(
+        key=key,
+        entry_id=entry_id,
+        chunks=unpack_chunks(fields[b"p"]),
+        accepted=fields.get(b"a") == b"1",
+        result=None if result is None else unpack_result(result),
+    )
+
+
+def parse_api_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> tuple[str, StreamEntry]:
+    """An entry of an API process' stream: its id there, and the entry of the request's token stream
+    that it repeats.
+    """
+    return entry_id, parse_entry(RequestKey.parse(fields[b"k"]), text(fields[b"e"]), fields)
+
+
+def _parse_batch_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> BatchEntry:
+    name, packed, ended = fields[b"k"], fields[b"p"], fields[b"s"]
+    return BatchEntry(
+        id=entry_id,
+        key=RequestKey.parse(name) if name else None,
+        entry_id=text(fields[b"e"]),
+        chunks=unpack_chunks(packed) if packed else [],
+        succeeded=ended == b"1" if ended else None,
+    )
+
+
+def _parse_control(entry_id: str, fields: Mapping[bytes, bytes]) -> ControlMessage:
+    target = text(fields.get(b"v"))
+    named = "/" in target
+    return ControlMessage(
+        id=entry_id,
+        kind=text(fields[b"k"]),  # type: ignore[arg-type]
+        keys=[RequestKey.parse(target)] if named else [],
+        batch="" if named else target,
+        seconds=int(fields.get(b"s", b"0")),
+    )

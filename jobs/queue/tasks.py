@@ -1,0 +1,126 @@
+"""The jobs of a batch in RQ: enqueue one, see whether it waits or runs, forget it."""
+
+import contextlib
+from typing import Literal, NamedTuple
+
+import redis
+import rq.executions
+from rq import Queue as JobQueue
+from rq.exceptions import DuplicateJobError, InvalidJobOperation, NoSuchJobError
+from rq.job import Job, JobStatus
+from rq.registry import StartedJobRegistry
+from rq.serializers import JSONSerializer
+
+from jobs.queue import keys
+
+JobName = Literal["validate", "advance", "finalize"]
+QUEUES: dict[JobName, str] = {"validate": "bulk", "advance": "advance", "finalize": "bulk"}
+_FAILURE_TTL = 3600
+
+
+def enqueue(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
+    """Hands a job to RQ, once: False if this generation's is waiting or running already."""
+    queue = JobQueue(QUEUES[job], connection=client, serializer=JSONSerializer)
+    name = job_id(job, batch, generation)
+    for _ in range(2):
+        try:
+            queue.enqueue_call(
+                f"jobs.control.{job}.run",
+                args=(batch, generation),
+                job_id=name,
+                timeout=-1,
+                result_ttl=0,
+                failure_ttl=_FAILURE_TTL,
+                unique=True,
+            )
+            return True
+        except DuplicateJobError:
+            if not _removed_if_failed(client, name):
+                return False
+    return False
+
+
+def _removed_if_failed(client: redis.Redis, name: str) -> bool:
+    """RQ keeps a failed job, which would bar the next one of its id; so would what RQ noted of one
+    that Redis had forgotten.
+    """
+    try:
+        found = Job.fetch(name, connection=client, serializer=JSONSerializer)
+        if found.get_status(refresh=False) not in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED):
+            return False
+        _delete(found)
+    except (NoSuchJobError, InvalidJobOperation):  # it ended meanwhile, or was forgotten
+        client.unlink(Job.key_for(name))
+    return True
+
+
+def job_id(job: JobName, batch: str, generation: int) -> str:
+    """The id that RQ knows the job by."""
+    return f"{job}-{batch}-{generation}"
+
+
+def is_waiting(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
+    """Whether the job stands in its queue and will run when a process is free."""
+    try:
+        found = Job.fetch(job_id(job, batch, generation), connection=client, serializer=JSONSerializer)
+    except NoSuchJobError:
+        return False
+    queue = JobQueue(QUEUES[job], connection=client, serializer=JSONSerializer)
+    return found.get_status(refresh=False) == JobStatus.QUEUED and queue.get_job_position(found.id) is not None
+
+
+def waiting_jobs(client: redis.Redis) -> set[str]:
+    """The ids of all jobs that stand in a queue, for who would have to ask `is_waiting` often."""
+    queues = (JobQueue(name, connection=client, serializer=JSONSerializer) for name in set(QUEUES.values()))
+    return {job for queue in queues for job in queue.get_job_ids()}
+
+
+class Execution(NamedTuple):
+    """A job that RQ takes for running, and which of its runs that is."""
+
+    queue: str
+    job: str
+    run: str
+
+
+def executions(client: redis.Redis) -> set[Execution]:
+    """What RQ takes for running: also what ran in processes that were killed, which it would keep
+    for over an hour.
+    """
+    queues = set(QUEUES.values())
+    return {
+        Execution(queue, *ids)
+        for queue in queues
+        for ids in _started(client, queue).get_job_and_execution_ids(cleanup=False)
+    }
+
+
+def forget_execution(client: redis.Redis, execution: Execution) -> None:
+    """Leaves nothing in RQ of a job that its batch went on without; a process that still runs it
+    gets on (`rq_worker`).
+    """
+    with contextlib.suppress(NoSuchJobError):
+        _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
+    client.unlink(rq.executions.Execution(execution.run, execution.job, connection=client).key)
+    client.zrem(
+        _started(client, execution.queue).key, f"{execution.job}:{execution.run}"
+    )  # also where RQ's job is gone already
+
+
+def _delete(job: Job) -> None:
+    """RQ reads all runs of a job first, and fails at one that is named still and gone already: so
+    what names them goes before.
+    """
+    job.connection.unlink(job.execution_registry.key)
+    job.delete()
+
+
+def _started(client: redis.Redis, queue: str) -> StartedJobRegistry:
+    return StartedJobRegistry(queue, connection=client, serializer=JSONSerializer)
+
+
+def wake(client: redis.Redis, batch: str) -> None:
+    """Asks the ticker for another slice of the batch, as a claim that runs its ready list low
+    does.
+    """
+    client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)

@@ -1,0 +1,234 @@
+"""API keys: records under `keys/` of the file store, one file each.
+
+A key's secret is shown once; what is kept is its SHA-256.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from jobs.protocol import ids
+from jobs.store.file_store import store_folder
+from jobs.store.storage import StoreError, make_folder, sync_folder, write_bytes
+
+FOLDER = "keys"
+MAX_LIMIT = 10**12
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+"""What the name of a tenant looks like; "" is the tenant of a server without keys."""
+
+_SUFFIX = ".json"
+_RECHECK_SECONDS = 1.0
+# A folder that changed less long ago may change again under the same time stamp
+_SETTLED_NS = 2 * 10**9
+
+log = logging.getLogger(__name__)
+
+Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_LIMIT)]
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One key. A limit of None is none; all keys of a tenant see the same files and batches."""
+
+    id: str
+    sha256: str
+    tenant: str
+    name: str
+    created_at: int  # unix seconds
+    requests_per_minute: Limit | None = None
+    # Of all open batches of the tenant; one that goes beyond fails
+    queued_tokens: Limit | None = None
+    open_batches: Limit | None = None  # of the tenant: those that have not ended
+
+
+class KeysUnreadable(StoreError):
+    """The folder of keys cannot be read, so nobody can be told from anybody."""
+
+
+def create_key(
+    store: str,
+    *,
+    tenant: str,
+    name: str = "",
+    requests_per_minute: int | None = None,
+    queued_tokens: int | None = None,
+    open_batches: int | None = None,
+) -> tuple[KeyRecord, str]:
+    """A new key, on disk when this returns, and its secret, which nobody can find out later.
+
+    Raises ValueError and `StoreError`.
+    """
+    if not TENANT.fullmatch(tenant):
+        raise ValueError(
+            f"a tenant is named by up to 64 letters, digits, dots, dashes, underscores and @, not {tenant!r}"
+        )
+    for limit in (requests_per_minute, queued_tokens, open_batches):
+        if limit is not None and not 1 <= limit <= MAX_LIMIT:
+            raise ValueError(f"a limit is a number from 1 to {MAX_LIMIT:,}, not {limit:,}")
+    secret = f"sk-{secrets.token_urlsafe(32)}"
+    record = KeyRecord(
+        id=ids.new_id(ids.KEY, time.time()),
+        sha256=_hash(secret),
+        tenant=tenant,
+        name=name,
+        created_at=int(time.time()),
+        requests_per_minute=requests_per_minute,
+        queued_tokens=queued_tokens,
+        open_batches=open_batches,
+    )
+    folder = folder_of(store)
+    content = msgspec.json.format(msgspec.json.encode(record), indent=1)
+    make_folder(str(folder))  # from then on nobody is let in without a key
+    write_bytes(str(folder / (record.id + _SUFFIX)), content)
+    return record, secret
+
+
+def list_keys(store: str) -> list[KeyRecord]:
+    """Every key that is not revoked, the oldest first; damaged records are passed over with a word
+    in the log. Raises `StoreError`.
+    """
+    folder = folder_of(store)
+    try:
+        records, problems = _read_folder(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise KeysUnreadable(_unreadable(folder, error)) from error
+    for problem in problems:
+        log.error("%s", problem)
+    return records
+
+
+def revoke_key(store: str, key_id: str) -> None:
+    """Ends a key; servers notice within about a second.
+
+    Raises KeyError if there is none of this id, and `StoreError`.
+    """
+    folder = folder_of(store)
+    if not ids.is_id(ids.KEY, key_id):
+        raise KeyError(key_id)
+    try:
+        (folder / (key_id + _SUFFIX)).unlink()
+        sync_folder(folder)
+    except FileNotFoundError:
+        raise KeyError(key_id) from None
+    except OSError as error:
+        raise StoreError(f"cannot remove the key {key_id} from {folder}: {error.strerror}") from error
+
+
+def folder_of(store: str) -> Path:
+    """Where the records of a file store's keys stand.
+
+    Raises `StoreError` for a store that is not a local folder.
+    """
+    return store_folder(store) / FOLDER
+
+
+class KeyRing:
+    """The keys of a file store as a server knows them: read again when the folder changed, looked
+    at once a second at most. Thread-safe.
+
+    Methods raise `KeysUnreadable` while a folder that is there, or was, cannot be read: then nobody
+    may be let in.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._folder = folder_of(store)
+        self._lock = threading.Lock()
+        self._by_hash: dict[str, KeyRecord] = {}
+        self._problems: list[str] = []  # of damaged records
+        self._found = False  # whether there ever was a folder
+        self._stamp: int | None = None  # when the folder had changed last, ns
+        self._failure: str | None = None
+        self._next_look = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether the next call will look at the disk."""
+        return time.monotonic() >= self._next_look
+
+    def required(self) -> bool:
+        """Whether a caller needs a key: there is one, be its record damaged."""
+        self._look()
+        return bool(self._by_hash or self._problems)
+
+    def known(self) -> bool:
+        """Whether there ever was a key: the folder is there.
+
+        Who revokes the last one does not mean to let everybody in.
+        """
+        self._look()
+        return self._found
+
+    def find(self, secret: str) -> KeyRecord | None:
+        """The key with this secret."""
+        self._look()
+        return self._by_hash.get(_hash(secret))
+
+    def _look(self) -> None:
+        with self._lock:
+            if self.due:
+                self._failure = self._refresh()
+                self._next_look = time.monotonic() + _RECHECK_SECONDS
+            if self._failure is not None:
+                raise KeysUnreadable(self._failure)
+
+    def _refresh(self) -> str | None:
+        """What keeps the folder from being read."""
+        try:
+            stamp = os.stat(self._folder).st_mtime_ns
+            self._found = True
+            if stamp == self._stamp:
+                return None
+            records, problems = _read_folder(self._folder)
+        except FileNotFoundError:
+            return f"the folder of keys {self._folder} is gone" if self._found else None
+        except OSError as error:
+            return _unreadable(self._folder, error)
+        for problem in set(problems) - set(self._problems):
+            log.error("%s", problem)
+        self._by_hash, self._problems = {record.sha256: record for record in records}, problems
+        settled = not problems and time.time_ns() - stamp > _SETTLED_NS
+        self._stamp = stamp if settled else None
+        return None
+
+
+def _read_folder(folder: Path) -> tuple[list[KeyRecord], list[str]]:
+    """The keys, the oldest first, and a sentence for each record that nobody can use.
+
+    Raises OSError.
+    """
+    records, problems = [], []
+    for name in sorted(os.listdir(folder)):
+        if not name.endswith(_SUFFIX) or name.startswith("."):
+            continue
+        try:
+            records.append(_read(folder / name))
+        except FileNotFoundError:  # revoked just now
+            continue
+        except (OSError, ValueError) as error:
+            problems.append(f"the key in {folder / name} lets nobody in: {error}")
+    return records, problems
+
+
+def _read(path: Path) -> KeyRecord:
+    """Raises OSError and ValueError."""
+    record = msgspec.json.decode(path.read_bytes(), type=KeyRecord)
+    if record.id + _SUFFIX != path.name or not TENANT.fullmatch(record.tenant):
+        raise ValueError("its id or its tenant cannot be right")
+    return record
+
+
+def _unreadable(folder: Path, error: OSError) -> str:
+    return f"the folder of keys {folder} cannot be read: {error.strerror}"
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()

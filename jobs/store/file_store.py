@@ -1,0 +1,427 @@
+"""The file store: what clients uploaded and what batches gave, each in a folder of its own.
+
+The disk is the truth; Redis holds an index that `reindex` makes again. A file exists once its
+record.json does. Until then its folder is in `keys.FILE_EXPIRY`, so that the sweep finds what a
+killed upload left.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+import redis
+
+from jobs.protocol.ids import FILE, is_id, micros_of, new_id
+from jobs.queue import keys
+from jobs.queue.request_queue import Queue
+from jobs.store.storage import StoreError, local_path, make_folder, named, sync_folder, write_bytes
+
+PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
+"""What a client may upload a file for."""
+RESULT_PURPOSE = "batch_output"
+BATCH_FILE_SECONDS = 30 * 24 * 3600
+"""How long files of batches, and their results, are kept unless somebody says otherwise; other
+files stay.
+"""
+MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 24 * 3600
+
+BATCHES_FOLDER = "batches"
+_FOLDER = "files"
+_RECORD = "record.json"
+_PART = "content.part"
+_SUFFIXES = {
+    ".jsonl": ".jsonl",
+    ".jsonl.gz": ".jsonl.gz",
+    ".jsonl.zst": ".jsonl.zst",
+    ".parquet": ".parquet",
+    ".pq": ".parquet",
+}
+_RETRY_SECONDS = 3600  # after which what could not be read or removed is looked at again
+_UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is nobody's
+_PLACE_SECONDS = 6 * 3600
+_BUFFER = 1 << 18
+_GROUP = 500  # records, or files to sweep, at once
+
+log = logging.getLogger(__name__)
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of record.json.
+
+    Times are unix seconds, `suffix` is that of the content's name in the store.
+    """
+
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    expires_at: int | None
+    tenant: str
+    suffix: str
+    batch_id: str | None = None  # of a result file
+    # False: the result file of a batch that has not ended; its content is the completion log
+    complete: bool = True
+
+
+class Page(msgspec.Struct, frozen=True):
+    """A part of a listing."""
+
+    items: list[FileRecord]
+    has_more: bool
+
+
+def batch_suffix(filename: str) -> str | None:
+    """The suffix under which the store keeps an input file of batches; None if its name says
+    nothing that a batch can read.
+    """
+    return next((kept for suffix, kept in _SUFFIXES.items() if filename.lower().endswith(suffix)), None)
+
+
+def store_folder(location: str) -> Path:
+    """The folder behind FILE_STORE.
+
+    Raises `StoreError` unless it is on a file system of this machine.
+    """
+    path = local_path(location)
+    if path is None:
+        raise StoreError(f"the file store {location} is remote: it must be a folder, of this machine or mounted on it")
+    return path.absolute()
+
+
+class FileStore:
+    """Synchronous and thread-safe.
+
+    Methods raise `StoreError`, and those that need the index `QueueUnavailable`.
+    """
+
+    def __init__(self, queue: Queue, root: str, forget_output: Callable[[str, str], None]) -> None:
+        """`forget_output(root, file_id)` removes what a batch keeps for an output file that is
+        removed.
+        """
+        self.root = store_folder(root)
+        self._queue = queue
+        self._forget_output = forget_output
+        self._folder = self.root / _FOLDER
+
+    def begin(self, *, filename: str, purpose: str, tenant: str, expires_seconds: int | None = None) -> "Upload":
+        """An upload, which leaves nothing unless it is committed; purpose and expiry may be set
+        anew until then.
+        """
+        now = self._queue.now()
+        file_id = new_id(FILE, now)
+        self._queue.commands([("ZADD", keys.FILE_EXPIRY, now + _UPLOAD_SECONDS, file_id)])
+        return Upload(self, file_id, filename, purpose, tenant, expires_seconds)
+
+    def get(self, tenant: str, file_id: str) -> FileRecord:
+        """Raises KeyError for a file that is unknown, expired or another tenant's, and for what is
+        no id.
+        """
+        record = self._read(file_id) if is_id(FILE, file_id) else None
+        if record is None or record.tenant != tenant or _expired(record, time.time()):
+            raise KeyError(file_id)
+        return record
+
+    def folder(self, file_id: str) -> Path:
+        """Where all of a file stands."""
+        return self._folder / file_id
+
+    def batch_root(self, batch_id: str) -> Path:
+        """Where all of a batch stands."""
+        return self.root / BATCHES_FOLDER / batch_id
+
+    def content_path(self, record: FileRecord) -> Path:
+        """Where the bytes of a complete file stand."""
+        return self.folder(record.id) / f"content{record.suffix}"
+
+    def delete(self, tenant: str, file_id: str) -> None:
+        """Raises KeyError as `get` does."""
+        self._remove(self.get(tenant, file_id))
+
+    def put(self, record: FileRecord) -> None:
+        """Makes a file known, or replaces what is known of it; the content of a complete one is on
+        disk.
+        """
+        folder = self.folder(record.id)
+        with named("cannot write", str(folder)):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(str(folder / _RECORD), msgspec.json.encode(record))
+            sync_folder(self._folder)
+        self._queue.commands(_index(record))
+
+    def drop(self, file_id: str) -> None:
+        """Removes what an upload that ended early has left; what cannot be removed now, the sweep
+        removes.
+        """
+        folder = self.folder(file_id)
+        with contextlib.suppress(OSError):
+            _clear(folder)
+        if not folder.exists():
+            with contextlib.suppress(redis.RedisError):
+                self._queue.redis.zrem(keys.FILE_EXPIRY, file_id)
+
+    def sweep(self, now: float, seconds: float = math.inf) -> int:
+        """Removes files that have expired, and what uploads that were killed a day ago have left,
+        some hundreds or for `seconds`.
+
+        Returns how many. What cannot be removed is tried again later, so that it stands in nobody's
+        way.
+        """
+        removed, deadline = 0, time.monotonic() + seconds
+        [due] = self._queue.commands([("ZRANGE", keys.FILE_EXPIRY, "-inf", now, "BYSCORE", "LIMIT", 0, _GROUP)])
+        for file_id in (name.decode() for name in due):
+            try:
+                removed += self._sweep_one(file_id, now)
+            except StoreError as error:
+                log.error("a file cannot be removed: %s", error)
+                self._queue.commands([("ZADD", keys.FILE_EXPIRY, now + _RETRY_SECONDS, file_id)])
+            if time.monotonic() >= deadline:
+                break
+        return removed
+
+    def names(self) -> list[str]:
+        """The ids of all files and uploads, the newest first."""
+        with named("cannot list", str(self._folder)):
+            found = os.listdir(self._folder) if self._folder.is_dir() else []
+        return sorted(filter(partial(is_id, FILE), found), reverse=True)
+
+    def reindex(self, names: "list[str]", seconds: float = math.inf) -> "list[str]":
+        """Makes the index in Redis of these files again.
+
+        Returns those that are left when `seconds` were over.
+        """
+        now, deadline = self._queue.now(), time.monotonic() + seconds
+        while names:
+            self._queue.commands(command for name in names[:_GROUP] for command in self._reindexed(name, now))
+            names = names[_GROUP:]
+            if time.monotonic() >= deadline:
+                break
+        return names
+
+    def _reindexed(self, file_id: str, now: float) -> Sequence[tuple[Any, ...]]:
+        """The commands that index a file; of one that cannot be read, those that have the sweep
+        look at it later.
+        """
+        try:
+            record = self._read(file_id)
+        except StoreError as error:
+            log.error("a file cannot be listed: %s", error)
+            return [("ZADD", keys.FILE_EXPIRY, "NX", now + _RETRY_SECONDS, file_id)]
+        return [("ZADD", keys.FILE_EXPIRY, "NX", now + _UPLOAD_SECONDS, file_id)] if record is None else _index(record)
+
+    def list(
+        self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None
+    ) -> Page:
+        """Complete files by creation, those behind `after`, which may be deleted by now.
+
+        Raises KeyError if `after` is no file's id.
+        """
+        name = keys.files(tenant, purpose or "")
+        place = None if after is None else self._place(tenant, after)
+        found: Any = []
+        while len(found) <= limit:
+            members = self._members(name, place, order, limit + 1 - len(found))
+            if not members:
+                break
+            place = members[-1]
+            found += self._present(name, members)
+        return Page(found[:limit], len(found) > limit)
+
+    def _members(self, name: str, behind: str | None, order: str, count: int) -> Any:
+        """Members of a listing, in its order."""
+        bounds = ["(" + behind if behind else "-", "+"] if order == "asc" else ["(" + behind if behind else "+", "-"]
+        direction = [] if order == "asc" else ["REV"]
+        [members] = self._queue.commands([("ZRANGE", name, *bounds, "BYLEX", *direction, "LIMIT", 0, count)])
+        return [member.decode() for member in members]
+
+    def _present(self, name: str, members: Any) -> Any:
+        """The records behind members of a listing, less those that are gone, or cannot be read just
+        now.
+
+        A record is there before it is listed, and goes first.
+        """
+        now = time.time()
+        found: Any = []
+        for member in members:
+            try:
+                record = self._read(member.partition(":")[2])
+            except StoreError as error:
+                log.error("a file is left out of a listing: %s", error)
+                continue
+            # Of a result that was finished twice, the first
+            if record is None or member != _member(record):
+                self._queue.commands([("ZREM", name, member)])
+            elif not _expired(record, now):
+                found.append(record)
+        return found
+
+    def _place(self, tenant: str, file_id: str) -> str:
+        """The member that a file has, or had, in listings."""
+        if not is_id(FILE, file_id):
+            raise KeyError(file_id)
+        record = self._read(file_id)
+        if record is not None and record.tenant == tenant:
+            return _member(record)
+        [place] = self._queue.commands([("GET", keys.file_place(file_id))])
+        return str(place.decode()) if place is not None else _named_member(micros_of(FILE, file_id), file_id)
+
+    def _read(self, file_id: str) -> FileRecord | None:
+        path = self.folder(file_id) / _RECORD
+        try:
+            with named("cannot read", str(path)):
+                return msgspec.json.decode(path.read_bytes(), type=FileRecord)
+        except msgspec.DecodeError as error:
+            log.error("%s is no record of a file: %s", path, error)
+        except StoreError as error:
+            if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                raise
+        return None
+
+    def _sweep_one(self, file_id: str, now: float) -> bool:
+        record = self._read(file_id)
+        # The upload was killed between its record and its index
+        if record is not None and not _expired(record, now):
+            self._queue.commands(_index(record))
+            return False
+        if record is not None:
+            # What comes back after a power failure has expired as well
+            self._remove(record, durably=False)
+            return True
+        left = self.folder(file_id)
+        found = left.exists()
+        with named("cannot remove", str(left)):
+            _clear(left, durably=False)
+        self._queue.commands([("ZREM", keys.FILE_EXPIRY, file_id)])
+        return found
+
+    def _remove(self, record: FileRecord, durably: bool = True) -> None:
+        folder = self.folder(record.id)
+        with named("cannot remove", str(folder)):
+            _clear(folder, durably)
+        removals: Any = [("ZREM", keys.FILE_EXPIRY, record.id)]
+        removals += [("ZREM", name, _member(record)) for name in _listings(record)]
+        if record.batch_id is not None:  # its place is not the time in its id
+            removals += [("SET", keys.file_place(record.id), _member(record), "EX", _PLACE_SECONDS)]
+        self._queue.commands(removals)
+        if record.batch_id is not None:
+            self._forget_output(str(self.batch_root(record.batch_id)), record.id)
+
+
+class Upload:
+    """A file on its way in.
+
+    Not thread-safe. Methods raise `StoreError`, also for a full disk (`StoreError.full`).
+    """
+
+    def __init__(
+        self, store: FileStore, file_id: str, filename: str, purpose: str, tenant: str, expires_seconds: int | None
+    ) -> None:
+        self.purpose = purpose
+        self.expires_seconds = expires_seconds
+        self.bytes = 0
+        self._store = store
+        self._id = file_id
+        self._filename = filename
+        self._tenant = tenant
+        self._folder = store.folder(file_id)
+        self._committed = False
+        with named("cannot write", str(self._folder)):
+            make_folder(str(self._folder.parent))
+            self._folder.mkdir()
+            self._file = open(self._folder / _PART, "xb", buffering=_BUFFER)  # noqa: SIM115 - closed by `close`
+
+    def write(self, data: bytes) -> None:
+        """Appends."""
+        with named("cannot write", str(self._folder)):
+            self._file.write(data)
+        self.bytes += len(data)
+
+    def commit(self) -> FileRecord:
+        """Makes the file durable, then known.
+
+        Raises ValueError for a batch's file whose name has none of the suffixes.
+        """
+        record = self._record()
+        with named("cannot write", str(self._folder)):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            (self._folder / _PART).rename(self._store.content_path(record))
+        self._store.put(record)
+        self._committed = True
+        return record
+
+    def close(self) -> None:
+        """Removes what was not committed."""
+        # Of a full disk, on which the rest of the buffer has no room
+        with contextlib.suppress(OSError):
+            self._file.close()
+        if not self._committed:
+            self._store.drop(self._id)
+
+    def _record(self) -> FileRecord:
+        created = micros_of(FILE, self._id) // 1_000_000
+        of_batch = self.purpose == "batch"
+        suffix = batch_suffix(self._filename) if of_batch else ""
+        if suffix is None:
+            raise ValueError(f"{self._filename} is no input file of batches")
+        kept = BATCH_FILE_SECONDS if of_batch and self.expires_seconds is None else self.expires_seconds
+        return FileRecord(
+            id=self._id, bytes=self.bytes, created_at=created, filename=self._filename, purpose=self.purpose,
+            expires_at=None if kept is None else created + kept, tenant=self._tenant, suffix=suffix,
+        )  # fmt: skip
+
+    def __enter__(self) -> "Upload":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _clear(folder: Path, durably: bool = True) -> None:
+    """Removes a file's folder, the record first. Others may do so at the same time."""
+    with contextlib.suppress(FileNotFoundError):
+        (folder / _RECORD).unlink(missing_ok=True)
+        if durably:
+            sync_folder(folder)
+        for path in folder.iterdir():
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _expired(record: FileRecord, now: float) -> bool:
+    return record.expires_at is not None and record.expires_at <= now
+
+
+def _index(record: FileRecord) -> list[tuple[Any, ...]]:
+    """The commands that list a file and have it expire."""
+    expiry = ("ZREM", keys.FILE_EXPIRY, record.id)
+    if not record.complete:
+        return [expiry]
+    if record.expires_at is not None:
+        expiry = ("ZADD", keys.FILE_EXPIRY, record.expires_at, record.id)  # type: ignore[assignment]
+    return [*(("ZADD", name, 0, _member(record)) for name in _listings(record)), expiry]
+
+
+def _listings(record: FileRecord) -> tuple[str, str]:
+    return keys.files(record.tenant), keys.files(record.tenant, record.purpose)
+
+
+def _member(record: FileRecord) -> str:
+    """A result file's id is older than the file, so its place comes from its record."""
+    return _named_member(
+        micros_of(FILE, record.id) if record.batch_id is None else record.created_at * 1_000_000, record.id
+    )
+
+
+def _named_member(micros: int, file_id: str) -> str:
+    return f"{micros:016x}:{file_id}"

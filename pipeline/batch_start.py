@@ -1,0 +1,157 @@
+"""The first steps of a run: check what was asked, start the worker, then run or submit the batch.
+
+The worker starts before this process imports what it needs for the batch itself, since loading a
+model takes longer than all the rest.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from jobs.batch.manifest import load_manifest
+from jobs.server import ServerError
+from jobs.store.storage import Busy, StoreError
+from pipeline.batch_task import Task, start_worker
+from pipeline.child import ChildFailed
+from pipeline.errors import Refused, Unfinished
+from pipeline.progress import make_progress
+from pipeline.signals import Signals
+from pipeline.stack import Stack
+from pipeline.worker_settings import worker_settings
+
+_SMALL_BYTES = 4 * 1024 * 1024
+
+log = logging.getLogger("run-batch")
+
+
+def run_task(task: Task) -> None:
+    """Runs the batch to its end and prints what came of it.
+
+    Raises `Refused`, `Unfinished` and `Interrupted`.
+    """
+    began = time.monotonic()
+    served = _checked(task)
+    with Signals() as signals, make_progress() as progress, _failures(), _folder(task):
+        with Stack(task.redis_url, task.queue, progress.say, task.log_level) as stack:
+            if (
+                task.redis_url is None
+                and load_manifest(str(task.root)) is None
+                and task.source.stat().st_size < _SMALL_BYTES
+            ):
+                # It still loads its model when the check of so small a file is over
+                start_worker(task, stack)
+            from pipeline.batch_run import BatchRun
+
+            run = BatchRun(task, served, began)
+            record = run.run(stack, signals, progress)
+        run.check_accepted(record)
+    run.conclude(record)
+
+
+def hand_in(task: Task) -> str:
+    """Gives the batch to the fleet and returns its id. Raises `Refused` and `Unfinished`."""
+    from pipeline.batch_run import BatchRun
+
+    assert task.redis_url is not None
+    run = BatchRun(task, _checked(task), time.monotonic())
+    with _failures(), _folder(task):
+        return run.hand_in(task.redis_url)
+
+
+def _checked(task: Task) -> list[str]:
+    """The names of the model that is served here; none if no worker is started.
+
+    Raises `Refused`.
+    """
+    served = worker_settings(task.model, "", task.model_flags).models if task.starts_worker else []
+    check_input(task.source)
+    check_output(task.output, task.source)
+    return served
+
+
+@contextlib.contextmanager
+def _folder(task: Task) -> Iterator[None]:
+    """Holds the folder beside the output for the whole run; a refusal leaves none behind."""
+    start_over_if_removed(task.root)
+    resumes = task.root.exists()
+    try:
+        with contextlib.nullcontext() if task.redis_url is not None else alone(task.root):
+            yield
+    except Refused:
+        if not resumes:
+            shutil.rmtree(task.root, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """Turns what stands in the way into the command's end."""
+    try:
+        yield
+    except ChildFailed as error:
+        raise error.as_exit() from None
+    except (StoreError, Busy, ServerError) as error:
+        raise Unfinished(str(error)) from None
+
+
+def check_input(source: Path) -> None:
+    """Raises `Refused` unless there is a file that can be read."""
+    try:
+        if source.is_dir():
+            raise Refused(f"the input {source} is a folder")
+        source.open("rb").close()
+    except FileNotFoundError:
+        raise Refused(f"there is no file {source}") from None
+    except OSError as error:
+        raise Refused(f"the input {source} cannot be read: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def alone(root: Path) -> Iterator[None]:
+    """Keeps every other run away from the folder while this process lives. Raises `Refused`."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = os.open(root / ".run", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
+        raise Refused(f"cannot make the folder {root}: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"another run is at work on {root}: wait for it, or stop it") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def check_output(output: Path, source: Path) -> None:
+    """Raises `Refused` if the output is a folder or the input; the rest is found out when the batch
+    is made.
+    """
+    if output.is_dir():
+        raise Refused(f"the output {output} is a folder")
+    if output.exists() and output.samefile(source):
+        raise Refused(f"the output {output} is the input itself")
+
+
+def start_over_if_removed(root: Path) -> None:
+    """A finished run whose output somebody removed is not brought back from its parts: it is run
+    anew.
+    """
+    manifest = load_manifest(str(root))
+    if (
+        manifest is not None
+        and manifest.state == "completed"
+        and manifest.output
+        and not Path(manifest.output).exists()
+    ):
+        log.info("%s is gone since it was finished: starting over", manifest.output)
+        shutil.rmtree(root)

@@ -1,0 +1,118 @@
+"""Parts hold what was written or say that they do not; merging gives each line once, in order."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from jobs.batch import parts
+from jobs.batch.parts import (
+    Part,
+    PartDamaged,
+    drop_unlisted,
+    merge_parts,
+    read_part,
+    salvage,
+    to_compact,
+    verify,
+    write_part,
+)
+from jobs.protocol.results import Result, Usage
+
+SEED = 20261121
+
+
+def result(line: int, size: int = 20) -> Result:
+    return Result(200, b'{"n":%d,"pad":"%b"}' % (line, b"x" * size), Usage(line, 2, 1), f"req_{line}")
+
+
+def write(root: Path, name: str, lines: list[int]) -> Part:
+    return write_part(str(root), name, ((line, result(line)) for line in lines))
+
+
+def test_a_part_gives_back_what_went_in(tmp_path: Path) -> None:
+    part = write(tmp_path, "p1", [1, 5, 9])
+    assert part.lines == 3
+    assert part.bytes == (tmp_path / "parts" / "p1").stat().st_size
+    assert verify(str(tmp_path), part)
+    assert [(record.line, record.result) for record in read_part(str(tmp_path), "p1")] == [
+        (line, result(line)) for line in (1, 5, 9)
+    ]
+
+
+def test_every_torn_end_is_found(tmp_path: Path) -> None:
+    part = write(tmp_path, "p1", list(range(4)))
+    path = tmp_path / "parts" / "p1"
+    whole = path.read_bytes()
+    assert len(whole) % 4 == 0
+    size = len(whole) // 4
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert not verify(str(tmp_path), part)
+        assert [record.line for record in salvage(str(tmp_path), "p1")] == list(range(length // size))
+        if length % size:
+            with pytest.raises(PartDamaged):
+                list(read_part(str(tmp_path), "p1"))
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    part = write(tmp_path, "p1", [0, 1, 2])
+    path = tmp_path / "parts" / "p1"
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x41]) + whole[position + 1 :])
+        assert not verify(str(tmp_path), part)
+        found = list(salvage(str(tmp_path), "p1"))
+        assert [record.line for record in found] == list(range(position // (len(whole) // 3)))
+        assert all(record.result == result(record.line) for record in found)
+
+
+def test_a_missing_part_is_damaged(tmp_path: Path) -> None:
+    assert not verify(str(tmp_path), Part("gone", 1, 1, ""))
+    with pytest.raises(PartDamaged):
+        list(read_part(str(tmp_path), "gone"))
+    assert list(salvage(str(tmp_path), "gone")) == []
+
+
+@pytest.mark.parametrize("most_open", [128, 3])
+def test_merging_gives_each_line_once_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_open: int) -> None:
+    monkeypatch.setattr(parts, "MAX_OPEN", most_open)
+    rng = random.Random(SEED)
+    lines = list(range(500))
+    rng.shuffle(lines)
+    listed = [write(tmp_path, f"p{n}", sorted(lines[n * 40 : n * 40 + 50])) for n in range(13)]
+    merged = list(merge_parts(str(tmp_path), listed))
+    assert [record.line for record in merged] == list(range(500)), SEED
+    assert all(record.result == result(record.line) for record in merged)
+    assert len(list((tmp_path / "parts").iterdir())) == 13
+
+
+def test_the_earlier_part_wins(tmp_path: Path) -> None:
+    first = write_part(str(tmp_path), "a", [(1, result(1, 5))])
+    second = write_part(str(tmp_path), "b", [(1, result(1, 90)), (2, result(2))])
+    assert [record.result for record in merge_parts(str(tmp_path), [first, second])] == [result(1, 5), result(2)]
+
+
+def test_merging_goes_on_past_a_damaged_part(tmp_path: Path) -> None:
+    listed = [write(tmp_path, "a", [1, 3, 5]), write(tmp_path, "b", [2, 4, 6])]
+    path = tmp_path / "parts" / "a"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert [record.line for record in merge_parts(str(tmp_path), listed)] == [1, 2, 3, 4, 6]
+
+
+def test_compaction_keeps_the_number_of_parts_small() -> None:
+    listed: list[Part] = []
+    for number in range(20_000):
+        listed.append(Part(f"p{number}", 100, 1_000_000, ""))
+        while tier := to_compact(listed):
+            listed = [part for part in listed if part not in tier]
+            listed.append(Part(f"c{number}", sum(part.lines for part in tier), sum(part.bytes for part in tier), ""))
+    assert sum(part.lines for part in listed) == 2_000_000
+    assert len(listed) < 200
+
+
+def test_unlisted_files_go(tmp_path: Path) -> None:
+    kept = write(tmp_path, "a", [1])
+    write(tmp_path, "b", [2])
+    drop_unlisted(str(tmp_path), [kept])
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["a"]

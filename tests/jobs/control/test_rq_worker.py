@@ -1,0 +1,181 @@
+"""The processes that run the jobs: quick, quiet when idle, clean on SIGTERM, gone with their
+parent, and not stopped by an outage.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import redis
+from rq import Queue as JobQueue
+from rq.serializers import JSONSerializer
+
+from jobs.batch.client import BatchSpec, create_batch, get_batch, wait_for
+from jobs.batch.manifest import load_manifest
+from jobs.control.rq_worker import ControlWorker
+from jobs.control.slices import process_queue, use_server
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.tasks import enqueue, is_waiting
+from tests.support.batch_steps import answer_all
+from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
+from tests.support.processes import is_running, wait_for_rest
+from tests.support.redis_server import keep_all_that_is_said, running_server
+from tests.support.slow_file import slow_reading
+from tests.support.waiting import wait_until
+
+
+def spec_of(source: Path) -> BatchSpec:
+    root, output = source.with_name("out.parts"), source.with_name("out.jsonl")
+    return BatchSpec(input=str(source), root=str(root), output=str(output), error_file="inline", models=("m",))
+
+
+def test_a_small_batch_runs_through_without_waiting(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    """Whoever waits for a tick, or for RQ to look, waits each time, and so one of many that did not
+    is enough.
+    """
+    seconds: list[float] = []
+    with control_plane(redis_url) as plane, Answering(redis_url):
+        for turn in range(30):
+            source = write_input(tmp_path / str(turn) / "in.jsonl", 300)
+            started = time.monotonic()
+            record = wait_for(redis_client, create_batch(redis_client, spec_of(source)).id, timeout=60)
+            seconds.append(time.monotonic() - started)
+            assert (record.state, record.completed) == ("completed", 300)
+            check_echoes(source.with_name("out.jsonl"), 300)
+            if min(seconds) < 0.9:
+                break
+        plane.stop()
+    print("300 lines in", seconds)  # about 0.15 s when the machine is free
+    assert min(seconds) < 0.9
+
+
+def test_idle_processes_rest(redis_client: redis.Redis, redis_url: str) -> None:
+    with control_plane(redis_url) as plane:
+        wait_until(
+            lambda: redis_client.exists("{q}:leader") and len(redis_client.smembers("rq:workers")) == 2,
+            60,
+            "processes are up",
+        )
+        wait_for_rest([process.pid for process in plane.processes.values()], 0.015)
+
+
+def test_nothing_in_redis_is_pickled(redis_client: redis.Redis) -> None:
+    assert enqueue(redis_client, "advance", "batch_x", 3)
+    assert not enqueue(redis_client, "advance", "batch_x", 3)
+    assert is_waiting(redis_client, "advance", "batch_x", 3)
+    assert not is_waiting(redis_client, "validate", "batch_x", 3)
+    job = redis_client.hgetall("rq:job:advance-batch_x-3")
+    data = zlib.decompress(job[b"data"])  # type: ignore[index]
+    assert JSONSerializer.loads(data) == ["jobs.control.advance.run", None, ["batch_x", 3], {}]
+
+
+def forget_everything() -> None:
+    """A job in whose time Redis came back empty."""
+    process_queue().redis.flushall()
+
+
+def test_a_job_that_redis_forgot_ends_without_a_trace(
+    redis_client: redis.Redis, redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_server(redis_url)
+    jobs = JobQueue("advance", connection=redis_client, serializer=JSONSerializer)
+    jobs.enqueue_call(forget_everything, job_id="forgotten", timeout=-1, result_ttl=0)
+    worker = ControlWorker("advance", redis_client)
+    dequeued = worker.dequeue_job_and_maintain_ttl(1)
+    assert dequeued is not None
+    worker.execute_job(*dequeued)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [key for key in redis_client.scan_iter() if b"forgotten" in key] == []
+
+
+def test_sigterm_keeps_what_finished(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 100)
+    with control_plane(redis_url) as plane:
+        batch = create_batch(redis_client, spec_of(source)).id
+        wait_until(lambda: get_batch(redis_client, batch).waiting == 100, 60, "lines are ready")
+        plane.kill("ticker")
+        answer_all(redis_client, most=60)
+        plane.stop()
+    manifest = load_manifest(str(tmp_path / "out.parts"))
+    assert manifest is not None
+    assert sum(part.lines for part in manifest.parts) == 60
+    assert Queue(redis_client).results(batch) == []
+
+
+def test_sigterm_ends_a_long_job_at_its_next_beat(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 100_000)
+    plane = ControlPlane(redis_url, environment=slow_reading(source, 0.001))
+    plane.start("bulk")
+    batch = create_batch(redis_client, spec_of(source)).id
+    wait_until(lambda: not is_waiting(redis_client, "validate", batch, 1), 60, "validation has begun")
+    plane.stop()
+    assert get_batch(redis_client, batch).state == "validating"
+    assert not [path for path in (tmp_path / "out.parts").iterdir() if path.suffix == ".bin"]
+
+
+@pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])
+def test_sigterm_is_heard_from_the_start(redis_url: str, name: str) -> None:
+    plane = ControlPlane(redis_url)
+    plane.start(name)
+    plane.stop()
+
+
+@pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])
+def test_children_die_with_their_parent(redis_client: redis.Redis, redis_url: str, name: str) -> None:
+    command = ControlPlane(redis_url)._commands[name]
+    start = f"subprocess.Popen([sys.executable, '-m', *{command!r}])"
+    script = f"import subprocess, sys, time\nprint({start}.pid, flush=True)\ntime.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    ready = (
+        (lambda: redis_client.exists("{q}:leader"))
+        if name == "ticker"
+        else (lambda: redis_client.smembers("rq:workers"))
+    )
+    wait_until(ready, 60, "the child is up")
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: not is_running(child), 60, "the child is gone")
+
+
+def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
+    source = write_input(tmp_path / "in.jsonl", 2000)
+    with running_server() as server, control_plane(server.url) as plane, Answering(server.url, limit=16, pause=0.005):
+        url, client = server.url, connect(server.url)
+        keep_all_that_is_said(server)  # a batch of which Redis lost the record would not come back
+        batch = create_batch(client, spec_of(source)).id
+        for fraction in (0.1, 0.5):
+            wait_until(
+                lambda least=2000 * fraction: get_batch(client, batch).completed > least, 60, "some lines are done"
+            )  # type: ignore[misc]
+            os.kill(server.pid, signal.SIGKILL)
+            server.stop()
+            server.start()
+            assert server.url == url
+            keep_all_that_is_said(server)
+        record = wait_for(client, batch, timeout=150)
+        assert {name: process.poll() for name, process in plane.processes.items()} == dict.fromkeys(plane.processes)
+        client.close()
+    assert (record.state, record.completed) == ("completed", 2000)
+    check_echoes(tmp_path / "out.jsonl", 2000)
+
+
+def test_a_small_batch_does_not_wait_while_a_large_one_is_read(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    large = write_input(tmp_path / "large" / "in.jsonl", 200_000)
+    small = write_input(tmp_path / "small" / "in.jsonl", 5)
+    with control_plane(redis_url, environment=slow_reading(large, 0.0005)) as plane, Answering(redis_url):
+        first = create_batch(redis_client, spec_of(large)).id
+        wait_until(lambda: not is_waiting(redis_client, "validate", first, 1), 60, "it has begun")
+        assert wait_for(redis_client, create_batch(redis_client, spec_of(small)).id, timeout=60).completed == 5
+        assert get_batch(redis_client, first).state == "validating"
+        plane.stop()

@@ -1,0 +1,345 @@
+"""The ticker keeps batches going whatever is killed: leases end, dead jobs run again, windows
+close, a lost Redis comes back.
+"""
+
+import contextlib
+import random
+import signal
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import redis
+
+from jobs.batch.client import BatchSpec, create_batch, get_batch, wait_for
+from jobs.batch.retention import forget_output
+from jobs.control import slices, ticker
+from jobs.control.ticker import Ticker
+from jobs.queue import tasks
+from jobs.queue.request_queue import Queue, QueueUnavailable
+from jobs.queue.tasks import is_waiting
+from jobs.store.file_store import FileStore
+from tests.support.batch_steps import answer_all, begin, run_to_end, step
+from tests.support.control_plane import (
+    Answering,
+    ControlPlane,
+    check_echoes,
+    control_plane,
+    failing,
+    read_jsonl,
+    write_input,
+)
+from tests.support.integrity import faults
+from tests.support.slow_file import slow_reading
+from tests.support.waiting import wait_until
+
+SEED = 20261121
+NAMES = ("advance", "bulk", "ticker")
+
+
+def spec_of(source: Path, **options: object) -> BatchSpec:
+    root, output = source.with_name("out.parts"), source.with_name("out.jsonl")
+    return BatchSpec(
+        input=str(source), root=str(root), output=str(output), error_file="inline", models=("m",), **options
+    )  # type: ignore[arg-type]
+
+
+def test_one_leads_and_the_next_takes_over(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticker, "LEAD_SECONDS", 60.0)
+    first, second = Ticker(Queue(redis_client)), Ticker(Queue(redis_client))
+    assert first.lead()
+    assert not second.lead()
+    assert first.lead()
+    redis_client.pexpire("{q}:leader", 1)
+    wait_until(second.lead, 60, "the lead ran out")
+    assert not first.lead()
+    first.resign()
+    assert second.lead()
+    second.resign()
+    assert first.lead()
+
+
+def test_a_stop_whose_exception_was_lost_is_heard(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signals come at any moment, also in a destructor, out of which no exception gets."""
+    monkeypatch.setattr(ticker, "_stopping", threading.Event())
+    with contextlib.suppress(Exception):
+        ticker._stop(signal.SIGTERM, None)
+    Ticker(Queue(redis_client)).run()
+
+
+@pytest.mark.proof
+def test_a_lead_that_lasts_long_after_the_clock_was_set_back_is_cut_short(redis_client: redis.Redis) -> None:
+    redis_client.set("{q}:leader", "the first", px=600_000)
+    second = Ticker(Queue(redis_client))
+    assert not second.lead()
+    wait_until(second.lead, 60, "the lead ran out, in less than the minutes that were left")
+
+
+def test_the_lead_passes_on_when_the_leader_is_killed(redis_client: redis.Redis, redis_url: str) -> None:
+    first, second = ControlPlane(redis_url), ControlPlane(redis_url)
+    try:
+        first.start("ticker")
+        token = wait_until(lambda: redis_client.get("{q}:leader"), 60, "one leads")
+        second.start("ticker")
+        first.kill("ticker")
+        wait_until(lambda: redis_client.get("{q}:leader") not in (None, token), 60, "the other leads")
+    finally:
+        for plane in (first, second):
+            for name in list(plane.processes):
+                plane.kill(name)
+
+
+def test_leases_of_a_vanished_worker_end(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEASE_SECONDS", "1")
+    source = write_input(tmp_path / "in.jsonl", 50)
+    with control_plane(redis_url):
+        batch = create_batch(redis_client, spec_of(source)).id
+        wait_until(lambda: get_batch(redis_client, batch).waiting == 50, 60, "lines are ready")
+        assert len(Queue(redis_client).claim("vanishing", 1, 20, models=["m"])) == 20
+        with Answering(redis_url):
+            assert wait_for(redis_client, batch, timeout=120).completed == 50
+    check_echoes(tmp_path / "out.jsonl", 50)
+
+
+def test_a_window_that_closes_keeps_what_is_done(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 20), completion_window_seconds=3600.0).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    answer_all(redis_client, failing(2), most=8)
+    leader = Ticker(Queue(redis_client))
+    leader.tick()
+    assert get_batch(redis_client, batch).state == "in_progress"
+    redis_client.hset("{q}:batch:" + batch, "expires_at", time.time() - 1)
+    leader.tick()
+    leader.tick()
+    record = run_to_end(redis_client, batch)
+    assert (record.state, record.total, record.completed + record.failed) == ("expired", 20, 20)
+    lines = read_jsonl(tmp_path / "out.jsonl")
+    assert [line["custom_id"] for line in lines] == [f"c{n}" for n in range(1, 21)]
+    assert sum(line["response"] is None and line["error"]["code"] == "batch_expired" for line in lines) == 12
+
+
+def test_a_batch_that_expires_before_it_is_validated(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5), completion_window_seconds=-1.0).id
+    Ticker(Queue(redis_client)).tick()
+    record = run_to_end(redis_client, batch)
+    assert (record.state, record.total, record.failed) == ("expired", 0, 0)
+
+
+def test_a_job_that_died_runs_again_under_a_new_generation(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
+    queue, name = Queue(redis_client), "{q}:batch:" + record.id
+    job = f"rq:job:validate-{record.id}-1"
+    redis_client.hset(name, "heartbeat", 0)
+    leader = Ticker(queue)
+    leader.tick()
+    assert queue.batch_fields(record.id)["generation"] == "1", "the job still waits for a process"
+    assert redis_client.lpop("rq:queue:bulk") == job.removeprefix("rq:job:").encode()
+    redis_client.hset(job, "status", "started")
+    redis_client.hset(name, "heartbeat", int(1000 * (time.time() + 60)))
+    leader.tick()
+    assert queue.batch_fields(record.id)["generation"] == "1", "it may still be alive"
+    redis_client.hset(name, "heartbeat", 0)
+    leader.tick()
+    assert queue.batch_fields(record.id)["generation"] == "1", "it may have begun just now"
+    leader.tick()
+    assert queue.batch_fields(record.id)["generation"] == "2"
+    assert redis_client.lrange("rq:queue:bulk", 0, -1) == [f"validate-{record.id}-2".encode()]
+    assert run_to_end(redis_client, record.id).completed == 5
+
+
+def test_a_slice_that_redis_failed_leaves_no_job_behind(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
+    step(redis_client, record.id)
+
+    for error in (redis.ConnectionError("away"), QueueUnavailable("away")):
+
+        def fail(held: slices.Slice, error: Exception = error) -> None:
+            raise error
+
+        slices.run_slice(Queue(redis_client), record.id, 1, ("in_progress",), fail)
+    assert get_batch(redis_client, record.id).problem is None
+
+
+@pytest.mark.parametrize("status", ["failed", "stopped", "canceled"])
+def test_a_failed_job_does_not_bar_the_next(redis_client: redis.Redis, status: str) -> None:
+    assert tasks.enqueue(redis_client, "advance", "batch_x", 1)
+    assert redis_client.lpop("rq:queue:advance") == b"advance-batch_x-1"
+    redis_client.hset("rq:job:advance-batch_x-1", "status", status)
+    assert tasks.enqueue(redis_client, "advance", "batch_x", 1)
+    assert not tasks.enqueue(redis_client, "advance", "batch_x", 1)
+    assert is_waiting(redis_client, "advance", "batch_x", 1)
+
+
+def test_what_was_noted_of_a_forgotten_job_does_not_bar_the_next(redis_client: redis.Redis) -> None:
+    redis_client.hset("rq:job:advance-batch_x-1", "last_heartbeat", "2026-11-21T14:40:13Z")
+    assert tasks.enqueue(redis_client, "advance", "batch_x", 1)
+    assert is_waiting(redis_client, "advance", "batch_x", 1)
+
+
+def test_a_slice_that_does_not_end_is_asked_for_less_and_less(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
+    step(redis_client, record.id)
+    redis_client.delete("rq:queue:advance")
+    redis_client.hset(f"rq:job:advance-{record.id}-1", "status", "started")
+    tries: list[float] = []
+    monkeypatch.setattr(
+        ticker, "enqueue", lambda *arguments: tries.append(time.monotonic()) or tasks.enqueue(*arguments)
+    )  # type: ignore[func-returns-value]
+    leader = Ticker(Queue(redis_client))
+    tasks.wake(redis_client, record.id)
+    wait_until(lambda: leader.listen(0.1) or len(tries) > 6, 60, "some tries")  # type: ignore[func-returns-value]
+    pauses = [later - earlier for earlier, later in pairwise(tries)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.16, 0.25, 0.25), strict=False)), (
+        pauses
+    )
+    redis_client.delete(f"rq:job:advance-{record.id}-1")
+    wait_until(lambda: leader.listen(0.1) or is_waiting(redis_client, "advance", record.id, 1), 60, "the next slice")
+
+
+@pytest.mark.parametrize("name", [pytest.param("bulk", marks=pytest.mark.proof), "advance"])
+def test_a_killed_process_costs_seconds_and_nothing_else(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, name: str
+) -> None:
+    """SIGKILL in the middle of a job, which RQ would notice after minutes: the job reads its input
+    so slowly that it is not through yet.
+    """
+    source = write_input(tmp_path / "in.jsonl", 5000)
+    plane, slow = ControlPlane(redis_url), ControlPlane(redis_url, environment=slow_reading(source, 0.02))
+    plane.start(*(one for one in NAMES if one != name))
+    state, job = ("validating", "validate") if name == "bulk" else ("in_progress", "advance")
+    try:
+        batch = create_batch(redis_client, spec_of(source)).id
+        wait_until(lambda: get_batch(redis_client, batch).state == state, 60, "what comes before")
+        before = sign_of_life(redis_client, batch)
+
+        def has_begun() -> bool:
+            """RQ forgets a long job when it has begun."""
+            if name == "bulk":
+                return sign_of_life(redis_client, batch) != before
+            return redis_client.hget(f"rq:job:{job}-{batch}-1", "status") == b"started"
+
+        slow.start(name)
+        wait_until(has_begun, 60, "its job to begin")
+        slow.kill(name)
+        assert get_batch(redis_client, batch).state == state
+        plane.start(name)
+        with Answering(redis_url, limit=200):
+            record = wait_for(redis_client, batch, timeout=120)
+        traces = (f"rq:wip:{name}", f"rq:job:{job}-{batch}-1")
+        wait_until(lambda: not redis_client.exists(*traces), 60, "RQ to know nothing of the killed job")
+        plane.stop()
+    finally:
+        for started in (plane, slow):
+            for left in list(started.processes):
+                started.kill(left)
+    assert (record.state, record.completed) == ("completed", 5000)
+    check_echoes(tmp_path / "out.jsonl", 5000)
+    assert faults(redis_client) == []
+
+
+def sign_of_life(client: redis.Redis, batch: str) -> str:
+    """The last one of the batch's job."""
+    return Queue(client).batch_fields(batch)["heartbeat"]
+
+
+def test_a_redis_that_came_back_empty_is_rebuilt(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    root = tmp_path / "store" / "batches" / "b"
+    root.mkdir(parents=True)
+    source = write_input(root / "in.jsonl", 3000)
+    spec = BatchSpec(
+        input=str(source), root=str(root), output=str(root / "out.jsonl"), error_file="inline", models=("m",)
+    )
+    with (
+        control_plane(redis_url, ["--file-store", str(tmp_path / "store")]),
+        Answering(redis_url, limit=20, pause=0.005),
+    ):
+        batch = create_batch(redis_client, spec).id
+        wait_until(lambda: get_batch(redis_client, batch).usage.prompt_tokens > 0, 60, "a part is registered")
+        redis_client.flushall()
+
+        def ended() -> bool:
+            try:
+                return get_batch(redis_client, batch).ended
+            except KeyError:
+                return False
+
+        wait_until(ended, 120, "the rebuilt batch ends")
+        record = get_batch(redis_client, batch)
+    assert (record.state, record.completed) == ("completed", 3000)
+    check_echoes(root / "out.jsonl", 3000)
+
+
+def test_files_are_indexed_again_and_removed_in_time(redis_client: redis.Redis, queue: Queue, tmp_path: Path) -> None:
+    files = FileStore(queue, str(tmp_path), forget_output)
+    with files.begin(filename="in.jsonl", purpose="batch", tenant="") as upload:
+        kept = upload.commit()
+    with files.begin(filename="in.jsonl", purpose="batch", tenant="", expires_seconds=0) as upload:
+        upload.commit()
+    redis_client.flushall()
+    Ticker(queue, str(tmp_path)).tick()
+    assert files.list("", after=None, limit=10, order="asc", purpose=None).items == [kept]
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [kept.id]
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_kill_rounds(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    """Twenty batches, each with processes of the control plane killed at random moments: every line
+    exactly once, every answer right.
+    """
+    rng = random.Random(SEED)
+    print("seed", SEED)
+    with control_plane(redis_url) as plane, Answering(redis_url, failing(7), limit=64, pause=0.002):
+        for turn in range(20):
+            source = write_input(tmp_path / f"r{turn}" / "in.jsonl", rng.choice([300, 3000, 10_000]))
+            batch = create_batch(redis_client, spec_of(source)).id
+            deadline = time.monotonic() + 120
+            kills = rng.randrange(1, 4)
+            while not (record := get_batch(redis_client, batch)).ended:
+                assert time.monotonic() < deadline, record
+                moment = time.monotonic() + rng.expovariate(3)
+                wait_until(lambda moment=moment: time.monotonic() >= moment, 60, "the next kill")  # type: ignore[misc]
+                if kills:
+                    kills -= 1
+                    name = rng.choice(NAMES)
+                    plane.kill(name)
+                    plane.start(name)
+            lines = read_jsonl(source.with_name("out.jsonl"))
+            assert (record.state, record.failed, record.completed + 1) == ("completed", 1, record.total)
+            assert [line["custom_id"] for line in lines] == [f"c{n}" for n in range(1, record.total + 1)]
+            for number, line in enumerate(lines, 1):
+                body = line["response"]["body"]
+                assert number == 7 or body["choices"][0]["message"]["content"] == f"say {number}"
+            assert faults(redis_client) == []
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+def test_many_small_batches_beside_a_large_one(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+    """A hundred batches of ten lines each end long before one of 100,000 lines that came first,
+    which takes a minute until then.
+    """
+    large = write_input(tmp_path / "large" / "in.jsonl", 100_000)
+    with control_plane(redis_url), Answering(redis_url, limit=64, pause=0.04) as worker:
+        first = create_batch(redis_client, spec_of(large)).id
+        wait_until(lambda: get_batch(redis_client, first).completed > 0, 60, "the large one runs")
+        small = [
+            create_batch(redis_client, spec_of(write_input(tmp_path / f"s{n}" / "in.jsonl", 10))).id for n in range(100)
+        ]
+        for batch in small:
+            assert wait_for(redis_client, batch, timeout=60).completed == 10
+        assert not get_batch(redis_client, first).ended
+        worker.pause = 0.002
+        assert wait_for(redis_client, first, timeout=300).completed == 100_000
+    check_echoes(large.with_name("out.jsonl"), 100_000)

@@ -1,0 +1,248 @@
+"""Bodies and chunks are what the official client's types say."""
+
+import codecs
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from jobs.protocol.bodies import (
+    chat_body,
+    chat_chunk,
+    completion_body,
+    completion_chunk,
+    new_body_id,
+    response_body,
+    usage_chunk,
+)
+from jobs.protocol.logprobs import TextOffsets, chat_logprobs, completion_logprobs, text_offsets
+from jobs.protocol.results import Choice, PositionLogprobs, TokenLogprob, Usage, encode_json
+
+USAGE = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=4)
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+A = TokenLogprob(5, b"a", -0.5, 1)
+HALF = TokenLogprob(6, b"\xc3", -1.5, 2)
+OTHER_HALF = TokenLogprob(7, b"\xa9", -0.25, 1)
+NEVER = TokenLogprob(8, b"z", float("-inf"), 1000)
+FIRST = TokenLogprob(9, b"p", None, 0)
+
+
+def tokens(*texts: bytes) -> list[PositionLogprobs]:
+    return [PositionLogprobs(TokenLogprob(number, text, -1.0, 1), []) for number, text in enumerate(texts)]
+
+
+def strictly(model, body):  # type: ignore[no-untyped-def]
+    """Validated as it would be after a trip over the wire: every required field there, of its
+    type.
+    """
+    return model.model_validate_json(encode_json(body), strict=True)
+
+
+def written(body: Any) -> Any:
+    """As clients read it."""
+    return msgspec.json.decode(encode_json(body))
+
+
+def test_chat_body() -> None:
+    choices = [Choice(0, "hello", "stop", "\n"), Choice(1, "world", "length")]
+    body = chat_body(new_body_id(CHAT), "m", choices, USAGE, 1_700_000_000)
+    parsed = strictly(ChatCompletion, body)
+    assert parsed.id.startswith("chatcmpl-")
+    assert [
+        (choice.index, choice.message.content, choice.finish_reason, choice.logprobs) for choice in parsed.choices
+    ] == [
+        (0, "hello", "stop", None),
+        (1, "world", "length", None),
+    ]
+    assert parsed.usage.total_tokens == 12
+    assert parsed.usage.prompt_tokens_details.cached_tokens == 4
+    assert [choice["stop_reason"] for choice in body["choices"]] == ["\n", None]
+    assert "prompt_logprobs" not in body
+    assert response_body(CHAT, body["id"], "m", choices, USAGE, 1_700_000_000) == body
+
+
+def test_completion_body() -> None:
+    body = completion_body(new_body_id(COMPLETIONS), "m", [Choice(0, "hello", "length")], USAGE, 1_700_000_000)
+    parsed = strictly(Completion, body)
+    assert parsed.id.startswith("cmpl-")
+    assert (parsed.choices[0].text, parsed.choices[0].finish_reason, parsed.choices[0].logprobs) == (
+        "hello",
+        "length",
+        None,
+    )
+    assert parsed.usage.prompt_tokens == 7
+
+
+def test_logprobs_of_a_chat() -> None:
+    choice = Choice(
+        0,
+        "aé",
+        "stop",
+        logprobs=[PositionLogprobs(A, [A, HALF]), PositionLogprobs(HALF, []), PositionLogprobs(NEVER, [A])],
+    )
+    content = strictly(ChatCompletion, chat_body("chatcmpl-1", "m", [choice], USAGE, 1)).choices[0].logprobs.content
+    assert [(token.token, token.logprob, token.bytes) for token in content] == [
+        ("a", -0.5, [97]),
+        ("\\xc3", -1.5, [0xC3]),
+        ("z", -9999.0, [122]),
+    ]
+    assert [[top.token for top in token.top_logprobs] for token in content] == [["a", "\\xc3"], [], ["a"]]
+
+
+def test_logprobs_of_a_completion() -> None:
+    positions = [
+        PositionLogprobs(HALF, [A]),
+        PositionLogprobs(OTHER_HALF, [OTHER_HALF]),
+        PositionLogprobs(A, [A, NEVER]),
+    ]
+    body = completion_body("cmpl-1", "m", [Choice(0, "éa", "stop", logprobs=positions)], USAGE, 1)
+    logprobs = strictly(Completion, body).choices[0].logprobs
+    assert logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9", "a"]
+    assert logprobs.token_logprobs == [-1.5, -0.25, -0.5]
+    assert logprobs.top_logprobs == [
+        {"a": -0.5, "bytes:\\xc3": -1.5},
+        {"bytes:\\xa9": -0.25},
+        {"a": -0.5, "z": -9999.0},
+    ]
+    assert logprobs.text_offset == [0, 0, 1]
+
+
+def test_the_first_token_of_an_echoed_prompt_has_no_logprob() -> None:
+    positions = [PositionLogprobs(FIRST, []), PositionLogprobs(A, [A])]
+    body = completion_body("cmpl-1", "m", [Choice(0, "pa", "length", logprobs=positions)], USAGE, 1)
+    logprobs = body["choices"][0]["logprobs"]
+    assert (logprobs["tokens"], logprobs["token_logprobs"]) == (["p", "a"], [None, -0.5])
+    assert (logprobs["top_logprobs"], logprobs["text_offset"]) == ([None, {"a": -0.5}], [0, 1])
+
+
+def test_tokens_behind_a_stop_string_stand_at_the_end_of_the_text() -> None:
+    body = completion_body("cmpl-1", "m", [Choice(0, "abc", "stop", "def", tokens(b"ab", b"c", b"d", b"ef"))], USAGE, 1)
+    assert body["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces", "offsets"),
+    [
+        ("", [], []),
+        ("héé!", [b"h\xc3", b"\xa9", b"\xc3", b"\xa9!"], [0, 1, 2, 2]),
+        ("🙂a", [b"\xf0\x9f", b"\x99", b"\x82", b"a"], [0, 0, 0, 1]),
+        ("the fox", [b"<s>", b" the", b" fox", b"</s>"], [0, 0, 3, 7]),
+        ("a\ufffdb", [b"a", b"\xff", b"b"], [0, 1, 2]),
+        ("\ud800x", [b"?", b"x"], [0, 1]),
+    ],
+)
+def test_offsets_in_a_text(text: str, pieces: list[bytes], offsets: list[int]) -> None:
+    assert text_offsets(text, tokens(*pieces)) == offsets
+
+
+def test_of_two_tokens_that_read_the_same_the_more_likely_one_is_given() -> None:
+    twins = PositionLogprobs(TokenLogprob(1, b"A", -3.0, 2), [TokenLogprob(2, b"A", -0.1, 1)])
+    assert completion_logprobs([twins], [0])["top_logprobs"] == [{"A": -0.1}]
+    assert chat_logprobs([twins])["content"][0].logprob == -3.0
+
+
+def test_a_long_answer_costs_few_objects() -> None:
+    """A text is made once for all positions that show it, and the garbage collector has nothing to
+    look at.
+    """
+    first, second = chat_logprobs([PositionLogprobs(A, [A, HALF]), PositionLogprobs(A, [HALF])])["content"]
+    assert first.token is second.token is first.top_logprobs[0].token
+    assert first.top_logprobs[1].bytes is second.top_logprobs[0].bytes
+    of_prompt = chat_body(
+        "chatcmpl-1", "m", [Choice(0, "x", "stop", prompt_logprobs=[PositionLogprobs(A, [A])])], USAGE, 1
+    )
+    assert not any(map(gc.is_tracked, [A, first, *first.top_logprobs, *of_prompt["prompt_logprobs"][0].values()]))
+
+
+@pytest.mark.parametrize("build", [chat_body, completion_body])
+def test_half_a_character_in_a_model_s_name_does_not_keep_log_probabilities_from_being_written(
+    build: Callable[..., Any],
+) -> None:
+    choices = [Choice(0, "a", "stop", logprobs=[PositionLogprobs(A, [A])], prompt_logprobs=[PositionLogprobs(A, [A])])]
+    whole, broken = (written(build("1", name, choices, USAGE, 1)) for name in ("m", "\ud800"))
+    assert broken == whole | {"model": "\ufffd"}
+
+
+def test_logprobs_of_a_prompt() -> None:
+    prompt = [PositionLogprobs(FIRST, []), PositionLogprobs(HALF, [A])]
+    expected = [
+        None,
+        {
+            "6": {"logprob": -1.5, "rank": 2, "decoded_token": "\ufffd"},
+            "5": {"logprob": -0.5, "rank": 1, "decoded_token": "a"},
+        },
+    ]
+    choices = [Choice(0, "x", "stop", prompt_logprobs=prompt)]
+    assert written(completion_body("cmpl-1", "m", choices, USAGE, 1))["choices"][0]["prompt_logprobs"] == expected
+    assert written(chat_body("chatcmpl-1", "m", choices, USAGE, 1))["prompt_logprobs"] == expected
+
+
+def test_offsets_go_on_from_chunk_to_chunk() -> None:
+    offsets = TextOffsets()
+    assert offsets.of(tokens(b"a", b"b\xc3"), "ab") == [0, 1]
+    assert offsets.of(tokens(b"\xa9", b"c", b"<end>"), "éc") == [2, 3, 4]
+    assert offsets.of(tokens(b"d", b"e", b"f"), "") == [
+        9,
+        10,
+        11,
+    ]  # a held back text cannot tell that a token left nothing in it
+    assert offsets.of(tokens(b"g", b"h"), "defgh") == [7, 8]
+
+
+@given(
+    st.text(st.characters(codec="utf-8"), max_size=12),
+    st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=12),
+)
+def test_offsets_of_a_stream_are_those_of_the_whole(text: str, pieces: list[tuple[int, bool]]) -> None:
+    """Whatever bytes the tokens have, and wherever text is held back."""
+    written, decoder, offsets = text.encode(), codecs.getincrementaldecoder("utf-8")(), TextOffsets()
+    found: list[int] = []
+    parts: list[bytes] = []
+    held, waiting = "", []
+    for length, hold in [*pieces, (len(written), False)]:
+        token, written = written[:length], written[length:]
+        parts.append(token)
+        waiting.append(token)
+        held += decoder.decode(token)
+        if not hold:
+            found += offsets.of(tokens(*waiting), held)
+            held, waiting = "", []
+    assert found == text_offsets(text, tokens(*parts))
+
+
+def test_chat_chunks() -> None:
+    first = strictly(ChatCompletionChunk, chat_chunk("chatcmpl-1", "m", None, None, 1, index=2, first=True))
+    assert (first.choices[0].index, first.choices[0].delta.role, first.choices[0].delta.content) == (2, "assistant", "")
+    logprobs = chat_logprobs([PositionLogprobs(A, [A])])
+    middle = strictly(ChatCompletionChunk, chat_chunk("chatcmpl-1", "m", "a", None, 1, logprobs=logprobs))
+    assert (middle.choices[0].delta.content, middle.choices[0].finish_reason) == ("a", None)
+    assert middle.choices[0].logprobs.content[0].top_logprobs[0].logprob == -0.5
+    last = strictly(ChatCompletionChunk, chat_chunk("chatcmpl-1", "m", None, "stop", 1, stop_reason=5))
+    assert (last.choices[0].delta.content, last.choices[0].finish_reason) == (None, "stop")
+    usage = strictly(ChatCompletionChunk, usage_chunk(CHAT, "chatcmpl-1", "m", USAGE, 1))
+    assert (usage.choices, usage.usage.completion_tokens) == ([], 5)
+
+
+def test_completion_chunks() -> None:
+    body = completion_chunk(
+        "cmpl-1", "m", "a", None, 1, index=3, logprobs=completion_logprobs([PositionLogprobs(A, [])], [4])
+    )
+    assert (body["choices"][0]["index"], body["choices"][0]["finish_reason"]) == (3, None)
+    assert body["choices"][0]["logprobs"]["text_offset"] == [4]
+    last = strictly(Completion, completion_chunk("cmpl-1", "m", "", "stop", 1))
+    assert last.choices[0].finish_reason == "stop"
+    assert strictly(Completion, usage_chunk(COMPLETIONS, "cmpl-1", "m", USAGE, 1)).usage.total_tokens == 12
+
+
+@pytest.mark.parametrize(("endpoint", "prefix"), [(CHAT, "chatcmpl-"), (COMPLETIONS, "cmpl-")])
+def test_ids_differ(endpoint: str, prefix: str) -> None:
+    ids = {new_body_id(endpoint) for _ in range(100)}
+    assert len(ids) == 100
+    assert all(body_id.startswith(prefix) for body_id in ids)

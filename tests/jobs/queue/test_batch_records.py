@@ -1,0 +1,154 @@
+"""What the control plane does with batches: records moved by compare-and-set, lines fed, results
+drained, everything forgotten.
+"""
+
+import pytest
+import redis
+
+from jobs.protocol.requests import RequestKey
+from jobs.queue import keys
+from jobs.queue.batch_records import MAX_PART_LINES
+from jobs.queue.request_queue import Queue
+from tests.support.integrity import faults
+from tests.support.requests import MODEL, finished, request, start_batch
+
+
+class TestTransition:
+    def test_moves_only_from_the_states_given(self, queue: Queue) -> None:
+        assert queue.create_batch("batch_a", 3, fields={"endpoint": "/v1/completions"})
+        assert not queue.create_batch("batch_a", 9)
+        assert queue.transition("batch_a", ["validating"], "in_progress", {"total": 4})
+        assert not queue.transition("batch_a", ["validating"], "failed")
+        fields = queue.batch_fields("batch_a")
+        assert {
+            name: fields[name] for name in ("state", "total", "endpoint", "generation", "completed", "failed", "cursor")
+        } == {
+            "state": "in_progress",
+            "total": "4",
+            "endpoint": "/v1/completions",
+            "generation": "0",
+            "completed": "0",
+            "failed": "0",
+            "cursor": "0",
+        }
+        assert queue.batches() == ["batch_a"]
+
+    def test_of_another_generation_changes_nothing(self, queue: Queue) -> None:
+        queue.create_batch("batch_a", 3)
+        assert queue.transition("batch_a", ["validating"], "validating", {"generation": 1}, generation=0)
+        assert not queue.transition("batch_a", ["validating"], "in_progress", generation=0)
+        assert queue.transition("batch_a", ["validating"], "in_progress", generation=1)
+
+    def test_notes_the_time(self, queue: Queue) -> None:
+        queue.create_batch("batch_a", 3)
+        first = int(queue.batch_fields("batch_a")["heartbeat"])
+        queue.transition("batch_a", ["validating"], "validating")
+        assert int(queue.batch_fields("batch_a")["heartbeat"]) >= first > 1e12
+
+    def test_without_a_record(self, queue: Queue) -> None:
+        assert not queue.transition("batch_a", ["in_progress"], "cancelling")
+        assert queue.batch_fields("batch_a") == {}
+        assert queue.batches() == []
+
+
+class TestIngest:
+    def test_moves_the_cursor_once(self, queue: Queue) -> None:
+        queue.create_batch("batch_a", 4, state="in_progress")
+        rows = [(line, request()) for line in range(4)]
+        assert queue.ingest("batch_a", rows[:2], 0, 2)
+        assert queue.ingest("batch_a", rows[:2], 0, 2)
+        assert not queue.ingest("batch_a", rows[:3], 0, 3)
+        assert not queue.ingest("batch_a", rows[3:], 3, 4)
+        assert queue.ready_length("batch_a") == 2
+        assert queue.ingest("batch_a", rows[2:], 2, 4)
+        assert queue.ready_length("batch_a") == 4
+        assert queue.window_bytes("batch_a") > 4 * len(request().body)
+
+    def test_skips_lines_that_are_done(self, queue: Queue, redis_client: redis.Redis) -> None:
+        queue.create_batch("batch_a", 8, state="in_progress", fields={"completed": 2})
+        queue.set_done("batch_a", b"\x60")
+        queue.set_parts("batch_a", {"part-0": 2})
+        assert queue.ingest("batch_a", [(line, request()) for line in range(4)], 0, 4)
+        assert [claim.key.line for claim in queue.claim("w1", 1, 9, models=[MODEL])] == [0, 3]
+        assert queue.done("batch_a") == b"\x60"
+        assert queue.parts("batch_a") == {"part-0": 2}
+        assert faults(redis_client) == []
+
+    @pytest.mark.parametrize("state", ["validating", "cancelling"])
+    def test_only_in_progress(self, queue: Queue, state: str) -> None:
+        queue.create_batch("batch_a", 1, state=state)
+        assert not queue.ingest("batch_a", [(0, request())], 0, 1)
+        assert queue.ready_length("batch_a") == 0
+
+    def test_too_many_lines_in_one_call(self, queue: Queue) -> None:
+        with pytest.raises(ValueError, match="at most 500"):
+            queue.ingest("batch_a", [(0, request())] * 501, 0, 501)
+
+
+class TestDrain:
+    def test_results_stay_until_their_part_is_registered(self, queue: Queue) -> None:
+        start_batch(queue, "batch_a", 5)
+        claims = queue.claim("w1", 1, 5, models=[MODEL])
+        queue.commit("w1", [finished(claim, str(claim.key.line)) for claim in reversed(claims)])
+        assert [line for line, _ in queue.results("batch_a", limit=3)] == [0, 1, 2]
+        assert [result.body for _, result in queue.results("batch_a")] == [b'{"text":"%d"}' % line for line in range(5)]
+        assert queue.drained("batch_a", "part-0", [0, 1, 2])
+        assert [line for line, _ in queue.results("batch_a")] == [3, 4]
+        assert queue.parts("batch_a") == {"part-0": 3}
+
+    def test_a_line_counts_in_one_part_only(self, queue: Queue) -> None:
+        start_batch(queue, "batch_a", 3)
+        queue.commit("w1", [finished(claim) for claim in queue.claim("w1", 1, 3, models=[MODEL])])
+        assert queue.drained("batch_a", "part-0", [0, 1])
+        assert not queue.drained("batch_a", "part-1", [1, 2])
+        assert queue.drained("batch_a", "part-0", [0, 1])
+        assert [line for line, _ in queue.results("batch_a")] == [2]
+        assert queue.parts("batch_a") == {"part-0": 2}
+
+    def test_a_whole_part_at_once(self, queue: Queue, redis_client: redis.Redis) -> None:
+        start_batch(queue, "batch_a", MAX_PART_LINES)
+        seq = 0
+        while claims := queue.claim("w1", (seq := seq + 1), 500, models=[MODEL]):
+            queue.commit("w1", [finished(claim) for claim in claims])
+        there = [line for line, _ in queue.results("batch_a")]
+        assert there == list(range(MAX_PART_LINES))
+        assert queue.drained("batch_a", "part-0", there)
+        assert int(queue.batch_fields("batch_a")["result_bytes"]) == 0
+        assert redis_client.exists(keys.results("batch_a")) == 0
+        with pytest.raises(ValueError, match="in one part"):
+            queue.drained("batch_a", "part-1", range(MAX_PART_LINES + 1))
+
+
+def test_low_water_is_told_once_for_each_crossing(queue: Queue) -> None:
+    start_batch(queue, "batch_a", 10)
+    queue.transition("batch_a", ["in_progress"], "in_progress", {"low_water": 4})
+
+    def told() -> int:
+        return len(queue.control_messages(keys.JOBS_CONTROL, "0-0", 0))
+
+    queue.claim("w1", 1, 5, models=[MODEL])
+    assert told() == 0
+    queue.claim("w1", 2, 2, models=[MODEL])
+    assert told() == 1
+    queue.claim("w1", 3, 9, models=[MODEL])
+    assert told() == 1
+
+
+def test_forget_leaves_nothing(queue: Queue, redis_client: redis.Redis) -> None:
+    start_batch(queue, "batch_a", 1200)
+    claims = queue.claim("w1", 1, 30, models=[MODEL])
+    queue.commit("w1", [finished(claim) for claim in claims[:10]])
+    queue.watch("batch_a", 60)
+    queue.forget("batch_a")
+    queue.forget("batch_a")
+    assert queue.commit("w1", [finished(claim) for claim in claims[10:]]) == [claim.key for claim in claims[10:]]
+    queue.remove_worker("w1")
+    assert {name.decode() for name in redis_client.scan_iter() if redis_client.ttl(name) < 0} <= keys.PERMANENT
+    assert queue.batches() == []
+
+
+def test_running_lists_requests_with_a_lease(queue: Queue) -> None:
+    start_batch(queue, "batch_a", 5)
+    queue.claim("w1", 1, 2, models=[MODEL])
+    assert queue.running("batch_a") == [RequestKey("batch_a", 0), RequestKey("batch_a", 1)]
+    assert queue.running("batch_b") == []

@@ -1,0 +1,58 @@
+"""What workers tell of themselves, and how much waits."""
+
+import redis
+
+from jobs.queue import keys
+from jobs.queue.gauges import GAUGES_SECONDS, CardGauges, WorkerGauges
+from jobs.queue.request_queue import Queue
+from tests.support.requests import MODEL, request, start_batch
+
+CARD = CardGauges("NVIDIA H200", "GPU-1", 0.5, 10, 20, 400.5)
+
+
+def test_gauges_are_the_last_that_were_reported_and_do_not_last(queue: Queue, redis_client: redis.Redis) -> None:
+    for running in (1, 2):
+        queue.report_gauges("w", WorkerGauges(running, 0, 5, 10, 100, 3.5, [CARD]))
+    assert queue.gauges(["w", "silent"]) == {"w": WorkerGauges(2, 0, 5, 10, 100, 3.5, [CARD])}
+    assert queue.gauges([]) == {}
+    assert 0 < redis_client.ttl(keys.gauges("w")) <= GAUGES_SECONDS
+
+
+def test_what_waits_is_counted_by_model(queue: Queue, redis_client: redis.Redis) -> None:
+    start_batch(queue, "batch_a", 3)
+    start_batch(queue, "batch_b", 2)
+    queue.create_batch("batch_c", 4)
+    redis_client.sadd(keys.ACTIVE, "batch_a", "batch_b", "batch_c", "batch_that_was_removed")
+    queue.submit("live_1", request())
+    depths = queue.depths([MODEL, "other"])
+    assert depths.live == {MODEL: 1, "other": 0}
+    assert depths.batch == {MODEL: 5, "other": 0}
+    assert depths.suspects == {MODEL: 0, "other": 0}
+    assert depths.batches == {"in_progress": 2, "validating": 1}
+
+
+def test_each_end_of_a_batch_counts_once(queue: Queue) -> None:
+    queue.create_batch("rebuilt", 1, state="completed")
+    for batch, end in (("batch_a", "completed"), ("batch_b", "completed"), ("batch_c", "cancelled")):
+        queue.create_batch(batch, 1)
+        queue.transition(batch, ["validating"], "in_progress")
+        for _ in range(2):
+            queue.transition(batch, ["in_progress", end], end)
+    assert queue.depths([]).ended == {"cancelled": 1, "completed": 2, "expired": 0, "failed": 0}
+
+
+def test_ended_batches_cost_no_command(queue: Queue, redis_client: redis.Redis) -> None:
+    def commands_of_a_look() -> int:
+        before = _commands(redis_client)
+        queue.depths([MODEL])
+        return _commands(redis_client) - before
+
+    few = commands_of_a_look()
+    for number in range(50):
+        queue.create_batch(f"batch_{number}", 1, state="completed")
+    assert commands_of_a_look() == few
+
+
+def _commands(client: redis.Redis) -> int:
+    stats: dict[str, dict[str, int]] = client.info("commandstats")  # type: ignore[assignment]
+    return sum(told["calls"] for name, told in stats.items() if name != "cmdstat_info")

@@ -1,0 +1,166 @@
+"""A reply that is lost on its way: the call was carried out, its caller does not know it, and calls
+again. Nothing may come of that.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from jobs.control import slices
+from jobs.control.ticker import Ticker
+from jobs.protocol.requests import Claim, RequestKey
+from jobs.protocol.results import ApiError
+from jobs.queue.connection import connect
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import NAMES
+from jobs.queue.settings import QueueSettings
+from tests.support.batch_steps import answer_all, begin, step
+from tests.support.control_plane import check_echoes, write_input
+from tests.support.dump import Dump
+from tests.support.integrity import faults
+from tests.support.lossy_proxy import LossyProxy
+from tests.support.requests import MODEL, delta, finished, held, lines, request
+from tests.support.seeds import chosen_seed
+
+SOCKET_SECONDS = 0.2
+CONDEMNED = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
+WAYS = [pytest.param(LossyProxy.lose, id="closed"), pytest.param(LossyProxy.swallow, id="swallowed")]
+
+
+def impatient(url: str) -> redis.Redis:
+    """A client that gives a reply up soon."""
+    client = connect(url)
+    client.connection_pool.connection_kwargs["socket_timeout"] = SOCKET_SECONDS
+    return client
+
+
+@pytest.mark.parametrize("lose", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_whose_reply_was_lost(
+    redis_url: str, redis_client: redis.Redis, name: str, lose: Callable[[LossyProxy, int], None]
+) -> None:
+    """Every call of it is carried out twice; answers and all keys are as if there had been one."""
+    answers = walk(Queue(redis_client), lambda script: None)
+    left = Dump(redis_client).comparable()
+    redis_client.flushall()
+    calls = 0
+    with LossyProxy(redis_url) as proxy:
+
+        def before(script: str) -> None:
+            nonlocal calls
+            if script == name:
+                calls += 1
+                lose(proxy, 1)
+
+        with impatient(proxy.url) as client:
+            assert walk(Queue(client), before) == answers
+        assert proxy.lost == calls > 0
+    assert Dump(redis_client).comparable() == left
+    assert faults(redis_client) == []
+
+
+def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
+    """Calls each script once or more; what their callers rely on."""
+    answers: list[Any] = []
+
+    def call(script: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        before(script)
+        return method(*arguments, **options)
+
+    def claim(worker: str, seq: int, limit: int) -> list[Claim]:
+        claims: list[Claim] = call("claim", queue.claim, worker, seq, limit, models=[MODEL])
+        answers.append([(claim.key, claim.attempt, claim.suspicions, claim.checkpoint) for claim in claims])
+        return claims
+
+    answers += [call("open_batch", queue.open_batch, "t", name, 1) for name in ("batch_a", "batch_b")]
+    call("register", queue.register_worker, WorkerRecord("w1", [MODEL], "ready", 100, 1.0, "host", 1))
+    answers += [call("transition", queue.create_batch, "batch_a", 9, state="in_progress")]
+    answers += [call("ingest", queue.ingest, "batch_a", [(line, request()) for line in range(9)], 0, 9)]
+    call("submit", queue.submit, "live_a", request(reply_to="api1"))
+    claims = claim("w1", 1, 5)
+    answers += [call("publish", queue.publish, "w1", [delta(claim, 0, [1, 2], "ab") for claim in claims])]
+    answers += [call("renew", queue.renew, "w1", held(claims), 10)]
+    call("hand_back", queue.hand_back, "w1", held(claims[1:2]))
+    again = claim("w1", 2, 1)
+    call("watch", queue.watch, again[0].key, 60)
+    call("watch", queue.watch, "batch_a", 60)
+    call("commit", queue.commit, "w1", [finished(claim) for claim in (claims[0], *again)])
+    answers += [call("drained", queue.drained, "batch_a", "part-0", [again[0].key.line])]
+    for suspicions in range(3):  # together, alone, condemned
+        call("suspect", queue.suspect, "w1", held(claims[2:] if suspicions == 0 else claims), CONDEMNED)
+        claims = claim("w1", 3 + suspicions, 5)
+    call("hand_back", queue.hand_back, "w1", held(claims), acquitted=True)
+    answers += [lines(claim("w1", 6, 2))]
+    call("reap", queue.reap, "w1")
+    call("reap", queue.reap)
+    call("submit", queue.submit, "live_b", request())
+    call("cancel", queue.cancel, [RequestKey("live_b", 0)])
+    answers += [call("admit", queue.admit, "key_a", 2)[:2] for _ in range(3)]
+    answers += [queue.token_totals(), call("transition", queue.transition, "batch_a", ["in_progress"], "cancelling")]
+    call("cancel", queue.cancel_batch, "batch_a")
+    return answers
+
+
+@pytest.fixture
+def proxied_jobs(redis_url: str) -> Iterator[LossyProxy]:
+    """The control plane's jobs run behind it; replies to any command may be lost."""
+    with LossyProxy(redis_url, scripts_only=False) as proxy, impatient(proxy.url) as client:
+        jobs, slices._process_queue = slices._process_queue, Queue(client, QueueSettings(redis_retry_seconds=5))
+        yield proxy
+        slices._process_queue = jobs
+
+
+@pytest.mark.parametrize("lose", WAYS)
+def test_whatever_the_control_plane_does(
+    redis_client: redis.Redis,
+    redis_url: str,
+    proxied_jobs: LossyProxy,
+    tmp_path: Path,
+    lose: Callable[[LossyProxy, int, int], None],
+) -> None:
+    """Each reply to it in turn, of whatever command, or where that takes long some of them: the
+    batch comes out the same.
+    """
+    proxied_queue = slices._process_queue
+
+    def run(folder: Path, lost: int | None) -> int:
+        redis_client.flushall()
+        folder.mkdir()
+        source = write_input(folder / "in.jsonl", 12)
+        batch = begin(redis_client, redis_url, source).id
+        slices._process_queue = proxied_queue
+        first = proxied_jobs.replies
+        if lost is not None:
+            lose(proxied_jobs, 1, lost)
+        for _ in range(12):  # a job that gave up runs again, as the ticker would have it
+            record = step(redis_client, batch)
+            if record.ended:
+                break
+            answer_all(redis_client)
+        assert (record.state, record.completed, record.failed, record.problem) == ("completed", 12, 0, None), lost
+        check_echoes(folder / "out.jsonl", 12)
+        Ticker(Queue(redis_client)).tick()
+        assert faults(redis_client) == []
+        assert queue_keys(redis_client, batch) == [f"{{q}}:batch:{batch}", "{q}:batches"], lost
+        return proxied_jobs.replies - first
+
+    replies = run(tmp_path / "undisturbed", None)
+    print(f"{replies} replies")
+    numbers = range(replies) if lose is LossyProxy.lose else random.Random(chosen_seed()).sample(range(replies), 10)
+    for number in numbers:
+        run(tmp_path / str(number), number)
+    assert proxied_jobs.lost > len(numbers) // 2  # the last ones may not come again
+
+
+def queue_keys(client: redis.Redis, batch: str) -> list[str]:
+    """What is left that has to do with batches, but for the service they received, which is soon
+    forgotten.
+    """
+    return sorted(
+        name.decode() for name in client.scan_iter("*batch*") if b"rq:" not in name and b":served:" not in name
+    )

@@ -1,0 +1,123 @@
+"""Keys on disk, and what a server knows of them while they come, go, and cannot be read."""
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs.store.api_keys import KeyRing, KeysUnreadable, create_key, list_keys, revoke_key
+from jobs.store.storage import StoreError
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _keys_are_looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.store.api_keys._RECHECK_SECONDS", 0.05)
+
+
+def test_a_key_is_found_by_its_secret_alone(tmp_path: Path) -> None:
+    record, secret = create_key(str(tmp_path), tenant="a", name="laptop", requests_per_minute=5)
+    assert re.fullmatch(r"sk-[A-Za-z0-9_-]{43}", secret)
+    ring = KeyRing(str(tmp_path))
+    assert ring.required()
+    assert ring.find(secret) == record
+    assert ring.find(record.sha256) is None
+    assert ring.find("") is None
+    assert list_keys(str(tmp_path)) == [record]
+
+
+def test_the_secret_is_nowhere_on_disk(tmp_path: Path) -> None:
+    _, secret = create_key(str(tmp_path), tenant="a")
+    texts = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(texts) == 1
+    assert secret not in texts[0]
+
+
+def test_a_server_notices_new_and_revoked_keys(tmp_path: Path) -> None:
+    ring = KeyRing(str(tmp_path))
+    assert not ring.required()
+    record, secret = create_key(str(tmp_path), tenant="a")
+    _, other = create_key(str(tmp_path), tenant="b")
+    wait_until(lambda: ring.find(secret) == record and ring.find(other), 30, "the new keys to be known")
+    revoke_key(str(tmp_path), record.id)
+    wait_until(lambda: ring.find(secret) is None, 30, "the revoked key to be forgotten")
+    assert ring.find(other)
+    with pytest.raises(KeyError):
+        revoke_key(str(tmp_path), record.id)
+
+
+def test_keys_that_settled_are_not_read_again(tmp_path: Path) -> None:
+    record, secret = create_key(str(tmp_path), tenant="a")
+    folder = tmp_path / "keys"
+    os.utime(folder, (time.time() - 60,) * 2)
+    ring = KeyRing(str(tmp_path))
+    assert ring.find(secret)
+    (folder / f"{record.id}.json").write_text("{}")  # which does not touch the folder
+    ring._next_look = 0.0
+    assert ring.find(secret)
+
+
+@pytest.mark.parametrize("ids", [["x"], ["../keys/key_x"], [""], ["key_" + "0" * 24]])
+def test_what_is_no_key_cannot_be_revoked(tmp_path: Path, ids: list[str]) -> None:
+    create_key(str(tmp_path), tenant="a")
+    with pytest.raises(KeyError):
+        revoke_key(str(tmp_path), ids[0])
+
+
+@pytest.mark.parametrize("tenant", ["", "a b", "a/b", "a\0", ".a", "ä", "a" * 65])
+def test_what_is_no_name_of_a_tenant_is_refused(tmp_path: Path, tenant: str) -> None:
+    with pytest.raises(ValueError, match="tenant"):
+        create_key(str(tmp_path), tenant=tenant)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"id": 1}', None])
+def test_a_damaged_record_lets_nobody_in_and_leaves_the_door_shut(tmp_path: Path, content: bytes | None) -> None:
+    record, secret = create_key(str(tmp_path), tenant="a")
+    path = tmp_path / "keys" / f"{record.id}.json"
+    damaged = path.read_bytes().replace(record.id.encode(), b"key_" + b"0" * 24) if content is None else content
+    path.write_bytes(damaged)
+    ring = KeyRing(str(tmp_path))
+    assert ring.required()
+    assert ring.find(secret) is None
+    assert list_keys(str(tmp_path)) == []
+    revoke_key(str(tmp_path), record.id)
+    wait_until(lambda: not ring.required(), 30, "the damaged record to be gone")
+
+
+def test_a_folder_that_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
+    _, secret = create_key(str(tmp_path), tenant="a")
+    ring = KeyRing(str(tmp_path))
+    assert ring.find(secret)
+    (tmp_path / "keys").rename(tmp_path / "away")
+
+    def refused() -> bool:
+        try:
+            return not ring.find(secret)
+        except KeysUnreadable as error:
+            return "is gone" in str(error)
+
+    wait_until(refused, 30, "nobody to be let in")
+    (tmp_path / "keys").write_text("a file")
+    wait_until(lambda: "cannot be read" in failure(ring), 30, "the file to be no folder")
+    with pytest.raises(KeysUnreadable):
+        list_keys(str(tmp_path))
+    (tmp_path / "keys").unlink()
+    (tmp_path / "away").rename(tmp_path / "keys")
+    wait_until(lambda: not failure(ring), 30, "the folder to be read again")
+    assert ring.find(secret)
+
+
+def failure(ring: KeyRing) -> str:
+    try:
+        ring.required()
+    except KeysUnreadable as error:
+        return str(error)
+    return ""
+
+
+def test_a_store_that_is_no_local_folder_has_no_keys() -> None:
+    for call in (lambda: KeyRing("s3://bucket/x"), lambda: list_keys("s3://bucket/x")):
+        with pytest.raises(StoreError, match="is remote"):
+            call()

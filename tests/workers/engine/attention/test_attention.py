@@ -1,0 +1,122 @@
+"""Paged attention against the plain formula, over random mixes of prefill and decode rows."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.engine.native.available import needs_native
+from workers.engine.attention import AttentionMetadata, CacheShape, make_attention
+from workers.engine.attention import reference as torch_backend
+from workers.engine.messages.errors import ModelLoadError
+
+BLOCK = 4
+NUM_BLOCKS = 200
+DIM = 8
+SCALE = 0.3
+
+
+class Contexts:
+    """Rows with random keys and values, some of them already in the cache, in blocks handed out in
+    random order.
+    """
+
+    def __init__(self, contexts: list[int], kv_heads: int, dtype: torch.dtype, generator: np.random.Generator) -> None:
+        self.contexts, self.kv_heads = contexts, kv_heads
+        torch.manual_seed(int(generator.integers(2**31)))
+        self.keys = [torch.randn(length, kv_heads, DIM).to(dtype) for length in contexts]
+        self.values = [torch.randn(length, kv_heads, DIM).to(dtype) for length in contexts]
+        free = iter(generator.permutation(np.arange(1, NUM_BLOCKS)))
+        self.tables = np.zeros((len(contexts), 30), np.int32)
+        for row, length in enumerate(contexts):
+            for column in range(-(-length // BLOCK)):
+                self.tables[row, column] = next(free)
+
+    def slots(self, row: int, first: int, last: int) -> list[int]:
+        return [int(self.tables[row, position // BLOCK]) * BLOCK + position % BLOCK for position in range(first, last)]
+
+    def metadata(self, spans: list[tuple[int, int, int]]) -> AttentionMetadata:
+        """For spans (row, first, last) of tokens computed together."""
+        slots = [slot for span in spans for slot in self.slots(*span)]
+        starts = np.cumsum([0] + [last - first for _, first, last in spans]).astype(np.int32)
+        rows = [row for row, _, _ in spans]
+        ends = np.array([last for _, _, last in spans], np.int32)
+        return AttentionMetadata(torch.tensor(slots), starts, ends, self.tables[rows])
+
+
+def plain(q: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
+    """One query [heads, d] over everything that it sees."""
+    first = 0 if window is None else max(0, position + 1 - window)
+    per_kv = q.shape[0] // keys.shape[1]
+    seen = keys[first : position + 1].float().repeat_interleave(per_kv, 1)
+    weights = (torch.einsum("hd,lhd->hl", q.float(), seen) * SCALE).softmax(-1)
+    return torch.einsum("hl,lhd->hd", weights, values[first : position + 1].float().repeat_interleave(per_kv, 1))
+
+
+backends = pytest.mark.parametrize("backend", ["torch", pytest.param("cpu", marks=needs_native)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize("per_kv", [1, 3])
+@backends
+def test_mixed_rows(
+    window: int | None, per_kv: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(torch_backend._GROUP_BYTES, "cpu", 2048)  # several groups of decode rows
+    generator = np.random.default_rng(7)
+    for _ in range(6):
+        contexts = generator.integers(1, 60, 9).tolist()
+        rows = Contexts(contexts, 2, dtype, generator)
+        attention = make_attention(
+            backend, CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu")
+        )
+        cache = attention.new_cache(1)[0]
+        computed = [int(generator.integers(0, length)) if i % 3 else length - 1 for i, length in enumerate(contexts)]
+        # What is computed already, written by steps of their own; then the rest of every row in one
+        # call.
+        for spans in (
+            [(i, 0, n) for i, n in enumerate(computed) if n],
+            [(i, n, contexts[i]) for i, n in enumerate(computed)],
+        ):
+            q = torch.randn(sum(last - first for _, first, last in spans), 2 * per_kv, DIM).to(dtype)
+            k = torch.cat([rows.keys[i][first:last] for i, first, last in spans])
+            v = torch.cat([rows.values[i][first:last] for i, first, last in spans])
+            out = attention.forward(q, k, v, cache, rows.metadata(spans), SCALE, window)
+        places = [(i, position) for i, first, last in spans for position in range(first, last)]
+        expected = torch.stack(
+            [plain(q[t], rows.keys[i], rows.values[i], p, window) for t, (i, p) in enumerate(places)]
+        )
+        assert (out.float() - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("dirt", [1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("window", [None, 6])
+@backends
+def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | None, backend: str) -> None:
+    """In a block past a row's end, or in one that nobody holds: one request's numbers gone wrong
+    stay its own.
+    """
+    generator = np.random.default_rng(1)
+    rows = Contexts([10, 29, 16], 1, torch.float32, generator)
+    attention = make_attention(backend, CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))
+    outs = []
+    for content in (0.0, dirt):
+        cache = attention.new_cache(1)[0]
+        cache.fill_(content)
+        torch.manual_seed(0)
+        step = [(0, 0, 5), (1, 0, 22), (2, 0, 12)]
+        while step:
+            q = torch.randn(sum(b - a for _, a, b in step), 1, DIM)
+            k = torch.cat([rows.keys[i][a:b] for i, a, b in step])
+            v = torch.cat([rows.values[i][a:b] for i, a, b in step])
+            outs.append(attention.forward(q, k, v, cache, rows.metadata(step), SCALE, window))
+            step = [(i, b, b + 1) for i, _, b in step if b < rows.contexts[i]]
+    half = len(outs) // 2
+    for clean, dirty in zip(outs[:half], outs[half:], strict=True):
+        assert torch.equal(clean, dirty)
+
+
+def test_unknown_backend_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="unknown attention backend 'flash'; choose auto, torch, cpu or triton"):
+        make_attention("flash", CacheShape(2, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))

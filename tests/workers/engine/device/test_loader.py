@@ -1,0 +1,319 @@
+"""What loads, what is refused, and how the refusal reads."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.workers.engine.models.tiny_models import MODELS, folder, make
+from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads
+from workers.engine.attention.reference import TorchAttention
+from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes
+from workers.engine.device.executor import Executor
+from workers.engine.device.loader import load_model, open_checkpoint, weight_bytes
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.base import DecoderModel
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[str], Path]:
+    """A tiny model's folder that the test may change."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(folder(name), tmp_path / name))
+
+    return copy
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Changes keys of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+class OnePrompt:
+    """Attention of a prompt of nine tokens."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        config = model.config
+        self.scales, self.windows = config.attention_scales, config.sliding_windows
+        self.attention = TorchAttention(
+            CacheShape(2, 16, config.num_kv_heads, config.head_dim), config.num_heads, model.dtype, CPU
+        )
+        self.caches = self.attention.new_cache(config.num_layers)
+        self.metadata = AttentionMetadata(16 + torch.arange(9), np.array([0, 9]), np.array([9]), np.array([[1]]))
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attention.forward(
+            q, k, v, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+        )
+
+    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
+        return self.attention.forward_rotary(
+            qkv, rotary, self.caches[layer], self.metadata, self.scales[layer], self.windows[layer]
+        )
+
+
+def logits(model: DecoderModel) -> Tensor:
+    ids, positions = torch.arange(9), torch.arange(9)
+    with torch.inference_mode():
+        return model.logits(model.forward(ids, positions, positions + 1, OnePrompt(model)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sharded_files_load_the_same(name: str, tmp_path: Path) -> None:
+    make(MODELS[name]).save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(
+        logits(load_model(str(tmp_path), "float32", CPU)), logits(load_model(str(folder(name)), "float32", CPU))
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_bare_decoder_names_load(name: str, copy_of: Callable[[str], Path]) -> None:
+    """The original GPT-2 checkpoints lack the decoder's prefix; theirs also carry attention masks
+    as buffers.
+    """
+    path = copy_of(name)
+    weights = load_file(path / "model.safetensors")
+    bare = {key.removeprefix("transformer.").removeprefix("model."): tensor for key, tensor in weights.items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1)}, path / "model.safetensors")
+    assert torch.equal(
+        logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder(name)), "float32", CPU))
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1.0), ("float16", 0.1)])
+def test_half_precision(name: str, dtype: str, tolerance: float) -> None:
+    model = load_model(str(folder(name)), dtype, CPU)
+    assert model.dtype == getattr(torch, dtype)
+    exact = logits(load_model(str(folder(name)), "float32", CPU))
+    assert (logits(model) - exact).abs().max() < tolerance
+
+
+def test_config_of_transformers_4(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("rope-llama3")
+    parameters = json.loads((path / "config.json").read_text())["rope_parameters"]
+    edit(
+        path / "config.json",
+        rope_parameters=None,
+        dtype=None,
+        head_dim=None,
+        torch_dtype="float32",
+        rope_theta=parameters.pop("rope_theta"),
+        rope_scaling=parameters,
+    )
+    assert torch.equal(
+        logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder("rope-llama3")), "float32", CPU))
+    )
+
+
+def test_end_tokens(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    (path / "generation_config.json").unlink()
+    assert open_checkpoint(str(path)).config.eos_token_ids == ()
+    edit(path / "config.json", eos_token_id=7)
+    assert open_checkpoint(str(path)).config.eos_token_ids == (7,)
+    (path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    assert open_checkpoint(str(path)).config.eos_token_ids == (5, 9)
+
+
+def refusal(path: Path | str) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(str(path), "float32", CPU)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_missing_folder() -> None:
+    assert refusal("/no/such/folder") == "the model folder /no/such/folder does not exist"
+
+
+def test_file_instead_of_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert "is a file; give the folder" in refusal(tmp_path / "model.safetensors")
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == f"the model folder {tmp_path} has no config.json"
+
+
+def test_folder_without_weights(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    (path / "model.safetensors").unlink()
+    assert refusal(path) == f"{path} holds no weights: there is no .safetensors file in it"
+
+
+def test_pickled_weights_are_never_read(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    assert "holds pickled weights only, which are never read" in refusal(path)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    make(MODELS["llama"]).save_pretrained(tmp_path, max_shard_size="60KB")
+    sorted(tmp_path.glob("*.safetensors"))[1].unlink()
+    assert "lacks 1 of the files that model.safetensors.index.json names" in refusal(tmp_path)
+
+
+def test_torn_file(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert "cannot be read as safetensors" in refusal(path)
+
+
+def test_missing_tensor(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors")
+    assert "has no tensor 'model.layers.1.mlp.up_proj.weight'" in refusal(path)
+
+
+def test_wrong_shape(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", intermediate_size=100)
+    assert "'model.layers.0.mlp.gate_proj.weight' has shape [96, 64], but config.json implies [100, 64]" in refusal(
+        path
+    )
+
+
+def test_unknown_architecture(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", architectures=["MambaForCausalLM"])
+    supported = "GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    why = "transformers' MambaForCausalLM cannot run on this engine: it keeps a state beside its keys and values"
+    assert (
+        refusal(path) == f"the engine has no code of its own for MambaForCausalLM (it has for {supported}), and {why}"
+    )
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", ""])
+def test_broken_config(content: str, copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    (path / "config.json").write_text(content)
+    assert "config.json" in refusal(path)
+
+
+def test_quantised_checkpoint(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", quantization_config={"quant_method": "fp8"})
+    assert (
+        refusal(path)
+        == f"the model {path} is quantised, which is not supported; use its float16, bfloat16 or float32 version"
+    )
+
+
+def test_layer_types_of_another_depth(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("qwen2-window")
+    edit(path / "config.json", layer_types=["sliding_attention"])
+    assert "layer_types for 1 layers, but num_hidden_layers is 3" in refusal(path)
+
+
+def test_heads_that_do_not_divide(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", num_key_value_heads=3)
+    assert "has 4 attention heads, which 3 key-value heads do not divide" in refusal(path)
+
+
+def test_consolidated_copy_is_left_alone(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("mistral")
+    (path / "consolidated.safetensors").write_bytes(b"not read")
+    assert torch.equal(
+        logits(load_model(str(path), "float32", CPU)), logits(load_model(str(folder("mistral")), "float32", CPU))
+    )
+
+
+def test_unknown_activation(copy_of: Callable[[str], Path]) -> None:
+    path = copy_of("llama")
+    edit(path / "config.json", hidden_act="snake")
+    assert "activation 'snake'; supported are gelu" in refusal(path)
+
+
+def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    message = refusal("someone/some-model")
+    assert "there is no folder someone/some-model, and the hub at http://127.0.0.1:9 cannot be reached" in message
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(ModelLoadError, match="unknown dtype 'int3'; choose auto, float32, bfloat16 or float16"):
+        load_model(str(folder("llama")), "int3", CPU)
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig(model=str(folder("llama")), dtype="float32", device="cpu", threads=1, block_size=16, **settings)
+
+
+def test_context_past_the_models_own_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="max_model_len is 300, but the model's context is 256 tokens"):
+        Executor(config(max_model_len=300))
+
+
+def test_cache_too_small_for_the_asked_context_is_refused() -> None:
+    per_block = block_bytes(open_checkpoint(str(folder("llama"))).config, torch.float32, 16)
+    with pytest.raises(ModelLoadError, match="a context of 200 tokens needs a KV cache of"):
+        Executor(config(max_model_len=200, kv_cache_memory_bytes=5 * per_block))
+
+
+def test_context_is_shortened_to_the_cache_when_not_asked_for() -> None:
+    per_block = block_bytes(open_checkpoint(str(folder("llama"))).config, torch.float32, 16)
+    executor = Executor(config(kv_cache_memory_bytes=5 * per_block))
+    assert (executor.num_blocks, executor.config.max_model_len) == (5, 4 * 16)
+
+
+def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> None:
+    with pytest.raises(
+        ModelLoadError,
+        match=r"weights of 0\.00 GiB and a KV cache of 1048576\.00 GiB do not fit into the \d+\.\d\d GiB",
+    ):
+        Executor(config(kv_cache_memory_bytes=1 << 50))
+
+
+def test_a_cache_that_nobody_sized_takes_what_the_weights_leave() -> None:
+    settings = config(max_num_seqs=8).resolve()
+    model = open_checkpoint(settings.model).config
+    free, tight = (cpu_cache_bytes(settings, model, torch.float32, 1000, available) for available in (None, 9000))
+    assert tight == 8000 < free
+    with pytest.raises(ModelLoadError, match=r"weights of .* do not fit"):
+        cpu_cache_bytes(settings, model, torch.float32, 1000, 999)
+
+
+def test_weights_are_counted_in_the_dtype_that_they_run_with() -> None:
+    checkpoint = open_checkpoint(str(folder("llama")))
+    full = weight_bytes(checkpoint, torch.float32)
+    assert full == (folder("llama") / "model.safetensors").stat().st_size
+    assert weight_bytes(checkpoint, torch.bfloat16) == full // 2
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("gpu", "unknown device 'gpu'"), ("mps", "unknown device"), ("cuda:99", "the device is cuda:99, but")],
+)
+def test_a_device_that_is_not_there_is_refused(device: str, why: str) -> None:
+    with pytest.raises(ModelLoadError, match=why):
+        Executor(replace(config(), device=device))
+
+
+@pytest.mark.parametrize(("name", "kept"), [("llama", True), ("rope-dynamic", False), ("rope-longrope", False)])
+def test_prefix_caching_where_keys_depend_on_the_prompt(name: str, kept: bool) -> None:
+    executor = Executor(EngineConfig(model=str(folder(name)), dtype="float32", device="cpu", threads=1))
+    assert executor.config.enable_prefix_caching is kept

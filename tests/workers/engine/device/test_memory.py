@@ -1,0 +1,129 @@
+"""What the machine, the container and a card leave of memory, and the step that is done to see
+it.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.workers.engine.models.tiny_models import folder
+from tests.workers.engine.places import CPU, Place, interpreted, on_card
+from workers.engine.device.cache_plan import block_bytes, plan_cache
+from workers.engine.device.executor import Executor
+from workers.engine.device.loader import load_weights, open_checkpoint
+from workers.engine.device.memory import CardMemory, _container, _machine, available_memory, gib
+from workers.engine.device.memory_profiling import largest_step, rehearse
+from workers.engine.device.rank import _refusing
+from workers.engine.layers.ops import make_ops
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.errors import ModelLoadError
+
+
+def test_this_machine_says_something() -> None:
+    available = available_memory()
+    assert available is not None
+    assert available > 1 << 20
+
+
+def test_what_the_kernel_calls_available_counts(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       100 kB\nMemFree:          1 kB\nMemAvailable:    40 kB\n")
+    assert _machine(meminfo) == 40 * 1024
+    assert _machine(tmp_path / "absent") is None
+
+
+def test_a_containers_limit_leaves_what_it_does_not_use_and_files_that_can_go(tmp_path: Path) -> None:
+    assert _container(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    assert _container(tmp_path) == 300
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert _container(tmp_path) == 450
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _container(tmp_path) is None
+
+
+def test_sizes_are_shown_in_gib() -> None:
+    assert gib(3 << 29) == "1.50 GiB"
+
+
+GIB = 1 << 30
+CARD = CardMemory("Some Card", 0.9, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
+
+
+def test_a_card_is_divided_up() -> None:
+    assert CARD.left == 30 * GIB
+    assert (
+        CARD.account
+        == "Some Card has 100.00 GiB, gpu_memory_utilization 0.9 makes 90.00 GiB of them usable; 3.00 GiB are taken"
+        " already, the weights take 50.00 GiB, the largest step 5.00 GiB and CUDA graphs 2.00 GiB, which leaves"
+        " 30.00 GiB"
+    )
+    full = CardMemory("Some Card", 0.5, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
+    assert full.left == -10 * GIB
+    assert full.account.endswith("which is 10.00 GiB too much")
+
+
+def config(**settings: int) -> EngineConfig:
+    return EngineConfig(model=str(folder("llama")), device="cpu", dtype="float32", threads=1, **settings).resolve()
+
+
+def test_a_context_that_a_card_does_not_hold_is_refused_with_all_numbers() -> None:
+    """The cache is as large as the fullest card of a replica allows."""
+    settings = config(max_model_len=200)
+    model = open_checkpoint(settings.model).config
+    per_block = block_bytes(model, torch.float32, 16)
+    assert plan_cache(settings, model, torch.float32, CARD.left, CARD)[1] == CARD.left // per_block
+    full = CardMemory("Some Card", 0.6, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
+    need = (
+        f"but a context of 200 tokens needs a KV cache of {14 * per_block} bytes, {per_block} for each block of 16"
+        " tokens; "
+    )
+    advice = "raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or max_num_seqs"
+    for card, account in ((full, full.account), (CARD, f"{CARD.account}, and another rank's card 0.00 GiB")):
+        with pytest.raises(ModelLoadError) as caught:
+            plan_cache(settings, model, torch.float32, 0, card)
+        assert str(caught.value) == f"{account}, {need}{advice}"
+
+
+def test_a_want_of_memory_at_the_start_is_one_sentence() -> None:
+    with (
+        pytest.raises(ModelLoadError, match=r"^it does not fit \(.*can't allocate memory.*\)$"),
+        _refusing("it does not fit"),
+    ):
+        torch.empty(1 << 55)
+    with pytest.raises(RuntimeError, match="shapes"), _refusing("it does not fit"):
+        torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(("seqs", "tokens", "length"), [(8, 64, 64), (5, 17, 8), (16, 4, 64), (1, 300, 200)])
+def test_the_largest_step_fills_the_budget_as_far_as_contexts_reach(seqs: int, tokens: int, length: int) -> None:
+    plan = largest_step(config(max_num_seqs=seqs, max_num_batched_tokens=tokens, max_model_len=length))
+    rows = min(seqs, tokens)
+    assert len(plan.slots) == rows
+    assert plan.counts.sum() == min(tokens, rows * (length - 1))
+    assert plan.counts.max() < length
+    assert plan.samples.all()
+
+
+@pytest.mark.parametrize("place", [CPU, interpreted])
+def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(place: Place) -> None:
+    checkpoint = open_checkpoint(str(folder("llama")))
+    model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, make_ops(place.attention_backend))
+    settings = EngineConfig(model="", max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64, **place.settings())
+    assert rehearse(settings.resolve(), model) == 0
+
+
+@pytest.mark.parametrize("place", [on_card])
+def test_a_card_is_filled_as_far_as_was_asked_and_holds_the_largest_step_then(place: Place) -> None:
+    limits = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 200}
+    executor = Executor(
+        EngineConfig(model=str(folder("llama")), gpu_memory_utilization=0.5, **limits, **place.settings())
+    )  # type: ignore[arg-type]
+    for step in range(3):
+        executor.retire(executor.launch(replace(largest_step(executor.config), step=step)))
+    free, total = torch.cuda.mem_get_info()
+    assert 0.45 * total < total - free < 0.55 * total
+    executor.close()

@@ -1,0 +1,196 @@
+"""Greedy tokens and logits equal transformers', for every family, through the real scheduler and
+runner.
+
+Prompts of very different lengths are submitted together. The variants force what could go wrong:
+prompts cut into small chunks, blocks taken away and computed again, a step that runs ahead, and
+blocks found in the prefix cache.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.workers.engine.models.tiny_models import MODELS, PROMPT_LENGTHS, Reference, folder, reference
+from tests.workers.engine.places import Place, at_all, interpreted
+from workers.engine.core import EngineCore
+from workers.engine.device.cache_plan import block_bytes
+from workers.engine.device.executor import Executor
+from workers.engine.device.loader import open_checkpoint
+from workers.engine.device.model_runner import ModelRunner
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import EngineRequest, SamplingParams
+from workers.engine.sampling.rows import SampledRows
+from workers.engine.sampling.sampler import Sampled
+
+LOGITS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Variant:
+    depth: int = 0
+    max_num_batched_tokens: int = 2048
+    num_blocks: int = 100
+    enable_prefix_caching: bool = False
+    max_num_seqs: int = 8
+    max_model_len: int = 224
+
+
+VARIANTS = {
+    "plain": Variant(),
+    "ahead": Variant(depth=1),
+    "chunked": Variant(max_num_batched_tokens=16),
+    "chunked-ahead": Variant(max_num_batched_tokens=16, depth=1),
+    "preempted": Variant(num_blocks=20),
+    "preempted-ahead-chunked": Variant(num_blocks=20, depth=1, max_num_batched_tokens=24),
+    "few-slots": Variant(max_num_seqs=2, depth=1),
+    "cached": Variant(enable_prefix_caching=True),
+    "cached-preempted-ahead": Variant(enable_prefix_caching=True, num_blocks=20, depth=1, max_num_batched_tokens=40),
+}
+
+
+class Recorder:
+    """Keeps the logits behind every token that a runner samples, under the request's number, which
+    travels as its seed.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.logits: dict[tuple[int, int], Tensor] = {}
+        self._request_of: dict[int, int] = {}
+        sampler = runner.sampler
+        self._set, self._sample = sampler.set, sampler.sample
+        sampler.set, sampler.sample = self.set, self.sample
+        sampler.fits_graph = lambda slots: (
+            False
+        )  # a graph ends at the hidden states then, and its rows come through `sample`
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        self._set(slot, params)
+        self._request_of[slot] = params.seed
+
+    def sample(self, logits: Tensor, rows: SampledRows) -> Sampled:
+        for row, slot, index in zip(logits, rows.slots, rows.indices, strict=True):
+            self.logits[self._request_of[int(slot)], int(index)] = row.to("cpu", copy=True)
+        sampled: Sampled = self._sample(logits, rows)
+        return sampled
+
+
+def start(name: str, variant: Variant, place: Place) -> tuple[EngineCore, Recorder]:
+    per_block = block_bytes(open_checkpoint(str(folder(name))).config, torch.float32, 16)
+    config = EngineConfig(
+        model=str(folder(name)),
+        threads=torch.get_num_threads(),
+        max_model_len=variant.max_model_len,
+        block_size=16,
+        max_num_seqs=variant.max_num_seqs,
+        max_num_batched_tokens=variant.max_num_batched_tokens,
+        kv_cache_memory_bytes=variant.num_blocks * per_block,
+        enable_prefix_caching=variant.enable_prefix_caching,
+        depth=variant.depth,
+        debug=True,
+        **place.settings(),  # type: ignore[arg-type]
+    )
+    executor = Executor(config)
+    return EngineCore(executor), Recorder(executor.runner)
+
+
+@dataclass(frozen=True)
+class Answers:
+    tokens: list[list[int]]
+    cached: list[int]  # prompt tokens that came from the prefix cache
+    preemptions: int
+
+
+def answers(core: EngineCore, expected: Reference, first_id: int = 0) -> Answers:
+    """What the core answers to all prompts submitted together."""
+    length = len(expected.tokens[0])
+    sampling = [
+        SamplingParams(max_tokens=length, temperature=0.0, seed=number) for number in range(len(expected.prompts))
+    ]
+    core.add(EngineRequest(first_id + i, prompt, [], sampling[i]) for i, prompt in enumerate(expected.prompts))
+    tokens: list[list[int]] = [[] for _ in expected.prompts]
+    cached = [0] * len(tokens)
+    preemptions = 0
+    while core.busy:
+        output = core.step()
+        if output is None:
+            continue
+        preemptions = output.stats.preemptions
+        flat = iter(output.token_ids)
+        for i, request_id in enumerate(output.request_ids):
+            tokens[request_id - first_id] += [next(flat) for _ in range(output.counts[i])]
+            cached[request_id - first_id] += output.cached_tokens[i]
+    return Answers(tokens, cached, preemptions)
+
+
+def assert_same(expected: Reference, got: Answers, sampler: Recorder) -> None:
+    assert got.tokens == expected.tokens
+    for request, logits in enumerate(expected.logits):
+        ours = torch.stack([sampler.logits[request, index] for index in range(len(logits))])
+        assert (ours - logits).abs().max() < LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_reference_is_telling(name: str) -> None:
+    expected = reference(name)
+    for tokens, logits in zip(expected.tokens, expected.logits, strict=True):
+        assert len(set(tokens)) >= 20
+        first, second = logits.topk(2).values.unbind(-1)
+        assert (first - second).min() > 5 * LOGITS_TOLERANCE
+
+
+@pytest.mark.usefixtures("crowded")
+@at_all
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_same_as_transformers(name: str, variant: str, place: Place) -> None:
+    expected = reference(name)
+    core, sampler = start(name, VARIANTS[variant], place)
+    got = answers(core, expected)
+    assert_same(expected, got, sampler)
+    assert (got.preemptions > 0) == (VARIANTS[variant].num_blocks < 40)
+
+
+@at_all
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_second_submission_hits_the_cache(name: str, depth: int, place: Place) -> None:
+    expected = reference(name)
+    core, sampler = start(name, Variant(depth=depth, enable_prefix_caching=True), place)
+    answers(core, expected)
+    sampler.logits.clear()
+    got = answers(core, expected, first_id=100)
+    assert_same(expected, got, sampler)
+    length_dependent = name in ("rope-dynamic", "rope-longrope")
+    hits = [0 if length_dependent else (len(prompt) - 1) // 16 * 16 for prompt in expected.prompts]
+    assert got.cached == hits
+
+
+SMALL = Variant(num_blocks=7, max_model_len=80, max_num_seqs=2, max_num_batched_tokens=24, depth=1)
+"""Chunks, a step ahead, and a block too few for what `small` gives: one of the two is preempted."""
+
+
+def small(expected: Reference) -> Reference:
+    """Prompts of 40 and 17 tokens and the beginnings of their answers: the interpreter takes a
+    second for a handful of tokens.
+    """
+    chosen = [PROMPT_LENGTHS.index(length) for length in (40, 17)]
+    prompts, tokens, logits = (
+        ([every[number] for number in chosen]) for every in (expected.prompts, expected.tokens, expected.logits)
+    )
+    return Reference(prompts, [some[:17] for some in tokens], [some[:17] for some in logits])
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.proof) for name in MODELS]
+)
+@pytest.mark.parametrize("place", [interpreted])
+def test_same_as_transformers_by_the_cards_kernels(name: str, place: Place) -> None:
+    """Kernels and inputs made on the device: what a card runs where nothing is recorded."""
+    expected = small(reference(name))
+    core, sampler = start(name, SMALL, place)
+    got = answers(core, expected)
+    assert_same(expected, got, sampler)
+    assert got.preemptions > 0

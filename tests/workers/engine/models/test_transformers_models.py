@@ -1,0 +1,312 @@
+"""Architectures that run by transformers' own classes on the paged cache: the same greedy tokens as
+`generate`, and what is refused.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.workers.engine import driving
+from tests.workers.engine.models.tiny_models import MODELS, NEW_TOKENS, OTHERS, TinyModel, folder, make, reference
+from tests.workers.engine.places import Place, at, interpreted
+from workers.engine.device.executor import Executor
+from workers.engine.device.graphs import Work
+from workers.engine.device.loader import load_model, open_checkpoint
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import EngineRequest, SamplingParams
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.registry import Family
+from workers.engine.models.transformers_attention import ALL_BEFORE, OTHER, describe_mask
+from workers.engine.models.transformers_model import TransformersClass, TransformersModel
+from workers.engine.models.transformers_parity import check_parity, replays
+
+CPU = torch.device("cpu")
+# Windows by layer, rotation by length and scaled logits, experts
+DIFFERENT = ("gemma3", "granite-longrope", "olmoe")
+NAMES = [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.proof) for name in OTHERS]
+# Whose context ends where its rotation begins to grow
+BY_EITHER = [name for name in MODELS if name != "rope-dynamic"]
+_SHAPE: dict[str, Any] = OTHERS["olmoe"].settings
+
+
+def requests(name: str, first_id: int = 0) -> list[EngineRequest]:
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
+    return [EngineRequest(first_id + i, prompt, [], sampling) for i, prompt in enumerate(reference(name).prompts)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_is_telling(name: str) -> None:
+    expected = reference(name)
+    for tokens, logits in zip(expected.tokens, expected.logits, strict=True):
+        assert len(set(tokens)) >= 20
+        first, second = logits.topk(2).values.unbind(-1)
+        assert (first - second).min() > 5e-4
+
+
+@at
+@pytest.mark.parametrize(("depth", "budget"), [pytest.param(0, 2048, marks=pytest.mark.proof), (1, 40)])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_tokens_as_generate(name: str, depth: int, budget: int, place: Place) -> None:
+    """At once and in chunks, and again with what the prefix cache holds."""
+    expected = reference(name)
+    core = driving.make_core(name, place=place, depth=depth, max_num_seqs=8, max_num_batched_tokens=budget)
+    first = driving.run(core, requests(name))
+    assert [answer.tokens for answer in first.answers.values()] == expected.tokens
+    second = driving.run(core, requests(name, first_id=100))
+    assert [answer.tokens for answer in second.answers.values()] == expected.tokens
+    hits = sum((len(prompt) - 1) // 16 * 16 for prompt in expected.prompts)
+    assert second.prefix_hit_tokens - first.prefix_hit_tokens == (0 if name == "granite-longrope" else hits)
+
+
+@pytest.mark.parametrize("place", [interpreted])
+def test_same_tokens_by_the_kernels(place: Place) -> None:
+    expected = reference("gemma3")
+    sampling = SamplingParams(max_tokens=2, temperature=0.0)
+    core = driving.make_core("gemma3", place=place, depth=1, max_num_seqs=4, max_num_batched_tokens=24)
+    run = driving.run(core, [EngineRequest(i, expected.prompts[i], [], sampling) for i in (2, 5)])
+    assert [answer.tokens for answer in run.answers.values()] == [expected.tokens[i][:2] for i in (2, 5)]
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.proof
+def test_preempted_requests_say_the_same() -> None:
+    expected = reference("gemma3")
+    core = driving.make_core("gemma3", num_blocks=20, depth=1, max_num_seqs=8, max_model_len=224)
+    run = driving.run(core, requests("gemma3"))
+    assert [answer.tokens for answer in run.answers.values()] == expected.tokens
+    assert run.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "mistral" else pytest.mark.proof) for name in BY_EITHER]
+)
+def test_an_architecture_with_code_of_our_own_runs_by_transformers_where_asked(name: str) -> None:
+    expected = reference(name)
+    assert isinstance(open_checkpoint(str(folder(name))).family, Family)
+    assert isinstance(open_checkpoint(str(folder(name)), "transformers").family, TransformersClass)
+    core = driving.make_core(name, model_impl="transformers", max_num_seqs=8)
+    run = driving.run(core, requests(name))
+    assert [answer.tokens for answer in run.answers.values()] == expected.tokens
+
+
+def test_what_the_class_says_of_itself() -> None:
+    config = open_checkpoint(str(folder("gemma3"))).config
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 32)
+    assert config.sliding_windows == (24, None, 24)
+    assert config.attention_scales == (0.25,) * 3
+    assert (config.vocab_size, config.max_model_len) == (160, 256)
+    assert open_checkpoint(str(folder("granite"))).config.attention_scales == (0.1,) * 3
+    longrope = open_checkpoint(str(folder("granite-longrope"))).config
+    assert longrope.prefix_cacheable(64)
+    assert not longrope.prefix_cacheable(65)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_passes_the_check_at_load(name: str, dtype: str) -> None:
+    assert load_model(str(folder(name)), dtype, CPU).dtype == getattr(torch, dtype)
+
+
+def test_weights_are_our_own_copy() -> None:
+    """A file that is replaced under a memory map would kill the process."""
+    model = load_model(str(folder("granite")), "float32", CPU)
+    assert isinstance(model, TransformersModel)
+    assert str(folder("granite")) not in Path("/proc/self/maps").read_text()
+
+
+def test_end_tokens_come_from_the_checkpoint(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folder("granite"), tmp_path / "model"))
+    (path / "generation_config.json").write_text('{"eos_token_id": [5, 9]}')
+    assert load_model(str(path), "float32", CPU).config.eos_token_ids == (5, 9)
+
+
+def refusal(path: Path, impl: str = "auto") -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        Executor(
+            EngineConfig(model=str(path), dtype="float32", device="cpu", threads=1, model_impl=impl, max_num_seqs=2)
+        )
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def saved(tmp_path: Path, config_class: str, **settings: Any) -> Path:
+    make(TinyModel(1, 0.2, config_class, _SHAPE | settings)).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("config_class", "settings", "why"),
+    [
+        (
+            "Gemma2Config",
+            {},
+            "Gemma2ForCausalLM cannot run on this engine: layer 0 asks for a soft cap on attention scores",
+        ),
+        (
+            "GptOssConfig",
+            {"num_local_experts": 4},
+            "GptOssForCausalLM cannot run on this engine: layer 0 asks for attention sinks",
+        ),
+        (
+            "MambaConfig",
+            {"num_hidden_layers": 1},
+            "MambaForCausalLM cannot run on this engine: it keeps a state beside",
+        ),
+        (
+            "StableLmConfig",
+            {},
+            "StableLmForCausalLM cannot run on this engine: transformers' class does not take attention functions",
+        ),
+        ("NemotronConfig", {}, "its layers do not hand keywords down to their attention"),
+        (
+            "Lfm2Config",
+            {"layer_types": ["conv", "full_attention", "conv"]},
+            "Lfm2ForCausalLM cannot run on this engine: of its 3 layers 1 attend",
+        ),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_before_any_weight_is_read(
+    tmp_path: Path, config_class: str, settings: dict[str, Any], why: str
+) -> None:
+    path = saved(tmp_path, config_class, **settings)
+    (path / "model.safetensors").unlink()
+    message = refusal(path)
+    assert why in message
+    assert message.startswith("the engine has no code of its own for ")
+
+
+def test_own_code_only(tmp_path: Path) -> None:
+    message = refusal(folder("granite"), impl="own")
+    assert message.startswith(
+        "config.json names the architecture 'GraniteForCausalLM', and the engine has its own code for GPT2"
+    )
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, "BartConfig", decoder_layers=1, encoder_layers=1, d_model=64)
+    assert "transformers' BartForCausalLM cannot run on this engine" in refusal(path)
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def granite(tmp_path: Path) -> Path:
+    """A folder that the test may change."""
+    return Path(shutil.copytree(folder("granite"), tmp_path / "granite"))
+
+
+def test_an_unknown_architecture_is_refused(granite: Path) -> None:
+    edit_config(granite, architectures=["NobodysForCausalLM"])
+    assert "has no causal language model of that name" in refusal(granite)
+
+
+def test_code_in_the_checkpoint_is_never_run(granite: Path) -> None:
+    (granite / "configuration_evil.py").write_text("raise SystemExit('it ran')")
+    edit_config(granite, model_type="evil", auto_map={"AutoConfig": "configuration_evil.EvilConfig"})
+    assert "cannot read" in refusal(granite)
+
+
+def test_pickled_weights_are_never_read(granite: Path) -> None:
+    (granite / "model.safetensors").rename(granite / "pytorch_model.bin")
+    assert "holds pickled weights only, which are never read" in refusal(granite)
+
+
+def test_a_missing_tensor_is_refused(granite: Path) -> None:
+    weights = load_file(granite / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, granite / "model.safetensors", metadata={"format": "pt"})
+    assert "has no tensor 'model.layers.1.mlp.up_proj.weight'" in refusal(granite)
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[: len(whole) // 2], lambda whole: b""])
+def test_a_torn_file_is_refused(granite: Path, damage: Callable[[bytes], bytes]) -> None:
+    file = granite / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    assert "cannot be read as" in refusal(granite)
+
+
+def test_a_shape_that_does_not_fit_is_refused(granite: Path) -> None:
+    edit_config(granite, intermediate_size=100)
+    assert (
+        "tensor 'model.layers.0.mlp.down_proj.weight' has shape [64, 96], but config.json implies [64, 100]"
+        in refusal(granite)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_key_value_heads": 3}, "it has 4 attention heads, which 3 key-value heads do not divide"),
+        ({"num_hidden_layers": "three"}, "cannot read"),
+        ({"hidden_act": "snake"}, "GraniteForCausalLM cannot be built as config.json says"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_refused(granite: Path, changes: dict[str, Any], why: str) -> None:
+    edit_config(granite, **changes)
+    assert why in refusal(granite)
+
+
+def test_windows_are_those_of_the_masks(tmp_path: Path) -> None:
+    """This class names no window to its attention functions."""
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    path = saved(tmp_path, "Qwen2MoeConfig", use_sliding_window=True, sliding_window=5, layer_types=kinds)
+    assert open_checkpoint(str(path)).config.sliding_windows == (None, None, None)
+    assert load_model(str(path), "float32", CPU).config.sliding_windows == (None, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        (lambda q, kv: kv <= q, ALL_BEFORE),
+        (lambda q, kv: (kv <= q) & (kv > q - 7), 7),
+        (lambda q, kv: (kv <= q) & (kv // 8 == q // 8), OTHER),
+        (lambda q, kv: (kv <= q) & ((kv < 4) | (kv > q - 7)), OTHER),
+        (lambda q, kv: kv <= q + 1, OTHER),
+    ],
+)
+def test_what_a_mask_lets_a_query_see(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], seen: int) -> None:
+    mask = describe_mask(
+        mask_function=lambda batch, head, q, kv: visible(q, kv), config=SimpleNamespace(max_position_embeddings=64)
+    )
+    assert mask.tolist() == [[[[seen]]]]
+
+
+def test_other_logits_than_the_class_gives_are_refused() -> None:
+    model = load_model(str(folder("granite")), "float32", CPU)
+    assert isinstance(model, TransformersModel)
+    check_parity(model)
+    model.config = replace(model.config, attention_scales=(0.1, 0.1, 0.11))
+    with pytest.raises(
+        ModelLoadError, match=r"cannot run on this engine: its logits on a paged cache are 0\.\d+ of their size away"
+    ):
+        check_parity(model)
+
+
+def test_a_recording_counts_only_where_it_repeats_for_other_tokens() -> None:
+    model = load_model(str(folder("granite")), "float32", CPU)
+    assert isinstance(model, TransformersModel)
+
+    def faithful(work: Work) -> Work:
+        work()
+        return work
+
+    def stale(work: Work) -> Work:
+        work()
+        return lambda: None
+
+    def failing(work: Work) -> Work:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    assert [replays(model, record) for record in (faithful, stale, failing)] == [True, False, False]

@@ -1,0 +1,157 @@
+"""Requests come in by how long outputs of their job get: few are preempted, and what that costs is
+bounded. All draws are seeded.
+"""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, Line, Report, Simulation
+from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
+from workers.engine.scheduling.output_lengths import EDGES, OutputLengths
+from workers.engine.scheduling.request import Request
+
+SLOTS = 64
+LENGTHS: dict[str, Callable[[random.Random], float]] = {
+    "memoryless": lambda draw: draw.expovariate(1 / 100),
+    "lognormal": lambda draw: draw.lognormvariate(4.4, 0.8),
+    "uniform": lambda draw: draw.randint(20, 220),
+    "narrow": lambda draw: draw.gauss(120, 12),
+    "equal": lambda draw: 120,
+}
+
+
+def lines_of(kind: str, count: int = 1000, seed: int = 1, *, known: bool = False) -> list[Line]:
+    """Prompts without anything in common."""
+    draw = random.Random(seed)
+    return [
+        Line(
+            draw.choices(range(50_000), k=draw.randint(40, 120)),
+            min(512, max(1, int(LENGTHS[kind](draw)))),
+            known=known,
+        )
+        for _ in range(count)
+    ]
+
+
+def blocks_of(lines: list[Line], requests: float) -> int:
+    """What so many requests take when each is as long as it gets."""
+    each = sum(-(-(len(line.prompt) + line.output) // BLOCK_SIZE) for line in lines) / len(lines)
+    return int(each * requests)
+
+
+def in_a_quarter(lines: list[Line], depth: int) -> Report:
+    return Simulation(lines, blocks_of(lines, SLOTS / 4), slots=SLOTS, depth=depth).run()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_in_a_quarter_of_the_cache_little_is_computed_twice(kind: str, depth: int) -> None:
+    """Under 2 % of all tokens; and yet about as many run as a quarter of the slots, if each were
+    always as long as it gets.
+    """
+    report = in_a_quarter(lines_of(kind), depth)
+    assert report.recomputed_share < 0.02, f"{report.recomputed_share:.2%} with {report.stats.preemptions} preemptions"
+    assert report.rows / report.steps > 0.8 * SLOTS / 4, report.rows / report.steps
+    assert report.stats.recomputed_tokens >= report.recomputed
+
+
+def test_many_come_in_at_a_step_where_many_run() -> None:
+    """Two for each three steps or so: a pace of whole steps would let in half as many."""
+    draw = random.Random(4)
+    lines = [Line(draw.choices(range(50_000), k=100), max(1, int(draw.gauss(150, 15)))) for _ in range(1200)]
+    report = Simulation(lines, 1400, slots=256).run()
+    assert report.recomputed_share < 0.02
+    assert report.rows / report.steps > 0.85 * 1400 / 12, (
+        f"{report.rows / report.steps:.0f} rows in {report.steps} steps"
+    )
+
+
+def test_what_only_the_front_can_end_is_expected_to_be_like_its_job() -> None:
+    """By a stop string, of which the engine does not know; without one, nothing but the limit is
+    left.
+    """
+    params = SamplingParams(2048, ignore_eos=True)
+    jobs = [
+        Request(EngineRequest(1, [1], [], params, job="a", stop_strings=stops), 1, 4096, frozenset([9])).job
+        for stops in (True, False)
+    ]
+    assert jobs == ["a", None]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_lengths_that_are_known_need_no_guess(depth: int) -> None:
+    """Longest first, as a plan has them."""
+    lines = sorted(lines_of("uniform", known=True), key=lambda line: -line.output)
+    report = in_a_quarter(lines, depth)
+    assert report.recomputed_share < 0.005, f"{report.recomputed_share:.2%} with {report.stats.preemptions} preemptions"
+    assert report.rows / report.steps > 0.9 * SLOTS / 4, report.rows / report.steps
+
+
+def test_live_requests_come_in_as_ever() -> None:
+    """Each tenth is live: none of them waits while batch requests, which came before, run on."""
+    draw = random.Random(2)
+    lines = [Line(line.prompt, line.output, live=draw.random() < 0.1) for line in lines_of("lognormal", 600)]
+    report = in_a_quarter(lines, 0)
+    place = {number: at for at, number in enumerate(report.order)}
+    late = {
+        live: [place[number] - number for number, line in enumerate(lines) if line.live == live]
+        for live in (True, False)
+    }
+    assert sum(late[True]) / len(late[True]) < sum(late[False]) / len(late[False]) - SLOTS / 4
+    assert report.recomputed_share < 0.05
+
+
+def ended(output: int, finish: Finish = Finish.STOP, job: str = "a") -> Request:
+    made = Request(EngineRequest(1, [1], [2] * output, SamplingParams(4000), job=job), 1, 4096, frozenset([9]))
+    made.finish = finish
+    return made
+
+
+def longer_than(lengths: OutputLengths, tokens: int, job: str = "a", running: tuple[int, ...] = ()) -> float:
+    return float(np.exp(np.interp(tokens, EDGES, lengths.log_survival(job, running))))
+
+
+def test_what_part_gets_longer_is_learned_from_the_job() -> None:
+    lengths, draw = OutputLengths(), random.Random(3)
+    for _ in range(1000):
+        lengths.learn(ended(max(1, int(draw.gauss(100, 20)))))
+        lengths.learn(ended(max(1, int(draw.gauss(400, 20))), job="b"))
+    assert longer_than(lengths, 100) == pytest.approx(0.5, abs=0.1)
+    assert longer_than(lengths, 200) < 0.02
+    assert longer_than(lengths, 300, "b") > 0.95
+    assert 0.3 < longer_than(lengths, 200, "unknown") < 0.7  # what all jobs together are like
+
+
+def test_outputs_that_were_cut_tell_that_they_were_longer() -> None:
+    lengths = OutputLengths()
+    for _ in range(50):
+        lengths.learn(ended(64, Finish.LENGTH))
+        lengths.learn(ended(300))
+    assert longer_than(lengths, 200) > 0.9
+
+
+def test_those_that_run_on_keep_the_first_to_end_from_passing_for_all() -> None:
+    lengths = OutputLengths()
+    for _ in range(4):
+        lengths.learn(ended(10))
+    assert longer_than(lengths, 50) < 0.4
+    assert longer_than(lengths, 50, running=(60,) * 60) > 0.85
+
+
+def test_a_job_that_goes_on_is_not_forgotten_for_others_that_are_newer() -> None:
+    lengths = OutputLengths()
+    for other in range(200):
+        lengths.learn(ended(400))
+        lengths.learn(ended(3, job=f"small {other}"))
+    assert longer_than(lengths, 300) > 0.9
+
+
+def test_what_says_nothing_about_length_is_not_learned() -> None:
+    lengths = OutputLengths()
+    before = longer_than(lengths, 100)
+    lengths.learn(ended(10, Finish.ERROR))
+    lengths.learn(ended(0, Finish.ABORT))
+    assert longer_than(lengths, 100) == before

@@ -1,0 +1,159 @@
+"""How much a worker claims: what its engine can soon use, live calls on top, and more as soon as
+there is room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from jobs.protocol.requests import Finished, Request, RequestKey
+from jobs.queue.request_queue import Queue
+from workers.replica.intake import Intake
+from workers.replica.leases import Leases
+from workers.replica.preparation import Preparation
+from workers.replica.prepared import Prepared
+from workers.replica.running import Load
+from workers.replica.sampling_params import Limits
+from workers.settings import DEMO_MODEL
+from workers.text.tokenizer import TextTokenizer
+
+TOKENIZER = TextTokenizer.load(DEMO_MODEL)
+BODY = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "What is 2 + 3?"}]}).encode()
+
+
+class Collector:
+    """Stands where the engine would: keeps what is handed on."""
+
+    def __init__(self) -> None:
+        self.taken: list[Prepared] = []
+        self.refused: list[Finished] = []
+
+    def load(self) -> Load:
+        choices = [(item.claim.live, len(item.prompts) * item.call.best_of) for item in self.taken]
+        return Load(
+            len(choices),
+            sum(count for live, count in choices if not live),
+            sum(count for live, count in choices if live),
+        )
+
+    def start(self, prepared: list[Prepared], errors: list[Finished]) -> None:
+        self.taken += prepared
+        self.refused += errors
+
+
+def add_lines(queue: Queue, batch: str, count: int, body: bytes = BODY) -> None:
+    queue.create_batch(batch, count, state="in_progress")
+    for first in range(0, count, 500):
+        lines = range(first, min(count, first + 500))
+        assert queue.ingest(
+            batch, [(line, Request("/v1/chat/completions", "demo", body, line)) for line in lines], first, lines.stop
+        )
+
+
+def with_intake(
+    queue: Queue, max_num_seqs: int, scenario: Callable[[Intake, Collector, Leases], Awaitable[None]]
+) -> None:
+    async def run() -> None:
+        collector = Collector()
+        leases = Leases(queue, "worker", 30.0, lambda: 0, lambda lost: None)
+        preparation = Preparation(TOKENIZER, ["demo"], Limits(2048, TOKENIZER.vocabulary_size))
+        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, collector.load, collector.start)
+        task = asyncio.create_task(intake.run())
+        try:
+            await scenario(intake, collector, leases)
+        finally:
+            task.cancel()
+            intake.close()
+
+    asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
+    deadline = asyncio.get_running_loop().time() + timeout
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, what
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "lines"), [(16, 60), (600, 1500)])
+def test_claims_slots_and_a_little_more(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, lines: int
+) -> None:
+    """Full claims follow each other: none waits until an idle worker would look again."""
+    monkeypatch.setattr("workers.replica.intake.LOOK_SECONDS", 600.0)
+    room = max_num_seqs + max_num_seqs // 8
+    add_lines(queue, "batch_a", lines)
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        await until(lambda: len(collector.taken) >= room, "a full house")
+        assert len(collector.taken) == room
+        assert [item.claim.key.line for item in collector.taken] == list(range(room))
+        assert queue.ready_length("batch_a") == lines - room
+        assert len(leases.all()) == room
+        done = collector.taken[: room // 2]
+        del collector.taken[: room // 2]
+        intake.room_made()
+        await until(lambda: len(collector.taken) == min(room, lines - len(done)), "the freed slots to be used")
+
+    with_intake(queue, max_num_seqs, scenario)
+
+
+def test_live_calls_get_in_when_all_is_full(queue: Queue) -> None:
+    add_lines(queue, "batch_a", 60)
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        await until(lambda: len(collector.taken) == 18, "a full house")
+        queue.submit("live_1", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+        intake.bell()
+        await until(lambda: len(collector.taken) == 19, "the live call")
+        assert collector.taken[-1].claim.key == RequestKey("live_1", 0)
+        assert queue.ready_length("batch_a") == 42
+
+    with_intake(queue, 16, scenario)
+
+
+def test_requests_of_many_choices_take_as_many_places(queue: Queue) -> None:
+    """64 places and 8 spare ones; what requests are like shows with the first ones.
+
+    Live calls get in beside too many choices.
+    """
+    add_lines(queue, "batch_a", 60, json.dumps({**json.loads(BODY), "n": 4}).encode())
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        await until(lambda: len(collector.taken) >= 18, "a full house")
+        assert len(collector.taken) == 18
+        queue.submit("live_1", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+        intake.bell()
+        await until(lambda: len(collector.taken) == 19, "the live call")
+        assert collector.taken[-1].claim.live
+        assert queue.ready_length("batch_a") == 42
+
+    with_intake(queue, 64, scenario)
+
+
+def test_a_paused_intake_claims_nothing(queue: Queue) -> None:
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        await intake.pause()
+        add_lines(queue, "batch_a", 5)
+        intake.bell()
+        assert queue.ready_length("batch_a") == 5
+        await asyncio.sleep(0)
+        assert collector.taken == []
+
+    with_intake(queue, 16, scenario)
+
+
+def test_what_cannot_run_comes_back_as_an_error(queue: Queue) -> None:
+    queue.create_batch("batch_a", 1, state="in_progress")
+    queue.ingest("batch_a", [(0, Request("/v1/chat/completions", "demo", b"{}", 0))], 0, 1)
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        await until(lambda: len(collector.refused) == 1, "the error")
+        assert collector.refused[0].result.status == 400
+        assert collector.taken == []
+
+    with_intake(queue, 16, scenario)

@@ -1,0 +1,336 @@
+"""Requests of several choices: what is published, what the next worker makes of it, and the result;
+over a real queue, without a model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs.protocol.requests import Claim, Delta, Finished, Request, RequestKey, StreamEntry, TokenChunk
+from jobs.protocol.validation import parse_call
+from jobs.queue.request_queue import Queue
+from jobs.queue.streams import FIRST_ID, ControlMessage
+from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
+from workers.engine.messages.core import SamplingParams
+from workers.replica.prepared import Prepared, Prompt
+from workers.replica.running import Running
+from workers.settings import DEMO_MODEL
+from workers.text.detokenizer import Detokenizer
+from workers.text.tokenizer import TextTokenizer
+
+TOKENIZER = TextTokenizer.load(DEMO_MODEL)
+PROMPTS = TOKENIZER.encode(["Say something:", "And then?"], special_tokens=False)
+TOKENS = TOKENIZER.encode(["Naïve 🙂 words, 東京 and 12 + 30 = 42; then STOP here and more."], special_tokens=False)[0]
+STOP_TOKEN = 5
+
+
+def script(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """Tokens of a choice: all of the text for the first one, and of others a different part, which
+    a stop token ends.
+    """
+    start = sampling.choice % 7 * 3
+    return (TOKENS[start:] + ([STOP_TOKEN] if start else [])) * 20
+
+
+class Bench:
+    """A worker's middle: requests come from the queue and go back there; the engine is scripted,
+    and time is what the test says.
+    """
+
+    def __init__(self, queue: Queue, worker: str = "w1") -> None:
+        self.queue = queue
+        self.worker = worker
+        self.engine = ScriptedEngine(script)
+        self.running = Running(self.engine, self, lambda: self.now, 2.0)
+        self.now = 100.0
+        self.results: list[Finished] = []
+        self.woken: list[bool] = []
+        self._seq = 0
+
+    def accept(self, delta: Delta) -> None:
+        assert self.queue.publish(self.worker, [delta]) == []
+
+    def finish(self, finished: Finished) -> None:
+        self.results.append(finished)
+        self.queue.commit(self.worker, [finished])
+
+    def tokens_wait(self, first: bool) -> None:
+        self.woken.append(first)
+
+    def claim(self) -> None:
+        self._seq += 1
+        self.running.start([prepare(claim) for claim in self.queue.claim(self.worker, self._seq, 10, models=["demo"])])
+
+    def step(self, counts: Callable[[Any], int] = lambda request: 1) -> None:
+        self.running.on_step(self.engine.step(counts))
+
+    def publish(self) -> list[Delta]:
+        """What is due now."""
+        deltas = self.running.due()
+        assert self.queue.publish(self.worker, deltas) == []
+        return deltas
+
+    def leave(self) -> None:
+        """Its requests go to whoever claims next; what was not published is lost."""
+        self.queue.hand_back(self.worker, self.running.drop(self.running.keys()))
+
+
+def prepare(claim: Claim) -> Prepared:
+    call = parse_call(claim.request.endpoint, json.loads(claim.request.body))
+    assert call.max_tokens is not None
+    sampling = SamplingParams(
+        max_tokens=call.max_tokens,
+        stop_token_ids=(STOP_TOKEN,),
+        logprobs=0
+        if call.logprobs is None and call.best_of > call.n
+        else -1
+        if call.logprobs is None
+        else call.logprobs,
+        prompt_logprobs=(call.logprobs if call.echo else None)
+        or (-1 if call.prompt_logprobs is None else call.prompt_logprobs),
+    )
+    prompts = [
+        Prompt(ids, sampling, TOKENIZER.decode(ids) if call.echo else "")
+        for ids in call.prompts
+        if isinstance(ids, list)
+    ]
+    return Prepared(claim, call, prompts, TOKENIZER)
+
+
+def submit(queue: Queue, name: str, **body: Any) -> RequestKey:
+    """A live call; the API process is called like it."""
+    raw = json.dumps({"model": "demo", "prompt": PROMPTS[0], "max_tokens": 40, **body}).encode()
+    queue.submit(f"live_{name}", Request("/v1/completions", "demo", raw, seed=1, reply_to=name))
+    return RequestKey(f"live_{name}", 0)
+
+
+def run_to_the_end(bench: Bench) -> dict[str, Any]:
+    while not bench.results:
+        bench.step()
+    return answer(bench)
+
+
+def answer(bench: Bench) -> dict[str, Any]:
+    """The body without what differs from answer to answer."""
+    body: dict[str, Any] = json.loads(bench.results[-1].result.body)
+    return {**body, "id": None, "created": None}
+
+
+def stream(queue: Queue, name: str) -> list[StreamEntry]:
+    """What the API process heard."""
+    return [entry for _, entry in queue.read_api(name, FIRST_ID, 0.001)]
+
+
+def pieces(entries: list[StreamEntry], choice: int) -> list[TokenChunk]:
+    return [chunk for entry in entries for chunk in entry.chunks if chunk.choice == choice]
+
+
+BODIES: list[dict[str, Any]] = [
+    {},
+    {"n": 3},
+    {"n": 3, "logprobs": 2, "stream": True, "echo": True},
+    {"n": 2, "logprobs": 1, "stop": ["STOP", "東"]},
+    {"prompt": PROMPTS, "n": 2, "best_of": 3, "stop": ["12"]},
+    {"prompt": PROMPTS, "n": 1, "max_tokens": 9, "prompt_logprobs": 1},
+    {"prompt": PROMPTS, "n": 2, "max_tokens": 0, "logprobs": 1, "echo": True},
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_every_choice_goes_on_elsewhere_as_if_nothing_had_happened(
+    queue: Queue, body: dict[str, Any], seed: int
+) -> None:
+    print("seed", seed)
+    chance = random.Random(seed)
+    bench = Bench(queue, "undisturbed")
+    submit(queue, "whole", **body)
+    bench.claim()
+    expected = run_to_the_end(bench)
+    submit(queue, "moved", **body)
+    published = workers = 0
+    while True:
+        workers += 1
+        bench = Bench(queue, f"w{workers}")
+        bench.claim()
+        for _ in range(chance.randrange(1, 20)):
+            if bench.results:
+                break
+            bench.step(lambda request: chance.randrange(3))
+            if chance.random() < 0.4:
+                published = max(published, *(delta.total for delta in bench.publish()), 0)
+        if bench.results:
+            break
+        bench.leave()
+    print(workers, "workers")
+    assert answer(bench) == expected
+    entries = stream(queue, "moved")
+    assert entries[-1].result == bench.results[-1].result
+    texts = []
+    for choice in range(len(expected["choices"])):
+        chunks = pieces(entries, choice)
+        at = characters = 0
+        for chunk in chunks:
+            assert (chunk.index, chunk.text_offset) == (at, characters)
+            at, characters = at + len(chunk.token_ids), characters + len(chunk.text)
+            assert (
+                chunk.logprobs is None or [position.chosen.token_id for position in chunk.logprobs] == chunk.token_ids
+            )
+        texts.append("".join(chunk.text for chunk in chunks))
+        if body.get("echo") and body.get("stream"):
+            prompts = [position.chosen.token_id for chunk in chunks for position in chunk.prompt_logprobs or []]
+            assert prompts == PROMPTS[choice // body["n"]]
+    if body.get("best_of", 1) <= body.get("n", 1):
+        assert texts == [choice["text"] for choice in expected["choices"]]
+
+
+def tokens_of(choice: int) -> list[int]:
+    """The output of a choice that may have 40 tokens."""
+    tokens = script([], SamplingParams(40, choice=choice))[:40]
+    return tokens[: tokens.index(STOP_TOKEN) + 1] if STOP_TOKEN in tokens else tokens
+
+
+def begun(queue: Queue, steps: int = 3, **body: Any) -> Bench:
+    bench = Bench(queue)
+    submit(queue, "a", **body)
+    bench.claim()
+    for _ in range(steps):
+        bench.step()
+    return bench
+
+
+def test_a_prompt_is_computed_once_for_all_its_choices(queue: Queue) -> None:
+    bench = begun(queue, 0, prompt=PROMPTS, n=3, prompt_logprobs=2, priority=-4)
+    assert {(request.priority, request.live) for request in bench.engine.added} == {(-4, True)}
+    assert [request.sampling.choice for request in bench.engine.added] == [0, 3]
+    assert len(bench.running) == 6
+    bench.step(lambda request: request.sampling.choice == 3)
+    assert [request.sampling.choice for request in bench.engine.added] == [0, 3, 4, 5]
+    bench.step()
+    assert [request.sampling.choice for request in bench.engine.added] == [0, 3, 4, 5, 1, 2]
+    assert [request.sampling.prompt_logprobs for request in bench.engine.added] == [2, 2, -1, -1, -1, -1]
+    run_to_the_end(bench)
+    result = bench.results[0].result
+    assert result.usage.prompt_tokens == sum(map(len, PROMPTS))
+    assert result.usage.completion_tokens == sum(len(tokens_of(choice)) for choice in range(6))
+    assert result.usage.cached_tokens == 2 * CACHED_TOKENS
+    choices = answer(bench)["choices"]
+    assert [choice["index"] for choice in choices] == list(range(6))
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [
+        len(prompt) for prompt in PROMPTS for _ in range(3)
+    ]
+    assert {choice["finish_reason"] for choice in choices} == {"length", "stop"}
+
+
+def test_the_best_come_first_and_the_others_not_at_all(queue: Queue) -> None:
+    bench = begun(queue, n=2, best_of=4)
+    whole = run_to_the_end(bench)
+    means = [sum(-token + choice / 100 for token in tokens_of(choice)) / len(tokens_of(choice)) for choice in range(4)]
+    submit(queue, "b", n=4)
+    bench.claim()
+    bench.results.clear()
+    every = run_to_the_end(bench)
+    best = sorted(range(4), key=lambda choice: -means[choice])[:2]
+    assert [choice["text"] for choice in whole["choices"]] == [every["choices"][choice]["text"] for choice in best]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1]
+    assert whole["choices"][0]["logprobs"] is None
+    assert whole["usage"]["completion_tokens"] == every["usage"]["completion_tokens"]
+
+
+def test_one_choice_that_fails_ends_the_request_and_leaves_nothing_behind(queue: Queue) -> None:
+    bench = begun(queue, n=4)
+    request_id = list(bench.engine.running)[2]
+    bench.engine.failing[request_id] = "It cannot be."
+    bench.step()
+    result = bench.results[0].result
+    assert (result.status, json.loads(result.body)["error"]["message"]) == (500, "It cannot be.")
+    assert len(bench.running) == len(bench.engine.running) == 0
+    assert bench.running.failed == 1
+
+
+class BrokenTokenizer(TextTokenizer):
+    """Fails on one token."""
+
+    def __init__(self) -> None:
+        self.__dict__.update(TOKENIZER.__dict__)
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
+        raised = super().detokenizer(prompt_token_ids, skip_special_tokens)
+        feed = raised.feed
+        return SimpleNamespace(
+            feed=lambda token_ids: feed(token_ids) if TOKENS[5] not in token_ids else 1 / 0, finish=raised.finish
+        )
+
+
+@pytest.mark.parametrize("body", [{}, {"stop": ["never"]}, {"max_tokens": 6}], ids=str)
+def test_what_nobody_foresaw_ends_one_request_alone(queue: Queue, body: dict[str, Any]) -> None:
+    """At a step, when its tokens are due, or at its end."""
+    bench = Bench(queue)
+    submit(queue, "bad", n=2, **body)
+    submit(queue, "good")
+    bad, good = (prepare(claim) for claim in queue.claim("w1", 1, 10, models=["demo"]))
+    bad.tokenizer = BrokenTokenizer()
+    bench.running.start([bad, good])
+    while not bench.results:
+        bench.step()
+        if body != {"max_tokens": 6}:
+            bench.publish()
+    assert (bench.results[0].key.batch, bench.results[0].result.status) == ("live_bad", 500)
+    bench.step()
+    assert len(bench.running) == len(bench.engine.running) == 1
+    while len(bench.results) < 2:
+        bench.step()
+    assert (bench.results[1].key.batch, bench.results[1].result.status) == ("live_good", 200)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_cancelled_request_leaves_nothing_in_the_engine(queue: Queue, steps: int) -> None:
+    bench = begun(queue, steps, n=4)
+    claim = bench.running.drop(bench.running.keys())
+    assert [key for key, _ in claim] == [RequestKey("live_a", 0)]
+    bench.step()
+    assert len(bench.running) == len(bench.engine.running) == len(bench.results) == 0
+
+
+def test_a_stop_string_takes_its_choice_out_of_the_engine(queue: Queue) -> None:
+    bench = begun(queue, 0, n=2, stop=["words"])
+    while len(bench.running) == 2:
+        bench.step()
+    assert len(bench.engine.running) == 1
+    assert [choice["stop_reason"] for choice in run_to_the_end(bench)["choices"]] == ["words", "words"]
+    assert len(bench.engine.running) == 0
+
+
+def test_what_has_not_begun_is_told_apart(queue: Queue) -> None:
+    bench = begun(queue, 1, n=2)
+    submit(queue, "b", n=2)
+    bench.claim()
+    assert [key.batch for key, _ in bench.running.drop_unstarted()] == ["live_b"]
+    assert bench.running.tokens_left() == {RequestKey("live_a", 0): 40}
+    bench.step()
+    bench.step()
+    assert bench.running.tokens_left() == {RequestKey("live_a", 0): 38}
+    assert bench.running.hopeless({RequestKey("live_a", 0): 39}, 1.0) == []
+    assert bench.running.lose([(RequestKey("live_a", 0), 1)]) == 0
+    assert len(bench.running.keys()) == 1
+
+
+def test_watchers_are_woken_at_the_first_token(queue: Queue) -> None:
+    bench = begun(queue, 1, n=2)
+    assert bench.woken == [True]
+    bench.publish()
+    bench.step()
+    assert bench.woken == [True, False]
+    batch = ControlMessage("0-1", "watch", keys=[RequestKey("live_a", 0)], seconds=10)
+    bench.running.watch(batch)
+    assert [delta.total for delta in bench.publish()] == [3]
+    while len(bench.running) == 2:  # the end of a choice is news too while another goes on
+        woken = len(bench.woken)
+        bench.step()
+        assert len(bench.woken) == woken + 1

@@ -1,0 +1,437 @@
+"""The engine's handle in the front process: starts the core as a child, sends it requests, hands
+out its steps.
+"""
+
+import asyncio
+import itertools
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from workers.engine.client.launch import LaunchedCore, launch_core
+from workers.engine.client.watchdog import Patience
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import (
+    AbortRequests,
+    AddRequests,
+    EngineRequest,
+    Failed,
+    Finish,
+    FromCore,
+    Ready,
+    SamplingParams,
+    Shutdown,
+    Stats,
+    StepOutput,
+    ToCore,
+)
+from workers.engine.messages.transport import frame, read_frame
+
+logger = logging.getLogger(__name__)
+
+_OWN_IDS = 1 << 62  # ids from here on belong to `generate`
+_STDERR_LINES = 5
+_LAST_WORDS = 600  # characters
+_DEATH_GRACE = 0.3  # seconds from the ended process to the end of what it said
+_LAST_WORDS_SECONDS = (
+    # In which what an ended process had printed is read; a child of its own may hold its output
+    # open
+    2.0
+)
+# Seconds from the closed socket to the ended process, which may have a device to leave
+_EXIT_GRACE = 5.0
+_GONE_LOOK = 10.0  # seconds between two complaints about a killed process that does not end
+_CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
+_READ_BUFFER = 1 << 20
+# In a row at least that must all find a hung core; one alone may only say that this process was
+# held up
+_LOOKS = 4
+_LONGEST_LOOK = 1.0  # seconds
+
+
+class EngineStartError(Exception):
+    """The core could not be started; the message is one sentence that says why.
+
+    `returncode` is negative if a signal ended it.
+    """
+
+    def __init__(self, message: str, returncode: int | None = None) -> None:
+        super().__init__(message)
+        self.returncode = returncode
+
+
+class EngineDeadError(Exception):
+    """The core has ended.
+
+    `returncode` is its exit status, negative for a signal, or None if it had to be killed here.
+
+    `by_itself` tells an end that its requests may have brought about, by an error, a crash or a
+    hang, from one that came from outside. `reason` is the message without what the core wrote at
+    last.
+    """
+
+    def __init__(self, message: str, returncode: int | None, *, by_itself: bool = False, reason: str = "") -> None:
+        super().__init__(message)
+        self.returncode = returncode
+        self.by_itself = by_itself
+        self.reason = reason or message
+
+
+class EngineRequestError(Exception):
+    """The core refused a request; the message is one sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """What one step brought for one request; see `StepOutput` for the fields."""
+
+    token_ids: list[int]
+    finish: Finish
+    stop_token: int
+    cached_tokens: int
+
+
+class AsyncEngine:
+    """One engine core and what it says.
+
+    For one event loop, which must run in a thread that outlives the engine: the core dies with it.
+    """
+
+    def __init__(
+        self, config: EngineConfig, patience: Patience | None = None, launched: LaunchedCore | None = None
+    ) -> None:
+        """`patience` is what earlier cores of this configuration taught, `launched` one that was
+        launched with it.
+        """
+        self.config = config
+        self.patience = patience or Patience(config.step_timeout)
+        self._launched = launched
+        self.stats = Stats()
+        self._info: Ready | None = None
+        self._core: _CoreProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._death: EngineDeadError | None = None
+        self._stopping = False
+        self._unfinished = 0
+        self._heard = False
+        self._hung = ""  # how long it said nothing, in words
+        self._outputs: deque[StepOutput] = deque()
+        self._wake = asyncio.Event()
+        self._ids = itertools.count(_OWN_IDS)
+        self._readers: dict[int, asyncio.Queue[TokenDelta | Exception]] = {}
+
+    @property
+    def info(self) -> Ready:
+        """What the core said when it was ready."""
+        if self._info is None:
+            raise RuntimeError("the engine has not been started")
+        return self._info
+
+    @property
+    def pid(self) -> int:
+        """The core's process id."""
+        if self._core is None:
+            raise RuntimeError("the engine has not been started")
+        return self._core.pid
+
+    def is_stopped(self) -> bool:
+        """Whether a signal holds the core's process (as far as Linux tells)."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in "Tt"
+
+    async def start(self, timeout: float = 600.0) -> None:
+        """Starts the core and waits until it has loaded the model.
+
+        Raises EngineStartError, and leaves no process behind, if that fails.
+        """
+        try:
+            launched, self._launched = self._launched or launch_core(self.config), None
+        except OSError as error:
+            raise EngineStartError(f"the engine core cannot be started: {error}") from error
+        launched.taken = True
+        self.config, ours = launched.config, launched.connection
+        core = self._core = _CoreProcess(launched.process, asyncio.get_running_loop())
+        try:
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=_READ_BUFFER)
+            self._info = await self._await_ready(reader, core, timeout)
+        except BaseException:
+            core.kill()
+            if self._writer is not None:
+                self._writer.transport.abort()
+                self._writer = None
+            ours.close()
+            raise
+        self._watchdog = asyncio.create_task(self._watch_steps(core), name="engine-watchdog")
+        self._tasks = [asyncio.create_task(self._watch(reader, core), name="engine-watch")]
+
+    def add(self, requests: list[EngineRequest]) -> None:
+        """Hands requests to the core. Raises EngineDeadError if there is none any more."""
+        self._send(AddRequests(requests))
+        self._unfinished += len(requests)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Ends requests wherever they are; each shows once more in a step, with Finish.ABORT,
+        unless it has ended already.
+        """
+        self._send(AbortRequests(list(request_ids)))
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        """Every step in which a request of `add` got a token or ended. For one consumer.
+
+        Ends after `stop`; raises EngineDeadError when the core has died and everything it said has
+        been handed out.
+        """
+        while True:
+            while self._outputs:
+                yield self._outputs.popleft()
+            if self._death is not None:
+                if self._stopping:
+                    return
+                raise self._death
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, live: bool = False
+    ) -> AsyncIterator[TokenDelta]:
+        """One request's tokens as they come; left early, it is aborted.
+
+        Raises EngineRequestError or EngineDeadError.
+        """
+        request_id = next(self._ids)
+        arrived: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        self.add([EngineRequest(request_id, list(prompt_token_ids), [], sampling, live)])
+        self._readers[request_id] = arrived
+        try:
+            while True:
+                delta = await arrived.get()
+                if isinstance(delta, Exception):
+                    raise delta
+                yield delta
+                if delta.finish:
+                    return
+        finally:
+            if self._readers.pop(request_id, None) is not None and self._death is None:
+                self.abort([request_id])
+
+    async def stop(self, timeout: float = 10.0) -> None:
+        """Lets the core finish its step and leave, and kills it after `timeout` seconds.
+
+        Requests under way get EngineDeadError.
+
+        Returns once the process is gone, with all that it had of the device.
+        """
+        if self._launched is not None:
+            self._launched.discard()
+            self._launched = None
+        core = self._core
+        if core is None:
+            return
+        self._stopping = True
+        if self._death is None and self._writer is not None:
+            self._writer.write(frame(Shutdown()))
+        if not await core.wait_ended(timeout):
+            core.kill()
+        await asyncio.gather(*self._tasks)
+        while not await core.wait_ended(_GONE_LOOK):
+            logger.error("the engine core (process %d) was killed and does not end; waiting for it", core.pid)
+
+    async def _await_ready(self, reader: asyncio.StreamReader, core: "_CoreProcess", timeout: float) -> Ready:
+        first = asyncio.create_task(_read(reader))
+        ended = asyncio.create_task(core.ended.wait())
+        try:
+            await asyncio.wait({first, ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done() or (first.done() and first.result() is None):
+                await asyncio.wait(
+                    {first, ended}, timeout=_DEATH_GRACE
+                )  # the other sign of the end, or what was said before it
+            message = first.result() if first.done() else None
+        finally:
+            first.cancel()
+            ended.cancel()
+        if isinstance(message, Ready):
+            return message
+        if isinstance(message, Failed):
+            raise EngineStartError(message.message)
+        how = core.how_it_ended() if ended.done() or first.done() else f"was not ready after {timeout:g} s"
+        if core.returncode == -signal.SIGKILL:
+            how += " (the system does that when memory runs out)"
+        raise EngineStartError(
+            f"the engine core {how} while loading {self.config.model}{core.last_words()}", core.returncode
+        )
+
+    def _send(self, message: ToCore) -> None:
+        if self._death is not None:
+            raise self._death
+        if self._writer is None:
+            raise RuntimeError("the engine has not been started")
+        self._writer.write(frame(message))
+
+    async def _watch(self, reader: asyncio.StreamReader, core: "_CoreProcess") -> None:
+        """Hands out what the core says until either sign of its death, then tells everyone who
+        waits.
+        """
+        last: list[str] = []
+        receiving = asyncio.create_task(self._receive(reader, last))
+        ended = asyncio.create_task(core.ended.wait())
+        await asyncio.wait({receiving, ended, self._watchdog}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({receiving, ended}, timeout=_DEATH_GRACE if ended.done() or self._hung else _EXIT_GRACE)
+        death = self._death_of(core, last)
+        core.kill()
+        for task in (receiving, ended, self._watchdog):
+            task.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        self._death = death
+        self._wake.set()
+        for arrived in self._readers.values():
+            arrived.put_nowait(self._death)
+
+    def _death_of(self, core: "_CoreProcess", last: list[str]) -> EngineDeadError:
+        """What is to be said of its end.
+
+        `last`: the error that it gave as the reason, if it could.
+        """
+        returncode = None if self._hung else core.returncode
+        how, by_itself = core.how_it_ended(), returncode is not None and (returncode >= 0 or -returncode in _CRASHES)
+        if self._stopping:
+            how, by_itself = "was stopped", False
+        elif self._hung:
+            how, by_itself = f"was killed, for its step hung: nothing came in {self._hung}", True
+        elif last:
+            how, by_itself = f"{how}: {last[0]}", True
+        reason = f"the engine core {how}"
+        return EngineDeadError(
+            reason if last else reason + core.last_words(), returncode, by_itself=by_itself, reason=reason
+        )
+
+    async def _watch_steps(self, core: "_CoreProcess") -> None:
+        """Kills a core that has requests and says nothing for longer than there is patience;
+        `_watch` sees the end.
+        """
+        quiet = 0.0
+        while quiet < self.patience.seconds:
+            look = min(self.patience.seconds / _LOOKS, _LONGEST_LOOK)
+            await asyncio.sleep(look)
+            quiet = quiet + look if self._unfinished and not self._heard else 0.0
+            self._heard = False
+        self._hung = f"{self.patience.seconds:g} s"
+        core.kill()
+
+    async def _receive(self, reader: asyncio.StreamReader, last: list[str]) -> None:
+        while (message := await _read(reader)) is not None:
+            if isinstance(message, StepOutput):
+                self._hand_out(message)
+            elif isinstance(message, Failed):
+                last.append(message.message)
+
+    def _hand_out(self, output: StepOutput) -> None:
+        self.stats = output.stats
+        self.patience.learn(output.stats.full_step_seconds)
+        self._heard = True
+        self._unfinished -= sum(map(bool, output.finish))
+        if not output.request_ids:
+            return
+        if max(output.request_ids) >= _OWN_IDS:
+            self._hand_to_readers(output)
+        if min(output.request_ids) < _OWN_IDS:
+            self._outputs.append(output)
+            self._wake.set()
+
+    def _hand_to_readers(self, output: StepOutput) -> None:
+        end = 0
+        for row, request_id in enumerate(output.request_ids):
+            start, end = end, end + output.counts[row]
+            arrived = self._readers.get(request_id)
+            if arrived is None:
+                continue
+            finish = Finish(output.finish[row])
+            if finish:
+                del self._readers[request_id]
+            if finish is Finish.ERROR:
+                arrived.put_nowait(EngineRequestError(output.errors[request_id]))
+            else:
+                arrived.put_nowait(
+                    TokenDelta(output.token_ids[start:end], finish, output.stop_token[row], output.cached_tokens[row])
+                )
+
+
+class _CoreProcess:
+    """The child process: two threads, asleep but for a line of its stderr and its end."""
+
+    def __init__(self, process: "subprocess.Popen[str]", loop: asyncio.AbstractEventLoop) -> None:
+        self.ended = asyncio.Event()
+        self._loop = loop
+        self._lines: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._process = process
+        self._reading = threading.Thread(target=self._read_stderr, name="engine-stderr", daemon=True)
+        self._reading.start()
+        threading.Thread(target=self._wait, name="engine-wait", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    async def wait_ended(self, timeout: float) -> bool:
+        """Whether the process has ended after at most `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self.ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def how_it_ended(self) -> str:
+        code = self.returncode
+        if code is None:
+            return "closed its connection"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+    def last_words(self) -> str:
+        """The end of its stderr, as the end of a sentence."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while self.ended.is_set() and self._reading.is_alive() and time.monotonic() < deadline:
+            self._reading.join(0.01)
+        words = " | ".join(line.strip() for line in self._lines if line.strip())
+        return f"; the last it wrote: {words[-_LAST_WORDS:]}" if words else ""
+
+    def _read_stderr(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                self._lines.append(line)
+                sys.stderr.write(line)
+
+    def _wait(self) -> None:
+        self._process.wait()
+        with suppress(RuntimeError):  # the loop may be closed by now
+            self._loop.call_soon_threadsafe(self.ended.set)
+
+
+_DECODER: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore)
+
+
+async def _read(reader: asyncio.StreamReader) -> FromCore | None:
+    message: FromCore | None = await read_frame(reader, _DECODER)
+    return message

@@ -1,0 +1,107 @@
+"""How many blocks of KV cache a replica gets, and what that makes of its longest context."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from workers.engine.attention import CacheShape
+from workers.engine.device.memory import CardMemory, gib
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_CPU_CACHE_BYTES = 1 << 30
+
+
+def plan_cache(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: CardMemory | None = None
+) -> tuple[EngineConfig, int]:
+    """The configuration with `max_model_len` settled, and how many blocks (the null block among
+    them) `budget` bytes hold.
+
+    A context that was not asked for is shortened to what fits. Raises ModelLoadError for one that
+    was and does not; `memory` says where a card's went.
+    """
+    assert config.block_size is not None
+    length = longest_context(config, model)
+    per_block = block_bytes(model, dtype, config.block_size)
+    num_blocks = budget // per_block
+    fits = (num_blocks - 1) * config.block_size
+    if fits < 1 or (length > fits and config.max_model_len is not None):
+        raise ModelLoadError(_does_not_fit(config, length, per_block, budget, memory))
+    if length > fits:
+        logger.warning("the context is shortened from %d to %d tokens, which is what the KV cache holds", length, fits)
+        length = fits
+    return replace(config, max_model_len=length), num_blocks
+
+
+def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int, memory: CardMemory | None) -> str:
+    assert config.block_size is not None
+    needed = (-(-length // config.block_size) + 1) * per_block
+    wanted = (
+        f"a context of {length} tokens needs a KV cache of {needed} bytes, {per_block} for each block of"
+        f" {config.block_size} tokens"
+    )
+    if memory is None:
+        return f"{wanted}, but {budget} are available; lower max_model_len or raise kv_cache_memory_bytes"
+    account = memory.account if budget >= memory.left else f"{memory.account}, and another rank's card {gib(budget)}"
+    return (
+        f"{account}, but {wanted}; raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or"
+        " max_num_seqs"
+    )
+
+
+def longest_context(config: EngineConfig, model: ModelConfig) -> int:
+    """In tokens: what was asked for, else the model's own.
+
+    Raises ModelLoadError where more was asked for than the model has.
+    """
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ModelLoadError(
+            f"max_model_len is {config.max_model_len}, but the model's context is {model.max_model_len} tokens"
+        )
+    return config.max_model_len or model.max_model_len
+
+
+def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
+    """Bytes of one block over all layers."""
+    return CacheShape(1, block_size, model.num_kv_heads, model.head_dim).block_bytes(dtype) * model.num_layers
+
+
+def cpu_cache_bytes(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
+) -> int:
+    """What was asked for, else what all requests at their longest need, at most a GiB and what the
+    weights leave of the machine.
+
+    Raises ModelLoadError where `weights` bytes and the cache are more than the `available` ones.
+    """
+    asked = config.kv_cache_memory_bytes
+    if available is not None and weights + (asked or 0) > available:
+        cache, advice = (f" and a KV cache of {gib(asked)}", "lower kv_cache_memory_bytes, or ") if asked else ("", "")
+        raise ModelLoadError(
+            f"weights of {gib(weights)}{cache} do not fit into the {gib(available)} of memory that are available;"
+            f" {advice}free some"
+        )
+    if asked is not None:
+        return asked
+    assert config.block_size is not None
+    assert config.max_num_seqs is not None
+    per_request = -(-(config.max_model_len or model.max_model_len) // config.block_size)
+    wanted = min(
+        _CPU_CACHE_BYTES, (config.max_num_seqs * per_request + 1) * block_bytes(model, dtype, config.block_size)
+    )
+    return wanted if available is None else min(wanted, available - weights)
+
+
+def settle_prefix_caching(config: EngineConfig, model: ModelConfig) -> EngineConfig:
+    assert config.max_model_len is not None
+    if config.enable_prefix_caching and not model.prefix_cacheable(config.max_model_len):
+        logger.warning("prefix caching is off: this model's rotary positions depend on the length of the prompt")
+        return replace(config, enable_prefix_caching=False)
+    return config

@@ -1,0 +1,174 @@
+"""A step's inputs made on the device: the host sends what has changed, in one copy, and kernels do
+the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.engine.attention import DeviceMetadata
+from workers.engine.device.inputs import StepInputs
+from workers.engine.device.staging import RESULTS, StagingRing
+from workers.engine.kernels import inputs as kernels
+from workers.engine.messages.step import StepPlan
+
+_BUFFER_WORDS = 1 << 18
+_MOST_VALUES = 1 << 16  # of one write, so that several fit into a buffer
+
+Write = tuple[int, int, int, Sequence[int]]
+"""Table, row, first column, values."""
+
+
+class DeviceInputs:
+    """Tokens, prompt lengths and block tables by slot, on the device, and the kernels that make a
+    step's inputs of them.
+
+    A step goes through `stage`, which has the host's part sent, and `build`, which is the device's
+    alone and may be recorded in a CUDA graph together with what follows. What a buffer does not
+    hold, such as the tokens of many long prompts that came at once, goes ahead in buffers of its
+    own.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
+        self.prompt_lengths = np.zeros(num_slots, np.int64)
+        self.device_prompt_lengths = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((num_slots, max_blocks), dtype=torch.int32, device=device)
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._rows = -(-num_slots // kernels.FIRST) * kernels.FIRST
+        self._runs_at = kernels.runs_at(self._rows)
+        self._ring = StagingRing(self._runs_at + _BUFFER_WORDS, device)
+        self._results = torch.zeros((RESULTS, self._rows), dtype=torch.int32, device=device)
+        self._result = 0
+        self._counting = np.arange(self._rows + 1, dtype=np.int32)
+
+    def take(self, plan: StepPlan) -> StepInputs:
+        """Brings in a step's new requests and blocks, which may be done twice, and makes its
+        inputs.
+        """
+        self.stage(plan, len(plan.slots))
+        tokens, longest = int(plan.counts.sum()), int(plan.counts.max())
+        return self.build(
+            len(plan.slots), tokens, longest, int((plan.starts + plan.counts).max()), int(plan.samples.sum())
+        )
+
+    def stage(self, plan: StepPlan, rows: int) -> None:
+        """Sends what the kernels need to know about a step, padded to `rows` rows; the padding
+        needs rows of one token.
+        """
+        for request in plan.added:
+            self.prompt_lengths[request.slot] = request.prompt_length
+        pieces = list(self._pieces(plan))
+        for piece in pieces[:-1]:
+            buffer = self._ring.next()
+            self._send(buffer, 0, 0, piece)
+            self._apply()
+        buffer = self._ring.next()
+        self._fill(buffer, plan, rows)
+        self._send(buffer, len(plan.slots), int(np.count_nonzero(plan.samples)), pieces[-1])
+
+    def build(self, num_rows: int, num_tokens: int, max_query: int, max_context: int, num_sampling: int) -> StepInputs:
+        """The inputs of the step that was staged last.
+
+        On the device alone: what it does depends on nothing else on the host.
+        """
+        self._apply()
+        of_tokens, of_rows, last = kernels.build(
+            self._ring.on_device,
+            self._rows,
+            self.tokens,
+            self.block_tables,
+            self.device_prompt_lengths,
+            self._block_size,
+            num_rows,
+            num_tokens,
+            max_query,
+        )
+        input_ids, positions, lengths, slot_mapping = of_tokens
+        of_row, query_start = self._view(0, num_rows), self._view(2, num_rows + 1)
+        metadata = DeviceMetadata(
+            slot_mapping, query_start, of_rows[0], of_row, self.block_tables, max_query, max_context
+        )
+        slots, ends = of_rows[1:, :num_sampling]
+        return StepInputs(input_ids, positions, lengths, metadata, last[:num_sampling], slots, ends)
+
+    def store(self, sampled: Tensor) -> None:
+        """Puts the sampled tokens [R] of the step staged last where later steps read them, and into
+        `result`. On the device alone.
+        """
+        kernels.store(self._ring.on_device, self._rows, sampled, self.tokens, self._results)
+
+    def result(self, number: int) -> Tensor:
+        """int32 [number]: what the step staged last has sampled, to be asked for once; it stands
+        there for `RESULTS` - 1 more steps.
+        """
+        row = self._results[self._result, :number]
+        self._result = (self._result + 1) % RESULTS
+        return row
+
+    def _view(self, part: int, size: int) -> Tensor:
+        first = kernels.FIRST + part * self._rows
+        return self._ring.on_device[first : first + size]
+
+    def _apply(self) -> None:
+        kernels.apply_runs(self._ring.on_device, self._rows, self.tokens, self.block_tables, self.device_prompt_lengths)
+
+    def _fill(self, buffer: NDArray[np.int32], plan: StepPlan, rows: int) -> None:
+        number, stride = len(plan.slots), self._rows
+        slots = buffer[kernels.FIRST :]
+        starts, query_start, sampling = slots[stride:], slots[2 * stride :], slots[3 * stride + kernels.FIRST :]
+        slots[:number], slots[number:rows] = plan.slots, 0
+        starts[:number], starts[number:rows] = plan.starts, 0
+        query_start[0] = 0
+        np.cumsum(plan.counts, out=query_start[1 : number + 1])
+        query_start[number + 1 : rows + 1] = query_start[number] + self._counting[1 : rows - number + 1]
+        which = np.flatnonzero(plan.samples)
+        sampling[: len(which)] = which
+
+    def _send(self, buffer: NDArray[np.int32], rows: int, sampling: int, writes: list[Write]) -> None:
+        runs = [
+            (table, row, column + first, min(kernels.CHUNK, len(values) - first))
+            for table, row, column, values in writes
+            for first in range(0, len(values), kernels.CHUNK)
+        ]
+        buffer[:4] = rows, sampling, len(runs), self._result
+        end = at = self._runs_at + kernels.RUN * len(runs)
+        for _, _, _, values in writes:
+            buffer[end : end + len(values)] = values
+            end += len(values)
+        if runs:
+            described = buffer[self._runs_at : at].reshape(-1, kernels.RUN)
+            described[:, :4] = runs
+            described[:, 4] = at
+            described[1:, 4] += np.cumsum(described[:-1, 3])
+        self._ring.send(end)
+
+    def _pieces(self, plan: StepPlan) -> Iterator[list[Write]]:
+        """All that is to be written, in pieces that a buffer holds; at least one."""
+        piece: list[Write] = []
+        words = 0
+        for write in _writes(plan):
+            size = len(write[3]) + kernels.RUN * (len(write[3]) // kernels.CHUNK + 1)
+            if words + size > _BUFFER_WORDS:
+                yield piece
+                piece, words = [], 0
+            piece.append(write)
+            words += size
+        yield piece
+
+
+def _writes(plan: StepPlan) -> Iterator[Write]:
+    for request in plan.added:
+        yield kernels.PROMPT_LENGTHS, request.slot, 0, [request.prompt_length]
+        for first in range(0, len(request.token_ids), _MOST_VALUES):
+            yield kernels.TOKENS, request.slot, first, request.token_ids[first : first + _MOST_VALUES]
+    for new in plan.new_blocks:
+        for first in range(0, len(new.block_ids), _MOST_VALUES):
+            yield kernels.BLOCKS, new.slot, new.first + first, new.block_ids[first : first + _MOST_VALUES]

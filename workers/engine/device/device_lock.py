@@ -1,0 +1,218 @@
+"""Which cards of a host are taken: a lock per card, held by the processes that work on it.
+
+
+A lock is an flock on a file named by the card, so the kernel gives it back when the last process
+that holds it has ended, however that came about; nothing that a file says makes a lock, and none is
+ever stale. Several cards are taken all or none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.engine.messages.errors import ModelLoadError
+
+PATIENCE_SECONDS = 20.0
+"""How long a card may take to be given back by a process that was killed: the driver first has to
+clear away what it held.
+"""
+
+_LOOK_SECONDS = 0.1
+_FOLDERS = (Path("/run/lock"), Path("/tmp"))
+_EVERYBODY = 0o666
+_GATE = "choosing"
+_TRIES = 3
+
+_held: dict[Path, list[int]] = {}
+"""This process' open files by the lock they hold: what it has, it may take again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenCards:
+    """`indices` of the cards that were taken, in ascending order, the open files that hold their
+    locks, and the cards' names.
+    """
+
+    indices: list[int]
+    fds: list[int]
+    names: list[str]
+
+    def release(self) -> None:
+        """Gives up this process' hold on the cards; children that were given the files have their
+        own.
+        """
+        for fd in self.fds:
+            for fds in _held.values():
+                if fd in fds:
+                    fds.remove(fd)
+            os.close(fd)
+
+
+def take_cards(
+    names: Sequence[str], count: int, folder: str | None, index: int | None = None, patience: float | None = None
+) -> TakenCards:
+    """Takes `count` free cards of those that the host calls `names`, or the one at `index`; waits
+    up to `patience` seconds for them.
+
+    `names` are the same for everyone on the host, in whatever order. `folder` holds the locks
+    (None: one that all users of the host share). A card that this process has counts as free.
+    Raises ModelLoadError, with nothing taken, where there are fewer cards, or too few free ones.
+    """
+    place = Path(folder) if folder else shared_folder()
+    wanted = range(len(names)) if index is None else [index]
+    if count > len(wanted):
+        raise ModelLoadError(
+            f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but there {_are(len(wanted))} here"
+        )
+    deadline = time.monotonic() + (PATIENCE_SECONDS if patience is None else patience)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        while (taken := _try(place, names, wanted, count)) is None:
+            if time.monotonic() >= deadline:
+                raise ModelLoadError(_refusal(place, [names[at] for at in wanted], count))
+            time.sleep(_LOOK_SECONDS)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cards cannot be locked in {place}: {error.strerror}; name a folder that all workers of this host may"
+            " write to with --device-lock-folder"
+        ) from error
+    return taken
+
+
+def shared_folder() -> Path:
+    """The first of the usual places where every user of this host may make files and none may
+    remove another's.
+    """
+    for folder in _FOLDERS:
+        with suppress(OSError):
+            if stat.S_IMODE(folder.stat().st_mode) & 0o1777 == 0o1777:
+                return folder
+    return _FOLDERS[-1]
+
+
+def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) -> TakenCards | None:
+    """One look at all cards, alone: two that each held half of what they need could else wait for
+    each other.
+    """
+    with ExitStack() as undo:
+        gate = _open(_file(folder, _GATE))
+        undo.callback(os.close, gate)
+        if not _flock(gate, fcntl.LOCK_EX):
+            return None
+        taken = TakenCards([], [], [])
+        for at in wanted:
+            fd = _lock(_file(folder, names[at])) if len(taken.fds) < count else None
+            if fd is not None:
+                taken.indices.append(at)
+                taken.fds.append(fd)
+                taken.names.append(names[at])
+        if len(taken.fds) < count:
+            taken.release()
+            return None
+    return taken
+
+
+def _lock(file: Path) -> int | None:
+    """The open file, locked, with this process' name in it; None while another holds it."""
+    own = _held.setdefault(file, [])
+    fd = os.dup(own[0]) if own else _lock_anew(file)
+    if fd is not None:
+        own.append(fd)
+    return fd
+
+
+def _lock_anew(file: Path) -> int | None:
+    fd = _open(file)
+    # Someone may have removed the file since it was opened, and the next one would lock another of
+    # the same name.
+    if not _flock(fd, fcntl.LOCK_EX) or not _is_at(fd, file):
+        os.close(fd)
+        return None
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return fd
+
+
+def _flock(fd: int, kind: int) -> bool:
+    """Whether it could be had at once."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(fd: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(file, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _open(file: Path) -> int:
+    """Opens, or makes, a file that everybody may lock.
+
+    Not by O_CREAT where there is one already: in a folder that all users share (sticky, as /tmp),
+    Linux refuses that for another user's file.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    for _ in range(_TRIES):
+        try:
+            return os.open(file, flags)
+        except PermissionError:  # its maker is about to open it to everybody
+            time.sleep(_LOOK_SECONDS)
+        except FileNotFoundError:
+            with suppress(FileExistsError):
+                fd = os.open(file, flags | os.O_CREAT | os.O_EXCL, _EVERYBODY)
+                os.fchmod(fd, _EVERYBODY)  # the umask has taken something from it
+                return fd
+    return os.open(file, flags)
+
+
+def _file(folder: Path, name: str) -> Path:
+    plain = "".join(character if character.isalnum() or character in "-_" else "-" for character in name)
+    return folder / f"inference-card-{plain}.lock"
+
+
+def _refusal(folder: Path, names: Sequence[str], count: int) -> str:
+    held = [name for name in names if _is_held(_file(folder, name))]
+    free = len(names) - len(held)
+    holders = ", ".join(f"{name} is held by {_holder(_file(folder, name))}" for name in held)
+    return (
+        f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but {f'only {free}' if free else 'none'} of"
+        f" {len(names)} {'are' if free > 1 else 'is'} free: {holders}; stop one of those workers, or start fewer"
+    )
+
+
+def _is_held(file: Path) -> bool:
+    try:
+        fd = _open(file)
+    except OSError:
+        return False
+    try:
+        return not _flock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def _holder(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace").strip() or "a process that has not named itself"
+    except OSError:
+        return "another user's process"
+
+
+def _cards(count: int) -> str:
+    return "a card" if count == 1 else f"{count} cards"
+
+
+def _are(count: int) -> str:
+    return {0: "is none", 1: "is one"}.get(count, f"are {count}")

@@ -1,0 +1,83 @@
+"""Where a replica's model lives: this process, or several ranks of which it is the first.
+
+Loads it, sizes its cache, runs its steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import replace
+
+from workers.engine.device.device import take_devices
+from workers.engine.device.model_runner import LaunchedStep, ModelRunner
+from workers.engine.device.rank import Rank, open_shard
+from workers.engine.device.ranks import OnDeath, Ranks, end_likewise
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.step import StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Executor:
+    """Takes its devices, loads `config.model` and allocates its cache; then runs steps in order.
+
+    `config` afterwards is the resolved configuration with `max_model_len` settled, and prefix
+    caching off where the model rules it out. Raises ModelLoadError where the model cannot be loaded
+    or a setting does not suit it.
+    """
+
+    def __init__(self, config: EngineConfig, on_rank_death: OnDeath = end_likewise) -> None:
+        """`on_rank_death` is called in another thread when another rank has ended, and has to end
+        this process.
+        """
+        config = config.resolve()
+        devices, self._cards = take_devices(config)
+        with ExitStack() as undo:
+            undo.callback(self._cards.release)
+            # Before any rank is started, for a model that cannot be shared is refused here.
+            checkpoint = open_shard(config)
+            if len(devices) > 1:
+                logger.info("%d ranks share the model, on %s", len(devices), ", ".join(dict.fromkeys(devices)))
+            self._ranks = Ranks(devices[1:], self._cards.fds[1:], on_rank_death)
+            undo.callback(self._ranks.close)
+            self._rank = Rank(replace(config, device=devices[0]), checkpoint)
+            with self._ranks.heard_first():
+                self.config, self.num_blocks = self._rank.settle(self._ranks.join(config, self._rank.device))
+            self._undo = undo.pop_all()
+        self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
+        self.weights_seconds = self._rank.weights_seconds
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self._rank.runner
+
+    @property
+    def cards(self) -> list[str]:
+        """The host's names of the cards that the replica took; none on a CPU."""
+        return self._cards.names
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model_config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.model_config.eos_token_ids
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may
+        be launched again, in other parts; or RankError, after which nothing can be launched any
+        more.
+        """
+        with self._ranks.heard_first():
+            self._ranks.send(plan)
+            return self._rank.launch(plan)
+
+    def retire(self, launched: LaunchedStep) -> StepResult:
+        with self._ranks.heard_first():
+            return self._rank.retire(launched)
+
+    def close(self) -> None:
+        """Ends the other ranks and gives the cards back."""
+        self._undo.close()

@@ -1,0 +1,173 @@
+"""Decode steps recorded as CUDA graphs: one launch in place of several hundred.
+
+A step that gives each of its rows one token is padded to the next of a few sizes, and what the
+device does for such a step depends on nothing but the size: everything else it reads from memory. A
+size is recorded when it is first needed, the largest before all others, for the pool that they
+share then holds what any of them needs.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+
+from workers.engine.device.out_of_memory import is_out_of_memory, one_line
+
+logger = logging.getLogger(__name__)
+
+Work = Callable[[], None]
+
+_PATIENCE = 8
+"""Steps' worth of padding, in rows beyond the fitting size, that cost about what recording it does:
+a step outside a graph and another.
+"""
+
+
+class Variant(Enum):
+    """How far a graph goes: to the sampled tokens, or to the hidden states that sampling by stages
+    starts from.
+    """
+
+    TOKENS = "tokens"
+    HIDDEN = "hidden"
+
+
+class DecodeGraphs:
+    """Runs `step(variant, rows)` for at least as many rows as are asked for, recorded by `record`,
+    which returns what repeats a piece of work. More rows than there are must do no harm, and doing
+    a step twice none either.
+
+    `forgiving`: a size that there is no memory to record is done without. Ranks that wait for each
+    other must all do the same, so they cannot be.
+    """
+
+    def __init__(
+        self, step: Callable[[Variant, int], None], most: int, record: Callable[[Work], Work], forgiving: bool = True
+    ) -> None:
+        self._step = step
+        self._record = record
+        self._sizes = sizes(most)
+        self._recorded: dict[tuple[Variant, int], Work] = {}
+        # Rows by which steps of this size were larger
+        self._padded: Counter[tuple[Variant, int]] = Counter()
+        self._forgiving = forgiving
+        self._short = False
+
+    def run(self, variant: Variant, rows: int) -> None:
+        """Does the step that is staged. Raises as it does."""
+        self.prepare(variant)
+        size = self._size(variant, rows)
+        if self._try_to_record(variant, size):
+            self._recorded[variant, size]()
+        else:
+            self._step(variant, size)
+
+    def prepare(self, variant: Variant) -> None:
+        """Records the largest size, which does the step that is staged."""
+        self._try_to_record(variant, self._sizes[-1])
+
+    def _size(self, variant: Variant, rows: int) -> int:
+        fitting = self._sizes[bisect_left(self._sizes, rows)]
+        recorded = next((size for size in self._sizes if size >= fitting and (variant, size) in self._recorded), None)
+        if recorded is None or recorded == fitting or self._short:
+            return recorded or fitting
+        self._padded[variant, fitting] += recorded - fitting
+        return fitting if recorded > 2 * fitting or self._padded[variant, fitting] > _PATIENCE * fitting else recorded
+
+    def _try_to_record(self, variant: Variant, size: int) -> bool:
+        if (variant, size) in self._recorded:
+            return True
+        if self._short:
+            return False
+        try:
+            self._recorded[variant, size] = self._record(partial(self._step, variant, size))
+        except (MemoryError, RuntimeError) as error:
+            if not self._forgiving or not any(is_out_of_memory(cause) for cause in _causes(error)):
+                raise
+            self._short = True
+            logger.warning(
+                "no more CUDA graphs are recorded: memory is too short for one of %d rows (%s)", size, one_line(error)
+            )
+        return (variant, size) in self._recorded
+
+
+class CudaRecorder:
+    """Records work on the current device.
+
+    One pool and one stream serve all recordings, so that they share their memory.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream()
+        # Also those whose recording failed: a graph that goes takes the stream's workspace of
+        # cuBLAS along, which all others write to.
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def __call__(self, work: Work) -> Work:
+        """Does the work once, which has kernels compiled, tuned and loaded, and then records it."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+        finally:  # what was queued of a work that failed still reads what comes next on the current stream changes
+            current.wait_stream(self._stream)
+        # What the work took on this stream would be kept for it, apart from the pool of the graphs.
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
+        # Not torch.cuda.graph, which leaves this stream the current one where the recording fails.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(
+                pool=self._pool, capture_error_mode="thread_local"
+            )  # other threads, such as NCCL's, may use the device
+            try:
+                work()
+            finally:
+                self._end(graph)
+        return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # Before torch 2.12 the allocator then takes the recording for unfinished, and refuses
+            # ever to empty its cache.
+            memory: Any = torch.cuda.memory
+            with suppress(RuntimeError):
+                memory._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
+
+
+def steps_to_record(size: int, larger: int) -> int:
+    """After how many steps in a size the next `larger` one, if it was recorded before, no longer
+    does for it.
+    """
+    return _PATIENCE * size // (larger - size) + 1
+
+
+def sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, 16, 24, ... 64, from there on four to each doubling, and `most` itself."""
+    found = [1, 2, 4, *range(8, 65, 8)]
+    while found[-1] < most:
+        found.append(found[-1] + (1 << (found[-1].bit_length() - 3)))
+    return [*(size for size in found if size < most), most]
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those on top of which it was raised: ending a recording that went wrong can
+    raise an error of its own.
+    """
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

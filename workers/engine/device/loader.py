@@ -1,0 +1,281 @@
+"""From a model's name to a model in memory: a local folder, or a repository of the hub; safetensors
+only, no code from outside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from workers.engine.device.parallel import Parallel, shard_model
+from workers.engine.device.weights import Weights
+from workers.engine.layers.ops import Ops
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.base import DecoderModel
+from workers.engine.models.config import Json, ModelConfig, eos_token_ids
+from workers.engine.models.registry import FAMILIES, Family, find_family
+
+if TYPE_CHECKING:  # importing it takes seconds
+    from workers.engine.models.transformers_model import TransformersClass
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+}
+_INDEX = "model.safetensors.index.json"
+# Some repositories hold the same weights again under their maker's own names
+_CONSOLIDATED = "consolidated*"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Buffers that old checkpoints carry and that follow from the configuration.
+_DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A model's folder with its configuration read; no weights yet."""
+
+    folder: Path
+    raw: Json
+    family: Family | TransformersClass
+    config: ModelConfig
+
+
+def load_model(name: str, dtype: str, device: torch.device, max_model_len: int | None = None) -> DecoderModel:
+    """The model of a local folder or hub repository, ready to run.
+
+    Raises ModelLoadError with one sentence that says why not.
+    """
+    checkpoint = open_checkpoint(name)
+    return load_weights(checkpoint, resolve_dtype(dtype, checkpoint.config, device), device, max_model_len)
+
+
+def open_checkpoint(name: str, model_impl: str = "auto") -> Checkpoint:
+    """Finds the folder, reads its configuration and settles whose code runs it.
+
+    Raises ModelLoadError.
+    """
+    folder = find_folder(name)
+    raw = _read_json(folder / "config.json")
+    generation_file = folder / "generation_config.json"
+    generation = _read_json(generation_file) if generation_file.is_file() else {}
+    if raw.get("quantization_config"):
+        raise ModelLoadError(
+            f"the model {name} is quantised, which is not supported; use its float16, bfloat16 or float32 version"
+        )
+    family: Family | TransformersClass | None = find_family(raw, model_impl)
+    if family is None:
+        family = _transformers_class(folder, raw)
+    config = family.config(raw) if isinstance(family, Family) else family.config
+    stored = raw.get("dtype") or raw.get("torch_dtype")
+    config = replace(
+        config,
+        eos_token_ids=eos_token_ids(raw, generation),
+        dtype=str(stored).removeprefix("torch.") if stored else None,
+    )
+    return Checkpoint(folder, raw, family, config)
+
+
+def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
+    from workers.engine.models.transformers_model import find_class
+
+    name = raw["architectures"][0]
+    try:
+        return find_class(folder, raw)
+    except ModelLoadError as error:
+        if name in FAMILIES:
+            raise
+        raise ModelLoadError(
+            f"the engine has no code of its own for {name} (it has for {', '.join(FAMILIES)}), and {error}"
+        ) from error
+
+
+def shard_checkpoint(checkpoint: Checkpoint, size: int) -> Checkpoint:
+    """The checkpoint as one of `size` ranks loads it.
+
+    Raises ModelLoadError where the model cannot be cut into so many parts.
+    """
+    if size > 1 and not isinstance(checkpoint.family, Family):
+        name = checkpoint.config.architecture
+        raise ModelLoadError(
+            f"a tensor parallel size of {size} needs code of the engine's own, and {name} runs by transformers'; use 1"
+        )
+    return replace(checkpoint, config=shard_model(checkpoint.config, size))
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+    parallel: Parallel | None = None,
+) -> DecoderModel:
+    """Reads the tensors and builds the model for contexts of up to `max_model_len` tokens (default:
+    the model's own).
+
+    `ops` is what its layers compute with (default: plain torch). One rank of several in `parallel`
+    takes what `shard_checkpoint` gives.
+    """
+    config = checkpoint.config
+    if not isinstance(checkpoint.family, Family):
+        _weight_files(checkpoint.folder)
+        return checkpoint.family.load(checkpoint.folder, config, dtype, device, max_model_len or config.max_model_len)
+    weights = Weights(_tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops, parallel)
+    model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
+    derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED
+    unused = [name for name in weights.unused() if not name.endswith(derived)]
+    if unused:
+        logger.warning(
+            "%s does not use %d tensors of %s, the first is %s",
+            config.architecture,
+            len(unused),
+            checkpoint.folder,
+            unused[0],
+        )
+    return model
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """About how much memory the weights take as `dtype`.
+
+    Raises ModelLoadError where there are none.
+    """
+    stored = _DTYPES.get(checkpoint.config.dtype or "float32", torch.float32)
+    return sum(file.stat().st_size for file in _weight_files(checkpoint.folder)) * dtype.itemsize // stored.itemsize
+
+
+def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """What the model runs with.
+
+    "auto": on a GPU the checkpoint's own dtype, bfloat16 for a float32 checkpoint; on a CPU
+    bfloat16 where it has instructions for it, else float32. Raises ModelLoadError for an unknown
+    name.
+    """
+    if asked != "auto":
+        if asked not in _DTYPES:
+            raise ModelLoadError(f"unknown dtype {asked!r}; choose auto, float32, bfloat16 or float16")
+        return _DTYPES[asked]
+    stored = _DTYPES.get(config.dtype or "float32", torch.float32)
+    if device.type != "cpu":
+        return torch.bfloat16 if stored == torch.float32 else stored
+    if not _fast_bfloat16():
+        return torch.float32
+    return torch.bfloat16
+
+
+def _fast_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def find_folder(name: str) -> Path:
+    """The local folder that `name` is, or the snapshot of the hub repository that it names.
+
+    Raises ModelLoadError.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(f"the model folder {name} has no config.json")
+        return path
+    if path.exists():
+        raise ModelLoadError(
+            f"the model {name} is a file; give the folder that holds config.json and the safetensors files"
+        )
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ModelLoadError(f"the model folder {name} does not exist")
+    return _download(name)
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["*/*", _CONSOLIDATED])
+        )
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"the model {name} needs an accepted licence; accept it on the hub and set HF_TOKEN"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"there is no folder {name}, and the hub has no model of that name that this user may read"
+        ) from error
+    except HFValidationError as error:
+        raise ModelLoadError(f"there is no folder {name}, and it is no name of a model on the hub") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, RuntimeError) as error:
+        where = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        raise ModelLoadError(
+            f"there is no folder {name}, and the hub at {where} cannot be reached ({type(error).__name__}); "
+            "download the model and give its folder"
+        ) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{file} does not exist") from error
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} holds no JSON object")
+    return content
+
+
+def _tensor_readers(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """Every tensor's name with a function that reads it; the index decides where there is one."""
+    readers: dict[str, Callable[[], Tensor]] = {}
+    for file in _weight_files(folder):
+        try:
+            handle: Any = safe_open(file, framework="pt")
+            readers.update({name: partial(handle.get_tensor, name) for name in list(handle.keys())})
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{file} cannot be read as safetensors: {error}") from error
+    return readers
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.is_file():
+        files = [folder / name for name in sorted(set(_read_json(index).get("weight_map", {}).values()))]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelLoadError(
+                f"{folder} lacks {len(missing)} of the files that {_INDEX} names, the first is {missing[0]}"
+            )
+    else:
+        files = sorted(set(folder.glob("*.safetensors")) - set(folder.glob(_CONSOLIDATED)))
+    if files:
+        return files
+    if any(any(folder.glob(pattern)) for pattern in _PICKLED):
+        raise ModelLoadError(
+            f"{folder} holds pickled weights only, which are never read; convert them to safetensors first"
+        )
+    raise ModelLoadError(f"{folder} holds no weights: there is no .safetensors file in it")

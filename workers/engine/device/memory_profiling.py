@@ -1,0 +1,77 @@
+"""The largest step that there can be, done before there is a KV cache, to see what memory it takes
+beside one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from workers.engine.device.graphs import Variant
+from workers.engine.device.model_runner import ModelRunner
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.step import AddedRequest, PromptScores, StepPlan
+from workers.engine.models.base import DecoderModel
+
+_ONE_BLOCK = 1
+# What the graphs' pool loses to blocks that are cut in two, and the graphs themselves take
+_GRAPH_ROUNDING = 1.25
+
+#: Through every stage of sampling, with limits that leave many tokens.
+_EVERYTHING = SamplingParams(
+    max_tokens=1,
+    temperature=1.0,
+    top_p=0.99,
+    top_k=2000,
+    min_p=1e-6,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    repetition_penalty=1.1,
+    logit_bias=((0, 0.5),),
+    bad_words=((0,),),
+    logprobs=20,
+    prompt_logprobs=20,
+)
+
+
+def rehearse(config: EngineConfig, model: DecoderModel) -> int:
+    """Runs the largest step and the largest decode step on a cache of nothing but the null block;
+    returns the bytes that graphs take.
+
+    Afterwards torch still holds what the steps took of the device, for the caller to look at.
+    """
+    runner = ModelRunner(config, model, _ONE_BLOCK)
+    graphs = _decode_bytes(runner) if runner.graphs is not None else 0
+    runner.retire(runner.launch(largest_step(config)))
+    return graphs
+
+
+def largest_step(config: EngineConfig) -> StepPlan:
+    """All the tokens that a step may have, in as many rows as there may be, all of which sample in
+    every way there is.
+    """
+    assert config.max_num_batched_tokens is not None
+    assert config.max_num_seqs is not None
+    assert config.max_model_len is not None
+    rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    each, more = divmod(config.max_num_batched_tokens, rows)
+    counts = np.minimum(each + (np.arange(rows) < more), config.max_model_len - 1).astype(np.int32)
+    added = [AddedRequest(row, [0] * count, count, _EVERYTHING) for row, count in enumerate(counts.tolist())]
+    scores = [PromptScores(0, 1, int(counts[0]))] if counts[0] > 1 else []
+    return StepPlan(
+        0, added, [], np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), counts, np.ones(rows, np.bool_), scores
+    )
+
+
+@torch.inference_mode()
+def _decode_bytes(runner: ModelRunner) -> int:
+    """What the largest decode step takes while it runs, which is what the pool of all graphs
+    holds.
+    """
+    runner.stage_padding()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    before = torch.cuda.memory_allocated(runner.device)
+    runner.decode(Variant.TOKENS, runner.num_slots)
+    torch.cuda.synchronize(runner.device)
+    return int(_GRAPH_ROUNDING * (torch.cuda.max_memory_allocated(runner.device) - before))

@@ -1,0 +1,237 @@
+"""Turns a step into tensors, runs the model on the paged cache, samples, and writes the sampled
+tokens where the next step reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.engine.attention import Attention, CacheShape, make_attention
+from workers.engine.attention.context import StepAttention
+from workers.engine.device.graphs import CudaRecorder, DecodeGraphs, Variant, Work
+from workers.engine.device.inputs import HostInputs, Inputs, StepInputs
+from workers.engine.device.staging import ResultCopies
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.step import PromptScores, StepPlan, StepResult
+from workers.engine.models.base import DecoderModel
+from workers.engine.profiling import span
+from workers.engine.sampling.logprobs import Logprobs, concatenated, token_logprobs
+from workers.engine.sampling.rows import SampledRows
+from workers.engine.sampling.sampler import Sampled, Sampler
+
+if TYPE_CHECKING:
+    from workers.engine.device.device_inputs import DeviceInputs
+
+_SCORED_LOGITS = 1 << 24  # of prompt tokens scored at once
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on its way.
+
+    All tensors are on the host; a GPU has written them once `done` has come to pass.
+    """
+
+    tokens: Tensor  # int32 [rows that sample]
+    asking: NDArray[np.int64]  # which of them `logprobs` tells
+    logprobs: Logprobs | None
+    scores: list[Logprobs]  # of the plan's prompt scores, item by item
+    done: torch.cuda.Event | None = None
+
+
+class ModelRunner:
+    """Runs steps in order.
+
+    `launch` needs no token of an earlier step on the host; `retire` hands a step's tokens over.
+
+    State is kept by slot: what makes up a step's inputs in `inputs`, sampling parameters in
+    `sampler`. With `graphs`, steps that give each row one token are padded and replayed; all
+    others, and all without, run kernel by kernel.
+    """
+
+    def __init__(self, config: EngineConfig, model: DecoderModel, num_blocks: int) -> None:
+        assert config.max_num_seqs is not None
+        assert config.max_model_len is not None
+        assert config.block_size is not None
+        self.model = model
+        self.device = model.device
+        self.num_slots, self._max_model_len = config.max_num_seqs, config.max_model_len
+        shape = CacheShape(num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
+        self.attention: Attention = make_attention(
+            config.attention_backend, shape, model.config.num_heads, model.dtype, model.device
+        )
+        self.caches = self.attention.new_cache(model.config.num_layers)
+        self.inputs: Inputs
+        self.device_inputs: DeviceInputs | None = None
+        if config.attention_backend == "triton":
+            from workers.engine.device.device_inputs import DeviceInputs
+
+            self.inputs = self.device_inputs = DeviceInputs(
+                self.num_slots, self._max_model_len, config.block_size, self.device
+            )
+        else:
+            self.inputs = HostInputs(self.num_slots, self._max_model_len, config.block_size, self.device)
+        self.sampler = Sampler(
+            self.num_slots,
+            model.config.vocab_size,
+            model.config.eos_token_ids,
+            self.device,
+            fused=self.device_inputs is not None,
+        )
+        self.graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda" and not config.enforce_eager and model.recordable:
+            self.use_graphs(CudaRecorder(), forgiving=config.tensor_parallel_size == 1)
+        self._copies = ResultCopies(self.device)
+        self._scored_rows = max(1, _SCORED_LOGITS // model.config.vocab_size)
+        self._scores_asked = np.zeros(self.num_slots, np.int64)
+
+    def use_graphs(self, record: Callable[[Work], Work], forgiving: bool = True) -> None:
+        """Has steps of one token per row padded and recorded, where the inputs are made on the
+        device.
+        """
+        if self.device_inputs is not None:
+            self.graphs = DecodeGraphs(self.decode, self.num_slots, record, forgiving)
+            self._hidden = torch.empty(
+                (self.num_slots, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device
+            )
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Records the largest step of one token per row, in which no row is anybody's."""
+        if self.graphs is not None:
+            self.stage_padding()
+            self.graphs.prepare(Variant.TOKENS)
+
+    def stage_padding(self) -> None:
+        """Stages a step without rows: whatever is padded to is padding."""
+        assert self.device_inputs is not None
+        nothing = np.zeros(0, np.int32)
+        self.device_inputs.stage(
+            StepPlan(0, [], [], nothing, nothing, nothing, nothing.astype(np.bool_)), self.num_slots
+        )
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Computes a step's tokens and samples; the sampled tokens are in the token table when the
+        next launch reads it.
+        """
+        self._copies.make_room()
+        for request in plan.added:
+            self._scores_asked[request.slot] = request.sampling.prompt_logprobs
+            self.sampler.set(request.slot, request.sampling)
+        self.sampler.upload()
+        if self.graphs is None or not _decodes(plan):
+            return self._launch_eagerly(plan)
+        return self._launch_graph(plan, self.graphs)
+
+    def retire(self, launched: LaunchedStep) -> StepResult:
+        """What came of a step. Waits for the device."""
+        if launched.done is not None:
+            launched.done.synchronize()
+        told = launched.logprobs.told() if launched.logprobs is not None else []
+        return StepResult(
+            launched.tokens.numpy(),
+            dict(zip(launched.asking.tolist(), told, strict=True)),
+            [scores.told() for scores in launched.scores],
+        )
+
+    def decode(self, variant: Variant, rows: int) -> None:
+        """What the device does for a staged step of one token per row, padded to `rows` rows; for
+        nothing on the host but these two.
+        """
+        assert self.device_inputs is not None
+        inputs = self.device_inputs.build(rows, rows, 1, self._max_model_len, rows)
+        hidden = self._forward(inputs)
+        if variant is Variant.HIDDEN:
+            self._hidden[:rows].copy_(hidden)
+            return
+        self._draw(inputs, hidden)
+
+    def _launch_graph(self, plan: StepPlan, graphs: DecodeGraphs) -> LaunchedStep:
+        assert self.device_inputs is not None
+        rows = len(plan.slots)
+        with span("inputs"):
+            self.device_inputs.stage(plan, self.num_slots)
+        variant = Variant.TOKENS if self.sampler.fits_graph(plan.slots) else Variant.HIDDEN
+        with span("forward"):
+            graphs.run(variant, rows)
+        if variant is Variant.TOKENS:
+            return self._towards_host(rows, None, [])
+        with span("sample"):
+            return self._towards_host(rows, self._sample(plan, self._hidden[:rows]), [])
+
+    def _launch_eagerly(self, plan: StepPlan) -> LaunchedStep:
+        with span("inputs"):
+            inputs = self.inputs.take(plan)
+        with span("forward"):
+            hidden = self._forward(inputs)
+        number, sampled = len(inputs.last), None
+        with span("sample"):
+            if number and self.device_inputs is not None and self.sampler.fits_graph(plan.slots[plan.samples]):
+                self._draw(inputs, hidden[inputs.last])
+            elif number:
+                sampled = self._sample(plan, hidden[inputs.last])
+        return self._towards_host(number, sampled, [self._score(plan, scores, hidden) for scores in plan.prompt_scores])
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        config = self.model.config
+        attend = StepAttention(
+            self.attention, self.caches, inputs.metadata, config.attention_scales, config.sliding_windows
+        )
+        return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
+
+    def _draw(self, inputs: StepInputs, hidden: Tensor) -> None:
+        """Samples rows that ask for no more than a draw; on the device alone."""
+        assert self.device_inputs is not None
+        sampled = self.sampler.draw_static(
+            self.model.head(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths
+        )
+        self.inputs.store(sampled)
+
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> Sampled:
+        """For hidden states [R, hidden] of the rows that sample."""
+        slots, lengths = plan.slots[plan.samples], (plan.starts + plan.counts)[plan.samples].astype(np.int64)
+        rows = SampledRows(slots, self.inputs.prompt_lengths[slots], lengths, self.inputs.tokens)
+        sampled = self.sampler.sample(self.model.logits(hidden), rows)
+        self.inputs.store(sampled.tokens)
+        return sampled
+
+    def _score(self, plan: StepPlan, scores: PromptScores, hidden: Tensor) -> Logprobs:
+        """Prompt tokens by the hidden states before them, a few rows of logits at a time."""
+        slot = int(plan.slots[scores.row])
+        before = int(plan.counts[: scores.row].sum() - plan.starts[scores.row]) + scores.first - 1
+        tokens = self.inputs.tokens[slot, scores.first : scores.last].long()
+        parts = []
+        for first in range(0, len(tokens), self._scored_rows):
+            part = tokens[first : first + self._scored_rows]
+            logits = self.model.logits(hidden[before + first : before + first + len(part)])
+            parts.append(token_logprobs(logits, part, np.full(len(part), self._scores_asked[slot])))
+        return concatenated(parts)
+
+    def _towards_host(self, number: int, sampled: Sampled | None, scores: list[Logprobs]) -> LaunchedStep:
+        """Starts the way to the host behind the step itself, so that reading it does not wait for a
+        step launched later.
+        """
+        told = [*([sampled.logprobs] if sampled is not None and sampled.logprobs is not None else []), *scores]
+        parts = [part for logprobs in told for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)]
+        copies, done = self._copies.start([self.inputs.result(number), *parts])
+        for index, logprobs in enumerate(told):
+            logprobs.token_ids, logprobs.logprobs, logprobs.ranks = copies[1 + 3 * index : 4 + 3 * index]
+        if sampled is None:
+            return LaunchedStep(copies[0], np.empty(0, np.int64), None, scores, done)
+        return LaunchedStep(copies[0], sampled.asking, sampled.logprobs, scores, done)
+
+
+def _decodes(plan: StepPlan) -> bool:
+    """Whether the step is one token for each row, and sampling.
+
+    Scores are of a prompt's tokens before its last, so there are none.
+    """
+    return bool(plan.samples.all()) and int(plan.counts.sum()) == len(plan.counts) and not plan.prompt_scores

@@ -1,0 +1,211 @@
+"""One rank's part of a replica: its weights, its KV cache, the steps run on them.
+
+A replica of one process has one.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from workers.engine.device.cache_plan import (
+    block_bytes,
+    cpu_cache_bytes,
+    longest_context,
+    plan_cache,
+    settle_prefix_caching,
+)
+from workers.engine.device.device import check_card, check_dtype, require_native, usable_device
+from workers.engine.device.loader import (
+    Checkpoint,
+    load_weights,
+    open_checkpoint,
+    resolve_dtype,
+    shard_checkpoint,
+    weight_bytes,
+)
+from workers.engine.device.memory import CardMemory, available_memory, gib
+from workers.engine.device.memory_profiling import rehearse
+from workers.engine.device.model_runner import LaunchedStep, ModelRunner
+from workers.engine.device.out_of_memory import is_out_of_memory, one_line
+from workers.engine.device.parallel import Parallel
+from workers.engine.layers.ops import make_ops
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.errors import ModelLoadError, RankError, StepOutOfMemory
+from workers.engine.messages.step import StepPlan, StepResult
+from workers.engine.models.base import DecoderModel
+from workers.engine.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Rank:
+    """Comes to life in three steps: made, it knows the model's shape; `load` reads the weights and
+    says how large a cache could be; `allocate` makes the cache, whose size all ranks of a replica
+    share; `settle` does both, at the same time on all ranks. From then on it launches and retires
+    steps.
+
+    Takes a resolved configuration and what `open_shard` gives for it. All three raise
+    ModelLoadError where the model cannot be loaded or a setting does not suit it.
+    """
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+        self._began = time.monotonic()
+        self._config = config
+        self._parallel = Parallel()
+        self.device = usable_device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        elif config.threads is not None:
+            torch.set_num_threads(config.threads)
+        check_card(self.device, config.attention_backend)
+        self._ops = make_ops(config.attention_backend)
+        self._checkpoint = checkpoint
+        self.model_config: ModelConfig = checkpoint.config
+        self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
+        check_dtype(self.device, self.dtype)
+        if config.attention_backend == "cpu":
+            require_native(self.device, self.dtype)  # before weights are packed for it
+        longest_context(config, self.model_config)
+        self._decoder: DecoderModel
+        self._memory: CardMemory | None = None
+        self.runner: ModelRunner
+
+    def settle(self, parallel: Parallel) -> tuple[EngineConfig, int]:
+        """Loads and allocates as one of the ranks in `parallel`; returns when all have.
+
+        Returns the configuration with `max_model_len` settled, and the number of blocks, both the
+        same on all ranks.
+        """
+        self._parallel = parallel
+        config, num_blocks = plan_cache(
+            self._config, self.model_config, self.dtype, parallel.least(self.load()), self._memory
+        )
+        self.weights_seconds = time.monotonic() - self._began
+        config = settle_prefix_caching(config, self.model_config)
+        self.allocate(config, num_blocks)
+        parallel.least(0)
+        return config, num_blocks
+
+    def load(self) -> int:
+        """Reads the weights; returns how many bytes this rank has for its KV cache."""
+        parallel = self._parallel
+        config, model = self._config, self.model_config
+        weights = weight_bytes(self._checkpoint, self.dtype) // parallel.size
+        if self.device.type == "cuda":
+            return self._load_on_card(weights)
+        # The cache is planned first, for it may not fit, or the context come out shorter.
+        available = available_memory()
+        share = None if available is None else available // parallel.size
+        budget = cpu_cache_bytes(config, model, self.dtype, weights, share)
+        planned, _ = plan_cache(config, model, self.dtype, budget)
+        with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit into memory"):
+            self._decoder = load_weights(
+                self._checkpoint, self.dtype, self.device, planned.max_model_len, self._ops, parallel
+            )
+        return budget
+
+    def _load_on_card(self, weights: int) -> int:
+        config = self._config
+        card, total = torch.cuda.get_device_name(self.device), torch.cuda.mem_get_info(self.device)[1]
+        _give_back()  # what an earlier model of this process left
+        taken = _used(self.device)
+        place = f"on {card} with {gib(total)}, of which {gib(taken)} are taken"
+        with _refusing(
+            f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among"
+            " cards"
+        ):
+            self._decoder = load_weights(
+                self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, self._parallel
+            )
+        if config.kv_cache_memory_bytes is not None:
+            return config.kv_cache_memory_bytes
+        torch.cuda.empty_cache()
+        loaded = _used(self.device)
+        step = f"a step of {config.max_num_batched_tokens} tokens for {config.max_num_seqs} requests"
+        with _refusing(
+            f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or"
+            " max_num_seqs"
+        ):
+            graphs = rehearse(replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder)
+        rehearsed = _used(self.device)
+        _give_back()
+        self._memory = CardMemory(
+            card, config.gpu_memory_utilization, total, taken, loaded - taken, rehearsed - loaded, graphs
+        )
+        logger.info("%s for the KV cache", self._memory.account)
+        return max(0, self._memory.left)
+
+    def allocate(self, config: EngineConfig, num_blocks: int) -> None:
+        """Makes the cache of `num_blocks` blocks; `config` has `max_model_len` settled."""
+        assert config.block_size is not None
+        cache = gib(num_blocks * block_bytes(self.model_config, self.dtype, config.block_size))
+        advice = "lower kv_cache_memory_bytes or gpu_memory_utilization"
+        with _refusing(f"a KV cache of {cache} does not fit into memory beside the weights; {advice}"):
+            self.runner = ModelRunner(config, self._decoder, num_blocks)
+            self.runner.prepare()
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may
+        be launched again, in other parts.
+
+        Raises RankError for the same where there are other ranks: they may be in the middle of the
+        step, and wait for this one in vain.
+        """
+        try:
+            return self.runner.launch(plan)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            why = one_line(error)
+        # Only here, where no error holds on to the step's tensors any more, can their memory be had
+        # again.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._parallel.size > 1:
+            raise RankError(
+                f"a step of {plan.counts.sum()} tokens does not fit into memory ({why}), and the other ranks cannot be"
+                " called back from it; lower max_num_batched_tokens or gpu_memory_utilization"
+            )
+        raise StepOutOfMemory(why)
+
+    def retire(self, launched: LaunchedStep) -> StepResult:
+        """What came of a step. Waits for the device."""
+        return self.runner.retire(launched)
+
+
+def open_shard(config: EngineConfig) -> Checkpoint:
+    """The checkpoint of `config.model` as one of its ranks loads it, which needs no device.
+
+    Raises ModelLoadError.
+    """
+    return shard_checkpoint(open_checkpoint(config.model, config.model_impl), config.tensor_parallel_size)
+
+
+@contextmanager
+def _refusing(why: str) -> Iterator[None]:
+    """Raises ModelLoadError for a want of memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ModelLoadError(f"{why} ({one_line(error)})") from error
+
+
+def _give_back() -> None:
+    """Has the card's memory that this process holds and does not use; some is tied up in cycles."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _used(device: torch.device) -> int:
+    """Bytes of a card that somebody uses, this process among them."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

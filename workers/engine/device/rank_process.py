@@ -1,0 +1,64 @@
+"""A rank's process: `python -m workers.engine.device.rank_process --fd N --parent PID --rank R`.
+
+N is its end of a socket pair; rank 0, process PID, holds the other.
+
+Reads a `RankSetup`, then runs the step of every `PlanFrame`, until rank 0 closes its end or dies.
+Says nothing but why it has to end.
+"""
+
+import argparse
+import logging
+import socket
+import traceback
+from collections import deque
+
+import msgspec
+
+from workers.engine.messages.ranks import PlanFrame, RankFailed, RankSetup
+from workers.engine.messages.transport import FrameReader, frame
+from workers.engine.process import become_child, explains_itself, leave, sentence, settle_heap
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True, help="rank 0's process id")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--log-level", type=int, default=logging.INFO, help="as the logging module counts them")
+    given = parser.parse_args()
+    connection = socket.socket(fileno=given.fd)
+    # What a rank could say, rank 0 says too.
+    become_child(given.parent, connection, f"rank {given.rank}", max(logging.ERROR, given.log_level))
+    try:
+        _serve(FrameReader(connection))
+    except Exception as error:
+        if not explains_itself(error):
+            traceback.print_exc()
+        connection.sendall(frame(RankFailed(sentence(error))))
+        return 1
+    return 0
+
+
+def _serve(reader: FrameReader) -> None:
+    # Imported here, while rank 0 looks its device over, since importing torch takes seconds.
+    from workers.engine.device.model_runner import LaunchedStep
+    from workers.engine.device.rank import Rank, open_shard
+    from workers.engine.device.ranks import rank_parallel
+
+    setup = reader.read(msgspec.msgpack.Decoder(RankSetup))
+    if setup is None:
+        return
+    rank = Rank(setup.config, open_shard(setup.config))
+    config, _ = rank.settle(rank_parallel(setup, rank.device))
+    assert config.depth is not None
+    settle_heap()
+    launched: deque[LaunchedStep] = deque()
+    plans = msgspec.msgpack.Decoder(PlanFrame)
+    while (message := reader.read(plans)) is not None:
+        launched.append(rank.launch(message.plan()))
+        if len(launched) > config.depth:
+            rank.retire(launched.popleft())
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,227 @@
+"""The other ranks of a replica, as rank 0 in the engine core sees them: started, told of each step,
+and watched.
+
+All ranks run the same steps and sample the same tokens, so nothing comes back. A rank that ends
+takes the core with it, in the way in which it ended itself, so that whoever watches the core judges
+its end rightly; and the kernel ends every rank with the core.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import msgspec
+import torch
+
+from workers.engine.device.parallel import Parallel, connected_store, listening_store
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.ranks import PlanFrame, RankFailed, RankSetup
+from workers.engine.messages.step import StepPlan
+from workers.engine.messages.transport import FrameReader, frame
+from workers.engine.process import child_environment
+
+logger = logging.getLogger(__name__)
+
+# From a closed connection to the ended process, which may have a device to leave
+_END_SECONDS = 5.0
+_ECHO_SECONDS = 0.3  # from a rank's death to what the others say of it
+_VERDICT_SECONDS = 2.0  # from a rank's death to what is done about it
+_CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE))
+
+
+@dataclass(frozen=True, slots=True)
+class RankDeath:
+    """`returncode` is negative for a signal; `said` is the rank's own reason, if it gave one."""
+
+    rank: int
+    pid: int
+    returncode: int
+    said: str
+
+    @property
+    def doubt(self) -> int:
+        """How likely it is no more than the echo of another rank's death, which shows as an error,
+        or an abort, in a sum over the ranks.
+        """
+        if self.returncode < 0:
+            return 1 if -self.returncode in _CRASHES else 0
+        return 2
+
+    @property
+    def sentence(self) -> str:
+        if self.said:
+            return f"rank {self.rank}: {self.said}"
+        how = (
+            f"was ended by {signal.Signals(-self.returncode).name}"
+            if self.returncode < 0
+            else f"ended with status {self.returncode}"
+        )
+        return f"rank {self.rank} (process {self.pid}) {how}"
+
+
+OnDeath = Callable[[RankDeath], None]
+
+
+def end_likewise(death: RankDeath) -> None:
+    """Ends this process as the rank ended: by the same signal, or with status 1."""
+    print(death.sentence, file=sys.stderr, flush=True)
+    if death.returncode < 0:
+        faulthandler.disable()
+        os.kill(os.getpid(), -death.returncode)
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)  # one that this process does not heed
+    os._exit(1)
+
+
+class Ranks:
+    """The processes of ranks 1, 2, ... on `devices`, each with its own of the `locks` of their
+    cards. None, where there is one rank.
+    """
+
+    def __init__(self, devices: Sequence[str], locks: Sequence[int], on_death: OnDeath) -> None:
+        """Starts them; the kernel ties them to the calling thread."""
+        self._on_death = on_death
+        self._closing = self._joined = False
+        self._devices = devices
+        self._connections: list[socket.socket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._watchers: list[threading.Thread] = []
+        self._deaths: list[RankDeath] = []
+        self._noting = threading.Lock()
+        for rank in range(1, len(devices) + 1):
+            self._start(rank, [locks[rank - 1]] if locks else [])
+
+    def join(self, config: EngineConfig, device: torch.device) -> Parallel:
+        """Has all ranks, this one on `device` among them, load what `config` says.
+
+        Returns when they have found each other.
+        """
+        size = len(self._devices) + 1
+        if size == 1:
+            return Parallel()
+        store, port = listening_store(size)
+        with self.heard_first():
+            for rank, (connection, place) in enumerate(zip(self._connections, self._devices, strict=True), 1):
+                connection.sendall(frame(RankSetup(replace(config, device=place), rank, port)))
+            parallel = Parallel.join(0, size, device, store)
+        self._joined = True
+        return parallel
+
+    def send(self, plan: StepPlan) -> None:
+        """Has the other ranks run a step, which this one must run too."""
+        if not self._connections:
+            return
+        message = frame(PlanFrame.of(plan))
+        for connection in self._connections:
+            connection.sendall(message)
+
+    @contextmanager
+    def heard_first(self) -> Iterator[None]:
+        """An error in here may be no more than the echo of a rank's death, so it waits for what is
+        done about that.
+        """
+        try:
+            yield
+        except Exception:
+            until = time.monotonic() + (_VERDICT_SECONDS if self._watchers else 0.0)
+            for watcher in self._watchers:
+                watcher.join(max(0.0, until - time.monotonic()))
+            raise
+
+    def close(self) -> None:
+        """Lets the ranks finish their steps and end, or ends them where there is nothing to finish;
+        returns when they have.
+        """
+        self._closing = True
+        for connection in self._connections:
+            with suppress(OSError):  # the rank was quicker
+                connection.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + _END_SECONDS
+        for process in self._processes:
+            _wait(process, deadline if self._joined else 0.0)
+        for connection, watcher in zip(self._connections, self._watchers, strict=True):
+            watcher.join()
+            connection.close()
+
+    def _start(self, rank: int, locks: list[int]) -> None:
+        ours, theirs = socket.socketpair()
+        level = logger.getEffectiveLevel()
+        with theirs:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "workers.engine.device.rank_process"),
+                    *(
+                        "--fd",
+                        str(theirs.fileno()),
+                        "--parent",
+                        str(os.getpid()),
+                        "--rank",
+                        str(rank),
+                        "--log-level",
+                        str(level),
+                    ),
+                ],
+                pass_fds=[theirs.fileno(), *locks],
+                stdin=subprocess.DEVNULL,
+                env=child_environment(),
+            )
+        watcher = threading.Thread(
+            target=self._watch, args=(rank, process, ours), name=f"watch-rank-{rank}", daemon=True
+        )
+        self._connections.append(ours)
+        self._processes.append(process)
+        self._watchers.append(watcher)
+        watcher.start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+        message = None
+        with suppress(OSError):  # it left something unread
+            message = FrameReader(connection).read(msgspec.msgpack.Decoder(RankFailed))
+        if self._closing:
+            return
+        said = message.message if message is not None else ""
+        ended = _wait(process, time.monotonic() + _END_SECONDS)
+        with self._noting:
+            self._deaths.append(RankDeath(rank, process.pid, process.returncode if ended else 1, said))
+            first = len(self._deaths) == 1
+        if first:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Hears the other ranks too before it says who was the first to go."""
+        until = time.monotonic() + _ECHO_SECONDS
+        for watcher in self._watchers:
+            if watcher is not threading.current_thread():
+                watcher.join(max(0.0, until - time.monotonic()))
+        with self._noting:
+            self._on_death(min(self._deaths, key=lambda death: death.doubt))
+
+
+def rank_parallel(setup: RankSetup, device: torch.device) -> Parallel:
+    """The other side of `Ranks.join`."""
+    size = setup.config.tensor_parallel_size
+    return Parallel.join(setup.rank, size, device, connected_store(size, setup.port))
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Returns once it has ended, which is brought about at the deadline; whether it did so by
+    itself.
+    """
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
+    return True

@@ -1,0 +1,105 @@
+"""A checkpoint's tensors by name, read once each while a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from workers.engine.device.parallel import Parallel, Shard
+from workers.engine.layers.ops import Ops, TorchOps
+from workers.engine.messages.errors import ModelLoadError
+
+
+class Weights:
+    """Hands a model its tensors in the dtype and on the device that it runs with, and knows which
+    were never asked for.
+
+    `readers` maps a tensor's name to a function that reads it. Names may lack `prefix`: checkpoints
+    saved from a bare decoder do. `ops` is what the layers compute with, `parallel` says which part
+    of them is to be read.
+    """
+
+    def __init__(
+        self,
+        readers: Mapping[str, Callable[[], Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: str = "",
+        ops: Ops | None = None,
+        parallel: Parallel | None = None,
+    ) -> None:
+        self._readers = dict(readers)
+        self.dtype = dtype
+        self.device = device
+        self.ops = ops or TorchOps()
+        self.parallel = parallel or Parallel()
+        self._prefix = prefix if any(name.startswith(prefix) for name in readers) else ""
+        self._taken: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return self._resolve(name) in self._readers
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The whole tensor `name`, contiguous and owned by the caller.
+
+        Raises ModelLoadError where it is absent or has another shape.
+        """
+        target = torch.empty(tuple(shape), dtype=self.dtype, device=self.device)
+        self._read(name, shape, (), target)
+        return target
+
+    def take_rows(
+        self, names: Sequence[str], rows: Sequence[Shard], columns: int | None, transposed: bool = False
+    ) -> Tensor:
+        """Rows of several tensors [total, columns] (or [total] where `columns` is None) stacked
+        into one, for projections that run as one.
+
+        `transposed`: the checkpoint has them as [columns, total].
+        """
+        rest = () if columns is None else (columns,)
+        target = torch.empty((sum(part.length for part in rows), *rest), dtype=self.dtype, device=self.device)
+        for name, shard, part in zip(names, rows, torch.split(target, [shard.length for shard in rows]), strict=True):
+            if transposed and columns is not None:
+                self._read(name, (columns, shard.total), (slice(None), shard.where), part.t())
+            else:
+                self._read(name, (shard.total, *rest), (shard.where,), part)
+        return target
+
+    def take_columns(self, name: str, rows: int, columns: Shard, transposed: bool = False) -> Tensor:
+        """Columns of a tensor [rows, total], which the checkpoint has as [total, rows] if
+        `transposed`.
+        """
+        target = torch.empty((rows, columns.length), dtype=self.dtype, device=self.device)
+        if transposed:
+            self._read(name, (columns.total, rows), (columns.where,), target.t())
+        else:
+            self._read(name, (rows, columns.total), (slice(None), columns.where), target)
+        return target
+
+    def _read(self, name: str, shape: Sequence[int], where: tuple[slice, ...], target: Tensor) -> None:
+        """Copies a tensor, or a part: a file that is replaced under a memory map would kill the
+        process.
+        """
+        resolved = self._resolve(name)
+        if resolved not in self._readers:
+            raise ModelLoadError(
+                f"the checkpoint has no tensor {resolved!r}; is it whole, and of the architecture in config.json?"
+            )
+        tensor = self._readers[resolved]()
+        if tuple(tensor.shape) != tuple(shape):
+            raise ModelLoadError(
+                f"tensor {resolved!r} has shape {list(tensor.shape)}, but config.json implies {list(shape)}"
+            )
+        self._taken.add(resolved)
+        target.copy_(tensor[where])
+
+    def unused(self) -> list[str]:
+        """Names that no layer took."""
+        return sorted(self._readers.keys() - self._taken)
+
+    def _resolve(self, name: str) -> str:
+        if name in self._readers or not name.startswith("*."):
+            return name
+        return self._prefix + name[2:]

@@ -1,0 +1,215 @@
+"""What the front process and the engine core say to each other, as msgspec structs.
+
+
+The front's first frame is an `EngineConfig`; then come `ToCore` messages. The core answers with one
+`Ready` or `Failed`, then with one `StepOutput` per step; a `Failed` after `Ready` says why the core
+is about to end.
+"""
+
+import math
+from enum import IntEnum
+
+import msgspec
+
+MAX_SEED = 2**64 - 1
+
+
+class Finish(IntEnum):
+    """Why a request ended; RUNNING means that it has not."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How one request's tokens are drawn and when it ends.
+
+    Raises ValueError for a value out of range.
+
+    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `choice` tells the choices of one request
+    apart in the noise. Repetition counts prompt and output, presence and frequency the output. Stop
+    and end-of-text tokens cannot come among the first `min_tokens`. `logit_bias` holds pairs of
+    token and what is added to its logit; `bad_words` are runs of tokens that never come about in
+    the output. `logprobs` and `prompt_logprobs`: how many of the most likely tokens to tell at each
+    position beside the one that stands there; -1 for no log probabilities at all.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    choice: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens must not be negative, got {self.max_tokens}")
+        if not (self.temperature >= 0.0 and math.isfinite(self.temperature)):
+            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative, got {self.top_k}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be an unsigned 64-bit number, got {self.seed}")
+        if self.choice < 0:
+            raise ValueError(f"choice must not be negative, got {self.choice}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise ValueError(f"{name} must lie in [-2, 2], got {getattr(self, name)}")
+        if not (self.repetition_penalty > 0.0 and math.isfinite(self.repetition_penalty)):
+            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must not be negative, got {self.min_tokens}")
+        for token, bias in self.logit_bias:
+            if token < 0 or not math.isfinite(bias):
+                raise ValueError(f"logit_bias must map token ids to finite numbers, got {token}: {bias}")
+        for word in self.bad_words:
+            if not word or min(word) < 0:
+                raise ValueError(f"bad_words must hold runs of token ids, got {list(word)}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) < -1:
+                raise ValueError(f"{name} must be at least -1, got {getattr(self, name)}")
+
+
+class EngineRequest(msgspec.Struct):
+    """One sequence to generate.
+
+    `request_id` is chosen by the front and unique in the core's life. `output_token_ids` is what an
+    earlier worker generated already: it counts towards `max_tokens`, as output in everything else,
+    and is never sent again. A lower `priority` runs first, among live and among batch requests;
+    equals run in the order in which they came. `job` names requests whose outputs are about equally
+    long, as far as one can tell: those of one batch. `stop_strings` says that the front may end it
+    by its text, of which the engine knows nothing.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    sampling: SamplingParams
+    live: bool = False
+    priority: int = 0
+    job: str = ""
+    stop_strings: bool = False
+
+
+class AddRequests(msgspec.Struct, tag="add", array_like=True):
+    requests: list[EngineRequest]
+
+
+class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
+    request_ids: list[int]
+
+
+class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
+    pass
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
+    """The core has its model and serves.
+
+    `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold.
+    `weights_seconds`: how long loading took. `cards`: what the driver calls the GPUs that it runs
+    on ("GPU-" and a UUID).
+    """
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int
+    threads: int
+    weights_seconds: float
+    cards: list[str] = []
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """The core cannot start, or cannot go on: one sentence that says why."""
+
+    message: str
+
+
+class Stats(msgspec.Struct, array_like=True):
+    """Counters of the core.
+
+    `running`, `waiting` and `free_blocks` are the present; the rest only grow.
+
+    `tokens` counts generated tokens, `computed_tokens` those run through the model,
+    `prefix_hit_tokens` those that the cache gave instead, `recomputed_tokens` the computed ones
+    that a preempted request had computed before. `full_step_seconds` is how long a step of the
+    largest size may take, judged by the steps so far.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    steps: int = 0
+    tokens: int = 0
+    computed_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    full_step_seconds: float = 0.0
+    recomputed_tokens: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Natural log probabilities at one position, from the model's own distribution: before bias,
+    penalties, temperature and all else.
+
+    The token that stands there comes first, then the most likely ones, best first, so that it may
+    come twice. `rank` is its place among all tokens, 1 for the most likely.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class StepOutput(msgspec.Struct, tag="step", array_like=True):
+    """What one step produced, one entry per request that got a token or ended.
+
+    `counts[i]` tokens of request `request_ids[i]` follow each other in the flat `token_ids`.
+    `finish[i]` is a `Finish` value; `stop_token[i]` the id that ended the request, which is the
+    last of its tokens, or -1. `cached_tokens[i]`, in the request's first entry, counts the prompt
+    tokens that the prefix cache gave; it is 0 in all later ones. `errors` gives a sentence for each
+    request ended by ERROR. `logprobs` has, by request id, one item per token of the entry;
+    `prompt_logprobs`, with the first token of a request, one per prompt token from the second on.
+    Both hold only requests that asked.
+    """
+
+    step: int
+    request_ids: list[int]
+    counts: list[int]
+    token_ids: list[int]
+    finish: list[int]
+    stop_token: list[int]
+    cached_tokens: list[int]
+    stats: Stats
+    errors: dict[int, str] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+
+
+ToCore = AddRequests | AbortRequests | Shutdown
+FromCore = Ready | Failed | StepOutput

@@ -1,0 +1,52 @@
+"""What rank 0 of a replica says to the others, as msgspec structs: one `RankSetup`, then one
+`PlanFrame` per step. A rank answers only to say, with a `RankFailed`, why it is about to end.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan
+
+
+class RankSetup(msgspec.Struct):
+    """`config` is resolved and names the rank's own device; the ranks meet at `port` of the
+    loopback interface.
+    """
+
+    config: EngineConfig
+    rank: int
+    port: int
+
+
+class RankFailed(msgspec.Struct):
+    message: str
+
+
+class PlanFrame(msgspec.Struct, array_like=True):
+    """A `StepPlan` with its arrays as bytes."""
+
+    step: int
+    added: list[AddedRequest]
+    new_blocks: list[NewBlocks]
+    slots: bytes
+    starts: bytes
+    counts: bytes
+    samples: bytes
+    prompt_scores: list[PromptScores]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> PlanFrame:
+        slots, starts, counts, samples = (
+            array.tobytes() for array in (plan.slots, plan.starts, plan.counts, plan.samples)
+        )
+        return cls(plan.step, plan.added, plan.new_blocks, slots, starts, counts, samples, plan.prompt_scores)
+
+    def plan(self) -> StepPlan:
+        slots, starts, counts = (
+            np.frombuffer(array, np.int32).copy() for array in (self.slots, self.starts, self.counts)
+        )
+        samples = np.frombuffer(self.samples, np.bool_).copy()
+        return StepPlan(self.step, self.added, self.new_blocks, slots, starts, counts, samples, self.prompt_scores)

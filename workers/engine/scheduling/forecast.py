@@ -1,0 +1,199 @@
+"""How many KV blocks the running requests will need in the steps to come."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.output_lengths import EDGES, Floats, OutputLengths
+from workers.engine.scheduling.request import Request
+
+_LOOK_STEPS = 16  # from one look at all that runs to the next
+_SPARE = 1 / 32  # of the blocks, for what nobody foresaw
+_CAUTION = 1.75  # standard deviations
+_EASY = 0.5  # of the blocks: up to here requests come in as they come
+# The variance of lengths by their mean squared from which they need no pace; it is 0 for equal ones
+_VARIED = 2 / 3
+
+
+class Forecast:
+    """Says whether one more request has room until its end, by how long outputs of its job are
+    expected to get.
+
+    For points of time ahead it holds how many blocks are expected to be in use: of each request
+    what it will have grown to, as likely as it is to be running still, and some more for chance.
+    What comes in beside must fit where that is highest (as in Gong et al. 2025, "Past-Future
+    Scheduler"). All of it is calculated anew every `_LOOK_STEPS` steps, and in between changed by
+    who comes and goes.
+
+    Requests of about the same length that come in together end together, and at that moment alone
+    the blocks would be full. So those come in no faster than they can go on doing: one each time
+    that the blocks have as many steps to give as one takes.
+    """
+
+    def __init__(self, kv_cache: KVCache, max_num_seqs: int, max_model_len: int) -> None:
+        self.lengths = OutputLengths()
+        self._pool = kv_cache.pool
+        self._size = kv_cache.block_size
+        self._room = int((kv_cache.pool.num_blocks - 1) * (1 - _SPARE))
+        self._times = _times(max_model_len)
+        self._most = 0  # blocks, if each that runs got as long as it may
+        self._looked = -1  # at which step; -1: what follows means nothing
+        self._shared = 0  # blocks that stay in use whoever ends
+        # Blocks at each point of time: expected, their variance, and how many there may be; by
+        # slot, and of all together.
+        self._by_slot = np.zeros((3, max_num_seqs, len(self._times)))
+        self._all = np.zeros((3, len(self._times)))
+        self._tables: dict[str, Floats] = {}  # by job
+        # Who was asked about last, with which tokens and shared blocks, at which look, and its
+        # curves.
+        self._candidate = (-1, -1, -1, -1, self._all)
+        # Who has no room before that step, unless someone leaves
+        self._refused, self._refused_until = -1, 0.0
+        self._next = 0.0  # the step from which equal ones may come in again
+
+    def has_room(
+        self, request: Request, prefix: Sequence[int], step: int, running: Sequence[Request], returning: int
+    ) -> bool:
+        """Whether a request that would hold the blocks `prefix` together with others has room
+        beside all that is `running` as well.
+
+        `returning`: blocks in use that nobody has any more.
+        """
+        if self._most + self._blocks(request.limit) <= self._room:
+            return True
+        if not self._is_fresh(step):
+            self._look(step, running, returning)
+        if request.id == self._refused and step < self._refused_until:
+            return False
+        request.shared = len(prefix)
+        curves = self._curves_of(request, step)
+        late = int(np.searchsorted(self._times, step - self._looked))
+        expected, variance, most = (self._all + curves)[:, late:]
+        need = np.minimum(expected + _CAUTION * np.sqrt(np.maximum(variance, 0.0)), most)
+        peak = float(need.max()) + self._shared + self._pool.idle(prefix)
+        if peak > self._room or (peak > _EASY * self._room and step < self._next):
+            self._refused, self._refused_until = request.id, math.inf if peak > self._room else self._next
+            return False
+        self._next = max(self._next, step - 1) + self._interval(
+            request, curves[0, late:], self._times[late:] - (step - self._looked)
+        )
+        return True
+
+    def enter(self, request: Request, step: int, revived: int) -> None:
+        """A request got a slot and a prefix, of which nobody held `revived` blocks."""
+        self._most += self._blocks(request.limit)
+        if self._is_fresh(step):
+            self._put(request.slot, self._curves_of(request, step))
+            self._shared += revived
+
+    def leave(self, request: Request) -> None:
+        """A request is about to lose its slot."""
+        self._most -= self._blocks(request.limit)
+        if self._looked >= 0:
+            self._put(request.slot, 0.0)
+
+    def check_empty(self) -> None:
+        """Raises RuntimeError when it still reckons with someone."""
+        if self._most or (self._looked >= 0 and np.abs(self._by_slot).max() > 0):
+            raise RuntimeError(f"idle with {self._most} KV blocks reckoned with")
+
+    def _interval(self, request: Request, use: Floats, times: Floats) -> float:
+        """Steps from this request to the next, if those that come after it are like it."""
+        alive = use / (np.ceil(np.minimum(request.known + times, request.limit) / self._size) - request.shared)
+        widths = np.diff(times)
+        mean, half_square, area = (
+            float(widths @ (curve[1:] + curve[:-1])) / 2 for curve in (alive, alive * times, use)
+        )
+        if not mean:
+            return 0.0
+        variance = 2 * half_square / mean**2 - 1
+        return area / self._room * max(0.0, 1 - variance / _VARIED)
+
+    def _is_fresh(self, step: int) -> bool:
+        if self._looked >= 0 and step - self._looked >= _LOOK_STEPS:
+            self._looked = -1
+        return self._looked >= 0
+
+    def _put(self, slot: int, curves: Floats | float) -> None:
+        self._all += curves - self._by_slot[:, slot]
+        self._by_slot[:, slot] = curves
+        self._refused = -1
+
+    def _look(self, step: int, running: Sequence[Request], returning: int) -> None:
+        self._looked, self._refused = step, -1
+        self._tables = {}
+        self._by_slot[:] = 0.0
+        if running:
+            self._learn_from(running)
+            for request in running:
+                self._find_shared(request)
+            self._by_slot[:, [request.slot for request in running]] = self._curves(running, step)
+        self._all = self._by_slot.sum(axis=1)
+        owned = sum(len(request.blocks) - request.shared for request in running)
+        self._shared = max(0, self._pool.num_blocks - 1 - self._pool.free - returning - owned)
+
+    def _learn_from(self, running: Iterable[Request]) -> None:
+        outputs: dict[str, list[int]] = {}
+        for request in running:
+            if request.job is not None:
+                outputs.setdefault(request.job, []).append(request.known - request.prompt_length)
+        self._tables = {job: self.lengths.log_survival(job, lengths) for job, lengths in outputs.items()}
+
+    def _find_shared(self, request: Request) -> None:
+        """Who computed a prefix does not free it at its end while others hold it too: they hold a
+        beginning of its blocks.
+        """
+        blocks, holders = request.blocks, self._pool.holders_of
+        if request.shared < len(blocks) and holders(blocks[request.shared]) > 1:
+            request.shared = bisect_left(blocks, True, request.shared, key=lambda block: holders(block) == 1)
+
+    def _curves_of(self, request: Request, step: int) -> Floats:
+        """The curves of one that is not running yet; good until the next look, since a few steps
+        sooner or later matter little.
+        """
+        *asked, curves = self._candidate
+        if asked != [request.id, request.known, request.shared, self._looked]:
+            curves = self._curves([request], step)[:, 0]
+            self._candidate = (request.id, request.known, request.shared, self._looked, curves)
+        return curves
+
+    def _curves(self, requests: Sequence[Request], step: int) -> Floats:
+        """Of each request's own blocks, at each point of time, the expected number, its variance
+        and the most: [3, requests, times].
+        """
+        counts = np.array(
+            [(request.known, request.limit, request.prompt_length, request.shared) for request in requests],
+            dtype=np.float64,
+        )
+        known, limit, prompt, shared = (counts[:, i : i + 1] for i in range(4))
+        length = known + np.maximum(self._times - (step - self._looked), 0.0)
+        most = np.ceil(np.minimum(length, limit) / self._size) - shared
+        most[:, 1:][length[:, 1:] >= limit] = 0.0
+        alive = np.ones_like(most)
+        jobs = {request.job for request in requests}
+        for job in jobs - {None}:
+            assert job is not None
+            rows = [row for row, request in enumerate(requests) if request.job == job] if len(jobs) > 1 else slice(None)
+            alive[rows] = self._lasting(job, length[rows] - prompt[rows], known[rows] - prompt[rows])
+        expected = alive * most
+        return np.stack([expected, expected * (most - expected), most])
+
+    def _lasting(self, job: str, outputs: Floats, now: Floats) -> Floats:
+        """How likely requests that have `now` tokens are to get so many more."""
+        table = self._tables.get(job)
+        if table is None:
+            table = self._tables[job] = self.lengths.log_survival(job, ())
+        lasting: Floats = np.exp(np.interp(outputs, EDGES, table) - np.interp(now, EDGES, table))
+        return lasting
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._size)
+
+
+def _times(longest: int) -> Floats:
+    """Steps ahead: eight by eight, then eight in each octave."""
+    times = np.unique(np.concatenate([np.arange(0, 64, 8), np.floor(64 * 2 ** (np.arange(120) / 8))]))
+    return times[: int(np.searchsorted(times, longest + _LOOK_STEPS)) + 1].astype(np.float64)

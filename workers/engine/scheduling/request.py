@@ -1,0 +1,117 @@
+"""The scheduler's view of one request."""
+
+import sys
+from collections.abc import Set
+from itertools import chain
+
+from workers.engine.messages.core import EngineRequest, Finish
+
+
+class Request:
+    """A request's tokens, its slot and its blocks.
+
+    Three counts of tokens chase each other: `computed` (their keys and values are in the cache, or
+    will be once the launched steps have run) <= `known` (the device knows them: the host's tokens
+    and those that launched steps are about to sample) and `len(tokens)`, what the host has seen.
+    `known - len(tokens)` steps that sample for this request have been launched and not yet retired.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "blocks",
+        "cached_tokens",
+        "capacity",
+        "computed",
+        "finish",
+        "hash_at",
+        "id",
+        "job",
+        "known",
+        "last_step",
+        "limit",
+        "live",
+        "next_score",
+        "prompt_length",
+        "reached",
+        "sampling",
+        "shared",
+        "slot",
+        "stop_token_ids",
+        "tokens",
+        "urgency",
+        "wanted",
+    )
+
+    def __init__(self, request: EngineRequest, arrival: int, max_model_len: int, eos_token_ids: Set[int]) -> None:
+        """`arrival` orders equals in priority; `max_model_len` caps prompt and output together."""
+        sampling = request.sampling
+        self.id = request.request_id
+        self.tokens = request.prompt_token_ids + request.output_token_ids
+        self.prompt_length = len(request.prompt_token_ids)
+        self.sampling = sampling
+        self.live = request.live
+        self.urgency = (not request.live, request.priority, arrival)
+        # The first prompt position that no launched step tells the log probability of; beyond all
+        # positions where none is to come.
+        self.next_score = 1 if sampling.prompt_logprobs >= 0 and self.prompt_length > 1 else sys.maxsize
+        self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
+        stops = frozenset(sampling.stop_token_ids)
+        self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
+        # Whose outputs its own is expected to be like; None where nothing but its limit ends it.
+        self.job = request.job if self.stop_token_ids or request.stop_strings else None
+        self.finish = Finish.RUNNING
+        self.cached_tokens = -1
+        self.block_hashes: list[bytes] = []
+        self.known = len(self.tokens)
+        self.reached = 0  # the most tokens that it had computed before it lost its slot
+        self.wanted = 0  # how many of `block_hashes` are kept for it while it waits
+        self.leave()
+
+    def leave(self) -> None:
+        """Forget slot and blocks; the tokens stay.
+
+        What a launched step is about to sample still comes in through `known`.
+        """
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.capacity = 0
+        # How many of its first blocks came from other requests, or are known to be held by others
+        # too
+        self.shared = 0
+        self.computed = 0
+        self.hash_at = 0
+        self.last_step = -1
+
+    def ended_by(self) -> tuple[Finish, int]:
+        """How the last token ends the request, and that token if it is a stop token, else -1.
+
+        Among the first `min_tokens` none is.
+        """
+        if len(self.tokens) > self.prompt_length + self.sampling.min_tokens and self.tokens[-1] in self.stop_token_ids:
+            return Finish.STOP, self.tokens[-1]
+        if len(self.tokens) >= self.limit:
+            return Finish.LENGTH, -1
+        return Finish.RUNNING, -1
+
+
+def refusal(request: Request, max_model_len: int, vocab_size: int) -> str:
+    """Why a request cannot run, in a sentence; empty if it can."""
+    if not request.prompt_length:
+        return "the prompt has no tokens"
+    if request.prompt_length >= max_model_len:
+        return (
+            f"the prompt has {request.prompt_length} tokens; with one more for the answer the context holds"
+            f" {max_model_len}"
+        )
+    low, high = min(request.tokens), max(request.tokens)
+    if low < 0 or high >= vocab_size:
+        return f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size}"
+    sampling = request.sampling
+    for name, named in (
+        ("logit_bias", [token for token, _ in sampling.logit_bias]),
+        ("bad_words", chain(*sampling.bad_words)),
+    ):
+        high = max(named, default=0)
+        if high >= vocab_size:
+            return f"token id {high} in {name} is outside the vocabulary of {vocab_size}"
+    return ""

@@ -1,0 +1,497 @@
+"""Decides, step by step, which requests get how many tokens.
+
+Knows no prefill or decode phase.
+"""
+
+import sys
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Collection, Iterable
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
+
+from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput, TokenLogprobs
+from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
+from workers.engine.scheduling.forecast import Forecast
+from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.request import Request, refusal
+from workers.engine.scheduling.step_builder import OutputDraft, StepDraft
+
+_URGENCY = attrgetter("urgency")
+_LONGEST_WAIT = 32  # steps
+
+
+class Scheduler:
+    """Gives every step one budget of tokens: live requests first, and among live or batch ones
+    those that run before those that wait.
+
+    A request has tokens known and tokens computed, and a step computes some of the difference; when
+    it reaches the last known token it samples the next. When blocks run out, the least urgent
+    running request (batch before live, then the highest number for priority, then the newest) is
+    preempted: it keeps its tokens and waits for its turn, so the most urgent always goes on and no
+    equal starves.
+
+    With `depth` 1, `schedule` may be called once more before `update` has brought the tokens of the
+    step before. Then slots and blocks given up by a request that a launched step still uses stay
+    taken until that step has been retired, and a token sampled for a request that had already ended
+    is dropped.
+
+    With `company` above 1, batch requests for which little is free wait until as many slots are,
+    and their share of the blocks, or for `_LONGEST_WAIT` steps: where a step without a prompt is
+    much the cheaper kind, prompts come together in a few steps.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        kv_cache: KVCache,
+        depth: int,
+        *,
+        vocab_size: int,
+        eos_token_ids: Collection[int] = (),
+        company: int = 1,
+    ) -> None:
+        """`max_model_len` is lowered to what the cache can hold for a request that has it to
+        itself.
+        """
+        self.token_budget = max_num_batched_tokens
+        self.max_model_len = min(max_model_len, kv_cache.max_tokens)
+        self.depth = depth
+        self._kv_cache = kv_cache
+        self._pool = kv_cache.pool
+        self._forecast = Forecast(kv_cache, max_num_seqs, self.max_model_len)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._company = company
+        self._company_blocks = self._pool.num_blocks * company // max_num_seqs
+        self._waited_steps = 0  # for company
+        self._requests: dict[int, Request] = {}
+        self._live = _Lane()
+        self._batch = _Lane()
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._launched: deque[_Launched] = deque()
+        self._returning: list[_Returning] = []
+        self._returning_blocks = 0
+        self._retired_step = 0
+        self._arrivals = 0
+        self._step = 0
+        self._stats = Stats()
+        self._output = OutputDraft()
+        self._fresh_hits: dict[
+            int, int
+        ] = {}  # prompt tokens that the cache gave, by request, until its first entry in an output
+        self._fresh_scores: dict[
+            int, list[TokenLogprobs]
+        ] = {}  # what the prompt's log probabilities are so far, until the same moment
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._requests)
+
+    def add(self, request: EngineRequest) -> None:
+        """Takes a request in; one that cannot run, or has nothing left to generate, ends at once
+        and shows in the next output.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id} is in use")
+        self._arrivals += 1
+        added = Request(request, self._arrivals, self.max_model_len, self._eos_token_ids)
+        problem = refusal(added, self.max_model_len, self._vocab_size)
+        finish, stop_token = (Finish.ERROR, -1) if problem else added.ended_by()
+        if finish:
+            added.finish = finish
+            self._output.end(added, stop_token, problem)
+        else:
+            self._requests[added.id] = added
+            if added.sampling.prompt_logprobs >= 0:
+                self._fresh_scores[added.id] = []
+            self._wait(added)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Ends requests at once, whatever they are doing; unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._end(request, Finish.ABORT)
+                self._output.end(request, -1)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed before a launched step has been
+        retired, or at all.
+        """
+        if len(self._launched) > self.depth:
+            raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
+        step = StepDraft(self._step + 1, self.token_budget)
+        for lane in (self._live, self._batch):
+            self._advance(lane.running, step)
+            if lane.waiting and not (lane is self._batch and self._waits_for_company()):
+                self._admit(lane, step)
+        if not step.slots:
+            return None
+        self._step = step.number
+        self._launched.append(_Launched(step.number, step.sampling, step.scored, step.first_entries))
+        self._stats.steps += 1
+        self._stats.computed_tokens += self.token_budget - step.budget
+        return step.plan()
+
+    def undo(self, plan: StepPlan) -> list[int]:
+        """Takes back the step planned last, which could not be launched; returns the ids of its
+        requests.
+
+        They have computed what they had before, and those that it let in wait again. Those that
+        were preempted for it stay so.
+        """
+        launched = self._launched.pop()
+        if launched.step != plan.step:
+            raise RuntimeError(f"step {plan.step} was taken back in place of step {launched.step}")
+        by_slot = {request.slot: request for lane in (self._live, self._batch) for request in lane.running}
+        requests = [by_slot[slot] for slot in plan.slots.tolist()]
+        before = self._launched[-1].step if self._launched else self._retired_step
+        for request, start, samples in zip(requests, plan.starts.tolist(), plan.samples.tolist(), strict=True):
+            self._kv_cache.shrink(request, start)
+            request.known -= samples
+            request.last_step = before
+        for scores in plan.prompt_scores:
+            requests[scores.row].next_score = scores.first
+        for request in launched.first_entries:
+            request.cached_tokens = -1
+            self._fresh_hits.pop(request.id, None)
+        for added in plan.added:
+            self._send_back(by_slot[added.slot])
+        self._stats.steps -= 1
+        self._stats.computed_tokens -= int(plan.counts.sum())
+        return [request.id for request in requests]
+
+    def fail(self, request_id: int, error: str) -> None:
+        """Ends a request that cannot be computed; `error` is a sentence."""
+        request = self._requests[request_id]
+        self._end(request, Finish.ERROR)
+        self._output.end(request, -1, error)
+
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Takes in what came of the oldest launched step; returns all that happened since the last
+        output.
+        """
+        launched = self._launched.popleft()
+        if launched.step != plan.step or len(launched.sampling) != len(result.tokens):
+            raise RuntimeError(
+                f"step {plan.step} with {len(result.tokens)} tokens was retired in place of step {launched.step}"
+            )
+        self._retired_step = plan.step
+        self._take_back()
+        output = self._output
+        if result.logprobs or launched.scored:
+            self._take_logprobs(launched, result)
+        add_id, add_token = output.request_ids.append, output.token_ids.append
+        for request, token in zip(launched.sampling, result.tokens.tolist(), strict=True):
+            if request.finish:
+                continue
+            tokens = request.tokens
+            tokens.append(token)
+            if token in request.stop_token_ids or len(tokens) >= request.limit:
+                finish, stop_token = request.ended_by()
+                if finish:
+                    self._end(request, finish)
+                    output.end(request, stop_token, token=token)
+                    continue
+            add_id(request.id)
+            add_token(token)
+        self._stats.tokens += len(output.token_ids)
+        return self._flush()
+
+    def ended(self) -> StepOutput | None:
+        """The requests that ended without a step since the last output, if any."""
+        return self._flush() if self._output.request_ids else None
+
+    def check_idle(self) -> None:
+        """Raises RuntimeError when a slot or a block is still taken although no request is left and
+        no step is launched.
+        """
+        if self._requests or self._launched:
+            raise RuntimeError(f"not idle: {len(self._requests)} requests, {len(self._launched)} launched steps")
+        self._pool.check()
+        if self._pool.free != self._pool.num_blocks - 1 or self._returning or self._returning_blocks:
+            raise RuntimeError(f"idle with {self._pool.num_blocks - 1 - self._pool.free} KV blocks taken")
+        if self._pool.wants():
+            raise RuntimeError(f"idle with {len(self._pool.wants())} KV blocks wanted")
+        if self._live.running or self._batch.running or self._live.waiting or self._batch.waiting:
+            raise RuntimeError("idle with requests in a queue")
+        self._forecast.check_empty()
+
+    def _take_logprobs(self, launched: "_Launched", result: StepResult) -> None:
+        for index, told in result.logprobs.items():
+            request = launched.sampling[index]
+            if not request.finish:
+                self._output.logprobs[request.id] = [told]
+        for request, scores in zip(launched.scored, result.prompt_logprobs, strict=True):
+            if not request.finish:
+                self._fresh_scores[request.id] += scores
+
+    def _advance(self, requests: list[Request], step: StepDraft) -> None:
+        """Gives requests with a slot as many of their uncomputed tokens as the budget has left.
+
+        The loop that every row of every step goes through: what it does per row is what a step
+        costs on the host.
+        """
+        budget, number = step.budget, step.number
+        add_slot, add_start, add_count, add_samples = (
+            step.slots.append,
+            step.starts.append,
+            step.counts.append,
+            step.samples.append,
+        )
+        add_sampling = step.sampling.append
+        for request in requests:  # preemption shortens the list only behind the request at hand
+            if not budget:
+                break
+            start, known = request.computed, request.known
+            if known >= request.limit:
+                continue  # its last token is in a launched step
+            count = known - start
+            if count > budget:
+                count = budget
+            end = start + count
+            if end > request.capacity and not self._extend(request, end, step):
+                continue
+            budget -= count
+            if end >= request.next_score:
+                self._score(request, end, step)
+            add_slot(request.slot)
+            add_start(start)
+            add_count(count)
+            request.computed = end
+            request.last_step = number
+            if end == known:
+                request.known = end + 1
+                add_samples(True)
+                add_sampling(request)
+            else:
+                add_samples(False)
+                step.outstanding += self._kv_cache.blocks_for(known - request.capacity)
+            if end >= request.hash_at:
+                self._kv_cache.remember(request)
+        step.budget = budget
+
+    def _score(self, request: Request, end: int, step: StepDraft) -> None:
+        """Has the step's next row tell the log probabilities of prompt tokens that follow on
+        computed ones, each once: tokens computed again after a preemption are not told again.
+        """
+        last = min(end + 1, request.prompt_length)
+        step.prompt_scores.append(PromptScores(len(step.slots), request.next_score, last))
+        step.scored.append(request)
+        request.next_score = last if last < request.prompt_length else sys.maxsize
+
+    def _extend(self, request: Request, end: int, step: StepDraft) -> bool:
+        """Gives a request blocks for its first `end` tokens, if need be at the cost of less urgent
+        ones; False if it must wait.
+        """
+        if not self._make_room(self._kv_cache.blocks_for(end - request.capacity), request):
+            step.short = True
+            return False
+        first = len(request.blocks)
+        step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
+        return True
+
+    def _admit(self, lane: "_Lane", step: StepDraft) -> None:
+        """Lets waiting requests in, in order of urgency, as long as their known tokens fit beside
+        what the running ones may soon need.
+        """
+        while lane.waiting and step.budget and not step.short:
+            request = lane.waiting[0]
+            if request.known > len(request.tokens) or not self._slot_for(request, step):
+                return
+            reserve = step.outstanding + len(self._live.running) + (0 if request.live else len(self._batch.running))
+            if not request.live and reserve >= self._pool.free:
+                return
+            # What the cache holds has no logits, so as long as prompt tokens are to be scored
+            # everything is computed.
+            prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
+            need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.idle(prefix) + reserve
+            if need <= self._pool.free and (request.live or self._has_room(request, prefix, step)):
+                self._enter(lane, request, prefix, step)
+            elif not (request.live and self._make_room(need, request)):
+                step.short = request.live and bool(self._returning)
+                return
+
+    def _has_room(self, request: Request, prefix: list[int], step: StepDraft) -> bool:
+        """Whether a batch request is expected to fit until its end; the only one gets in whenever
+        it can begin.
+        """
+        if not self._batch.running:
+            return True
+        returning = sum(returning.own_blocks for returning in self._returning)
+        return self._forecast.has_room(
+            request, prefix, step.number, self._live.running + self._batch.running, returning
+        )
+
+    def _waits_for_company(self) -> bool:
+        """Whether batch requests stay out of this step, so that more of them come in at once."""
+        scarce = len(self._free_slots) < self._company or self._pool.free < self._company_blocks
+        runs = self._live.running or self._batch.running
+        if self._company > 1 and scarce and runs and self._waited_steps < _LONGEST_WAIT:
+            self._waited_steps += 1
+            return True
+        self._waited_steps = 0
+        return False
+
+    def _enter(self, lane: "_Lane", request: Request, prefix: list[int], step: StepDraft) -> None:
+        del lane.waiting[0]
+        revived = self._pool.idle(prefix)
+        self._kv_cache.admit(request, prefix)
+        self._kv_cache.unwant(request)
+        hit = request.computed
+        request.slot = self._free_slots.pop()
+        self._forecast.enter(request, step.number, revived)
+        if request.cached_tokens < 0:
+            step.first_entries.append(request)
+            request.cached_tokens = min(hit, request.prompt_length)
+            if request.cached_tokens:
+                self._fresh_hits[request.id] = request.cached_tokens
+        self._stats.prefix_hit_tokens += hit
+        self._stats.recomputed_tokens += max(0, request.reached - hit)
+        insort(lane.running, request, key=_URGENCY)
+        step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
+        if prefix:
+            step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
+        self._advance([request], step)
+
+    def _slot_for(self, request: Request, step: StepDraft) -> bool:
+        """Whether a slot is free.
+
+        For live requests batch ones are preempted, as many at once as the step's budget can let in.
+        """
+        if request.live and not self._free_slots:
+            wanted = sum(
+                before < step.budget for before in accumulate((other.known for other in self._live.waiting), initial=0)
+            )
+            missing = min(wanted, len(self._live.waiting)) - len(self._returning)
+            for _ in range(min(missing, len(self._batch.running))):
+                self._preempt(self._batch.running[-1])
+        return bool(self._free_slots)
+
+    def _make_room(self, need: int, request: Request) -> bool:
+        """Preempts the least urgent until `need` blocks are free: a running request anyone behind
+        it and at last itself, a waiting live one only batch requests. False when the blocks are not
+        free now; they may be once a launched step has been retired.
+        """
+        waits = request.slot < 0
+        if (
+            waits
+            and self._pool.free + self._returning_blocks + sum(len(batch.blocks) for batch in self._batch.running)
+            < need
+        ):
+            return False
+        while self._pool.free < need:
+            if self._pool.free + self._returning_blocks >= need:
+                return False
+            lane = self._batch if self._batch.running or waits else self._live
+            if not lane.running:
+                return False
+            victim = lane.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        self._lane(victim).running.pop()
+        victim.reached = max(victim.reached, victim.computed)
+        self._wait(victim)
+        self._give_up(victim)
+        self._stats.preemptions += 1
+
+    def _end(self, request: Request, finish: Finish) -> None:
+        request.finish = finish
+        del self._requests[request.id]
+        self._forecast.lengths.learn(request)
+        lane = self._lane(request)
+        queue = lane.running if request.slot >= 0 else lane.waiting
+        del queue[bisect_left(queue, request.urgency, key=_URGENCY)]
+        if request.slot >= 0:
+            self._give_up(request)
+        else:
+            self._kv_cache.unwant(request)
+
+    def _wait(self, request: Request) -> None:
+        insort(self._lane(request).waiting, request, key=_URGENCY)
+        if request.next_score == sys.maxsize:
+            self._kv_cache.want(request)
+
+    def _give_up(self, request: Request) -> None:
+        if request.computed >= request.hash_at:
+            self._kv_cache.remember(request)
+        self._forecast.leave(request)
+        own_blocks = len(request.blocks) - request.shared
+        self._returning.append(_Returning(request.last_step, request.slot, request.blocks, own_blocks, request.live))
+        self._returning_blocks += len(request.blocks)
+        request.leave()
+        self._take_back()
+
+    def _send_back(self, request: Request) -> None:
+        """Makes a request wait that no launched step knows of."""
+        lane = self._lane(request)
+        del lane.running[bisect_left(lane.running, request.urgency, key=_URGENCY)]
+        self._forecast.leave(request)
+        self._stats.prefix_hit_tokens -= request.computed
+        self._stats.recomputed_tokens -= max(0, request.reached - request.computed)
+        self._wait(request)
+        self._pool.give_back(request.blocks, request.live)
+        self._free_slots.append(request.slot)
+        request.leave()
+
+    def _take_back(self) -> None:
+        """Frees the slots and blocks that no launched step uses any more."""
+        due = [returning for returning in self._returning if returning.after <= self._retired_step]
+        if not due:
+            return
+        self._returning = [returning for returning in self._returning if returning.after > self._retired_step]
+        for returning in due:
+            self._returning_blocks -= len(returning.blocks)
+            self._pool.give_back(returning.blocks, returning.live)
+            self._free_slots.append(returning.slot)
+
+    def _lane(self, request: Request) -> "_Lane":
+        return self._live if request.live else self._batch
+
+    def _flush(self) -> StepOutput:
+        stats = copy(self._stats)
+        stats.running = len(self._live.running) + len(self._batch.running)
+        stats.waiting = len(self._requests) - stats.running
+        stats.free_blocks = self._pool.free
+        output, self._output = self._output, OutputDraft()
+        return output.message(self._retired_step, self._fresh_hits, self._fresh_scores, stats)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The live or the batch requests, each list with the most urgent first."""
+
+    running: list[Request] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Launched:
+    step: int
+    sampling: list[Request]
+    scored: list[Request]
+    first_entries: list[Request]  # who was let in for the first time
+
+
+@dataclass(slots=True)
+class _Returning:
+    """A slot and blocks that are free once step `after` has been retired.
+
+    `own_blocks`: how many of them nobody else holds.
+    """
+
+    after: int
+    slot: int
+    blocks: list[int]
+    own_blocks: int
+    live: bool

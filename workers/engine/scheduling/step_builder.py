@@ -1,0 +1,98 @@
+"""A step and an output while the scheduler makes them."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workers.engine.messages.core import Stats, StepOutput, TokenLogprobs
+from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan
+from workers.engine.scheduling.request import Request
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step in the making.
+
+    `outstanding`: blocks that its unfinished prefills still lack; `short`: a running request got no
+    block.
+    """
+
+    number: int
+    budget: int
+    outstanding: int = 0
+    short: bool = False
+    added: list[AddedRequest] = field(default_factory=list)
+    new_blocks: list[NewBlocks] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    sampling: list[Request] = field(default_factory=list)
+    prompt_scores: list[PromptScores] = field(default_factory=list)
+    scored: list[Request] = field(default_factory=list)
+    first_entries: list[Request] = field(default_factory=list)
+
+    def plan(self) -> StepPlan:
+        return StepPlan(
+            step=self.number,
+            added=self.added,
+            new_blocks=self.new_blocks,
+            slots=np.array(self.slots, dtype=np.int32),
+            starts=np.array(self.starts, dtype=np.int32),
+            counts=np.array(self.counts, dtype=np.int32),
+            samples=np.array(self.samples, dtype=np.bool_),
+            prompt_scores=self.prompt_scores,
+        )
+
+
+@dataclass(slots=True)
+class OutputDraft:
+    """A `StepOutput` in the making; requests that run on have one token each."""
+
+    request_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    ended: list[tuple[int, Request, int, int]] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def end(self, request: Request, stop_token: int, error: str = "", token: int | None = None) -> None:
+        self.ended.append((len(self.request_ids), request, stop_token, int(token is not None)))
+        self.request_ids.append(request.id)
+        if token is not None:
+            self.token_ids.append(token)
+        if error:
+            self.errors[request.id] = error
+
+    def message(
+        self, step: int, fresh_hits: dict[int, int], fresh_scores: dict[int, list[TokenLogprobs]], stats: Stats
+    ) -> StepOutput:
+        """Takes out of `fresh_hits` and `fresh_scores` what it tells, and what nobody will ask for
+        any more.
+        """
+        rows = len(self.request_ids)
+        counts, finish, stop_token, cached_tokens = [1] * rows, [0] * rows, [-1] * rows, [0] * rows
+        for index, request, stop, count in self.ended:
+            counts[index] = count
+            finish[index] = int(request.finish)
+            stop_token[index] = stop
+        if fresh_hits:
+            cached_tokens = [fresh_hits.pop(request_id, 0) for request_id in self.request_ids]
+        scores: dict[int, list[TokenLogprobs]] = {}
+        if fresh_scores:
+            for request_id, count in zip(self.request_ids, counts, strict=True):
+                whole = fresh_scores.pop(request_id, None)
+                if whole is not None and count:
+                    scores[request_id] = whole
+        return StepOutput(
+            step,
+            self.request_ids,
+            counts,
+            self.token_ids,
+            finish,
+            stop_token,
+            cached_tokens,
+            stats,
+            self.errors,
+            self.logprobs,
+            scores,
+        )

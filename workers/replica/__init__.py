@@ -1,0 +1,1 @@
+"""One model replica: claims requests, prepares and runs them, publishes and commits results."""

@@ -1,0 +1,83 @@
+"""The leases that this worker holds, renewed from a thread of their own that neither the event loop
+nor the engine can starve.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from jobs.protocol.requests import RequestKey
+from jobs.queue.request_queue import Held, Queue, QueueUnavailable
+
+logger = logging.getLogger(__name__)
+
+RENEWALS_PER_LEASE = 4
+
+
+class Leases:
+    """Which requests the worker answers for, from claim to commit. Thread-safe."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        worker: str,
+        lease_seconds: float,
+        generated: Callable[[], int],
+        on_lost: Callable[[list[Held]], None],
+    ) -> None:
+        """`generated` says how many tokens the worker has generated in its life; `on_lost` is
+        called in the renewing thread.
+        """
+        self._queue = queue
+        self._worker = worker
+        self._pause = lease_seconds / RENEWALS_PER_LEASE
+        self._generated = generated
+        self._on_lost = on_lost
+        self._fences: dict[RequestKey, int] = {}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._renew_until_stopped, name="leases", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the renewals; what is still held runs out by itself."""
+        self._stopped.set()
+
+    def add(self, held: Iterable[Held]) -> None:
+        with self._lock:
+            self._fences.update(held)
+
+    def drop(self, held: Iterable[Held]) -> None:
+        """Forgets leases that ended; one that was taken anew since, under another fence, stays."""
+        with self._lock:
+            for key, fence in held:
+                if self._fences.get(key) == fence:
+                    del self._fences[key]
+
+    def all(self) -> list[Held]:
+        with self._lock:
+            return list(self._fences.items())
+
+    def _renew_until_stopped(self) -> None:
+        failing = False
+        while not self._stopped.wait(self._pause):
+            held = self.all()
+            try:
+                lost = set(self._queue.renew(self._worker, held, self._generated()))
+            except QueueUnavailable as error:
+                if not failing:
+                    logger.warning("leases cannot be renewed: %s", error)
+                failing = True
+                continue
+            except Exception:
+                logger.exception("leases cannot be renewed")
+                continue
+            if failing:
+                logger.info("leases are renewed again")
+                failing = False
+            if lost and not self._stopped.is_set():
+                self._on_lost([(key, fence) for key, fence in held if key in lost])

@@ -1,0 +1,52 @@
+"""Orders to this worker, read from its own stream in Redis by a thread that blocks there: work has
+come, cancel, watch, drain.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from jobs.queue.connection import MAX_BLOCK_SECONDS
+from jobs.queue.request_queue import Queue, QueueUnavailable
+from jobs.queue.streams import FIRST_ID, ControlMessage
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_AFTER_ERROR = 1.0
+
+
+class Control:
+    """Reads orders until stopped."""
+
+    def __init__(self, queue: Queue, worker: str, on_orders: Callable[[list[ControlMessage]], None]) -> None:
+        """`on_orders` is called in the reading thread."""
+        self._queue = queue
+        self._worker = worker
+        self._on_orders = on_orders
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._read_until_stopped, name="control", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Nothing is handed on any more; the thread ends with its blocking read."""
+        self._stopped.set()
+
+    def _read_until_stopped(self) -> None:
+        last_id = FIRST_ID
+        while not self._stopped.is_set():
+            try:
+                orders = self._queue.control_messages(self._worker, last_id, MAX_BLOCK_SECONDS)
+            except QueueUnavailable:
+                self._stopped.wait(_PAUSE_AFTER_ERROR)
+                continue
+            except Exception:
+                logger.exception("orders cannot be read")
+                self._stopped.wait(_PAUSE_AFTER_ERROR)
+                continue
+            if orders and not self._stopped.is_set():
+                last_id = orders[-1].id
+                self._on_orders(orders)

@@ -1,0 +1,198 @@
+"""From claimed requests to what the engine takes: parsed, rendered, tokenised many at a time,
+checked against the model's limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jobs.protocol import fields
+from jobs.protocol.requests import Claim, Finished
+from jobs.protocol.results import ApiError
+from jobs.protocol.validation import CHAT, Call, decode_body, parse_call
+from workers.replica.prepared import Prepared, Prompt
+from workers.replica.requests_in_flight import rejected
+from workers.replica.sampling_params import Limits, SamplingMaker, check_logprobs, check_token, prompt_name, too_long
+from workers.text.errors import EncodingError, TemplateError
+from workers.text.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+_PROBED_CHARACTERS = 8  # per token of the context, twice as many as most texts have
+# Read beside those that a cut prompt keeps, since cutting a text changes the tokens next to the cut
+_SPARE_TOKENS = 64
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request on its way: its prompts as they came, then as token ids."""
+
+    claim: Claim
+    call: Call
+    sampling: SamplingMaker
+    given: list[str | list[int]]
+    token_ids: list[list[int]] = field(default_factory=list)
+    error: Exception | None = None
+
+    def param(self, number: int) -> str:
+        """What the caller knows one of the prompts as."""
+        name = prompt_name(self.call)
+        return name if len(self.given) == 1 else f"{name}[{number}]"
+
+
+class Preparation:
+    """Prepares requests in bulk; thread-safe."""
+
+    def __init__(self, tokenizer: TextTokenizer, models: Sequence[str], limits: Limits) -> None:
+        self._tokenizer = tokenizer
+        self._models = frozenset(models)
+        own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self._limits = dataclasses.replace(limits, eos_token_ids=tuple(dict.fromkeys((*limits.eos_token_ids, *own))))
+
+    def prepare(self, claims: Sequence[Claim]) -> tuple[list[Prepared], list[Finished]]:
+        """What can run, in order, and the error results of what cannot."""
+        pending: list[_Pending] = []
+        errors: list[Finished] = []
+        for claim in claims:
+            try:
+                pending.append(self._parse(claim))
+            except Exception as error:
+                errors.append(rejected(claim, _answer_for(error, claim)))
+        for chats in (True, False):
+            self._tokenise(
+                [item for item in pending if (item.call.endpoint == CHAT) == chats], special_tokens=not chats
+            )
+        prepared: list[Prepared] = []
+        for item in pending:
+            try:
+                prepared.append(self._check(item))
+            except Exception as error:
+                errors.append(rejected(item.claim, _answer_for(error, item.claim)))
+        return prepared, errors
+
+    def _parse(self, claim: Claim) -> _Pending:
+        call = parse_call(claim.request.endpoint, decode_body(claim.request.body))
+        if call.model not in self._models:
+            message = f"The model '{fields.shown(call.model)}' is not served here."
+            raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
+        given: list[str | list[int]] = [self._render(call)] if call.endpoint == CHAT else call.prompts
+        item = _Pending(claim, call, SamplingMaker(call, claim.request.seed, self._tokenizer, self._limits), given)
+        item.given = [self._cut(prompt, item, number) for number, prompt in enumerate(given)]
+        return item
+
+    def _render(self, call: Call) -> str:
+        try:
+            return self._tokenizer.render(call.messages)
+        except TemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+
+    def _cut(self, prompt: str | list[int], item: _Pending, number: int) -> str | list[int]:
+        """The part of a prompt that can matter, so that a long one is not tokenised for nothing."""
+        kept = self._kept(item.call)
+        if isinstance(prompt, list):
+            return prompt if kept is None else prompt[-kept:]
+        if kept is not None:
+            longest = self._tokenizer.longest_token
+            return prompt if longest is None else prompt[-(kept + _SPARE_TOKENS) * longest :]
+        if len(prompt) > self._limits.max_model_len:
+            self._refuse_length(len(prompt.encode(errors="replace")), item.param(number))
+        if len(prompt) > _PROBED_CHARACTERS * self._limits.max_model_len:
+            self._probe(prompt, item.param(number))
+        return prompt
+
+    def _probe(self, prompt: str, param: str) -> None:
+        """Raises ApiError for a text whose beginning alone has more tokens than the model can take:
+        a tenth more, as the cut gives some.
+        """
+        longest = self._limits.max_model_len
+        with contextlib.suppress(EncodingError):
+            start = len(self._tokenizer.encode([prompt[: _PROBED_CHARACTERS * longest]], special_tokens=False)[0])
+            if start > 1.1 * longest:
+                too_long(f"your {param} resulted in more than {longest} tokens", param, longest, param)
+
+    def _refuse_length(self, size: int, param: str) -> None:
+        """Raises ApiError for a text of so many bytes that it certainly does not fit."""
+        longest = self._tokenizer.longest_token
+        if longest is not None and size // longest > self._limits.max_model_len:
+            too_long(
+                f"your {param} resulted in at least {size // longest} tokens", param, self._limits.max_model_len, param
+            )
+
+    def _kept(self, call: Call) -> int | None:
+        """How many of a prompt's last tokens the call wants to keep at most."""
+        if call.truncate_prompt_tokens == -1:
+            return max(1, self._limits.max_model_len - max(1, call.max_tokens or 0))
+        return call.truncate_prompt_tokens
+
+    def _tokenise(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
+        """Gives each request the token ids of its prompts, or the reason why one cannot be
+        encoded.
+        """
+        texts = [prompt for item in pending for prompt in item.given if isinstance(prompt, str)]
+        try:
+            encoded = iter(self._tokenizer.encode(texts, special_tokens) if texts else ())
+        except EncodingError as error:  # which text it was is not said
+            if len(pending) == 1:
+                pending[0].error = error
+            for item in pending if len(pending) > 1 else ():
+                self._tokenise([item], special_tokens)
+            return
+        for item in pending:
+            item.token_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in item.given]
+
+    def _check(self, item: _Pending) -> Prepared:
+        if item.error is not None:
+            param = prompt_name(item.call)
+            raise ApiError(400, f"Invalid '{param}': {item.error}", param=param, code="invalid_value")
+        prompts = [self._prompt(item, number, token_ids) for number, token_ids in enumerate(item.token_ids)]
+        check_logprobs(item.call, prompts)
+        return Prepared(item.claim, item.call, prompts, self._tokenizer)
+
+    def _prompt(self, item: _Pending, number: int, token_ids: list[int]) -> Prompt:
+        call, param = item.call, item.param(number)
+        kept = self._kept(call)
+        if kept is not None and len(token_ids) > kept:
+            token_ids = self._last(
+                token_ids, kept, framed=call.endpoint != CHAT and isinstance(item.given[number], str)
+            )
+        token_ids = token_ids or self._tokenizer.empty_prompt
+        if not token_ids:
+            message = f"Invalid '{param}': it has no tokens, and the model has none to begin with."
+            raise ApiError(400, message, param=param, code="invalid_value")
+        if max(token_ids) >= self._limits.vocab_size:
+            place = next(i for i, token in enumerate(token_ids) if token >= self._limits.vocab_size)
+            check_token(token_ids[place], self._limits.vocab_size, f"{param}[{place}]")
+        return Prompt(
+            token_ids,
+            item.sampling.make(len(token_ids), param),
+            self._echo(call, number, token_ids) if call.echo else "",
+        )
+
+    def _last(self, token_ids: list[int], kept: int, framed: bool) -> list[int]:
+        """The last tokens; where the tokenizer puts special ones in front (`framed`), they stay
+        there and count.
+        """
+        front = self._tokenizer.encode([""], special_tokens=True)[0] if framed else []
+        if front and len(front) < kept and token_ids[: len(front)] == front:
+            return front + token_ids[len(front) - kept :]
+        return token_ids[-kept:]
+
+    def _echo(self, call: Call, number: int, token_ids: list[int]) -> str:
+        """The prompt's text: as it was given, unless it was given as token ids or cut."""
+        given = call.prompts[number]
+        if isinstance(given, str) and call.truncate_prompt_tokens is None:
+            return given
+        return self._tokenizer.decode(token_ids, skip_special_tokens=call.skip_special_tokens)
+
+
+def _answer_for(error: Exception, claim: Claim) -> ApiError:
+    """What the caller hears of an error; one that nobody foresaw ends this request alone."""
+    if isinstance(error, ApiError):
+        return error
+    logger.error("%s cannot be prepared", claim.key, exc_info=error)
+    reason = " ".join(str(error).split())[:500] or type(error).__name__
+    return ApiError(500, f"The request cannot be prepared: {reason}", "server_error", code="internal_error")

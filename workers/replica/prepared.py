@@ -1,0 +1,37 @@
+"""What preparation makes of a claim: all that is known of a request before its first token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jobs.protocol.requests import Claim
+from jobs.protocol.validation import Call
+from workers.engine.messages.core import SamplingParams
+from workers.text.tokenizer import TextTokenizer
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt of a request, as the engine takes it.
+
+    `sampling` is meant for every choice: its `choice` is not looked at. `stop_token_ids` are all
+    that can end a choice, the model's own among them. `logprobs` is 0 where only the best of
+    several choices count, else what the call asks for; `prompt_logprobs` is what echo or the call's
+    own `prompt_logprobs` needs, whichever is more. `max_tokens` may be 0.
+    """
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    text: str = ""  # with echo: what stands before every choice's text
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A claimed request that can run: parsed, rendered, tokenised and checked against the model's
+    limits.
+    """
+
+    claim: Claim
+    call: Call
+    prompts: list[Prompt]  # one for chats
+    tokenizer: TextTokenizer  # for the way back

@@ -1,0 +1,184 @@
+"""One claimed request on its way through the engine: the choices of all its prompts, and the result
+that they end as.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from jobs.protocol.bodies import new_body_id, response_body
+from jobs.protocol.requests import Claim, Delta, Finished, TokenChunk
+from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
+from workers.engine.messages.core import EngineRequest, TokenLogprobs
+from workers.replica.prepared import Prepared
+from workers.replica.sequence import Sequence, at_most, positions
+
+
+class RequestInFlight:
+    """All choices run side by side under one lease, numbered prompt by prompt.
+
+    Of each prompt the first choice that has something left to do goes ahead: it computes the
+    prompt, whose log probabilities come with its first token, and the others find it in the prefix
+    cache.
+    """
+
+    __slots__ = (
+        "_at_once",
+        "_call",
+        "_prompt_logprobs",
+        "_prompts",
+        "_tokenizer",
+        "announced",
+        "claim",
+        "next_publish",
+        "running",
+        "sequences",
+        "waiting",
+    )
+
+    def __init__(self, prepared: Prepared, ids: Iterator[int], next_publish: float) -> None:
+        """Takes an id for each choice that needs the engine; `next_publish` is when its first
+        tokens are due, on the monotonic clock.
+        """
+        self.claim = prepared.claim
+        # Whether any of its tokens were published
+        self.announced = prepared.claim.checkpoint is not None
+        self.next_publish = next_publish
+        self.running: dict[int, Sequence] = {}  # by engine id
+        self.waiting: dict[
+            int, list[EngineRequest]
+        ] = {}  # what the engine is to have later, by the id of the choice that goes ahead
+        self._at_once: list[EngineRequest] = []
+        self._call = prepared.call
+        self._prompts = prepared.prompts
+        self._tokenizer = prepared.tokenizer
+        self._prompt_logprobs: dict[int, list[PositionLogprobs]] = {}
+        self.sequences = self._make_sequences()
+        for number in range(len(self._prompts)):
+            self._line_up(number, ids)
+
+    @property
+    def fresh_tokens(self) -> int:
+        """Tokens that are not published yet."""
+        fresh = 0
+        for sequence in self.sequences:
+            fresh += len(sequence.token_ids) - sequence.published_tokens
+        return fresh
+
+    @property
+    def started(self) -> bool:
+        """Whether this worker generated anything for it."""
+        return any(sequence.started for sequence in self.sequences)
+
+    def all_have(self, tokens: int) -> bool:
+        """Whether every choice that has not ended got so many tokens from this worker."""
+        return all(sequence.new_tokens >= tokens for sequence in self.running.values())
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more the choice may get that may get the most."""
+        return max((sequence.tokens_left for sequence in self.running.values()), default=0)
+
+    def begin(self) -> list[EngineRequest]:
+        """What the engine is to have at once."""
+        added, self._at_once = self._at_once, []
+        return added
+
+    def follow(self, request_id: int) -> list[EngineRequest]:
+        """What the engine is to have after the first token of `request_id`."""
+        return self.waiting.pop(request_id, [])
+
+    def take_prompt_logprobs(self, request_id: int, items: list[TokenLogprobs]) -> None:
+        """`items`: one for each token of the prompt from the second on."""
+        number = self.running[request_id].number // self._call.best_of
+        token_bytes = self._tokenizer.token_bytes
+        start = self._prompts[number].token_ids[0]
+        begin = PositionLogprobs(TokenLogprob(start, token_bytes(start), None, 0), [])
+        self._prompt_logprobs[number] = [begin, *positions(items, token_bytes)]
+
+    def accepted(self) -> Delta:
+        """The first message of a live call, before its first tokens."""
+        published = sum(sequence.published_tokens for sequence in self.sequences)
+        return Delta(self.claim.key, self.claim.fence, published, [], self.claim.request.reply_to, accepted=True)
+
+    def delta(self) -> Delta:
+        """What is not published yet, which counts as published from now on."""
+        chunks: list[TokenChunk] = []
+        total = 0
+        for sequence in self.sequences:
+            first = not sequence.announced
+            chunk = sequence.chunk()
+            if chunk is not None:
+                if first:
+                    chunk.prompt_logprobs = self._echoed(sequence)
+                chunks.append(chunk)
+            total += sequence.published_tokens
+        self.announced = True
+        return Delta(self.claim.key, self.claim.fence, total, chunks, self.claim.request.reply_to)
+
+    def finish(self) -> Finished:
+        """The result, once all choices have ended."""
+        call, request = self._call, self.claim.request
+        choices = [
+            sequence.choice(prompt * call.n + rank, self._prompt_logprobs.get(prompt))
+            for prompt in range(len(self._prompts))
+            for rank, sequence in enumerate(self._best_of(prompt))
+        ]
+        usage = Usage(
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self._prompts),
+            completion_tokens=sum(len(sequence.token_ids) for sequence in self.sequences),
+            cached_tokens=sum(sequence.cached_tokens for sequence in self.sequences[:: call.best_of]),
+        )
+        created = int(request.created or time.time())
+        body = response_body(request.endpoint, new_body_id(request.endpoint), call.model, choices, usage, created)
+        result = Result(200, encode_json(body), usage, new_request_id())
+        return Finished(self.claim.key, self.claim.fence, result, self.delta(), request.reply_to)
+
+    def _make_sequences(self) -> list[Sequence]:
+        call, published = self._call, {} if self.claim.checkpoint is None else self.claim.checkpoint.choices
+        return [
+            Sequence(number, prompt, call, self._tokenizer, published.get(number))
+            for first, prompt in enumerate(self._prompts)
+            for number in range(first * call.best_of, (first + 1) * call.best_of)
+        ]
+
+    def _line_up(self, prompt: int, ids: Iterator[int]) -> None:
+        """Makes engine requests of a prompt's choices; without any left, of the first one if the
+        prompt's log probabilities are needed.
+        """
+        sequences = self._choices_of(prompt)
+        needs_prompt = self._prompts[prompt].sampling.prompt_logprobs >= 0
+        left = [sequence for sequence in sequences if not sequence.ended] or sequences[:needs_prompt]
+        requests: list[EngineRequest] = []
+        live, job = self.claim.live, "" if self.claim.live else self.claim.key.batch
+        for sequence in left:
+            scored = needs_prompt and not requests
+            requests.append(sequence.engine_request(next(ids), live=live, with_prompt_logprobs=scored, job=job))
+            self.running[requests[-1].request_id] = sequence
+        if requests:
+            self._at_once.append(requests[0])
+            if len(requests) > 1:
+                self.waiting[requests[0].request_id] = requests[1:]
+
+    def _choices_of(self, prompt: int) -> list[Sequence]:
+        return self.sequences[prompt * self._call.best_of : (prompt + 1) * self._call.best_of]
+
+    def _best_of(self, prompt: int) -> list[Sequence]:
+        """The choices of a prompt that are answered, the best first if there are more than that."""
+        choices = self._choices_of(prompt)
+        if self._call.best_of > self._call.n:
+            choices.sort(key=lambda sequence: -sequence.mean_logprob)
+        return choices[: self._call.n]
+
+    def _echoed(self, sequence: Sequence) -> list[PositionLogprobs] | None:
+        """The prompt's log probabilities, where a stream shows them before those of the output."""
+        call = self._call
+        if not (call.echo and call.stream) or call.logprobs is None:
+            return None
+        return at_most(self._prompt_logprobs.get(sequence.number // call.best_of, []), call.logprobs)
+
+
+def rejected(claim: Claim, error: ApiError) -> Finished:
+    """The end of a request that cannot run, or cannot go on."""
+    return Finished(claim.key, claim.fence, error.result(new_request_id()), None, claim.request.reply_to)

@@ -1,0 +1,312 @@
+"""The requests that the engine has: what each step means for their choices, and which tokens are
+due to be published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from jobs.protocol.requests import Claim, Delta, Finished, RequestKey
+from jobs.protocol.results import ApiError
+from jobs.queue.request_queue import Held
+from jobs.queue.streams import ControlMessage
+from workers.engine.client.async_engine import EngineDeadError
+from workers.engine.messages.core import EngineRequest, Finish, StepOutput
+from workers.replica.prepared import Prepared
+from workers.replica.requests_in_flight import RequestInFlight, rejected
+from workers.replica.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+WATCHED_SECONDS = 60.0
+"""How long a request counts as watched that was when it was claimed; whoever watches says so again
+before that.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much the engine has: requests, and their choices that have not ended, of batches and of
+    live calls.
+    """
+
+    requests: int = 0
+    batch: int = 0
+    live: int = 0
+
+
+class Engine(Protocol):
+    """What this needs of `workers.engine.client.async_engine.AsyncEngine`."""
+
+    def add(self, requests: list[EngineRequest]) -> None: ...
+
+    def abort(self, request_ids: Iterable[int]) -> None: ...
+
+
+class Outgoing(Protocol):
+    """What this needs of `workers.replica.outbox.Outbox`."""
+
+    def accept(self, delta: Delta) -> None: ...
+
+    def finish(self, finished: Finished) -> None: ...
+
+    def tokens_wait(self, first: bool) -> None: ...
+
+
+class Running:
+    """All requests in flight, and their choices by engine id. Used from the event loop only."""
+
+    def __init__(self, engine: Engine, outgoing: Outgoing, clock: Callable[[], float], stream_interval: float) -> None:
+        self._engine = engine
+        self._outgoing = outgoing
+        self._clock = clock
+        self._stream_interval = stream_interval
+        self._ids = itertools.count(1)
+        self._sequences: dict[int, tuple[RequestInFlight, Sequence]] = {}
+        self._requests: dict[RequestKey, RequestInFlight] = {}
+        self._watched: dict[RequestInFlight, float] = {}  # until when, on the clock
+        self._next_sweep = 0.0
+        self.steps = 0
+        self.finished = 0
+        self.failed = 0
+
+    def __len__(self) -> int:
+        """Choices that have not ended, the engine's unit of work."""
+        return len(self._sequences)
+
+    @property
+    def load(self) -> Load:
+        live = sum(len(request.running) for request in self._requests.values() if request.claim.live)
+        return Load(len(self._requests), len(self._sequences) - live, live)
+
+    def start(self, prepared: Iterable[Prepared]) -> None:
+        """Hands requests to the engine, with what earlier workers generated as a forced
+        beginning.
+        """
+        now = self._clock()
+        added: list[EngineRequest] = []
+        for item in prepared:
+            self.drop([item.claim.key])
+            try:
+                added += self._begin(item, now)
+            except Exception as error:
+                self._end(rejected(item.claim, _unforeseen(item.claim, error)))
+        self._add(added)
+
+    def reject(self, finished: Iterable[Finished]) -> None:
+        """Sends the results of requests that cannot run."""
+        for item in finished:
+            self._end(item)
+
+    def on_step(self, output: StepOutput) -> None:
+        """Gives every choice its tokens; ends what is done."""
+        self.steps += 1
+        position = 0
+        added: list[EngineRequest] = []
+        over: list[int] = []
+        waiting = first = False
+        sequences, watched, logprobs = self._sequences, self._watched, output.logprobs
+        rows = zip(
+            output.request_ids, output.counts, output.finish, output.stop_token, output.cached_tokens, strict=True
+        )
+        for request_id, count, finish, stop_token, cached in rows:
+            token_ids = output.token_ids[position : position + count]
+            position += count
+            known = sequences.get(request_id)
+            if known is None:
+                continue
+            request, sequence = known
+            if cached and not sequence.resumed:
+                sequence.cached_tokens = cached
+            if request.waiting:
+                added += request.follow(request_id)
+            try:
+                if output.prompt_logprobs and request_id in output.prompt_logprobs:
+                    request.take_prompt_logprobs(request_id, output.prompt_logprobs[request_id])
+                stopped = not sequence.ended and sequence.take(
+                    token_ids, stop_token, logprobs.get(request_id) if logprobs else None
+                )
+                if finish or stopped:
+                    over += self._end_choice(request_id, finish, stop_token, output.errors.get(request_id))
+                if request in watched and request.running:
+                    waiting, first = True, first or not request.announced
+            except Exception as error:
+                over += self._fail(request, _unforeseen(request.claim, error))
+        self._add(added)
+        self._abort(over)
+        if waiting:
+            self._outgoing.tokens_wait(first)
+
+    def due(self) -> list[Delta]:
+        """What is to be published now: everything of requests that someone watches, of the others
+        once per stream interval.
+        """
+        now = self._clock()
+        self._watched = {request: until for request, until in self._watched.items() if until > now}
+        deltas = self._deltas(self._watched)
+        if now >= self._next_sweep:
+            self._next_sweep = now + self._stream_interval / 8
+            late = [
+                request for request in self._requests.values() if request.next_publish <= now and request.fresh_tokens
+            ]
+            for request in late:
+                request.next_publish = now + self._stream_interval
+            deltas += self._deltas(late)
+        return deltas
+
+    def keys(self) -> list[RequestKey]:
+        """All requests in flight."""
+        return list(self._requests)
+
+    def longest(self) -> int:
+        """Tokens of the longest choice, its prompt's included; 0 if there is none."""
+        return max((sequence.length for _, sequence in self._sequences.values()), default=0)
+
+    def checkpoint(self, keys: Iterable[RequestKey]) -> list[Delta]:
+        """Everything of these requests that is not published yet."""
+        return self._deltas(self._requests[key] for key in keys if key in self._requests)
+
+    def all_have(self, tokens: int) -> bool:
+        """Whether every request got so many tokens from this engine; those that have ended are not
+        asked for.
+        """
+        return all(request.all_have(tokens) for request in self._requests.values())
+
+    def tokens_left(self) -> dict[RequestKey, int]:
+        """How many tokens the choice of each request may still get that may get the most."""
+        return {key: request.tokens_left for key, request in self._requests.items()}
+
+    def hopeless(self, before: Mapping[RequestKey, int], times: float) -> list[RequestKey]:
+        """Batch requests that at their pace since `before` would need more than `times` as long
+        again to use up their tokens.
+
+        One of them may still end before that by itself; it loses little by going on elsewhere, and
+        a live call's client waits.
+        """
+        left = self.tokens_left()
+        return [key for key, now in left.items() if not key.live and now > max(0, before.get(key, now) - now) * times]
+
+    def watch(self, order: ControlMessage) -> None:
+        """Somebody reads the tokens of these requests, or of every request of a batch, for a
+        while.
+        """
+        until = self._clock() + order.seconds
+        for request in self._named(order):
+            self._watched[request] = max(until, self._watched.get(request, 0.0))
+        self._outgoing.tokens_wait(True)
+
+    def cancel(self, order: ControlMessage) -> list[Held]:
+        """Drops the requests that an order names; returns what was held of them."""
+        return self.drop([request.claim.key for request in self._named(order)])
+
+    def lose(self, held: Iterable[Held]) -> int:
+        """Drops requests whose lease another worker may have by now; returns how many were still
+        running.
+        """
+        keys = [key for key, fence in held if key in self._requests and self._requests[key].claim.fence == fence]
+        return len(self.drop(keys))
+
+    def drop(self, keys: Iterable[RequestKey]) -> list[Held]:
+        """Stops requests without a result; returns what was held of them."""
+        dropped = [self._requests[key] for key in keys if key in self._requests]
+        self._abort([request_id for request in dropped for request_id in self._forget(request)])
+        return [(request.claim.key, request.claim.fence) for request in dropped]
+
+    def drop_unstarted(self) -> list[Held]:
+        """Stops the requests that have no tokens from here yet."""
+        return self.drop([key for key, request in self._requests.items() if not request.started])
+
+    def _named(self, order: ControlMessage) -> list[RequestInFlight]:
+        named = set(order.keys)
+        return [
+            request
+            for key, request in self._requests.items()
+            if key in named or (order.batch and key.batch == order.batch)
+        ]
+
+    def _add(self, requests: list[EngineRequest]) -> None:
+        if requests:
+            with contextlib.suppress(
+                EngineDeadError
+            ):  # whoever takes its steps hears of that, and gives all of this up
+                self._engine.add(requests)
+
+    def _abort(self, request_ids: list[int]) -> None:
+        if request_ids:
+            with contextlib.suppress(EngineDeadError):
+                self._engine.abort(request_ids)
+
+    def _begin(self, item: Prepared, now: float) -> list[EngineRequest]:
+        """What the engine is to have of a request at once; nothing if what was published is the
+        whole of it.
+        """
+        claim, request = item.claim, RequestInFlight(item, self._ids, now + self._stream_interval)
+        if claim.live:
+            self._outgoing.accept(request.accepted())
+        if not request.running:
+            self._end(request.finish())
+            return []
+        self._requests[claim.key] = request
+        self._sequences.update((request_id, (request, sequence)) for request_id, sequence in request.running.items())
+        if claim.live or claim.watched:
+            self._watched[request] = math.inf if claim.live else now + WATCHED_SECONDS
+        return request.begin()
+
+    def _deltas(self, requests: Iterable[RequestInFlight]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for request in [request for request in requests if request.fresh_tokens]:
+            try:
+                deltas.append(request.delta())
+            except Exception as error:
+                self._abort(self._fail(request, _unforeseen(request.claim, error)))
+        return deltas
+
+    def _fail(self, request: RequestInFlight, error: ApiError) -> list[int]:
+        """Ends a request with an error; returns what is left of it in the engine."""
+        left = self._forget(request)
+        self._end(rejected(request.claim, error))
+        return left
+
+    def _end_choice(self, request_id: int, finish: int, stop_token: int, error: str | None) -> list[int]:
+        """Ends one choice, and the request if it is the last one or failed; returns what is to
+        leave the engine.
+        """
+        request, sequence = self._sequences[request_id]
+        if finish > Finish.LENGTH:
+            reason = error or "The engine gave this request up."
+            return self._fail(request, ApiError(500, reason, "server_error", code="engine_error"))
+        if not sequence.ended:
+            sequence.end("length" if finish == Finish.LENGTH else "stop", stop_token)
+        del self._sequences[request_id], request.running[request_id]
+        if not request.running:
+            finished = request.finish()
+            self._forget(request)
+            self._end(finished)
+        return [] if finish else [request_id]
+
+    def _end(self, finished: Finished) -> None:
+        self.finished += 1
+        self.failed += not finished.result.succeeded
+        self._outgoing.finish(finished)
+
+    def _forget(self, request: RequestInFlight) -> list[int]:
+        """Returns the engine's ids of the choices that have not ended."""
+        del self._requests[request.claim.key]
+        self._watched.pop(request, None)
+        for request_id in request.running:
+            del self._sequences[request_id]
+        return list(request.running)
+
+
+def _unforeseen(claim: Claim, error: Exception) -> ApiError:
+    """What nobody foresaw ends one request, not the worker with all of them."""
+    logger.error("%s cannot go on", claim.key, exc_info=error)
+    return ApiError(
+        500, f"The answer cannot be made: {' '.join(str(error).split())[:500]}", "server_error", code="internal_error"
+    )

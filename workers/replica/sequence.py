@@ -1,0 +1,244 @@
+"""One choice of one prompt: its tokens, their text and log probabilities, how much of that is
+published, and how it ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from jobs.protocol.requests import ChoiceCheckpoint, TokenChunk
+from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, TokenLogprob
+from jobs.protocol.validation import Call
+from workers.engine.messages.core import EngineRequest, SamplingParams, TokenLogprobs
+from workers.replica.prepared import Prompt
+from workers.text.stop_strings import StopStrings
+from workers.text.tokenizer import TextTokenizer
+
+
+class Sequence:
+    """Output tokens become text only when someone needs the text: at once for stop strings, else
+    when they are published or at the end.
+
+    It starts from its checkpoint, which may show that it has ended: by a stop string, by a token
+    that stops, or by its length.
+    """
+
+    __slots__ = (
+        "_call",
+        "_decoded",
+        "_detokenizer",
+        "_ending",
+        "_min_tokens",
+        "_prompt",
+        "_published_characters",
+        "_resumed_tokens",
+        "_sampling",
+        "_stops",
+        "_text",
+        "_token_bytes",
+        "announced",
+        "cached_tokens",
+        "ended",
+        "logprobs",
+        "number",
+        "published_tokens",
+        "token_ids",
+    )
+
+    def __init__(
+        self, number: int, prompt: Prompt, call: Call, tokenizer: TextTokenizer, checkpoint: ChoiceCheckpoint | None
+    ) -> None:
+        """`number` counts the choices of all prompts of a request; it is the `choice` of the
+        noise.
+        """
+        self.number = number
+        self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
+        self.published_tokens = self._resumed_tokens = len(self.token_ids)
+        self.cached_tokens = (
+            0 if checkpoint is None else checkpoint.cached_tokens
+        )  # of the prompt, from its first engine's prefix cache
+        self._prompt = prompt
+        self._call = call
+        self._sampling = prompt.sampling
+        self._token_bytes = tokenizer.token_bytes
+        self._detokenizer = tokenizer.detokenizer(prompt.token_ids, call.skip_special_tokens)
+        self._stops = StopStrings(call.stop) if call.stop else None
+        self._min_tokens = prompt.sampling.min_tokens
+        self._decoded = 0
+        self._text = prompt.text
+        self._published_characters = 0 if checkpoint is None else checkpoint.text_length
+        self.announced = checkpoint is not None  # whether anything was published
+        self.ended = False  # whether it gets no more tokens
+        self._ending: tuple[FinishReason, int | str | None] = "stop", None
+        self.logprobs: list[PositionLogprobs] | None = None
+        if prompt.sampling.logprobs >= 0:
+            self.logprobs = [] if checkpoint is None else list(checkpoint.logprobs)
+        self._recognise_end()
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier worker began it."""
+        return self._resumed_tokens > 0
+
+    @property
+    def started(self) -> bool:
+        """Whether this worker generated anything for it."""
+        return self.new_tokens > 0
+
+    @property
+    def new_tokens(self) -> int:
+        """How many this worker generated."""
+        return len(self.token_ids) - self._resumed_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens of its prompt and its output."""
+        return len(self._prompt.token_ids) + len(self.token_ids)
+
+    @property
+    def tokens_left(self) -> int:
+        """How many more it may get."""
+        return self._sampling.max_tokens - len(self.token_ids)
+
+    @property
+    def mean_logprob(self) -> float:
+        """The log probability per token, by which the best of several is found."""
+        chosen = [position.chosen.logprob or 0.0 for position in self.logprobs or ()]
+        return sum(chosen) / max(1, len(chosen))
+
+    def engine_request(
+        self, request_id: int, *, live: bool, with_prompt_logprobs: bool, job: str = ""
+    ) -> EngineRequest:
+        """What the engine is to do: go on from here or, when nothing is left to generate, look at
+        the prompt alone.
+
+        `job` names requests whose outputs may be about as long.
+        """
+        prompt_logprobs = self._sampling.prompt_logprobs if with_prompt_logprobs else -1
+        if self.ended:
+            output: list[int] = []
+            sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=prompt_logprobs)
+        else:
+            output = self.token_ids.copy()
+            sampling = self._sampling
+            if (self.number, prompt_logprobs) != (sampling.choice, sampling.prompt_logprobs):
+                sampling = msgspec.structs.replace(sampling, choice=self.number, prompt_logprobs=prompt_logprobs)
+        return EngineRequest(
+            request_id,
+            self._prompt.token_ids,
+            output,
+            sampling,
+            live,
+            self._call.priority,
+            job,
+            self._stops is not None,
+        )
+
+    def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
+        """Adds generated tokens, in order; whether a stop string ended it, after which it keeps no
+        more of them.
+
+        `stop_token`, if any, is the last of the tokens: it counts but gives no text. `logprobs` has
+        one item per token, if it asked.
+        """
+        stopped = False
+        if self._stops is None:
+            self.token_ids += token_ids
+        else:
+            stopped = self._take_until_stop(self._stops, token_ids, stop_token)
+        if self.logprobs is not None and logprobs is not None:
+            kept = len(self.token_ids) - len(self.logprobs)
+            self.logprobs += positions(logprobs[:kept], self._token_bytes)
+        return stopped
+
+    def end(self, reason: FinishReason, stop_token: int = -1) -> None:
+        """No more tokens come; `stop_token` as for `take`.
+
+        A stop string that was found goes before any other reason.
+        """
+        stop_reason: int | str | None = stop_token if stop_token in self._call.stop_token_ids else None
+        self._decode(len(self.token_ids) - (stop_token >= 0))
+        self._decoded = len(self.token_ids)
+        text = self._detokenizer.finish()
+        self._text += text if self._stops is None else self._stops.feed(text) + self._stops.finish()
+        if self._stops is not None and self._stops.matched is not None:
+            reason, stop_reason = "stop", self._stops.matched
+        self.ended, self._ending = True, (reason, stop_reason)
+
+    def chunk(self) -> TokenChunk | None:
+        """What is not published yet, which counts as published from now on."""
+        index, offset = self.published_tokens, self._published_characters
+        if index == len(self.token_ids) and not self.ended:
+            return None
+        self._decode(len(self.token_ids))
+        self.published_tokens = len(self.token_ids)
+        self._published_characters = max(offset, len(self._text))
+        text, token_ids = self._text[offset:], self.token_ids[index:]
+        if not (token_ids or text) and self.announced:
+            return None
+        chunk = TokenChunk(
+            self.number, index, token_ids, text, offset, None if self.logprobs is None else self.logprobs[index:]
+        )
+        if not self.announced:
+            self.announced = True
+            chunk.cached_tokens = self.cached_tokens
+        return chunk
+
+    def choice(self, index: int, prompt_logprobs: list[PositionLogprobs] | None) -> Choice:
+        """The whole of it, for the response, once it has ended."""
+        call, logprobs = self._call, self.logprobs if self._call.logprobs is not None else None
+        if logprobs is not None and call.echo:
+            logprobs = [*at_most(prompt_logprobs or [], call.logprobs or 0), *logprobs]
+        of_prompt = None if call.prompt_logprobs is None else at_most(prompt_logprobs or [], call.prompt_logprobs)
+        return Choice(index, self._text, *self._ending, logprobs, of_prompt)
+
+    def _recognise_end(self) -> None:
+        """Whether the checkpoint is the whole of it: a token that can stop it is the last one it
+        got.
+        """
+        last = self.token_ids[-1] if self.token_ids else -1
+        stop_token = last if last in self._sampling.stop_token_ids else -1
+        if self._stops is not None:
+            self._decode(len(self.token_ids) - (stop_token >= 0))
+        if stop_token >= 0 or (self._stops is not None and self._stops.matched is not None):
+            self.end("stop", stop_token)
+        elif self.tokens_left <= 0:
+            self.end("length")
+
+    def _take_until_stop(self, stops: StopStrings, token_ids: list[int], stop_token: int) -> bool:
+        for token_id in token_ids[:-1] if stop_token >= 0 else token_ids:
+            self.token_ids.append(token_id)
+            self._decode(len(self.token_ids))
+            if stops.matched is not None:
+                return True
+        if stop_token >= 0:
+            self.token_ids.append(stop_token)
+        return False
+
+    def _decode(self, upto: int) -> None:
+        """Makes text of tokens; of the first `min_tokens` none can complete a stop string."""
+        stops = self._stops
+        if stops is not None and self._decoded < self._min_tokens:
+            early = min(upto, self._min_tokens)
+            self._text += stops.pass_by(self._detokenizer.feed(self.token_ids[self._decoded : early]))
+            self._decoded = early
+        if self._decoded < upto:
+            text = self._detokenizer.feed(self.token_ids[self._decoded : upto])
+            self._decoded = upto
+            self._text += text if stops is None else stops.feed(text)
+
+
+def positions(items: Iterable[TokenLogprobs], token_bytes: Callable[[int], bytes]) -> Iterator[PositionLogprobs]:
+    """The engine's log probabilities, with the tokens' texts."""
+    for item in items:
+        ranks = itertools.chain((item.rank,), itertools.count(1))
+        own, *likeliest = map(TokenLogprob, item.token_ids, map(token_bytes, item.token_ids), item.logprobs, ranks)
+        yield PositionLogprobs(own, likeliest)
+
+
+def at_most(items: Iterable[PositionLogprobs], most: int) -> list[PositionLogprobs]:
+    """The same with fewer of the likeliest tokens."""
+    return [item if len(item.top) <= most else PositionLogprobs(item.chosen, item.top[:most]) for item in items]

@@ -1,0 +1,82 @@
+"""What an engine does, for people and machines: one line in the log every ten seconds while there
+is work, and gauges in Redis always.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from jobs.queue.gauges import WorkerGauges
+from jobs.queue.request_queue import Queue, QueueUnavailable
+from workers.engine.messages.core import Ready, Stats
+from workers.replica.gpus import card_gauges
+from workers.replica.running import Running
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 10.0
+GAUGES_INTERVAL = 5.0
+
+
+class HasStats(Protocol):
+    """What this needs of an engine."""
+
+    stats: Stats
+
+    @property
+    def info(self) -> Ready: ...
+
+
+async def report(running: Running, engine: HasStats, num_blocks: int) -> None:
+    """Logs until cancelled; says nothing about an interval without work."""
+    loop = asyncio.get_running_loop()
+    before, finished, since = Stats(), running.finished, loop.time()
+    while True:
+        await asyncio.sleep(INTERVAL)
+        now, seconds = engine.stats, loop.time() - since
+        if now.steps != before.steps:
+            logger.info("%s", describe(before, now, seconds, running.finished - finished, len(running), num_blocks))
+        before, finished, since = now, running.finished, loop.time()
+
+
+def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight: int, num_blocks: int) -> str:
+    """What happened between two moments, in one line."""
+    computed, hits = now.computed_tokens - before.computed_tokens, now.prefix_hit_tokens - before.prefix_hit_tokens
+    return (
+        f"generated {(now.tokens - before.tokens) / seconds:.0f} tokens/s, computed {computed / seconds:.0f} tokens/s,"
+        f" finished {finished / seconds:.1f} requests/s; {in_flight} in flight, {now.running} running, {now.waiting}"
+        f" waiting; cache {1 - now.free_blocks / max(1, num_blocks):.0%} full, {hits / max(1, hits + computed):.0%} of"
+        f" the tokens were in it, {now.preemptions - before.preemptions} preemptions"
+    )
+
+
+async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
+    """Tells Redis until cancelled, whatever goes wrong: no figure is worth a replica.
+
+    What does not arrive is told anew by the next one.
+    """
+    loop = asyncio.get_running_loop()
+    before, since, problem = engine.stats.tokens, loop.time(), ""
+    while True:
+        stats, now = engine.stats, loop.time()
+        rate = (stats.tokens - before) / (now - since) if now > since else 0.0
+        before, since = stats.tokens, now
+        try:
+            await asyncio.to_thread(_tell, worker, engine.info, stats, rate, queue)
+        except QueueUnavailable:
+            pass  # others say so
+        except Exception as error:
+            if repr(error) != problem:
+                logger.warning("the engine's figures were not told", exc_info=True)
+            problem = repr(error)
+        await asyncio.sleep(GAUGES_INTERVAL)
+
+
+def _tell(worker: str, info: Ready, stats: Stats, rate: float, queue: Queue) -> None:
+    cards = card_gauges(info.cards)
+    gauges = WorkerGauges(
+        stats.running, stats.waiting, stats.free_blocks, info.num_blocks, stats.tokens, round(rate, 1), cards
+    )
+    queue.report_gauges(worker, gauges)
