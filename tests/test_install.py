@@ -12,9 +12,12 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 PROGRAM = """
-import importlib.util, jobs.queue.request_queue, jobs.control.rq_worker, jobs.control.ticker, api.app, pipeline.main
+import importlib.resources, importlib.util, jobs.queue.request_queue, jobs.control.rq_worker
+import jobs.control.ticker, api.app, pipeline.main
 for absent in ("torch", "transformers", "triton"):
     assert importlib.util.find_spec(absent) is None, absent
+for package in ("jobs", "workers", "api", "pipeline"):
+    assert importlib.resources.files(package).joinpath("py.typed").is_file(), package
 """
 
 
