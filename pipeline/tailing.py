@@ -64,19 +64,29 @@ def _tail_batch(queue: Queue, batch: str) -> None:
         for entry in queue.read_tokens(positions, _READ_SECONDS):
             positions[entry.key] = entry.entry_id
             begun = lines.setdefault(entry.key, {0: ""})
-            for chunk in entry.chunks:
-                *whole, begun[chunk.choice] = (begun.get(chunk.choice, "") + chunk.text).split("\n")
-                for line in whole:
-                    _write(f"{_label(entry.key, chunk.choice)}: {line}\n")
+            _write_whole_lines(entry, begun)
             if entry.result is not None:
                 del positions[entry.key], lines[entry.key]
-                for choice, line in begun.items():
-                    _write(f"{_label(entry.key, choice)}: {line}\n")
-                _write(_failure(entry))
+                _write_end(entry, begun)
         if not positions:
             if queue.batch_fields(batch).get("state", "") in {"", *END_STATES}:
                 return
             time.sleep(0.1)
+
+
+def _write_whole_lines(entry: StreamEntry, begun: dict[int, str]) -> None:
+    """Print the lines that the entry completes; `begun` keeps the rest of each choice."""
+    for chunk in entry.chunks:
+        *whole, begun[chunk.choice] = (begun.get(chunk.choice, "") + chunk.text).split("\n")
+        for line in whole:
+            _write(f"{_label(entry.key, chunk.choice)}: {line}\n")
+
+
+def _write_end(entry: StreamEntry, begun: dict[int, str]) -> None:
+    """Print the last line of each choice, and the error of a request that failed."""
+    for choice, line in begun.items():
+        _write(f"{_label(entry.key, choice)}: {line}\n")
+    _write(_failure(entry))
 
 
 def _label(key: RequestKey, choice: int) -> str:

@@ -143,9 +143,7 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
     of_api = spec.input_file_id is not None
     served = set(spec.models) if spec.models is not None else known_models(held, _REGISTRY_SECONDS if of_api else 0.0)
     folder = local_path(held.root)
-    problems: list[LineProblem] = []
-    models: set[str] = set()
-    bad = size = 0
+    findings = _Findings()
     with contextlib.ExitStack() as stack:
         plan, ids = stack.enter_context(closing(PlanBuilder(folder))), stack.enter_context(closing(_CustomIds(folder)))
         index = stack.enter_context(closing(LineIndexWriter(held.root))) if of_api else None
@@ -159,32 +157,24 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
                 )
             found = _check_line(line, spec, served)
             if isinstance(found, LineError):
-                bad += 1
-                if len(problems) < MAX_PROBLEMS:
-                    problems.append(LineProblem(found.code, found.message, found.line, found.param))
+                findings.add_error(found)
                 continue
             entry = PlanEntry(line.number, line.offset, len(line.raw or b""))
             ids.add(found.custom_id, entry)
             plan.add(entry, found.model, decode_json(found.body))
             if index is not None:
                 index.add(entry)
-            models.add(found.model)
-            size += len(found.body)
+            findings.add_request(found)
         held.beat()
-        repeated, duplicates = ids.duplicates(source)
-        problems = sorted([*problems, *duplicates], key=lambda problem: problem.line or 0)[:MAX_PROBLEMS]
-        bad += repeated
-        if bad > len(problems):
-            more = f"{bad - len(problems)} more lines are bad; the first {len(problems)} are listed."
-            problems.append(LineProblem("too_many_errors", more))
+        problems = findings.problems(*ids.duplicates(source))
         held.beat()
-        if of_api and not problems and (too_many := _token_problem(held, size)):
+        if of_api and not problems and (too_many := _token_problem(held, findings.body_bytes)):
             problems.append(too_many)
         if problems:
             return Checked(0, [], problems, "")
         if index is not None:
             index.commit()
-        return Checked(plan.lines, sorted(models), [], plan.write(join(held.root, PLAN_NAME)))
+        return Checked(plan.lines, sorted(findings.models), [], plan.write(join(held.root, PLAN_NAME)))
 
 
 def known_models(held: Slice, patience: float) -> set[str]:
@@ -228,6 +218,37 @@ def _check_line(line: InputLine, spec: BatchSpec, served: set[str]) -> LineReque
     if of_api:
         return check_batch_line(line.raw, line.number, spec.endpoint, served)
     return check_line(line.raw, line.number, spec.endpoint, served, spec.default_model)
+
+
+class _Findings:
+    """What one pass found so far: bad lines, of which at most `MAX_PROBLEMS` are kept, models, and bytes of bodies."""
+
+    def __init__(self) -> None:
+        self.models: set[str] = set()
+        self.body_bytes = 0
+        self._problems: list[LineProblem] = []
+        self._bad = 0
+
+    def add_error(self, error: LineError) -> None:
+        self._bad += 1
+        if len(self._problems) < MAX_PROBLEMS:
+            self._problems.append(LineProblem(error.code, error.message, error.line, error.param))
+
+    def add_request(self, request: LineRequest) -> None:
+        self.models.add(request.model)
+        self.body_bytes += len(request.body)
+
+    def problems(self, repeated: int, duplicates: list[LineProblem]) -> list[LineProblem]:
+        """Return the problems in line order, `duplicates` among them, and a note of how many more lines are bad.
+
+        `repeated` counts the lines with a duplicate.
+        """
+        problems = sorted([*self._problems, *duplicates], key=lambda problem: problem.line or 0)[:MAX_PROBLEMS]
+        more = self._bad + repeated - len(problems)
+        if more > 0:
+            message = f"{more} more lines are bad; the first {len(problems)} are listed."
+            problems.append(LineProblem("too_many_errors", message))
+        return problems
 
 
 class _CustomIds:

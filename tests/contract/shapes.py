@@ -133,18 +133,36 @@ def error_faults(raw: bytes) -> list[str]:
 
 def batch_faults(batch: dict[str, Any]) -> list[str]:
     """What contradicts itself in a batch."""
-    status, counts, found = batch["status"], batch["request_counts"], []
-    if counts is None or batch["usage"] is None:
+    if batch["request_counts"] is None or batch["usage"] is None:
         return ["counts or usage are null"]
+    found = [*_count_faults(batch), *_problem_faults(batch), *_time_faults(batch), *_result_file_faults(batch)]
+    usage = batch["usage"]
+    if usage["total_tokens"] != usage["input_tokens"] + usage["output_tokens"]:
+        found.append("tokens do not add up")
+    return found
+
+
+def _count_faults(batch: dict[str, Any]) -> list[str]:
+    status, counts, found = batch["status"], batch["request_counts"], []
     answered = counts["completed"] + counts["failed"]
     if answered > counts["total"] or (status in ENDED - {"failed"} and answered != counts["total"]):
         found.append(f"counts do not add up: {counts}")
     if status == "failed" and set(counts.values()) != {0}:
         found.append("a failed batch has counts")
-    if (batch["errors"] is not None) != (status == "failed"):
+    return found
+
+
+def _problem_faults(batch: dict[str, Any]) -> list[str]:
+    errors, found = batch["errors"], []
+    if (errors is not None) != (batch["status"] == "failed"):
         found.append("errors and status do not fit")
-    if batch["errors"] is not None and (batch["errors"]["object"] != "list" or not batch["errors"]["data"]):
+    if errors is not None and (errors["object"] != "list" or not errors["data"]):
         found.append("errors is no list")
+    return found
+
+
+def _time_faults(batch: dict[str, Any]) -> list[str]:
+    status, found = batch["status"], []
     if status in ENDED | {"cancelling"} and batch[f"{status}_at"] is None:
         found.append(f"{status} without a time")
     found += [f"{name}_at is set, and it is {status}" for name in ENDED - {status} if batch[f"{name}_at"] is not None]
@@ -155,13 +173,15 @@ def batch_faults(batch: dict[str, Any]) -> list[str]:
     ]
     if order != sorted(order):
         found.append("times run backwards")
+    return found
+
+
+def _result_file_faults(batch: dict[str, Any]) -> list[str]:
+    status, counts, found = batch["status"], batch["request_counts"], []
     if status in ENDED and (batch["output_file_id"] is None) != (counts["completed"] == 0):
         found.append("output_file_id and counts do not fit")
     if (batch["error_file_id"] is not None) != (status in ENDED and counts["failed"] > 0):
         found.append("error_file_id and counts do not fit")
-    usage = batch["usage"]
-    if usage["total_tokens"] != usage["input_tokens"] + usage["output_tokens"]:
-        found.append("tokens do not add up")
     return found
 
 

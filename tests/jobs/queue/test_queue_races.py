@@ -104,23 +104,30 @@ class Race:
                 if not claims:
                     self.over.wait(0.02)
                 self.decode(queue, worker, claims, dice)
-                fate = dice.random()
-                if fate < 0.1:
-                    queue.hand_back(worker, held(claims))
-                elif fate < 0.2:
-                    stalled.append((worker, claims))
-                elif fate < 0.25 and stalled:
-                    self.commit(queue, *stalled.pop(0))
-                    queue.hand_back(worker, held(claims))
-                elif fate < 0.3:
+                if not self.settle(queue, worker, claims, stalled, dice.random()):
                     break
-                elif fate < 0.36:
-                    queue.suspect(worker, held(claims), CONDEMNED)
-                elif claims and claims[0].suspicions and fate < 0.7:
-                    queue.hand_back(worker, held(claims), acquitted=True)
-                else:
-                    self.commit(queue, worker, claims)
             queue.reap(worker)
+
+    def settle(
+        self, queue: Queue, worker: str, claims: list[Claim], stalled: list[tuple[str, list[Claim]]], fate: float
+    ) -> bool:
+        """End the claims in one of the ways that `fate`, from 0 to 1, chooses; False where the worker dies with them."""
+        if fate < 0.1:
+            queue.hand_back(worker, held(claims))
+        elif fate < 0.2:
+            stalled.append((worker, claims))
+        elif fate < 0.25 and stalled:
+            self.commit(queue, *stalled.pop(0))
+            queue.hand_back(worker, held(claims))
+        elif fate < 0.3:
+            return False
+        elif fate < 0.36:
+            queue.suspect(worker, held(claims), CONDEMNED)
+        elif claims and claims[0].suspicions and fate < 0.7:
+            queue.hand_back(worker, held(claims), acquitted=True)
+        else:
+            self.commit(queue, worker, claims)
+        return True
 
     def decode(self, queue: Queue, worker: str, claims: list[Claim], dice: random.Random) -> None:
         """What is published goes on from the checkpoint: token i is i."""

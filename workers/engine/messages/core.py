@@ -58,6 +58,14 @@ class SamplingParams(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
             raise ValueError(f"max_tokens must not be negative, got {self.max_tokens}")
+        self._check_draw()
+        self._check_penalties()
+        self._check_tokens()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) < -1:
+                raise ValueError(f"{name} must be at least -1, got {getattr(self, name)}")
+
+    def _check_draw(self) -> None:
         if not (self.temperature >= 0.0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
@@ -70,11 +78,15 @@ class SamplingParams(msgspec.Struct, frozen=True):
             raise ValueError(f"choice must not be negative, got {self.choice}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+
+    def _check_penalties(self) -> None:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= getattr(self, name) <= 2.0:
                 raise ValueError(f"{name} must lie in [-2, 2], got {getattr(self, name)}")
         if not (self.repetition_penalty > 0.0 and math.isfinite(self.repetition_penalty)):
             raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
+
+    def _check_tokens(self) -> None:
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens must not be negative, got {self.min_tokens}")
         for token, bias in self.logit_bias:
@@ -83,9 +95,6 @@ class SamplingParams(msgspec.Struct, frozen=True):
         for word in self.bad_words:
             if not word or min(word) < 0:
                 raise ValueError(f"bad_words must hold runs of token ids, got {list(word)}")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) < -1:
-                raise ValueError(f"{name} must be at least -1, got {getattr(self, name)}")
 
 
 class EngineRequest(msgspec.Struct):
