@@ -4,6 +4,16 @@ BIN := $(VENV)/bin
 JAVASCRIPT := tests/contract/javascript
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
+# ISA=avx2 builds and runs as on a processor without AVX-512: `make test ISA=avx2`.
+ifeq ($(ISA),avx2)
+export CC := gcc -mno-avx512f -mno-avx512bf16 -mno-avx512fp16 -mno-amx-tile -mno-amx-bf16 -mno-amx-int8 -mno-avxvnni
+export ATEN_CPU_CAPABILITY := avx2
+export ONEDNN_MAX_CPU_ISA := AVX2
+export MKL_ENABLE_INSTRUCTIONS := AVX2
+else ifneq ($(ISA),)
+$(error ISA is avx2 or not given)
+endif
+
 # These need one core, so they run beside the others; tests of processes at work keep away from each other.
 ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
 API_TESTS := tests/contract tests/test_install.py
