@@ -11,6 +11,9 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.server import PrivateServer
 from tests.support.redis_server import running_server
+from tests.support.seeds import chosen_seed
+
+pytest_plugins = ["tests.support.time_limits"]
 
 # How long an example takes says more of the machine than of what is tested; and the examples are
 # the same each time unless others are asked for (`HYPOTHESIS_PROFILE=others pytest`).
@@ -34,6 +37,12 @@ def _file_store(tmp_path_factory: pytest.TempPathFactory) -> None:
     that nobody else sees.
     """
     os.environ["FILE_STORE"] = str(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def seed() -> int:
+    """Return what a test draws its random numbers from, and print it, so that a failure shows it."""
+    return chosen_seed()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+class WaitTimeout(AssertionError):
+    """A condition did not become true in time."""
+
+
 def wait_until(condition: Callable[[], T], timeout: float, what: str) -> T:
     """Polls `condition` until it is truthy and returns its value; fails the test after `timeout`
     seconds, naming `what`.
@@ -22,6 +26,6 @@ def wait_until(condition: Callable[[], T], timeout: float, what: str) -> T:
         if value:
             return value
         if is_last:
-            raise AssertionError(f"waited {timeout} s in vain for: {what} (last value: {value!r})")
+            raise WaitTimeout(f"waited {timeout} s in vain for: {what} (last value: {value!r})")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)

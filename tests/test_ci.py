@@ -1,0 +1,112 @@
+"""`.ci/run` in a repository of its own: which failures it repeats, and which end it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import REPOSITORY
+
+MAKEFILE = "test:\n\t.venv/bin/pytest -q\nproof:\n\t@echo proofs ran\n"
+SETTINGS = f"[pytest]\npythonpath = {REPOSITORY}\naddopts = -ra -p no:schemathesis\nmarkers =\n    proof: long\n"
+TESTS = """
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies
+
+from tests.support.waiting import wait_until
+
+def is_first(name="tried"):
+    mark = Path(name)
+    with mark.open("a") as file:
+        file.write("x")
+    return mark.read_text() == "x"
+
+def test_other():
+    pass
+"""
+TIME_LIMITS = """
+def test_condition():
+    wait_until(lambda: not is_first("condition"), 0.0, "the second try")
+
+def test_command():
+    assert not is_first("command") or subprocess.run(["sleep", "60"], timeout=0.1)
+
+@pytest.mark.timeout(1)
+def test_limit():
+    assert not is_first("limit") or time.sleep(60)
+"""
+WAIT = "wait_until(lambda: False, 0.0, 'what never comes')"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A checkout with a suite to be written, and this one's environment."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(REPOSITORY / ".ci" / "run", tmp_path / ".ci" / "run")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    (tmp_path / "pytest.ini").write_text(SETTINGS)
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.time_limits"]\n')
+    return tmp_path
+
+
+def write_test(repository: Path, body: str, decorator: str = "", arguments: str = "") -> None:
+    """Write a suite of two tests, one of which is given."""
+    test = f"{decorator}\ndef test_it({arguments}):\n    {body}\n"
+    (repository / "test_suite.py").write_text(TESTS + test)
+
+
+def run(repository: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), cwd=repository, capture_output=True, text=True, timeout=200)
+
+
+def test_tests_that_ended_by_a_time_limit_are_repeated_once_and_listed(repository: Path) -> None:
+    (repository / "test_suite.py").write_text(TESTS + TIME_LIMITS)
+    done = run(repository, repository / ".ci" / "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = ("command", "condition", "limit")
+    assert [(repository / name).read_text() for name in names] == ["xx"] * 3
+    listed = "".join(f"  test_suite.py::test_{name}\n" for name in names)
+    assert done.stdout.endswith(f"proofs ran\nTests repeated after a time limit: 3\n{listed}")
+
+
+def test_a_second_time_limit_ends_the_run(repository: Path) -> None:
+    write_test(repository, WAIT)
+    done = run(repository, repository / ".ci" / "run")
+    assert done.returncode != 0
+    assert done.stdout.count("FAILED test_suite.py::test_it - ") == 2
+    assert "proofs ran" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "decorator", "arguments"),
+    [
+        ("assert not is_first()", "", ""),
+        (f"is_first(); {WAIT}", "@pytest.mark.proof", ""),
+        (f"is_first(); {WAIT}", "@given(number=strategies.integers())", "number"),
+        (f"is_first(); {WAIT}", "@pytest.mark.parametrize('seed', [1])", "seed"),
+    ],
+    ids=["assertion", "proof", "hypothesis", "seed"],
+)
+def test_any_other_failure_ends_the_run_without_a_repeat(
+    repository: Path, body: str, decorator: str, arguments: str
+) -> None:
+    write_test(repository, body, decorator, arguments)
+    done = run(repository, repository / ".ci" / "run")
+    assert done.returncode != 0
+    assert "FAILED test_suite.py::test_it" in done.stdout
+    assert "Repeated" not in done.stdout
+    assert "proofs ran" not in done.stdout
+
+
+def test_without_the_variable_a_time_limit_fails_the_suite(repository: Path) -> None:
+    write_test(repository, WAIT)
+    done = run(repository, "make", "test")
+    assert done.returncode != 0
+    assert "1 failed, 1 passed" in done.stdout
