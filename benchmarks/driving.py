@@ -54,7 +54,7 @@ async def running_engine(model: str, **settings: Any) -> AsyncIterator[AsyncEngi
     nothing with any workload.
     """
     engine = AsyncEngine(
-        EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, "dtype": "bfloat16", **settings})
+        EngineConfig(model=str(model_folder(model)), **{"max_model_len": CONTEXT, "dtype": "auto", **settings})
     )
     await engine.start()
     try:

@@ -1,5 +1,4 @@
-"""What the machine can do at most: the best rate of a large bf16 matrix product, and of memory too
-large for any cache.
+"""What the machine can do at most: the best rate of a large matrix product as the engine computes it, and of memory beyond any cache.
 
 python -m benchmarks.peak
 """
@@ -10,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.report import arguments, write_report
+from workers.engine.loader import cpu_dtype
 
 _SIZES = (1024, 2048, 3072)
 _COPY_BYTES = 512 << 20
@@ -26,9 +26,7 @@ def main() -> None:
 
 
 def matrix_peak(seconds: float = 1.0) -> float:
-    """Operations a second of the best product of square bf16 matrices, each size tried for so
-    long.
-    """
+    """Operations a second of the best product of square matrices, each size tried for about so long."""
     return max(_product_rate(size, seconds) for size in _SIZES)
 
 
@@ -42,14 +40,15 @@ def memory_peak(seconds: float = 1.0) -> float:
 
 
 def _product_rate(size: int, seconds: float) -> float:
-    left, right, out = (torch.randn(size, size).bfloat16() for _ in range(3))
+    left, right, out = (torch.randn(size, size).to(cpu_dtype()) for _ in range(3))
     return 2 * size**3 / _best(lambda: torch.mm(left, right, out=out), seconds)
 
 
 def _best(work: Callable[[], object], seconds: float) -> float:
+    until = time.perf_counter() + seconds
     work()
-    times, until = [], time.perf_counter() + seconds
-    while time.perf_counter() < until or len(times) < 3:
+    times: list[float] = []
+    while time.perf_counter() < until or not times:
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)

@@ -21,7 +21,7 @@ def make_executor(model: str, rows: int, context: int, device: str = "cpu") -> E
     """With a cache for `rows` requests of `context` tokens."""
     tokens = _own_rows(rows, context) * (context + _SPARE_TOKENS) + 2048
     return Executor(EngineConfig(
-        model=str(model_folder(model)), max_model_len=context, max_num_seqs=rows, device=device, dtype="bfloat16",
+        model=str(model_folder(model)), max_model_len=context, max_num_seqs=rows, device=device, dtype="auto",
         kv_cache_memory_bytes=tokens * shape_of(model).kv_bytes_per_token,
     ))  # fmt: skip
 

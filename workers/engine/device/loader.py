@@ -176,9 +176,12 @@ def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torc
     stored = _DTYPES.get(config.dtype or "float32", torch.float32)
     if device.type != "cpu":
         return torch.bfloat16 if stored == torch.float32 else stored
-    if not _fast_bfloat16():
-        return torch.float32
-    return torch.bfloat16
+    return cpu_dtype()
+
+
+def cpu_dtype() -> torch.dtype:
+    """Return bfloat16 where the CPU has instructions for it, else float32."""
+    return torch.bfloat16 if _fast_bfloat16() else torch.float32
 
 
 def _fast_bfloat16() -> bool:
