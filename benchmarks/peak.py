@@ -1,4 +1,5 @@
-"""What the machine can do at most: the best rate of a large matrix product as the engine computes it, and of memory beyond any cache.
+"""What the machine can do at most: the best rate of a large matrix product as the engine computes
+it, and of memory beyond any cache.
 
 python -m benchmarks.peak
 """
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.report import arguments, write_report
-from workers.engine.loader import cpu_dtype
+from workers.engine.device.loader import cpu_dtype
 
 _SIZES = (1024, 2048, 3072)
 _COPY_BYTES = 512 << 20
@@ -26,7 +27,9 @@ def main() -> None:
 
 
 def matrix_peak(seconds: float = 1.0) -> float:
-    """Operations a second of the best product of square matrices, each size tried for about so long."""
+    """Operations a second of the best product of square matrices, each size tried for about so
+    long.
+    """
     return max(_product_rate(size, seconds) for size in _SIZES)
 
 

@@ -41,7 +41,9 @@ def _file_store(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def seed() -> int:
-    """Return what a test draws its random numbers from, and print it, so that a failure shows it."""
+    """Return what a test draws its random numbers from, and print it, so that a failure shows
+    it.
+    """
     return chosen_seed()
 
 

@@ -221,7 +221,9 @@ def _check_line(line: InputLine, spec: BatchSpec, served: set[str]) -> LineReque
 
 
 class _Findings:
-    """What one pass found so far: bad lines, of which at most `MAX_PROBLEMS` are kept, models, and bytes of bodies."""
+    """What one pass found so far: bad lines, of which at most `MAX_PROBLEMS` are kept, models,
+    and bytes of bodies.
+    """
 
     def __init__(self) -> None:
         self.models: set[str] = set()
@@ -239,7 +241,8 @@ class _Findings:
         self.body_bytes += len(request.body)
 
     def problems(self, repeated: int, duplicates: list[LineProblem]) -> list[LineProblem]:
-        """Return the problems in line order, `duplicates` among them, and a note of how many more lines are bad.
+        """Return the problems in line order, `duplicates` among them, and a note of how many more
+        lines are bad.
 
         `repeated` counts the lines with a duplicate.
         """

@@ -1,7 +1,8 @@
-"""Tell tests that ended by a time limit from tests that failed, for `.ci/run`, which repeats the former once.
+"""Tell tests that ended by a time limit from tests that failed, for `.ci/run`, which repeats the
+former once.
 
-Where the environment variable TIMED_OUT_TESTS names a file, their ids are appended to it and they do not fail the run. Any other failure
-ends the run at once. Without the variable nothing changes.
+Where the environment variable TIMED_OUT_TESTS names a file, their ids are appended to it and they
+do not fail the run. Any other failure ends the run at once. Without the variable nothing changes.
 """
 
 import os
@@ -17,7 +18,9 @@ CHAOS = Path(__file__).parents[1] / "chaos"
 
 
 class TimedOutTests:
-    """Record the tests of a run that ended by a time limit, and end the run at any other failure."""
+    """Record the tests of a run that ended by a time limit, and end the run at any other
+    failure.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -44,14 +47,18 @@ class TimedOutTests:
 
 
 def is_time_limit(error: BaseException) -> bool:
-    """Return whether a test ended because something took too long: its own limit, `wait_until` or a command."""
+    """Return whether a test ended because something took too long: its own limit, `wait_until`
+    or a command.
+    """
     if isinstance(error, pytest.fail.Exception):
         return str(error.msg).startswith("Timeout (>")  # pytest-timeout's words
     return isinstance(error, (WaitTimeout, subprocess.TimeoutExpired))
 
 
 def may_be_repeated(item: pytest.Item) -> bool:
-    """Return whether a second try may count: not for proofs, chaos and properties, whose failures are rare by nature."""
+    """Return whether a second try may count: not for proofs, chaos and properties, whose
+    failures are rare by nature.
+    """
     is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False) or "seed" in item.fixturenames
     return item.get_closest_marker("proof") is None and CHAOS not in item.path.parents and not is_property
 

@@ -111,7 +111,9 @@ class Race:
     def settle(
         self, queue: Queue, worker: str, claims: list[Claim], stalled: list[tuple[str, list[Claim]]], fate: float
     ) -> bool:
-        """End the claims in one of the ways that `fate`, from 0 to 1, chooses; False where the worker dies with them."""
+        """End the claims in one of the ways that `fate`, from 0 to 1, chooses; False where the
+        worker dies with them.
+        """
         if fate < 0.1:
             queue.hand_back(worker, held(claims))
         elif fate < 0.2:

@@ -185,7 +185,8 @@ def cpu_dtype() -> torch.dtype:
 
 
 def _fast_bfloat16() -> bool:
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":  # all that the processor has, or that the environment allows
+    # All that the processor has, or that the environment allows
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return False
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
