@@ -18,7 +18,7 @@ endif
 ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
 API_TESTS := tests/contract tests/test_install.py
 
-.PHONY: demo test test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos lint bench bench-full bench-gpu clean
+.PHONY: demo test test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos faults lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -43,6 +43,9 @@ proof-processes:
 
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))
+
+faults: $(VENV)/.installed-test  ## put known faults into a copy of the code one by one: the suite has to find each
+	$(BIN)/python -m tests.faults
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
