@@ -17,8 +17,9 @@ endif
 # These need one core, so they run beside the others; tests of processes at work keep away from each other.
 ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
 API_TESTS := tests/contract tests/test_install.py
+MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos faults lint bench bench-full bench-gpu clean
+.PHONY: demo test test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos faults matrix lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -46,6 +47,9 @@ chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everythi
 
 faults: $(VENV)/.installed-test  ## put known faults into a copy of the code one by one: the suite has to find each
 	$(BIN)/python -m tests.faults
+
+matrix: $(VENV)/.installed-test  ## tests of what talks to Redis on each server binary of SERVERS="path …", one after the other
+	$(BIN)/python -m tests.matrix $(SERVERS) -- $(MATRIX_TESTS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
