@@ -19,7 +19,7 @@ ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchm
 API_TESTS := tests/contract tests/test_install.py
 MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos faults matrix lint bench bench-full bench-gpu clean
+.PHONY: demo test test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos faults matrix coverage lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -51,6 +51,10 @@ faults: $(VENV)/.installed-test  ## put known faults into a copy of the code one
 matrix: $(VENV)/.installed-test  ## tests of what talks to Redis on each server binary of SERVERS="path …", one after the other
 	$(BIN)/python -m tests.matrix $(SERVERS) -- $(MATRIX_TESTS)
 
+coverage: $(VENV)/.installed-test  ## the share of each package's lines that the fast tests run, or those of TESTS="path …"; child processes count
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -q $(TESTS); tests=$$?; $(BIN)/coverage combine --quiet && $(BIN)/python -m tests.coverage_table && exit $$tests
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -80,4 +84,4 @@ $(JAVASCRIPT)/node_modules: $(JAVASCRIPT)/package.json  # the official JavaScrip
 	npm install --prefix $(JAVASCRIPT) --no-package-lock --ignore-scripts --no-audit --no-fund --silent && touch $@ || echo "no JavaScript client: its tests will be skipped"
 
 clean:
-	rm -rf $(VENV) $(JAVASCRIPT)/node_modules build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(JAVASCRIPT)/node_modules build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*

@@ -1,4 +1,5 @@
-"""Run tests on several Redis or Valkey servers, one after the other: `python -m tests.matrix SERVER … -- PYTEST ARGUMENTS`.
+"""Run tests on several Redis or Valkey servers, one after the other: `python -m tests.matrix SERVER
+… -- PYTEST ARGUMENTS`.
 
 A server is the path of its binary, or a name on PATH.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from jobs.connection import check_server, connect
+from jobs.queue.connection import check_server, connect
 from jobs.server import ServerError, find_server
 from tests.support.redis_server import running_server
 
