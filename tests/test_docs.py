@@ -10,6 +10,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
     "benchmarks/README.md",
     *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
 ]
@@ -20,12 +21,8 @@ _TEST = re.compile(r"`(test_\w+)`")
 @cache
 def _files() -> list[str]:
     folders = [folder for folder in ROOT.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
-    return [
-        str(path.relative_to(ROOT))
-        for folder in folders
-        for path in folder.rglob("*")
-        if "node_modules" not in path.parts
-    ]
+    below = [path for folder in folders for path in folder.rglob("*") if "node_modules" not in path.parts]
+    return [str(path.relative_to(ROOT)) for path in (*ROOT.glob("*.md"), *below)]
 
 
 @pytest.mark.parametrize("page", PAGES)
