@@ -11,6 +11,7 @@ PAGES = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "benchmarks/README.md",
     *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
 ]
