@@ -1,6 +1,4 @@
-"""Who holds which block of the KV cache, which hold findable content, and which of the free ones go
-first.
-"""
+"""Reference counts of KV cache blocks, their cached content, and the order of eviction."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,165 +8,179 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Reference counts, names and the free list of all blocks but the null block.
+    """Reference counts, content hashes and the free list of all blocks but the null block.
 
-    Of the free blocks those without a name go first. Then, each time by least recent use, named
-    content that batch requests left and nobody waits for, what live requests left, and at last what
-    waiting requests want, by name: so what a batch is done with pushes out neither the prefix of
-    those that come next nor what a live call may ask for again.
+    A free block without cached content is allocated first. After those come the eviction tiers,
+    each an LRU queue:
+
+    1. cached content of batch requests that is not retained
+    2. cached content of live requests that is not retained
+    3. content that waiting requests retain
+
+    So the blocks of a batch evict neither the prefix of the requests that come next nor what a
+    live call may ask for again.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._holders = [0] * num_blocks
-        self._names: list[bytes | None] = [None] * num_blocks
-        self._by_name: dict[bytes, int] = {}
-        self._unnamed = list(range(num_blocks - 1, NULL_BLOCK, -1))
-        self._left: OrderedDict[int, None] = OrderedDict()  # by batch requests
-        self._kept: OrderedDict[int, None] = OrderedDict()  # of live ones
-        self._wanted: OrderedDict[int, None] = OrderedDict()
-        self._shelves = (self._left, self._kept, self._wanted)
-        # Where each free and named block stands
-        self._shelf: list[OrderedDict[int, None] | None] = [None] * num_blocks
-        self._wants: dict[bytes, int] = {}  # how many wait for each name
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        self._uncached = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._batch_tier: OrderedDict[int, None] = OrderedDict()
+        self._live_tier: OrderedDict[int, None] = OrderedDict()
+        self._retained_tier: OrderedDict[int, None] = OrderedDict()
+        self._tiers = (self._batch_tier, self._live_tier, self._retained_tier)
+        # The tier of each free block with cached content
+        self._tier_of: list[OrderedDict[int, None] | None] = [None] * num_blocks
+        self._retain_counts: dict[bytes, int] = {}  # waiting requests by block hash
 
     @property
-    def free(self) -> int:
-        """Blocks that nobody holds, those with findable content included."""
-        return len(self._unnamed) + len(self._left) + len(self._kept) + len(self._wanted)
+    def num_free(self) -> int:
+        """Blocks with a reference count of 0, those with cached content included."""
+        return len(self._uncached) + len(self._batch_tier) + len(self._live_tier) + len(self._retained_tier)
 
-    def take(self, count: int) -> list[int]:
-        """Takes `count` blocks with one holder each. Raises RuntimeError when fewer are free."""
-        if count > self.free:
-            raise RuntimeError(f"asked for {count} KV blocks with {self.free} free")
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks with one reference each; evict cached content if need be.
+
+        Raises RuntimeError when fewer are free.
+        """
+        if count > self.num_free:
+            raise RuntimeError(f"asked for {count} KV blocks with {self.num_free} free")
         blocks = []
         for _ in range(count):
-            if self._unnamed:
-                block = self._unnamed.pop()
+            if self._uncached:
+                block = self._uncached.pop()
             else:
-                block, _ = (self._left or self._kept or self._wanted).popitem(last=False)
-                self._shelf[block] = None
-                self.unname(block)
-            self._holders[block] = 1
+                block, _ = (self._batch_tier or self._live_tier or self._retained_tier).popitem(last=False)
+                self._tier_of[block] = None
+                self.evict(block)
+            self._ref_counts[block] = 1
             blocks.append(block)
         return blocks
 
-    def share(self, blocks: Sequence[int]) -> None:
-        """Adds a holder to blocks that have holders or findable content."""
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Add a reference to blocks that are in use or have cached content."""
         for block in blocks:
-            shelf = self._shelf[block]
-            if shelf is not None:
-                del shelf[block]
-                self._shelf[block] = None
-            self._holders[block] += 1
+            tier = self._tier_of[block]
+            if tier is not None:
+                del tier[block]
+                self._tier_of[block] = None
+            self._ref_counts[block] += 1
 
-    def give_back(self, blocks: Sequence[int], live: bool) -> None:
-        """Takes a holder from each of a request's blocks.
+    def free(self, blocks: Sequence[int], live: bool) -> None:
+        """Drop a reference to each of a request's blocks.
 
-        Its last blocks become the first to go: a prefix is of use without its end.
+        The last blocks are evicted first: a prefix is of use without its end.
         """
-        holders, names, wants, shelf_of, unwanted = (
-            self._holders,
-            self._names,
-            self._wants,
-            self._shelf,
-            self._kept if live else self._left,
+        ref_counts, hashes, retain_counts, tier_of, unretained_tier = (
+            self._ref_counts,
+            self._hashes,
+            self._retain_counts,
+            self._tier_of,
+            self._live_tier if live else self._batch_tier,
         )
         for block in reversed(blocks):
-            holders[block] -= 1
-            if not holders[block]:
-                name = names[block]
-                if name is None:
-                    self._unnamed.append(block)
+            ref_counts[block] -= 1
+            if not ref_counts[block]:
+                block_hash = hashes[block]
+                if block_hash is None:
+                    self._uncached.append(block)
                 else:
-                    shelf = shelf_of[block] = self._wanted if name in wants else unwanted
-                    shelf[block] = None
+                    tier = tier_of[block] = self._retained_tier if block_hash in retain_counts else unretained_tier
+                    tier[block] = None
 
-    def want(self, names: Sequence[bytes]) -> None:
-        """A request waits for blocks with these names, in the order of its prompt, which need not
-        be there yet.
+    def retain(self, hashes: Sequence[bytes]) -> None:
+        """Evict content with these hashes last, until `release`.
+
+        This is a hint for a waiting request: the blocks stay evictable, and may not exist yet.
+        `hashes` are in the order of its prompt.
         """
-        for name in reversed(names):
-            waiting = self._wants.get(name, 0)
-            self._wants[name] = waiting + 1
+        for block_hash in reversed(hashes):
+            waiting = self._retain_counts.get(block_hash, 0)
+            self._retain_counts[block_hash] = waiting + 1
             if not waiting:
-                self._move(name, self._wanted)
+                self._move(block_hash, self._retained_tier)
 
-    def unwant(self, names: Sequence[bytes]) -> None:
-        """It waits no longer: what is free and nobody else waits for counts as left over."""
-        for name in reversed(names):
-            waiting = self._wants[name] - 1
+    def release(self, hashes: Sequence[bytes]) -> None:
+        """Undo one `retain`; free content that no other request retains moves to the batch tier."""
+        for block_hash in reversed(hashes):
+            waiting = self._retain_counts[block_hash] - 1
             if waiting:
-                self._wants[name] = waiting
+                self._retain_counts[block_hash] = waiting
             else:
-                del self._wants[name]
-                self._move(name, self._left)
+                del self._retain_counts[block_hash]
+                self._move(block_hash, self._batch_tier)
 
-    def find(self, name: bytes) -> int | None:
-        return self._by_name.get(name)
+    def lookup(self, block_hash: bytes) -> int | None:
+        """Return the block that caches this content, if any."""
+        return self._cached.get(block_hash)
 
-    def idle(self, blocks: Sequence[int]) -> int:
-        """How many of `blocks` nobody holds."""
-        return sum(self._holders[block] == 0 for block in blocks)
+    def count_free(self, blocks: Sequence[int]) -> int:
+        """Return how many of `blocks` have a reference count of 0."""
+        return sum(self._ref_counts[block] == 0 for block in blocks)
 
-    def name(self, block: int, name: bytes) -> None:
-        """Makes a held block findable, unless another block has that content already."""
-        if self._names[block] is None and self._by_name.setdefault(name, block) == block:
-            self._names[block] = name
+    def cache_block(self, block: int, block_hash: bytes) -> None:
+        """Make the content of a block in use findable, unless another block caches it already."""
+        if self._hashes[block] is None and self._cached.setdefault(block_hash, block) == block:
+            self._hashes[block] = block_hash
 
-    def unname(self, block: int) -> None:
-        """Makes a block's content unfindable, if it was findable; such a block is held, or about to
-        be.
+    def evict(self, block: int) -> None:
+        """Remove a block's content from the cache, if it is cached.
+
+        The block is in use, or about to be.
         """
-        name = self._names[block]
-        if name is not None:
-            del self._by_name[name]
-            self._names[block] = None
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._cached[block_hash]
+            self._hashes[block] = None
 
-    def holders_of(self, block: int) -> int:
-        """How many hold it."""
-        return self._holders[block]
+    def ref_count(self, block: int) -> int:
+        """Return how many requests use a block."""
+        return self._ref_counts[block]
 
-    def wants(self) -> dict[bytes, int]:
-        """How many wait for each name, for integrity checks."""
-        return dict(self._wants)
+    def retain_counts(self) -> dict[bytes, int]:
+        """Return how many requests retain each hash, for integrity checks."""
+        return dict(self._retain_counts)
 
-    def names(self) -> dict[bytes, int]:
-        """Every name with its block, for integrity checks."""
-        return dict(self._by_name)
+    def cached_blocks(self) -> dict[bytes, int]:
+        """Return every cached hash with its block, for integrity checks."""
+        return dict(self._cached)
 
-    def holders(self) -> list[int]:
-        """Holders by block, for integrity checks."""
-        return list(self._holders)
+    def ref_counts(self) -> list[int]:
+        """Return the reference counts by block, for integrity checks."""
+        return list(self._ref_counts)
 
     def check(self) -> None:
-        """Raises RuntimeError unless the free list holds exactly the blocks without holders, and
-        names and blocks agree.
-        """
-        free = sorted(chain(self._unnamed, *self._shelves))
-        if free != [block for block in range(1, self.num_blocks) if self._holders[block] == 0]:
-            raise RuntimeError("the free list of KV blocks differs from the blocks without holders")
-        if any(count < 0 for count in self._holders) or self._holders[NULL_BLOCK]:
-            raise RuntimeError("a KV block was given back more often than taken, or the null block was taken")
-        if self._by_name != {name: block for block, name in enumerate(self._names) if name is not None}:
-            raise RuntimeError("names of KV blocks and blocks disagree")
-        if any(self._names[block] is not None for block in self._unnamed) or any(
-            self._names[block] is None for block in chain(*self._shelves)
+        """Raise RuntimeError unless free lists, reference counts and the cache agree."""
+        free = sorted(chain(self._uncached, *self._tiers))
+        if free != [block for block in range(1, self.num_blocks) if self._ref_counts[block] == 0]:
+            raise RuntimeError("the free list of KV blocks differs from the blocks without references")
+        if any(count < 0 for count in self._ref_counts) or self._ref_counts[NULL_BLOCK]:
+            raise RuntimeError("a KV block was freed more often than allocated, or the null block was allocated")
+        if self._cached != {
+            block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None
+        }:
+            raise RuntimeError("the hashes of KV blocks differ from the cached blocks")
+        if any(self._hashes[block] is not None for block in self._uncached) or any(
+            self._hashes[block] is None for block in chain(*self._tiers)
         ):
-            raise RuntimeError("a free KV block stands in the wrong list")
-        if any(self._shelf[block] is not shelf for shelf in self._shelves for block in shelf):
-            raise RuntimeError("a free KV block stands elsewhere than is noted")
-        if {name for name in self._wants if self._is_free(name)} != {self._names[block] for block in self._wanted}:
-            raise RuntimeError("the free KV blocks that are wanted differ from those kept for it")
+            raise RuntimeError("a free KV block is in the wrong list")
+        if any(self._tier_of[block] is not tier for tier in self._tiers for block in tier):
+            raise RuntimeError("a free KV block is in another eviction tier than recorded")
+        if {block_hash for block_hash in self._retain_counts if self._is_free(block_hash)} != {
+            self._hashes[block] for block in self._retained_tier
+        }:
+            raise RuntimeError("the retained free KV blocks differ from those in their eviction tier")
 
-    def _is_free(self, name: bytes) -> bool:
-        block = self._by_name.get(name)
-        return block is not None and not self._holders[block]
+    def _is_free(self, block_hash: bytes) -> bool:
+        block = self._cached.get(block_hash)
+        return block is not None and not self._ref_counts[block]
 
-    def _move(self, name: bytes, shelf: OrderedDict[int, None]) -> None:
-        """Puts the block of that name, if it is free, on another shelf, as the one used last."""
-        block = self._by_name.get(name)
-        if block is not None and (now := self._shelf[block]) is not None:
+    def _move(self, block_hash: bytes, tier: OrderedDict[int, None]) -> None:
+        """Move the block with that content, if it is free, to another tier, as last used."""
+        block = self._cached.get(block_hash)
+        if block is not None and (now := self._tier_of[block]) is not None:
             del now[block]
-            shelf[block] = None
-            self._shelf[block] = shelf
+            tier[block] = None
+            self._tier_of[block] = tier

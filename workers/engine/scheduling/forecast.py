@@ -73,7 +73,7 @@ class Forecast:
         late = int(np.searchsorted(self._times, step - self._looked))
         expected, variance, most = (self._all + curves)[:, late:]
         need = np.minimum(expected + _CAUTION * np.sqrt(np.maximum(variance, 0.0)), most)
-        peak = float(need.max()) + self._shared + self._pool.idle(prefix)
+        peak = float(need.max()) + self._shared + self._pool.count_free(prefix)
         if peak > self._room or (peak > _EASY * self._room and step < self._next):
             self._refused, self._refused_until = request.id, math.inf if peak > self._room else self._next
             return False
@@ -133,7 +133,7 @@ class Forecast:
             self._by_slot[:, [request.slot for request in running]] = self._curves(running, step)
         self._all = self._by_slot.sum(axis=1)
         owned = sum(len(request.blocks) - request.shared for request in running)
-        self._shared = max(0, self._pool.num_blocks - 1 - self._pool.free - returning - owned)
+        self._shared = max(0, self._pool.num_blocks - 1 - self._pool.num_free - returning - owned)
 
     def _learn_from(self, running: Iterable[Request]) -> None:
         outputs: dict[str, list[int]] = {}
@@ -143,12 +143,13 @@ class Forecast:
         self._tables = {job: self.lengths.log_survival(job, lengths) for job, lengths in outputs.items()}
 
     def _find_shared(self, request: Request) -> None:
-        """Who computed a prefix does not free it at its end while others hold it too: they hold a
-        beginning of its blocks.
+        """Count the blocks of a computed prefix that other requests use too.
+
+        These are the first of its blocks, and they are not free when it ends.
         """
-        blocks, holders = request.blocks, self._pool.holders_of
-        if request.shared < len(blocks) and holders(blocks[request.shared]) > 1:
-            request.shared = bisect_left(blocks, True, request.shared, key=lambda block: holders(block) == 1)
+        blocks, ref_count = request.blocks, self._pool.ref_count
+        if request.shared < len(blocks) and ref_count(blocks[request.shared]) > 1:
+            request.shared = bisect_left(blocks, True, request.shared, key=lambda block: ref_count(block) == 1)
 
     def _curves_of(self, request: Request, step: int) -> Floats:
         """The curves of one that is not running yet; good until the next look, since a few steps

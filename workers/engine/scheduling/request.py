@@ -33,13 +33,13 @@ class Request:
         "next_score",
         "prompt_length",
         "reached",
+        "retained",
         "sampling",
         "shared",
         "slot",
         "stop_token_ids",
         "tokens",
         "urgency",
-        "wanted",
     )
 
     def __init__(self, request: EngineRequest, arrival: int, max_model_len: int, eos_token_ids: Set[int]) -> None:
@@ -64,7 +64,7 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.known = len(self.tokens)
         self.reached = 0  # the most tokens that it had computed before it lost its slot
-        self.wanted = 0  # how many of `block_hashes` are kept for it while it waits
+        self.retained = 0  # how many of `block_hashes` are retained while it waits
         self.leave()
 
     def leave(self) -> None:

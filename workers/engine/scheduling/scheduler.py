@@ -153,7 +153,7 @@ class Scheduler:
         requests = [by_slot[slot] for slot in plan.slots.tolist()]
         before = self._launched[-1].step if self._launched else self._retired_step
         for request, start, samples in zip(requests, plan.starts.tolist(), plan.samples.tolist(), strict=True):
-            self._kv_cache.shrink(request, start)
+            self._kv_cache.truncate(request, start)
             request.known -= samples
             request.last_step = before
         for scores in plan.prompt_scores:
@@ -215,10 +215,10 @@ class Scheduler:
         if self._requests or self._launched:
             raise RuntimeError(f"not idle: {len(self._requests)} requests, {len(self._launched)} launched steps")
         self._pool.check()
-        if self._pool.free != self._pool.num_blocks - 1 or self._returning or self._returning_blocks:
-            raise RuntimeError(f"idle with {self._pool.num_blocks - 1 - self._pool.free} KV blocks taken")
-        if self._pool.wants():
-            raise RuntimeError(f"idle with {len(self._pool.wants())} KV blocks wanted")
+        if self._pool.num_free != self._pool.num_blocks - 1 or self._returning or self._returning_blocks:
+            raise RuntimeError(f"idle with {self._pool.num_blocks - 1 - self._pool.num_free} KV blocks in use")
+        if self._pool.retain_counts():
+            raise RuntimeError(f"idle with {len(self._pool.retain_counts())} KV blocks retained")
         if self._live.running or self._batch.running or self._live.waiting or self._batch.waiting:
             raise RuntimeError("idle with requests in a queue")
         self._forecast.check_empty()
@@ -274,7 +274,7 @@ class Scheduler:
                 add_samples(False)
                 step.outstanding += self._kv_cache.blocks_for(known - request.capacity)
             if end >= request.hash_at:
-                self._kv_cache.remember(request)
+                self._kv_cache.cache_blocks(request)
         step.budget = budget
 
     def _score(self, request: Request, end: int, step: StepDraft) -> None:
@@ -306,13 +306,13 @@ class Scheduler:
             if request.known > len(request.tokens) or not self._slot_for(request, step):
                 return
             reserve = step.outstanding + len(self._live.running) + (0 if request.live else len(self._batch.running))
-            if not request.live and reserve >= self._pool.free:
+            if not request.live and reserve >= self._pool.num_free:
                 return
             # What the cache holds has no logits, so as long as prompt tokens are to be scored
             # everything is computed.
             prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
-            need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.idle(prefix) + reserve
-            if need <= self._pool.free and (request.live or self._has_room(request, prefix, step)):
+            need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.count_free(prefix) + reserve
+            if need <= self._pool.num_free and (request.live or self._has_room(request, prefix, step)):
                 self._enter(lane, request, prefix, step)
             elif not (request.live and self._make_room(need, request)):
                 step.short = request.live and bool(self._returning)
@@ -331,7 +331,7 @@ class Scheduler:
 
     def _waits_for_company(self) -> bool:
         """Whether batch requests stay out of this step, so that more of them come in at once."""
-        scarce = len(self._free_slots) < self._company or self._pool.free < self._company_blocks
+        scarce = len(self._free_slots) < self._company or self._pool.num_free < self._company_blocks
         runs = self._live.running or self._batch.running
         if self._company > 1 and scarce and runs and self._waited_steps < _LONGEST_WAIT:
             self._waited_steps += 1
@@ -341,9 +341,9 @@ class Scheduler:
 
     def _enter(self, lane: "_Lane", request: Request, prefix: list[int], step: StepDraft) -> None:
         del lane.waiting[0]
-        revived = self._pool.idle(prefix)
+        revived = self._pool.count_free(prefix)
         self._kv_cache.admit(request, prefix)
-        self._kv_cache.unwant(request)
+        self._kv_cache.release(request)
         hit = request.computed
         request.slot = self._free_slots.pop()
         self._forecast.enter(request, step.number, revived)
@@ -382,12 +382,12 @@ class Scheduler:
         waits = request.slot < 0
         if (
             waits
-            and self._pool.free + self._returning_blocks + sum(len(batch.blocks) for batch in self._batch.running)
+            and self._pool.num_free + self._returning_blocks + sum(len(batch.blocks) for batch in self._batch.running)
             < need
         ):
             return False
-        while self._pool.free < need:
-            if self._pool.free + self._returning_blocks >= need:
+        while self._pool.num_free < need:
+            if self._pool.num_free + self._returning_blocks >= need:
                 return False
             lane = self._batch if self._batch.running or waits else self._live
             if not lane.running:
@@ -415,16 +415,16 @@ class Scheduler:
         if request.slot >= 0:
             self._give_up(request)
         else:
-            self._kv_cache.unwant(request)
+            self._kv_cache.release(request)
 
     def _wait(self, request: Request) -> None:
         insort(self._lane(request).waiting, request, key=_URGENCY)
         if request.next_score == sys.maxsize:
-            self._kv_cache.want(request)
+            self._kv_cache.retain(request)
 
     def _give_up(self, request: Request) -> None:
         if request.computed >= request.hash_at:
-            self._kv_cache.remember(request)
+            self._kv_cache.cache_blocks(request)
         self._forecast.leave(request)
         own_blocks = len(request.blocks) - request.shared
         self._returning.append(_Returning(request.last_step, request.slot, request.blocks, own_blocks, request.live))
@@ -440,7 +440,7 @@ class Scheduler:
         self._stats.prefix_hit_tokens -= request.computed
         self._stats.recomputed_tokens -= max(0, request.reached - request.computed)
         self._wait(request)
-        self._pool.give_back(request.blocks, request.live)
+        self._pool.free(request.blocks, request.live)
         self._free_slots.append(request.slot)
         request.leave()
 
@@ -452,7 +452,7 @@ class Scheduler:
         self._returning = [returning for returning in self._returning if returning.after > self._retired_step]
         for returning in due:
             self._returning_blocks -= len(returning.blocks)
-            self._pool.give_back(returning.blocks, returning.live)
+            self._pool.free(returning.blocks, returning.live)
             self._free_slots.append(returning.slot)
 
     def _lane(self, request: Request) -> "_Lane":
@@ -462,7 +462,7 @@ class Scheduler:
         stats = copy(self._stats)
         stats.running = len(self._live.running) + len(self._batch.running)
         stats.waiting = len(self._requests) - stats.running
-        stats.free_blocks = self._pool.free
+        stats.free_blocks = self._pool.num_free
         output, self._output = self._output, OutputDraft()
         return output.message(self._retired_step, self._fresh_hits, self._fresh_scores, stats)
 

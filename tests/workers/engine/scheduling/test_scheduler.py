@@ -475,8 +475,8 @@ def test_a_block_that_is_never_given_back_is_noticed_when_idle() -> None:
     kv_cache = KVCache(9, SIZE)
     scheduler = Scheduler(1, 8, 32, kv_cache, 0, vocab_size=100)
     scheduler.check_idle()
-    kv_cache.pool.take(1)
-    with pytest.raises(RuntimeError, match="1 KV blocks taken"):
+    kv_cache.pool.allocate(1)
+    with pytest.raises(RuntimeError, match="1 KV blocks in use"):
         scheduler.check_idle()
 
 

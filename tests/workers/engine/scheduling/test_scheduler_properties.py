@@ -302,7 +302,7 @@ class Run:
         return content
 
     def _check_cached_content(self) -> None:
-        for name, block in self.kv_cache.pool.names().items():
+        for name, block in self.kv_cache.pool.cached_blocks().items():
             assert self.device.cache[block].tolist() == self.content[name], (
                 "a cached block holds other tokens than its hash says"
             )
