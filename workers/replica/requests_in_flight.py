@@ -151,10 +151,12 @@ class RequestInFlight:
         needs_prompt = self._prompts[prompt].sampling.prompt_logprobs >= 0
         left = [sequence for sequence in sequences if not sequence.ended] or sequences[:needs_prompt]
         requests: list[EngineRequest] = []
-        live, job = self.claim.live, "" if self.claim.live else self.claim.key.batch
+        live, batch_id = self.claim.live, "" if self.claim.live else self.claim.key.batch
         for sequence in left:
             scored = needs_prompt and not requests
-            requests.append(sequence.engine_request(next(ids), live=live, with_prompt_logprobs=scored, job=job))
+            requests.append(
+                sequence.engine_request(next(ids), live=live, with_prompt_logprobs=scored, batch_id=batch_id)
+            )
             self.running[requests[-1].request_id] = sequence
         if requests:
             self._at_once.append(requests[0])

@@ -110,12 +110,12 @@ class Sequence:
         return sum(chosen) / max(1, len(chosen))
 
     def engine_request(
-        self, request_id: int, *, live: bool, with_prompt_logprobs: bool, job: str = ""
+        self, request_id: int, *, live: bool, with_prompt_logprobs: bool, batch_id: str = ""
     ) -> EngineRequest:
         """What the engine is to do: go on from here or, when nothing is left to generate, look at
         the prompt alone.
 
-        `job` names requests whose outputs may be about as long.
+        `batch_id` names requests whose outputs may be about as long.
         """
         prompt_logprobs = self._sampling.prompt_logprobs if with_prompt_logprobs else -1
         if self.ended:
@@ -133,7 +133,7 @@ class Sequence:
             sampling,
             live,
             self._call.priority,
-            job,
+            batch_id,
             self._stops is not None,
         )
 

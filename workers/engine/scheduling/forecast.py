@@ -19,7 +19,7 @@ _VARIED = 2 / 3
 
 
 class Forecast:
-    """Says whether one more request has room until its end, by how long outputs of its job are
+    """Says whether one more request has room until its end, by how long outputs of its batch are
     expected to get.
 
     For points of time ahead it holds how many blocks are expected to be in use: of each request
@@ -46,7 +46,7 @@ class Forecast:
         # slot, and of all together.
         self._by_slot = np.zeros((3, max_num_seqs, len(self._times)))
         self._all = np.zeros((3, len(self._times)))
-        self._tables: dict[str, Floats] = {}  # by job
+        self._tables: dict[str, Floats] = {}  # by batch
         # Who was asked about last, with which tokens and shared blocks, at which look, and its
         # curves.
         self._candidate = (-1, -1, -1, -1, self._all)
@@ -138,9 +138,9 @@ class Forecast:
     def _learn_from(self, running: Iterable[Request]) -> None:
         outputs: dict[str, list[int]] = {}
         for request in running:
-            if request.job is not None:
-                outputs.setdefault(request.job, []).append(request.known - request.prompt_length)
-        self._tables = {job: self.lengths.log_survival(job, lengths) for job, lengths in outputs.items()}
+            if request.batch_id is not None:
+                outputs.setdefault(request.batch_id, []).append(request.known - request.prompt_length)
+        self._tables = {batch_id: self.lengths.log_survival(batch_id, lengths) for batch_id, lengths in outputs.items()}
 
     def _find_shared(self, request: Request) -> None:
         """Count the blocks of a computed prefix that other requests use too.
@@ -174,19 +174,23 @@ class Forecast:
         most = np.ceil(np.minimum(length, limit) / self._size) - shared
         most[:, 1:][length[:, 1:] >= limit] = 0.0
         alive = np.ones_like(most)
-        jobs = {request.job for request in requests}
-        for job in jobs - {None}:
-            assert job is not None
-            rows = [row for row, request in enumerate(requests) if request.job == job] if len(jobs) > 1 else slice(None)
-            alive[rows] = self._lasting(job, length[rows] - prompt[rows], known[rows] - prompt[rows])
+        batch_ids = {request.batch_id for request in requests}
+        for batch_id in batch_ids - {None}:
+            assert batch_id is not None
+            rows = (
+                [row for row, request in enumerate(requests) if request.batch_id == batch_id]
+                if len(batch_ids) > 1
+                else slice(None)
+            )
+            alive[rows] = self._lasting(batch_id, length[rows] - prompt[rows], known[rows] - prompt[rows])
         expected = alive * most
         return np.stack([expected, expected * (most - expected), most])
 
-    def _lasting(self, job: str, outputs: Floats, now: Floats) -> Floats:
+    def _lasting(self, batch_id: str, outputs: Floats, now: Floats) -> Floats:
         """How likely requests that have `now` tokens are to get so many more."""
-        table = self._tables.get(job)
+        table = self._tables.get(batch_id)
         if table is None:
-            table = self._tables[job] = self.lengths.log_survival(job, ())
+            table = self._tables[batch_id] = self.lengths.log_survival(batch_id, ())
         lasting: Floats = np.exp(np.interp(outputs, EDGES, table) - np.interp(now, EDGES, table))
         return lasting
 

@@ -1,4 +1,4 @@
-"""How long outputs get, learned for each job from its own requests while it runs."""
+"""How long outputs get, learned for each batch from its own requests while it runs."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ EDGES: Floats = np.unique(np.concatenate([np.arange(0, 32, 4), np.floor(32 * 2 *
 
 _BUCKETS = len(EDGES) - 1
 _GUESS = 256  # tokens, before anything is known
-# Requests that what all jobs together tell counts for within one, and the guess within all
+# Requests that what all batches together tell counts for within one, and the guess within all
 _WEIGHT = 2.0
 _RECENT = 1024  # requests after which older ones count half
 _GUESSED: Floats = 1 - np.exp(-np.diff(EDGES) / _GUESS)
-_JOBS = 64  # known at once, else the oldest is forgotten
+_BATCHES = 64  # known at once, else the oldest is forgotten
 _SURE = 0.999  # as likely as anything may be, so that whoever outlives it is not lost to reckoning
 
 
 class OutputLengths:
-    """Life tables of outputs: by job, what part of them is longer than so many tokens.
+    """Life tables of outputs: by batch, what part of them is longer than so many tokens.
 
     The actuarial estimator: of those that reached a bucket, some ended in it by themselves; those
     that were cut off in it by their limit, and those that are still there, count half. So what runs
@@ -37,26 +37,26 @@ class OutputLengths:
 
     def __init__(self) -> None:
         self._all = _Counts()
-        self._jobs: dict[str, _Counts] = {}
+        self._batches: dict[str, _Counts] = {}
 
     def learn(self, request: Request) -> None:
         """A request has ended, or was aborted: that is what a stop string looks like from here."""
         output = len(request.tokens) - request.prompt_length
-        if output <= 0 or request.job is None or request.finish is Finish.ERROR:
+        if output <= 0 or request.batch_id is None or request.finish is Finish.ERROR:
             return
-        job = self._jobs[request.job] = self._jobs.pop(request.job, _Counts())
-        if len(self._jobs) > _JOBS:
-            del self._jobs[next(iter(self._jobs))]
+        counts = self._batches[request.batch_id] = self._batches.pop(request.batch_id, _Counts())
+        if len(self._batches) > _BATCHES:
+            del self._batches[next(iter(self._batches))]
         bucket, cut = _bucket(output), request.finish is Finish.LENGTH
-        job.add(bucket, cut=cut)
+        counts.add(bucket, cut=cut)
         self._all.add(bucket, cut=cut)
 
-    def log_survival(self, job: str, running: Sequence[int]) -> Floats:
+    def log_survival(self, batch_id: str, running: Sequence[int]) -> Floats:
         """At each of `EDGES` the logarithm of the part that is longer; `running`: how many tokens
-        the job's running requests have.
+        the batch's running requests have.
         """
         expected = self._all.hazard(_GUESSED, ())
-        counts = self._jobs.get(job) or _Counts()
+        counts = self._batches.get(batch_id) or _Counts()
         return np.concatenate([[0.0], np.cumsum(np.log1p(-counts.hazard(expected, running)))])
 
 

@@ -17,6 +17,7 @@ class Request:
     """
 
     __slots__ = (
+        "batch_id",
         "block_hashes",
         "blocks",
         "cached_tokens",
@@ -25,7 +26,6 @@ class Request:
         "finish",
         "hash_at",
         "id",
-        "job",
         "known",
         "last_step",
         "limit",
@@ -58,7 +58,7 @@ class Request:
         stops = frozenset(sampling.stop_token_ids)
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
         # Whose outputs its own is expected to be like; None where nothing but its limit ends it.
-        self.job = request.job if self.stop_token_ids or request.stop_strings else None
+        self.batch_id = request.batch_id if self.stop_token_ids or request.stop_strings else None
         self.finish = Finish.RUNNING
         self.cached_tokens = -1
         self.block_hashes: list[bytes] = []

@@ -93,8 +93,8 @@ class Simulation:
         while self._added < len(self._lines) and self._added - len(self.report.order) < self._most:
             line, number = self._lines[self._added], self._added
             sampling = SamplingParams(line.output if line.known else line.max_tokens, ignore_eos=line.known)
-            job = "" if line.live else "batch"
-            self.scheduler.add(EngineRequest(number, self._prompts[number], [], sampling, line.live, job=job))
+            batch_id = "" if line.live else "batch"
+            self.scheduler.add(EngineRequest(number, self._prompts[number], [], sampling, line.live, batch_id=batch_id))
             self._added += 1
 
     def _compute(self, plan: StepPlan) -> StepResult:

@@ -1,5 +1,6 @@
-"""Requests come in by how long outputs of their job get: few are preempted, and what that costs is
-bounded. All draws are seeded.
+"""Admission by the output lengths of a batch: few requests are preempted, at a bounded cost.
+
+All draws are seeded.
 """
 
 import random
@@ -69,16 +70,16 @@ def test_many_come_in_at_a_step_where_many_run() -> None:
     )
 
 
-def test_what_only_the_front_can_end_is_expected_to_be_like_its_job() -> None:
+def test_a_request_with_stop_strings_is_expected_to_be_like_its_batch() -> None:
     """By a stop string, of which the engine does not know; without one, nothing but the limit is
     left.
     """
     params = SamplingParams(2048, ignore_eos=True)
-    jobs = [
-        Request(EngineRequest(1, [1], [], params, job="a", stop_strings=stops), 1, 4096, frozenset([9])).job
+    batch_ids = [
+        Request(EngineRequest(1, [1], [], params, batch_id="a", stop_strings=stops), 1, 4096, frozenset([9])).batch_id
         for stops in (True, False)
     ]
-    assert jobs == ["a", None]
+    assert batch_ids == ["a", None]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -104,25 +105,27 @@ def test_live_requests_come_in_as_ever() -> None:
     assert report.recomputed_share < 0.05
 
 
-def ended(output: int, finish: Finish = Finish.STOP, job: str = "a") -> Request:
-    made = Request(EngineRequest(1, [1], [2] * output, SamplingParams(4000), job=job), 1, 4096, frozenset([9]))
+def ended(output: int, finish: Finish = Finish.STOP, batch_id: str = "a") -> Request:
+    made = Request(
+        EngineRequest(1, [1], [2] * output, SamplingParams(4000), batch_id=batch_id), 1, 4096, frozenset([9])
+    )
     made.finish = finish
     return made
 
 
-def longer_than(lengths: OutputLengths, tokens: int, job: str = "a", running: tuple[int, ...] = ()) -> float:
-    return float(np.exp(np.interp(tokens, EDGES, lengths.log_survival(job, running))))
+def longer_than(lengths: OutputLengths, tokens: int, batch_id: str = "a", running: tuple[int, ...] = ()) -> float:
+    return float(np.exp(np.interp(tokens, EDGES, lengths.log_survival(batch_id, running))))
 
 
-def test_what_part_gets_longer_is_learned_from_the_job() -> None:
+def test_output_lengths_are_learned_by_batch() -> None:
     lengths, draw = OutputLengths(), random.Random(3)
     for _ in range(1000):
         lengths.learn(ended(max(1, int(draw.gauss(100, 20)))))
-        lengths.learn(ended(max(1, int(draw.gauss(400, 20))), job="b"))
+        lengths.learn(ended(max(1, int(draw.gauss(400, 20))), batch_id="b"))
     assert longer_than(lengths, 100) == pytest.approx(0.5, abs=0.1)
     assert longer_than(lengths, 200) < 0.02
     assert longer_than(lengths, 300, "b") > 0.95
-    assert 0.3 < longer_than(lengths, 200, "unknown") < 0.7  # what all jobs together are like
+    assert 0.3 < longer_than(lengths, 200, "unknown") < 0.7  # what all batches together are like
 
 
 def test_outputs_that_were_cut_tell_that_they_were_longer() -> None:
@@ -141,11 +144,11 @@ def test_those_that_run_on_keep_the_first_to_end_from_passing_for_all() -> None:
     assert longer_than(lengths, 50, running=(60,) * 60) > 0.85
 
 
-def test_a_job_that_goes_on_is_not_forgotten_for_others_that_are_newer() -> None:
+def test_a_running_batch_is_not_dropped_for_newer_ones() -> None:
     lengths = OutputLengths()
     for other in range(200):
         lengths.learn(ended(400))
-        lengths.learn(ended(3, job=f"small {other}"))
+        lengths.learn(ended(3, batch_id=f"small {other}"))
     assert longer_than(lengths, 300) > 0.9
 
 

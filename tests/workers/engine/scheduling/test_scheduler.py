@@ -83,16 +83,16 @@ def run_dry(scheduler: Scheduler) -> dict[int, list[int]]:
 
 def test_nothing_of_the_host_half_imports_torch() -> None:
     modules = [
-        "scheduler",
-        "forecast",
-        "kv_cache",
-        "request",
-        "step",
-        "messages",
-        "config",
+        "scheduling.scheduler",
+        "scheduling.forecast",
+        "scheduling.kv_cache",
+        "scheduling.request",
+        "messages.step",
+        "messages.core",
+        "messages.config",
+        "messages.transport",
         "core",
-        "transport",
-        "async_engine",
+        "client.async_engine",
     ]
     code = (
         f"import sys, {', '.join('workers.engine.' + module for module in modules)}; sys.exit('torch' in sys.modules)"

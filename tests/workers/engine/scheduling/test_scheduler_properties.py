@@ -51,7 +51,7 @@ class Case:
     min_tokens: int = 0
     logprobs: bool = False
     prompt_logprobs: bool = False
-    job: str = ""
+    batch_id: str = ""
 
     def sampling(self) -> SamplingParams:
         return SamplingParams(
@@ -257,7 +257,13 @@ class Run:
                 self.got[number] = list(forced)
                 self.scheduler.add(
                     EngineRequest(
-                        number, list(case.prompt), list(forced), case.sampling(), case.live, case.priority, case.job
+                        number,
+                        list(case.prompt),
+                        list(forced),
+                        case.sampling(),
+                        case.live,
+                        case.priority,
+                        case.batch_id,
                     )
                 )
         self.scheduler.abort([number for number, case in enumerate(self.cases) if case.aborted == turn])
@@ -340,7 +346,7 @@ CASES = st.builds(
     min_tokens=st.sampled_from([0, 0, 1, 6]),
     logprobs=st.booleans(),
     prompt_logprobs=st.sampled_from([False, False, True]),
-    job=st.sampled_from(["", "a", "b"]),
+    batch_id=st.sampled_from(["", "a", "b"]),
 )
 
 
@@ -395,7 +401,7 @@ def random_case(draw: random.Random) -> Case:
         min_tokens=draw.choice([0, 0, 1, 6]),
         logprobs=draw.random() < 0.5,
         prompt_logprobs=draw.random() < 0.3,
-        job=draw.choice(["", "a", "b"]),
+        batch_id=draw.choice(["", "a", "b"]),
     )
 
 
