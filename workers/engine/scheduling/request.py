@@ -31,6 +31,7 @@ class Request:
         "limit",
         "live",
         "next_score",
+        "priority",
         "prompt_length",
         "reached",
         "retained",
@@ -39,7 +40,6 @@ class Request:
         "slot",
         "stop_token_ids",
         "tokens",
-        "urgency",
     )
 
     def __init__(self, request: EngineRequest, arrival: int, max_model_len: int, eos_token_ids: Set[int]) -> None:
@@ -50,7 +50,7 @@ class Request:
         self.prompt_length = len(request.prompt_token_ids)
         self.sampling = sampling
         self.live = request.live
-        self.urgency = (not request.live, request.priority, arrival)
+        self.priority = (not request.live, request.priority, arrival)
         # The first prompt position that no launched step tells the log probability of; beyond all
         # positions where none is to come.
         self.next_score = 1 if sampling.prompt_logprobs >= 0 and self.prompt_length > 1 else sys.maxsize

@@ -19,7 +19,7 @@ from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.request import Request, refusal
 from workers.engine.scheduling.step_builder import OutputDraft, StepDraft
 
-_URGENCY = attrgetter("urgency")
+_PRIORITY = attrgetter("priority")
 _LONGEST_WAIT = 32  # steps
 
 
@@ -70,8 +70,8 @@ class Scheduler:
         self._company_blocks = self._pool.num_blocks * company // max_num_seqs
         self._waited_steps = 0  # for company
         self._requests: dict[int, Request] = {}
-        self._live = _Lane()
-        self._batch = _Lane()
+        self._live = _PriorityClass()
+        self._batch = _PriorityClass()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._launched: deque[_Launched] = deque()
         self._returning: list[_Returning] = []
@@ -127,10 +127,10 @@ class Scheduler:
         if len(self._launched) > self.depth:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
         step = StepDraft(self._step + 1, self.token_budget)
-        for lane in (self._live, self._batch):
-            self._advance(lane.running, step)
-            if lane.waiting and not (lane is self._batch and self._waits_for_company()):
-                self._admit(lane, step)
+        for priority_class in (self._live, self._batch):
+            self._advance(priority_class.running, step)
+            if priority_class.waiting and not (priority_class is self._batch and self._waits_for_company()):
+                self._admit(priority_class, step)
         if not step.slots:
             return None
         self._step = step.number
@@ -149,7 +149,9 @@ class Scheduler:
         launched = self._launched.pop()
         if launched.step != plan.step:
             raise RuntimeError(f"step {plan.step} was taken back in place of step {launched.step}")
-        by_slot = {request.slot: request for lane in (self._live, self._batch) for request in lane.running}
+        by_slot = {
+            request.slot: request for priority_class in (self._live, self._batch) for request in priority_class.running
+        }
         requests = [by_slot[slot] for slot in plan.slots.tolist()]
         before = self._launched[-1].step if self._launched else self._retired_step
         for request, start, samples in zip(requests, plan.starts.tolist(), plan.samples.tolist(), strict=True):
@@ -297,12 +299,12 @@ class Scheduler:
         step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
         return True
 
-    def _admit(self, lane: "_Lane", step: StepDraft) -> None:
-        """Lets waiting requests in, in order of urgency, as long as their known tokens fit beside
+    def _admit(self, priority_class: "_PriorityClass", step: StepDraft) -> None:
+        """Lets waiting requests in, in order of priority, as long as their known tokens fit beside
         what the running ones may soon need.
         """
-        while lane.waiting and step.budget and not step.short:
-            request = lane.waiting[0]
+        while priority_class.waiting and step.budget and not step.short:
+            request = priority_class.waiting[0]
             if request.known > len(request.tokens) or not self._slot_for(request, step):
                 return
             reserve = step.outstanding + len(self._live.running) + (0 if request.live else len(self._batch.running))
@@ -313,7 +315,7 @@ class Scheduler:
             prefix = self._kv_cache.find_prefix(request) if request.next_score == sys.maxsize else []
             need = self._kv_cache.blocks_for(request.known) - len(prefix) + self._pool.count_free(prefix) + reserve
             if need <= self._pool.num_free and (request.live or self._has_room(request, prefix, step)):
-                self._enter(lane, request, prefix, step)
+                self._enter(priority_class, request, prefix, step)
             elif not (request.live and self._make_room(need, request)):
                 step.short = request.live and bool(self._returning)
                 return
@@ -339,8 +341,8 @@ class Scheduler:
         self._waited_steps = 0
         return False
 
-    def _enter(self, lane: "_Lane", request: Request, prefix: list[int], step: StepDraft) -> None:
-        del lane.waiting[0]
+    def _enter(self, priority_class: "_PriorityClass", request: Request, prefix: list[int], step: StepDraft) -> None:
+        del priority_class.waiting[0]
         revived = self._pool.count_free(prefix)
         self._kv_cache.admit(request, prefix)
         self._kv_cache.release(request)
@@ -354,7 +356,7 @@ class Scheduler:
                 self._fresh_hits[request.id] = request.cached_tokens
         self._stats.prefix_hit_tokens += hit
         self._stats.recomputed_tokens += max(0, request.reached - hit)
-        insort(lane.running, request, key=_URGENCY)
+        insort(priority_class.running, request, key=_PRIORITY)
         step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
         if prefix:
             step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
@@ -389,17 +391,17 @@ class Scheduler:
         while self._pool.num_free < need:
             if self._pool.num_free + self._returning_blocks >= need:
                 return False
-            lane = self._batch if self._batch.running or waits else self._live
-            if not lane.running:
+            priority_class = self._batch if self._batch.running or waits else self._live
+            if not priority_class.running:
                 return False
-            victim = lane.running[-1]
+            victim = priority_class.running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
     def _preempt(self, victim: Request) -> None:
-        self._lane(victim).running.pop()
+        self._class_of(victim).running.pop()
         victim.reached = max(victim.reached, victim.computed)
         self._wait(victim)
         self._give_up(victim)
@@ -409,16 +411,16 @@ class Scheduler:
         request.finish = finish
         del self._requests[request.id]
         self._forecast.lengths.learn(request)
-        lane = self._lane(request)
-        queue = lane.running if request.slot >= 0 else lane.waiting
-        del queue[bisect_left(queue, request.urgency, key=_URGENCY)]
+        priority_class = self._class_of(request)
+        queue = priority_class.running if request.slot >= 0 else priority_class.waiting
+        del queue[bisect_left(queue, request.priority, key=_PRIORITY)]
         if request.slot >= 0:
             self._give_up(request)
         else:
             self._kv_cache.release(request)
 
     def _wait(self, request: Request) -> None:
-        insort(self._lane(request).waiting, request, key=_URGENCY)
+        insort(self._class_of(request).waiting, request, key=_PRIORITY)
         if request.next_score == sys.maxsize:
             self._kv_cache.retain(request)
 
@@ -434,8 +436,8 @@ class Scheduler:
 
     def _send_back(self, request: Request) -> None:
         """Makes a request wait that no launched step knows of."""
-        lane = self._lane(request)
-        del lane.running[bisect_left(lane.running, request.urgency, key=_URGENCY)]
+        priority_class = self._class_of(request)
+        del priority_class.running[bisect_left(priority_class.running, request.priority, key=_PRIORITY)]
         self._forecast.leave(request)
         self._stats.prefix_hit_tokens -= request.computed
         self._stats.recomputed_tokens -= max(0, request.reached - request.computed)
@@ -455,7 +457,7 @@ class Scheduler:
             self._pool.free(returning.blocks, returning.live)
             self._free_slots.append(returning.slot)
 
-    def _lane(self, request: Request) -> "_Lane":
+    def _class_of(self, request: Request) -> "_PriorityClass":
         return self._live if request.live else self._batch
 
     def _flush(self) -> StepOutput:
@@ -468,7 +470,7 @@ class Scheduler:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _PriorityClass:
     """The live or the batch requests, each list with the most urgent first."""
 
     running: list[Request] = field(default_factory=list)
