@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A part of the slots in so many: what is let in together where steps without a prompt are replayed
-_COMPANY = 16
+# One admission batch is a 16th of the slots, where steps without a prompt are CUDA graphs
+_ADMISSION_BATCHES = 16
 _TRIES_ALONE = 3
 _PAUSE_ALONE = 0.2  # seconds
 
@@ -62,7 +62,9 @@ class EngineCore:
             config.depth,
             vocab_size=executor.vocab_size,
             eos_token_ids=executor.eos_token_ids,
-            company=max(1, config.max_num_seqs // _COMPANY) if executor.runner.graphs is not None else 1,
+            admission_batch=max(1, config.max_num_seqs // _ADMISSION_BATCHES)
+            if executor.runner.graphs is not None
+            else 1,
         )
         self.ready = Ready(
             max_model_len=self.scheduler.max_model_len,

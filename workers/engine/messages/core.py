@@ -100,12 +100,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
 class EngineRequest(msgspec.Struct):
     """One sequence to generate.
 
-    `request_id` is chosen by the worker process and unique in the core's life.
-    `output_token_ids` is what an earlier worker generated already: it counts towards `max_tokens`, as output in everything else,
-    and is never sent again. A lower `priority` runs first, among live and among batch requests;
-    equals run in the order in which they came. Requests of one `batch_id` are expected to have
-    outputs of about equal length. With `stop_strings` the worker process may end the request by its
-    text, which the engine does not see.
+    `request_id` is chosen by the worker process and unique in the core's life. `output_token_ids`
+    is what an earlier worker generated already: it counts towards `max_tokens`, as output in
+    everything else, and is never sent again. A lower `priority` runs first, among live and among
+    batch requests; equals run in the order in which they came. Requests of one `batch_id` are
+    expected to have outputs of about equal length. With `stop_strings` the worker process may end
+    the request by its text, which the engine does not see.
     """
 
     request_id: int

@@ -20,7 +20,7 @@ from workers.engine.scheduling.request import Request, refusal
 from workers.engine.scheduling.step_builder import OutputDraft, StepDraft
 
 _PRIORITY = attrgetter("priority")
-_LONGEST_WAIT = 32  # steps
+_MAX_DEFERRED_STEPS = 32  # steps
 
 
 class Scheduler:
@@ -38,9 +38,10 @@ class Scheduler:
     taken until that step has been retired, and a token sampled for a request that had already ended
     is dropped.
 
-    With `company` above 1, batch requests for which little is free wait until as many slots are,
-    and their share of the blocks, or for `_LONGEST_WAIT` steps: where a step without a prompt is
-    much the cheaper kind, prompts come together in a few steps.
+    With `admission_batch` above 1 and few free slots or blocks, batch requests wait until that many
+    slots and their share of the blocks are free, for at most `_MAX_DEFERRED_STEPS` steps. Prompts
+    are then computed together in a few steps, which pays where steps without a prompt are much
+    cheaper.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Scheduler:
         *,
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
-        company: int = 1,
+        admission_batch: int = 1,
     ) -> None:
         """`max_model_len` is lowered to what the cache can hold for a request that has it to
         itself.
@@ -66,9 +67,9 @@ class Scheduler:
         self._forecast = Forecast(kv_cache, max_num_seqs, self.max_model_len)
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._company = company
-        self._company_blocks = self._pool.num_blocks * company // max_num_seqs
-        self._waited_steps = 0  # for company
+        self._admission_batch = admission_batch
+        self._admission_blocks = self._pool.num_blocks * admission_batch // max_num_seqs
+        self._deferred_steps = 0
         self._requests: dict[int, Request] = {}
         self._live = _PriorityClass()
         self._batch = _PriorityClass()
@@ -129,7 +130,7 @@ class Scheduler:
         step = StepDraft(self._step + 1, self.token_budget)
         for priority_class in (self._live, self._batch):
             self._advance(priority_class.running, step)
-            if priority_class.waiting and not (priority_class is self._batch and self._waits_for_company()):
+            if priority_class.waiting and not (priority_class is self._batch and self._defers_admission()):
                 self._admit(priority_class, step)
         if not step.slots:
             return None
@@ -331,14 +332,14 @@ class Scheduler:
             request, prefix, step.number, self._live.running + self._batch.running, returning
         )
 
-    def _waits_for_company(self) -> bool:
-        """Whether batch requests stay out of this step, so that more of them come in at once."""
-        scarce = len(self._free_slots) < self._company or self._pool.num_free < self._company_blocks
+    def _defers_admission(self) -> bool:
+        """Return whether batch requests wait, so that later more of them are admitted at once."""
+        scarce = len(self._free_slots) < self._admission_batch or self._pool.num_free < self._admission_blocks
         runs = self._live.running or self._batch.running
-        if self._company > 1 and scarce and runs and self._waited_steps < _LONGEST_WAIT:
-            self._waited_steps += 1
+        if self._admission_batch > 1 and scarce and runs and self._deferred_steps < _MAX_DEFERRED_STEPS:
+            self._deferred_steps += 1
             return True
-        self._waited_steps = 0
+        self._deferred_steps = 0
         return False
 
     def _enter(self, priority_class: "_PriorityClass", request: Request, prefix: list[int], step: StepDraft) -> None:

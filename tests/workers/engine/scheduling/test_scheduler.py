@@ -27,10 +27,19 @@ def make_scheduler(
     depth: int = 0,
     max_model_len: int = 256,
     caching: bool = True,
-    company: int = 1,
+    admission_batch: int = 1,
 ) -> Scheduler:
     kv_cache = KVCache(blocks, SIZE, caching)
-    return Scheduler(seqs, budget, max_model_len, kv_cache, depth, vocab_size=100, eos_token_ids=[EOS], company=company)
+    return Scheduler(
+        seqs,
+        budget,
+        max_model_len,
+        kv_cache,
+        depth,
+        vocab_size=100,
+        eos_token_ids=[EOS],
+        admission_batch=admission_batch,
+    )
 
 
 def request(
@@ -406,12 +415,12 @@ def test_one_step_ahead_a_preempted_request_waits_for_its_unseen_token() -> None
     assert plan_of(scheduler).added[0].token_ids == [2] * 5 + [7]
 
 
-@pytest.mark.parametrize("company", [1, 4])
-def test_where_slots_are_scarce_prompts_come_in_company(company: int) -> None:
-    """A queue behind 64 slots: nearly every step would have a prompt in it; in company one in a few
+@pytest.mark.parametrize("admission_batch", [1, 4])
+def test_where_slots_are_scarce_prompts_are_admitted_in_batches(admission_batch: int) -> None:
+    """A queue behind 64 slots: nearly every step would have a prompt in it; in batches one in a few
     does, and a few slots idle.
     """
-    scheduler = make_scheduler(seqs=64, budget=1000, blocks=4000, company=company)
+    scheduler = make_scheduler(seqs=64, budget=1000, blocks=4000, admission_batch=admission_batch)
     draw = random.Random(1)
     for number in range(1000):
         scheduler.add(request(number, prompt=3, max_tokens=draw.randint(10, 60)))
@@ -420,12 +429,12 @@ def test_where_slots_are_scarce_prompts_come_in_company(company: int) -> None:
         plan = plan_of(scheduler)
         steps, with_prompts, rows = steps + 1, with_prompts + bool(plan.added), rows + len(plan.slots)
         finish(scheduler, plan)
-    assert (with_prompts > 0.8 * steps) if company == 1 else (with_prompts < 0.45 * steps)
-    assert rows > (63 if company == 1 else 61) * steps
+    assert (with_prompts > 0.8 * steps) if admission_batch == 1 else (with_prompts < 0.45 * steps)
+    assert rows > (63 if admission_batch == 1 else 61) * steps
 
 
-def test_company_is_waited_for_only_while_little_is_free_and_for_so_many_steps() -> None:
-    scheduler = make_scheduler(seqs=8, blocks=2000, company=4)
+def test_admission_is_deferred_only_while_little_is_free_and_for_a_bounded_time() -> None:
+    scheduler = make_scheduler(seqs=8, blocks=2000, admission_batch=4)
     for number in range(3):
         scheduler.add(request(number, max_tokens=100))
     assert len(plan_and_finish(scheduler).added) == 3  # five slots are left
@@ -437,8 +446,8 @@ def test_company_is_waited_for_only_while_little_is_free_and_for_so_many_steps()
     assert late == [0] * 32 + [1]
 
 
-def test_nobody_waits_for_company_where_nothing_runs_or_the_call_is_live() -> None:
-    scheduler = make_scheduler(seqs=4, blocks=3, company=4)  # two blocks: always scarce
+def test_admission_is_not_deferred_when_idle_or_for_live_requests() -> None:
+    scheduler = make_scheduler(seqs=4, blocks=3, admission_batch=4)  # two blocks: always scarce
     scheduler.add(request(1, prompt=3, max_tokens=3))
     assert len(plan_and_finish(scheduler).added) == 1
     scheduler.add(request(2, prompt=2, max_tokens=2))

@@ -84,7 +84,7 @@ class Setup:
     max_model_len: int
     depth: int
     prefix_caching: bool
-    company: int = 1
+    admission_batch: int = 1
     failures: int = 0  # seed of the steps that cannot be launched; 0: all can
     # Requests come in without a look at how long they get, so that more are preempted
     crowded: bool = False
@@ -206,7 +206,7 @@ class Run:
             setup.depth,
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
-            company=setup.company,
+            admission_batch=setup.admission_batch,
         )
         if setup.crowded:
             vars(self.scheduler._forecast)["has_room"] = lambda *_: True
@@ -323,7 +323,7 @@ SETUPS = st.builds(
     max_model_len=st.integers(4, 40),
     depth=st.integers(0, 1),
     prefix_caching=st.booleans(),
-    company=st.sampled_from([1, 1, 2, 4]),
+    admission_batch=st.sampled_from([1, 1, 2, 4]),
     failures=st.sampled_from([0, 0, 1, 2, 3, 4, 5]),
     crowded=st.booleans(),
 )
@@ -380,7 +380,7 @@ def random_setup(draw: random.Random) -> Setup:
         max_model_len=draw.randint(4, 60),
         depth=draw.randint(0, 1),
         prefix_caching=draw.random() < 0.7,
-        company=draw.choice([1, 1, 2, 4]),
+        admission_batch=draw.choice([1, 1, 2, 4]),
         failures=draw.choice([0, draw.randrange(1, 1000)]),
         crowded=draw.random() < 0.5,
     )
