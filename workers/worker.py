@@ -26,7 +26,7 @@ from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.server import ServerError
 from workers.engine.client.async_engine import EngineDeadError, EngineStartError
 from workers.engine.client.launch import LaunchedCore
-from workers.engine.client.watchdog import Patience
+from workers.engine.client.watchdog import WatchdogTimeout
 from workers.errors import WorkerError
 from workers.replica.replica import Replica
 from workers.settings import WorkerSettings
@@ -93,11 +93,11 @@ class Worker:
 
     async def _run_replicas(self, tokenizer: asyncio.Future[TextTokenizer]) -> None:
         deaths, longest_at_death, pause = Deaths(), 0, 0.0
-        patience = Patience(self.settings.engine.step_timeout)
+        watchdog_timeout = WatchdogTimeout(self.settings.engine.step_timeout)
         while not self._stopping.is_set():
             launched, self._launched = self._launched, None
             replica = Replica(
-                self.settings, self._queue, tokenizer, patience, self._stopping, longest_at_death, launched
+                self.settings, self._queue, tokenizer, watchdog_timeout, self._stopping, longest_at_death, launched
             )
             try:
                 await replica.run(pause)

@@ -17,7 +17,7 @@ from workers.engine.messages.step import StepPlan
 from workers.engine.profiling import StepTrace, mark_spans, span
 from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.scheduler import Scheduler
-from workers.engine.scheduling.step_time import Pace, StepSize
+from workers.engine.scheduling.step_time import AdaptiveBatchSize, StepTimeEstimate
 
 if TYPE_CHECKING:
     from workers.engine.device.executor import Executor
@@ -48,8 +48,8 @@ class EngineCore:
         self._debug = config.debug
         self._depth = config.depth
         self._launched: deque[tuple[StepPlan, LaunchedStep]] = deque()
-        self._pace = Pace(config.max_num_batched_tokens)
-        self._size = StepSize(config.max_num_batched_tokens)
+        self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
+        self._batch_size = AdaptiveBatchSize(config.max_num_batched_tokens)
         self._tries_alone = 0
         self._trace = StepTrace(Path(config.profile), config.device) if config.profile else None
         if config.nvtx:
@@ -93,8 +93,8 @@ class EngineCore:
                 self._trace.next_step()
             output = self.step()
             if output is not None:
-                self._pace.note(time.monotonic() - began, output.stats.computed_tokens)
-                output.stats.full_step_seconds = self._pace.full_step
+                self._step_time.record(time.monotonic() - began, output.stats.computed_tokens)
+                output.stats.full_step_seconds = self._step_time.full_step
                 emit(output)
         if self._trace is not None:
             self._trace.close()
@@ -124,7 +124,7 @@ class EngineCore:
                 return self._make_do(plan, error)
             self._launched.append((plan, launched))
             self._tries_alone = 0
-            self.scheduler.token_budget = self._size.fitted()
+            self.scheduler.token_budget = self._batch_size.fitted()
         if self._launched and (plan is None or len(self._launched) > self._depth):
             return self._retire()
         if plan is None and self.scheduler.unfinished:
@@ -142,7 +142,7 @@ class EngineCore:
         """
         request_ids, tokens = self.scheduler.undo(plan), int(plan.counts.sum())
         if tokens > 1:
-            self.scheduler.token_budget = self._size.did_not_fit(tokens)
+            self.scheduler.token_budget = self._batch_size.did_not_fit(tokens)
             logger.warning("a step of %d tokens does not fit into memory (%s): smaller ones are tried", tokens, error)
         elif not self._launched:
             self._tries_alone += 1

@@ -25,7 +25,7 @@ from jobs.queue.request_queue import Held, Queue, QueueUnavailable
 from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError, EngineRequestError
 from workers.engine.client.launch import LaunchedCore
-from workers.engine.client.watchdog import Patience
+from workers.engine.client.watchdog import WatchdogTimeout
 from workers.engine.messages.core import SamplingParams
 from workers.replica import statistics
 from workers.replica.intake import Intake
@@ -69,7 +69,7 @@ class Replica:
         settings: WorkerSettings,
         queue: Queue,
         tokenizer: asyncio.Future[TextTokenizer],
-        patience: Patience,
+        watchdog_timeout: WatchdogTimeout,
         stopping: asyncio.Event,
         longest_at_death: int = 0,
         launched: LaunchedCore | None = None,
@@ -92,7 +92,7 @@ class Replica:
         self._record = WorkerRecord(
             self.id, settings.models, "loading", 0, time.time(), socket.gethostname(), os.getpid()
         )
-        self._engine = AsyncEngine(settings.engine, patience, launched)
+        self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched)
         self._leases = Leases(
             queue, self.id, settings.queue.lease_seconds, self._generated, self._from_thread(self._on_lost)
         )

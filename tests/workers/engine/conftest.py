@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.interpreter import choose_interpreter
-from workers.engine.scheduling.forecast import Forecast
+from workers.engine.scheduling.forecast import AdmissionForecast
 
 choose_interpreter()
 
@@ -28,4 +28,4 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests come in without a look at how long they get, so that in a small cache some have to
     be preempted.
     """
-    monkeypatch.setattr(Forecast, "has_room", lambda *_: True)
+    monkeypatch.setattr(AdmissionForecast, "has_room", lambda *_: True)

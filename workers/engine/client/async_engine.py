@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from workers.engine.client.launch import LaunchedCore, launch_core
-from workers.engine.client.watchdog import Patience
+from workers.engine.client.watchdog import WatchdogTimeout
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import (
     AbortRequests,
@@ -55,8 +55,8 @@ _CRASHES = frozenset((signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGI
 _READ_BUFFER = 1 << 20
 # In a row at least that must all find a hung core; one alone may only say that this process was
 # held up
-_LOOKS = 4
-_LONGEST_LOOK = 1.0  # seconds
+_CHECKS = 4
+_MAX_CHECK_INTERVAL = 1.0  # seconds
 
 
 class EngineStartError(Exception):
@@ -108,13 +108,14 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, config: EngineConfig, patience: Patience | None = None, launched: LaunchedCore | None = None
+        self,
+        config: EngineConfig,
+        watchdog_timeout: WatchdogTimeout | None = None,
+        launched: LaunchedCore | None = None,
     ) -> None:
-        """`patience` is what earlier cores of this configuration taught, `launched` one that was
-        launched with it.
-        """
+        """Take the timeout that earlier cores of this configuration recorded, and a launched core."""
         self.config = config
-        self.patience = patience or Patience(config.step_timeout)
+        self.watchdog_timeout = watchdog_timeout or WatchdogTimeout(config.step_timeout)
         self._launched = launched
         self.stats = Stats()
         self._info: Ready | None = None
@@ -320,16 +321,17 @@ class AsyncEngine:
         )
 
     async def _watch_steps(self, core: "_CoreProcess") -> None:
-        """Kills a core that has requests and says nothing for longer than there is patience;
-        `_watch` sees the end.
+        """Kill a core that has requests and sends nothing for longer than the watchdog timeout.
+
+        `_watch` handles its end.
         """
         quiet = 0.0
-        while quiet < self.patience.seconds:
-            look = min(self.patience.seconds / _LOOKS, _LONGEST_LOOK)
-            await asyncio.sleep(look)
-            quiet = quiet + look if self._unfinished and not self._heard else 0.0
+        while quiet < self.watchdog_timeout.seconds:
+            interval = min(self.watchdog_timeout.seconds / _CHECKS, _MAX_CHECK_INTERVAL)
+            await asyncio.sleep(interval)
+            quiet = quiet + interval if self._unfinished and not self._heard else 0.0
             self._heard = False
-        self._hung = f"{self.patience.seconds:g} s"
+        self._hung = f"{self.watchdog_timeout.seconds:g} s"
         core.kill()
 
     async def _receive(self, reader: asyncio.StreamReader, last: list[str]) -> None:
@@ -341,7 +343,7 @@ class AsyncEngine:
 
     def _hand_out(self, output: StepOutput) -> None:
         self.stats = output.stats
-        self.patience.learn(output.stats.full_step_seconds)
+        self.watchdog_timeout.record(output.stats.full_step_seconds)
         self._heard = True
         self._unfinished -= sum(map(bool, output.finish))
         if not output.request_ids:

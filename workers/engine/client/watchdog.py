@@ -1,33 +1,30 @@
-"""How long a core that has requests may say nothing before it counts as hung."""
+"""The time without a step after which a core that has requests counts as hung."""
 
-LONGEST_PATIENCE = 300.0
-SHORTEST_PATIENCE = 20.0
+MAX_TIMEOUT = 300.0
+MIN_TIMEOUT = 20.0
 STEPS = 10
-"""A core may be silent for as long as so many full steps take."""
+"""The timeout is the time of this many full steps."""
 
 
-class Patience:
-    """Seconds of silence that are waited: those that were asked for, else what the steps so far
-    teach, within the two bounds above.
+class WatchdogTimeout:
+    """The watchdog's timeout: configured, or estimated from the steps so far within two bounds.
 
-    One for all the cores that a worker starts, since the next one runs the same model on the same
-    device: what the last one taught holds until it has steps of its own to judge by.
+    All cores that a worker starts share one, since the next core runs the same model on the same
+    device: the last core's estimate holds until the next one has steps of its own.
     """
 
-    def __init__(self, asked: float | None = None) -> None:
-        self._asked = asked
+    def __init__(self, configured: float | None = None) -> None:
+        self._configured = configured
         self._full_step = 0.0
 
     @property
     def seconds(self) -> float:
-        if self._asked is not None:
-            return self._asked
+        if self._configured is not None:
+            return self._configured
         if not self._full_step:
-            return LONGEST_PATIENCE
-        return min(LONGEST_PATIENCE, max(SHORTEST_PATIENCE, STEPS * self._full_step))
+            return MAX_TIMEOUT
+        return min(MAX_TIMEOUT, max(MIN_TIMEOUT, STEPS * self._full_step))
 
-    def learn(self, full_step: float) -> None:
-        """`full_step`: how many seconds a step of the largest size takes at most, as far as the
-        core knows now; 0 if it does not.
-        """
+    def record(self, full_step: float) -> None:
+        """Record the core's estimate of a full step in seconds; 0 if it has none yet."""
         self._full_step = full_step or self._full_step

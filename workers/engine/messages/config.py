@@ -32,13 +32,13 @@ class EngineConfig:
     tokens, `kv_cache_memory_bytes` bytes, `gpu_memory_utilization` is a fraction of the device's
     memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1.
     `step_timeout`: seconds without a step, while there are requests, after which the core counts as
-    hung and is killed (None: as `watchdog.Patience` learns). `tensor_parallel_size` processes share
-    the model, each on a card of its own; `device_lock_folder` is where workers of a host agree who
-    has which (None: the usual one, see `device_lock.py`). `threads` are those of one process (None:
-    an equal share of `all_threads()`). `enforce_eager` does without CUDA graphs. `profile` is a
-    folder for a trace of some steps, `nvtx` names the parts of a step for Nsight Systems
-    (`profiling.py`). `debug` turns on the integrity check each time the core becomes idle. Raises
-    ValueError for a value out of range.
+    hung and is killed (None: as `watchdog.WatchdogTimeout` estimates). `tensor_parallel_size`
+    processes share the model, each on a card of its own; `device_lock_folder` is where workers of a
+    host agree who has which (None: the usual one, see `device_lock.py`). `threads` are those of one
+    process (None: an equal share of `all_threads()`). `enforce_eager` does without CUDA graphs.
+    `profile` is a folder for a trace of some steps, `nvtx` names the parts of a step for Nsight
+    Systems (`profiling.py`). `debug` turns on the integrity check each time the core becomes idle.
+    Raises ValueError for a value out of range.
     """
 
     model: str

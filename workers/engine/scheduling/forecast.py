@@ -1,4 +1,4 @@
-"""How many KV blocks the running requests will need in the steps to come."""
+"""Forecast how many KV blocks the running requests will need in the steps to come."""
 
 import math
 from bisect import bisect_left
@@ -10,27 +10,25 @@ from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.output_lengths import EDGES, Floats, OutputLengths
 from workers.engine.scheduling.request import Request
 
-_LOOK_STEPS = 16  # from one look at all that runs to the next
-_SPARE = 1 / 32  # of the blocks, for what nobody foresaw
+_REFRESH_STEPS = 16  # between two calculations over all running requests
+_SPARE = 1 / 32  # of the blocks, as a reserve
 _CAUTION = 1.75  # standard deviations
-_EASY = 0.5  # of the blocks: up to here requests come in as they come
-# The variance of lengths by their mean squared from which they need no pace; it is 0 for equal ones
+_EASY = 0.5  # of the blocks: up to here admission is not paced
+# The variance of lengths by their squared mean from which no pacing is needed; equal lengths: 0
 _VARIED = 2 / 3
 
 
-class Forecast:
-    """Says whether one more request has room until its end, by how long outputs of its batch are
-    expected to get.
+class AdmissionForecast:
+    """Decide whether one more request has room until its end, by the survival of its batch.
 
-    For points of time ahead it holds how many blocks are expected to be in use: of each request
-    what it will have grown to, as likely as it is to be running still, and some more for chance.
-    What comes in beside must fit where that is highest (as in Gong et al. 2025, "Past-Future
-    Scheduler"). All of it is calculated anew every `_LOOK_STEPS` steps, and in between changed by
-    who comes and goes.
+    For points of time ahead it keeps the expected number of blocks in use: the size that each
+    request will have then, times the probability that it still runs, and a margin for variance. A
+    new request must fit at the peak (as in Gong et al. 2025, "Past-Future Scheduler"). The curves
+    are recalculated every `_REFRESH_STEPS` steps, and updated in between as requests start and end.
 
-    Requests of about the same length that come in together end together, and at that moment alone
-    the blocks would be full. So those come in no faster than they can go on doing: one each time
-    that the blocks have as many steps to give as one takes.
+    Requests of about the same length that are admitted together also end together, and only at that
+    moment would the blocks be full. So such requests are admitted at a sustainable rate: one for
+    each time that the blocks can serve a whole request.
     """
 
     def __init__(self, kv_cache: KVCache, max_num_seqs: int, max_model_len: int) -> None:
@@ -39,38 +37,36 @@ class Forecast:
         self._size = kv_cache.block_size
         self._room = int((kv_cache.pool.num_blocks - 1) * (1 - _SPARE))
         self._times = _times(max_model_len)
-        self._most = 0  # blocks, if each that runs got as long as it may
-        self._looked = -1  # at which step; -1: what follows means nothing
-        self._shared = 0  # blocks that stay in use whoever ends
+        self._most = 0  # blocks, if each running request reached its limit
+        self._computed_at = -1  # the step of the last calculation; -1: none is valid
+        self._shared = 0  # blocks shared by several requests
         # Blocks at each point of time: expected, their variance, and how many there may be; by
         # slot, and of all together.
         self._by_slot = np.zeros((3, max_num_seqs, len(self._times)))
         self._all = np.zeros((3, len(self._times)))
-        self._tables: dict[str, Floats] = {}  # by batch
-        # Who was asked about last, with which tokens and shared blocks, at which look, and its
-        # curves.
+        self._survival_tables: dict[str, Floats] = {}  # by batch
+        # The last candidate: id, known tokens, shared blocks, step of the calculation, curves
         self._candidate = (-1, -1, -1, -1, self._all)
-        # Who has no room before that step, unless someone leaves
+        # The request without room before that step, unless another one ends
         self._refused, self._refused_until = -1, 0.0
-        self._next = 0.0  # the step from which equal ones may come in again
+        self._next = 0.0  # the step from which equal requests may be admitted again
 
     def has_room(
         self, request: Request, prefix: Sequence[int], step: int, running: Sequence[Request], returning: int
     ) -> bool:
-        """Whether a request that would hold the blocks `prefix` together with others has room
-        beside all that is `running` as well.
+        """Return whether a request whose blocks `prefix` are shared has room beside all `running`.
 
-        `returning`: blocks in use that nobody has any more.
+        `returning`: blocks in use that no running request owns.
         """
         if self._most + self._blocks(request.limit) <= self._room:
             return True
         if not self._is_fresh(step):
-            self._look(step, running, returning)
+            self._recompute(step, running, returning)
         if request.id == self._refused and step < self._refused_until:
             return False
         request.shared = len(prefix)
         curves = self._curves_of(request, step)
-        late = int(np.searchsorted(self._times, step - self._looked))
+        late = int(np.searchsorted(self._times, step - self._computed_at))
         expected, variance, most = (self._all + curves)[:, late:]
         need = np.minimum(expected + _CAUTION * np.sqrt(np.maximum(variance, 0.0)), most)
         peak = float(need.max()) + self._shared + self._pool.count_free(prefix)
@@ -78,30 +74,30 @@ class Forecast:
             self._refused, self._refused_until = request.id, math.inf if peak > self._room else self._next
             return False
         self._next = max(self._next, step - 1) + self._interval(
-            request, curves[0, late:], self._times[late:] - (step - self._looked)
+            request, curves[0, late:], self._times[late:] - (step - self._computed_at)
         )
         return True
 
     def enter(self, request: Request, step: int, revived: int) -> None:
-        """A request got a slot and a prefix, of which nobody held `revived` blocks."""
+        """Add a request that got a slot and a prefix, of which `revived` blocks were free."""
         self._most += self._blocks(request.limit)
         if self._is_fresh(step):
             self._put(request.slot, self._curves_of(request, step))
             self._shared += revived
 
     def leave(self, request: Request) -> None:
-        """A request is about to lose its slot."""
+        """Remove a request that is about to lose its slot."""
         self._most -= self._blocks(request.limit)
-        if self._looked >= 0:
+        if self._computed_at >= 0:
             self._put(request.slot, 0.0)
 
     def check_empty(self) -> None:
-        """Raises RuntimeError when it still reckons with someone."""
-        if self._most or (self._looked >= 0 and np.abs(self._by_slot).max() > 0):
-            raise RuntimeError(f"idle with {self._most} KV blocks reckoned with")
+        """Raise RuntimeError when a request is still counted."""
+        if self._most or (self._computed_at >= 0 and np.abs(self._by_slot).max() > 0):
+            raise RuntimeError(f"idle with {self._most} KV blocks in the forecast")
 
     def _interval(self, request: Request, use: Floats, times: Floats) -> float:
-        """Steps from this request to the next, if those that come after it are like it."""
+        """Return the steps until the next admission, if later requests are like this one."""
         alive = use / (np.ceil(np.minimum(request.known + times, request.limit) / self._size) - request.shared)
         widths = np.diff(times)
         mean, half_square, area = (
@@ -113,18 +109,18 @@ class Forecast:
         return area / self._room * max(0.0, 1 - variance / _VARIED)
 
     def _is_fresh(self, step: int) -> bool:
-        if self._looked >= 0 and step - self._looked >= _LOOK_STEPS:
-            self._looked = -1
-        return self._looked >= 0
+        if self._computed_at >= 0 and step - self._computed_at >= _REFRESH_STEPS:
+            self._computed_at = -1
+        return self._computed_at >= 0
 
     def _put(self, slot: int, curves: Floats | float) -> None:
         self._all += curves - self._by_slot[:, slot]
         self._by_slot[:, slot] = curves
         self._refused = -1
 
-    def _look(self, step: int, running: Sequence[Request], returning: int) -> None:
-        self._looked, self._refused = step, -1
-        self._tables = {}
+    def _recompute(self, step: int, running: Sequence[Request], returning: int) -> None:
+        self._computed_at, self._refused = step, -1
+        self._survival_tables = {}
         self._by_slot[:] = 0.0
         if running:
             self._learn_from(running)
@@ -140,7 +136,9 @@ class Forecast:
         for request in running:
             if request.batch_id is not None:
                 outputs.setdefault(request.batch_id, []).append(request.known - request.prompt_length)
-        self._tables = {batch_id: self.lengths.log_survival(batch_id, lengths) for batch_id, lengths in outputs.items()}
+        self._survival_tables = {
+            batch_id: self.lengths.log_survival(batch_id, lengths) for batch_id, lengths in outputs.items()
+        }
 
     def _find_shared(self, request: Request) -> None:
         """Count the blocks of a computed prefix that other requests use too.
@@ -152,25 +150,27 @@ class Forecast:
             request.shared = bisect_left(blocks, True, request.shared, key=lambda block: ref_count(block) == 1)
 
     def _curves_of(self, request: Request, step: int) -> Floats:
-        """The curves of one that is not running yet; good until the next look, since a few steps
-        sooner or later matter little.
+        """Return the curves of a request that is not running yet.
+
+        They are cached until the next calculation, since a few steps matter little.
         """
         *asked, curves = self._candidate
-        if asked != [request.id, request.known, request.shared, self._looked]:
+        if asked != [request.id, request.known, request.shared, self._computed_at]:
             curves = self._curves([request], step)[:, 0]
-            self._candidate = (request.id, request.known, request.shared, self._looked, curves)
+            self._candidate = (request.id, request.known, request.shared, self._computed_at, curves)
         return curves
 
     def _curves(self, requests: Sequence[Request], step: int) -> Floats:
-        """Of each request's own blocks, at each point of time, the expected number, its variance
-        and the most: [3, requests, times].
+        """Return curves of each request's own blocks: [3, requests, times].
+
+        For each point of time: the expected number, its variance and the maximum.
         """
         counts = np.array(
             [(request.known, request.limit, request.prompt_length, request.shared) for request in requests],
             dtype=np.float64,
         )
         known, limit, prompt, shared = (counts[:, i : i + 1] for i in range(4))
-        length = known + np.maximum(self._times - (step - self._looked), 0.0)
+        length = known + np.maximum(self._times - (step - self._computed_at), 0.0)
         most = np.ceil(np.minimum(length, limit) / self._size) - shared
         most[:, 1:][length[:, 1:] >= limit] = 0.0
         alive = np.ones_like(most)
@@ -182,23 +182,23 @@ class Forecast:
                 if len(batch_ids) > 1
                 else slice(None)
             )
-            alive[rows] = self._lasting(batch_id, length[rows] - prompt[rows], known[rows] - prompt[rows])
+            alive[rows] = self._survival(batch_id, length[rows] - prompt[rows], known[rows] - prompt[rows])
         expected = alive * most
         return np.stack([expected, expected * (most - expected), most])
 
-    def _lasting(self, batch_id: str, outputs: Floats, now: Floats) -> Floats:
-        """How likely requests that have `now` tokens are to get so many more."""
-        table = self._tables.get(batch_id)
+    def _survival(self, batch_id: str, outputs: Floats, now: Floats) -> Floats:
+        """Return the probability that requests of `now` output tokens reach `outputs`."""
+        table = self._survival_tables.get(batch_id)
         if table is None:
-            table = self._tables[batch_id] = self.lengths.log_survival(batch_id, ())
-        lasting: Floats = np.exp(np.interp(outputs, EDGES, table) - np.interp(now, EDGES, table))
-        return lasting
+            table = self._survival_tables[batch_id] = self.lengths.log_survival(batch_id, ())
+        survival: Floats = np.exp(np.interp(outputs, EDGES, table) - np.interp(now, EDGES, table))
+        return survival
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self._size)
 
 
 def _times(longest: int) -> Floats:
-    """Steps ahead: eight by eight, then eight in each octave."""
+    """Return steps ahead: every 8, then 8 in each octave."""
     times = np.unique(np.concatenate([np.arange(0, 64, 8), np.floor(64 * 2 ** (np.arange(120) / 8))]))
-    return times[: int(np.searchsorted(times, longest + _LOOK_STEPS)) + 1].astype(np.float64)
+    return times[: int(np.searchsorted(times, longest + _REFRESH_STEPS)) + 1].astype(np.float64)

@@ -1,4 +1,4 @@
-"""How long outputs get, learned for each batch from its own requests while it runs."""
+"""Estimate output lengths by batch, from its own requests while it runs."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,28 +11,28 @@ from workers.engine.scheduling.request import Request
 
 Floats = NDArray[np.float64]
 
-# The buckets that lengths are counted in begin at so many output tokens: four by four, then eight
-# in each octave.
+# Lower bounds of the length buckets, in output tokens: every 4, then 8 in each octave.
 EDGES: Floats = np.unique(np.concatenate([np.arange(0, 32, 4), np.floor(32 * 2 ** (np.arange(121) / 8))])).astype(
     np.float64
 )
 
 _BUCKETS = len(EDGES) - 1
 _GUESS = 256  # tokens, before anything is known
-# Requests that what all batches together tell counts for within one, and the guess within all
+# Pseudo-requests: the weight of all batches' hazard within one, and of the guess within all
 _WEIGHT = 2.0
 _RECENT = 1024  # requests after which older ones count half
 _GUESSED: Floats = 1 - np.exp(-np.diff(EDGES) / _GUESS)
-_BATCHES = 64  # known at once, else the oldest is forgotten
-_SURE = 0.999  # as likely as anything may be, so that whoever outlives it is not lost to reckoning
+_BATCHES = 64  # known at once; beyond that the oldest is dropped
+_MAX_HAZARD = 0.999  # the largest hazard, so that a survival probability is never 0
 
 
 class OutputLengths:
-    """Life tables of outputs: by batch, what part of them is longer than so many tokens.
+    """Survival estimates of output lengths by batch: the share longer than a number of tokens.
 
-    The actuarial estimator: of those that reached a bucket, some ended in it by themselves; those
-    that were cut off in it by their limit, and those that are still there, count half. So what runs
-    tells as much as what has ended, and the first to end, which are short, do not pass for all.
+    This is the actuarial estimator. Of the outputs that reached a bucket, some ended in it by
+    themselves; those cut off in it by their limit, and those still running in it, count half. So
+    running requests count as evidence too, and the first outputs to end, which are short, do not
+    bias the estimate.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,10 @@ class OutputLengths:
         self._batches: dict[str, _Counts] = {}
 
     def learn(self, request: Request) -> None:
-        """A request has ended, or was aborted: that is what a stop string looks like from here."""
+        """Count the output of a request that ended or was aborted.
+
+        The worker process aborts a request at a stop string, so both are natural ends.
+        """
         output = len(request.tokens) - request.prompt_length
         if output <= 0 or request.batch_id is None or request.finish is Finish.ERROR:
             return
@@ -52,8 +55,9 @@ class OutputLengths:
         self._all.add(bucket, cut=cut)
 
     def log_survival(self, batch_id: str, running: Sequence[int]) -> Floats:
-        """At each of `EDGES` the logarithm of the part that is longer; `running`: how many tokens
-        the batch's running requests have.
+        """Return the logarithm of the share of outputs longer than each of `EDGES`.
+
+        `running`: output tokens so far of the batch's running requests.
         """
         expected = self._all.hazard(_GUESSED, ())
         counts = self._batches.get(batch_id) or _Counts()
@@ -61,7 +65,7 @@ class OutputLengths:
 
 
 class _Counts:
-    """By bucket, how many outputs ended there by themselves, and how many were cut."""
+    """Count, by bucket, the outputs that ended there by themselves and those cut by a limit."""
 
     def __init__(self) -> None:
         self._stopped = [0.0] * _BUCKETS
@@ -77,14 +81,15 @@ class _Counts:
             self._cut = [count / 2 for count in self._cut]
 
     def hazard(self, expected: Floats, running: Sequence[int]) -> Floats:
-        """By bucket, the part of those that reach it which ends in it, as far as is known;
-        `expected` where nothing is.
+        """Return, by bucket, the share of the outputs reaching it that end in it.
+
+        `expected` is the prior, used where nothing is known.
         """
         stopped, cut = np.array(self._stopped), np.array(self._cut)
         if running:
             cut += np.bincount([_bucket(output) for output in running], minlength=_BUCKETS)
         reached = np.cumsum((stopped + cut)[::-1])[::-1]
-        hazard: Floats = _SURE * (stopped + _WEIGHT * expected) / (reached - cut / 2 + _WEIGHT)
+        hazard: Floats = _MAX_HAZARD * (stopped + _WEIGHT * expected) / (reached - cut / 2 + _WEIGHT)
         return hazard
 
 

@@ -14,10 +14,10 @@ from operator import attrgetter
 
 from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput, TokenLogprobs
 from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
-from workers.engine.scheduling.forecast import Forecast
+from workers.engine.scheduling.forecast import AdmissionForecast
 from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.request import Request, refusal
-from workers.engine.scheduling.step_builder import OutputDraft, StepDraft
+from workers.engine.scheduling.step_builder import OutputBuilder, StepBuilder
 
 _PRIORITY = attrgetter("priority")
 _MAX_DEFERRED_STEPS = 32  # steps
@@ -64,7 +64,7 @@ class Scheduler:
         self.depth = depth
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
-        self._forecast = Forecast(kv_cache, max_num_seqs, self.max_model_len)
+        self._forecast = AdmissionForecast(kv_cache, max_num_seqs, self.max_model_len)
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._admission_batch = admission_batch
@@ -81,7 +81,7 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self._stats = Stats()
-        self._output = OutputDraft()
+        self._output = OutputBuilder()
         self._fresh_hits: dict[
             int, int
         ] = {}  # prompt tokens that the cache gave, by request, until its first entry in an output
@@ -127,7 +127,7 @@ class Scheduler:
         """
         if len(self._launched) > self.depth:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
-        step = StepDraft(self._step + 1, self.token_budget)
+        step = StepBuilder(self._step + 1, self.token_budget)
         for priority_class in (self._live, self._batch):
             self._advance(priority_class.running, step)
             if priority_class.waiting and not (priority_class is self._batch and self._defers_admission()):
@@ -138,7 +138,7 @@ class Scheduler:
         self._launched.append(_Launched(step.number, step.sampling, step.scored, step.first_entries))
         self._stats.steps += 1
         self._stats.computed_tokens += self.token_budget - step.budget
-        return step.plan()
+        return step.build()
 
     def undo(self, plan: StepPlan) -> list[int]:
         """Takes back the step planned last, which could not be launched; returns the ids of its
@@ -235,7 +235,7 @@ class Scheduler:
             if not request.finish:
                 self._fresh_scores[request.id] += scores
 
-    def _advance(self, requests: list[Request], step: StepDraft) -> None:
+    def _advance(self, requests: list[Request], step: StepBuilder) -> None:
         """Gives requests with a slot as many of their uncomputed tokens as the budget has left.
 
         The loop that every row of every step goes through: what it does per row is what a step
@@ -280,7 +280,7 @@ class Scheduler:
                 self._kv_cache.cache_blocks(request)
         step.budget = budget
 
-    def _score(self, request: Request, end: int, step: StepDraft) -> None:
+    def _score(self, request: Request, end: int, step: StepBuilder) -> None:
         """Has the step's next row tell the log probabilities of prompt tokens that follow on
         computed ones, each once: tokens computed again after a preemption are not told again.
         """
@@ -289,7 +289,7 @@ class Scheduler:
         step.scored.append(request)
         request.next_score = last if last < request.prompt_length else sys.maxsize
 
-    def _extend(self, request: Request, end: int, step: StepDraft) -> bool:
+    def _extend(self, request: Request, end: int, step: StepBuilder) -> bool:
         """Gives a request blocks for its first `end` tokens, if need be at the cost of less urgent
         ones; False if it must wait.
         """
@@ -300,7 +300,7 @@ class Scheduler:
         step.new_blocks.append(NewBlocks(request.slot, first, self._kv_cache.grow(request, end)))
         return True
 
-    def _admit(self, priority_class: "_PriorityClass", step: StepDraft) -> None:
+    def _admit(self, priority_class: "_PriorityClass", step: StepBuilder) -> None:
         """Lets waiting requests in, in order of priority, as long as their known tokens fit beside
         what the running ones may soon need.
         """
@@ -321,7 +321,7 @@ class Scheduler:
                 step.short = request.live and bool(self._returning)
                 return
 
-    def _has_room(self, request: Request, prefix: list[int], step: StepDraft) -> bool:
+    def _has_room(self, request: Request, prefix: list[int], step: StepBuilder) -> bool:
         """Whether a batch request is expected to fit until its end; the only one gets in whenever
         it can begin.
         """
@@ -342,7 +342,7 @@ class Scheduler:
         self._deferred_steps = 0
         return False
 
-    def _enter(self, priority_class: "_PriorityClass", request: Request, prefix: list[int], step: StepDraft) -> None:
+    def _enter(self, priority_class: "_PriorityClass", request: Request, prefix: list[int], step: StepBuilder) -> None:
         del priority_class.waiting[0]
         revived = self._pool.count_free(prefix)
         self._kv_cache.admit(request, prefix)
@@ -363,7 +363,7 @@ class Scheduler:
             step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
         self._advance([request], step)
 
-    def _slot_for(self, request: Request, step: StepDraft) -> bool:
+    def _slot_for(self, request: Request, step: StepBuilder) -> bool:
         """Whether a slot is free.
 
         For live requests batch ones are preempted, as many at once as the step's budget can let in.
@@ -466,8 +466,8 @@ class Scheduler:
         stats.running = len(self._live.running) + len(self._batch.running)
         stats.waiting = len(self._requests) - stats.running
         stats.free_blocks = self._pool.num_free
-        output, self._output = self._output, OutputDraft()
-        return output.message(self._retired_step, self._fresh_hits, self._fresh_scores, stats)
+        output, self._output = self._output, OutputBuilder()
+        return output.build(self._retired_step, self._fresh_hits, self._fresh_scores, stats)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""A step and an output while the scheduler makes them."""
+"""Builders of a step's plan and of its output."""
 
 from dataclasses import dataclass, field
 
@@ -10,11 +10,11 @@ from workers.engine.scheduling.request import Request
 
 
 @dataclass(slots=True)
-class StepDraft:
-    """A step in the making.
+class StepBuilder:
+    """Collects the rows of one `StepPlan`.
 
-    `outstanding`: blocks that its unfinished prefills still lack; `short`: a running request got no
-    block.
+    `budget`: tokens left; `outstanding`: blocks that unfinished prefills still need; `short`: a
+    running request got no block.
     """
 
     number: int
@@ -32,7 +32,7 @@ class StepDraft:
     scored: list[Request] = field(default_factory=list)
     first_entries: list[Request] = field(default_factory=list)
 
-    def plan(self) -> StepPlan:
+    def build(self) -> StepPlan:
         return StepPlan(
             step=self.number,
             added=self.added,
@@ -46,8 +46,8 @@ class StepDraft:
 
 
 @dataclass(slots=True)
-class OutputDraft:
-    """A `StepOutput` in the making; requests that run on have one token each."""
+class OutputBuilder:
+    """Collects one `StepOutput`; requests that go on have one token each."""
 
     request_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -63,11 +63,13 @@ class OutputDraft:
         if error:
             self.errors[request.id] = error
 
-    def message(
+    def build(
         self, step: int, fresh_hits: dict[int, int], fresh_scores: dict[int, list[TokenLogprobs]], stats: Stats
     ) -> StepOutput:
-        """Takes out of `fresh_hits` and `fresh_scores` what it tells, and what nobody will ask for
-        any more.
+        """Return the output.
+
+        Removes from `fresh_hits` and `fresh_scores` what the output contains, and the scores of
+        requests that ended without a token.
         """
         rows = len(self.request_ids)
         counts, finish, stop_token, cached_tokens = [1] * rows, [0] * rows, [-1] * rows, [0] * rows

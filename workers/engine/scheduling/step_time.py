@@ -1,4 +1,4 @@
-"""How large steps may be, and how long they may take."""
+"""The token budget of a step, and an estimate of how long a step takes."""
 
 import math
 
@@ -8,11 +8,10 @@ _COLD_STEPS = 2
 _RECENT_STEPS = 512
 
 
-class StepSize:
-    """The tokens of a step: half as many when one does not fit into memory, twice as many again
-    after some that did.
+class AdaptiveBatchSize:
+    """Token budget of a step: halved when a step runs out of memory, doubled after good steps.
 
-    Each time that turns out to have been too early, twice as many steps are waited for.
+    After each doubling that fails, twice as many good steps are needed for the next one.
     """
 
     def __init__(self, most: int) -> None:
@@ -23,7 +22,7 @@ class StepSize:
         self._doubled = False
 
     def did_not_fit(self, tokens: int) -> int:
-        """A step of so many tokens, at least 2; returns how many the next one may have."""
+        """Record that a step of `tokens`, at least 2, did not fit; return the next step's budget."""
         if self._doubled:
             self._steps_to_double = min(2 * self._steps_to_double, _MOST_STEPS_TO_DOUBLE)
         self._doubled = False
@@ -32,7 +31,7 @@ class StepSize:
         return self._tokens
 
     def fitted(self) -> int:
-        """A step; returns how many tokens the next one may have."""
+        """Record that a step fitted; return the next step's budget."""
         if self._tokens == self._most:
             self._steps_to_double = _STEPS_TO_DOUBLE
             return self._most
@@ -44,12 +43,12 @@ class StepSize:
         return self._tokens
 
 
-class Pace:
-    """How long a full step may take, by the longest of late and by the least that a token took:
-    short steps say little about a long one.
+class StepTimeEstimate:
+    """Estimate how long a full step may take.
 
-    The first steps say nothing, for they load what later ones find loaded. A worker makes them
-    itself, before it takes requests.
+    The estimate is the longest recent step, or the least time per token times a full budget, since
+    short steps predict long ones badly. The first steps do not count: they load what later ones
+    find loaded. A worker runs them itself before it claims requests.
     """
 
     def __init__(self, max_num_batched_tokens: int) -> None:
@@ -59,8 +58,8 @@ class Pace:
         self._computed = 0
         self._steps = 0
 
-    def note(self, seconds: float, computed_tokens: int) -> None:
-        """A turn of the loop, and how many tokens all steps together have computed."""
+    def record(self, seconds: float, computed_tokens: int) -> None:
+        """Record a turn of the loop; `computed_tokens` counts those of all steps so far."""
         tokens, self._computed = computed_tokens - self._computed, computed_tokens
         if not tokens:
             return
@@ -74,5 +73,5 @@ class Pace:
 
     @property
     def full_step(self) -> float:
-        """Seconds; 0 as long as nothing is known."""
+        """Return seconds; 0 as long as nothing is known."""
         return max(*self._longest, self._per_token * self._full) if self._steps > _COLD_STEPS else 0.0

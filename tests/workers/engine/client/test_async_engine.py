@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 from tests.workers.engine.models.tiny_models import NEW_TOKENS, folder, reference
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError, EngineRequestError, EngineStartError
 from workers.engine.client.launch import launch_core
-from workers.engine.client.watchdog import Patience
+from workers.engine.client.watchdog import WatchdogTimeout
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, Failed, Finish, FromCore, SamplingParams, StepOutput
 from workers.engine.messages.transport import FrameReader, FrameSender
@@ -204,22 +204,22 @@ def test_a_hung_core_is_found_soon_once_the_demo_model_has_worked() -> None:
     """
 
     async def scenario() -> None:
-        patience, known = Patience(), 300.0
+        watchdog_timeout, known = WatchdogTimeout(), 300.0
         settings = EngineConfig(model=DEMO_MODEL, device="cpu", threads=1)
         control, short = [0] * 15, SamplingParams(2, temperature=0.0, ignore_eos=True)
         for _ in range(2):
-            engine = AsyncEngine(settings, patience)
+            engine = AsyncEngine(settings, watchdog_timeout)
             await engine.start(START_SECONDS)
             try:
                 assert len(await text_of(engine, control, short)) == 2
-                assert patience.seconds == known
+                assert watchdog_timeout.seconds == known
                 for attempt in range(5):  # on a busy machine one step may say little
                     prompts = [[attempt + number + 3 * at for at in range(100)] for number in range(16)]
                     await asyncio.gather(*(text_of(engine, prompt, short) for prompt in prompts))
-                    if patience.seconds == 20.0:
+                    if watchdog_timeout.seconds == 20.0:
                         break
                 known = (
-                    patience.seconds
+                    watchdog_timeout.seconds
                 )  # more than 20 where a step was held up for more than two seconds, as by a busy machine
                 assert known <= 100.0
             finally:
@@ -229,13 +229,13 @@ def test_a_hung_core_is_found_soon_once_the_demo_model_has_worked() -> None:
 
 
 def test_patience_follows_what_is_known_within_its_bounds() -> None:
-    patience = Patience()
-    patience.learn(0.0)
-    assert patience.seconds == 300.0
+    watchdog_timeout = WatchdogTimeout()
+    watchdog_timeout.record(0.0)
+    assert watchdog_timeout.seconds == 300.0
     for full_step, seconds in ((15.0, 150.0), (0.0, 150.0), (1000.0, 300.0), (1.4, 20.0)):
-        patience.learn(full_step)
-        assert patience.seconds == seconds
-    asked = Patience(7.0)
+        watchdog_timeout.record(full_step)
+        assert watchdog_timeout.seconds == seconds
+    configured = WatchdogTimeout(7.0)
     asked.learn(1000.0)
     assert asked.seconds == 7.0
 
