@@ -29,7 +29,7 @@ from tests.support.poison import Poison, poisoned_environment
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import answer, endless, follow, question, run_batch, submit_batch, submit_live, text_of
-from workers.engine.client.watchdog import SHORTEST_PATIENCE
+from workers.engine.client.watchdog import MIN_TIMEOUT
 from workers.replica.replica import GOODBYE_SECONDS
 
 FLAGS = ("--lease-seconds", "2", "--stream-interval", "0.05", "--max-num-seqs", "16")
@@ -42,7 +42,7 @@ HANG = Poison("hibernation", "hang")
 EXIT = Poison("departure", "exit")
 OUTAGE = 2 * GOODBYE_SECONDS  # longer than a stopping worker waits, and a call tries again
 # For which a step must have been held up for eight seconds, on whatever machine
-MOST_LEARNED = 4 * SHORTEST_PATIENCE
+MOST_LEARNED = 4 * MIN_TIMEOUT
 LATE = Poison("procrastination", "segfault", start=70)
 WORDS = {
     "segfault": "was ended by SIGSEGV",
@@ -118,7 +118,7 @@ def find_one(
         deaths = worker.log().count("another engine core is started")
         silences = [float(silence) for silence in re.findall(r"nothing came in ([\d.]+) s", worker.log())]
     assert all(silence <= MOST_LEARNED for silence in silences), silences
-    return seconds - deaths * starting - sum(max(0.0, silence - SHORTEST_PATIENCE) for silence in silences)
+    return seconds - deaths * starting - sum(max(0.0, silence - MIN_TIMEOUT) for silence in silences)
 
 
 def test_a_request_that_kills_the_core_gets_its_error_and_the_innocent_their_answers(

@@ -113,7 +113,7 @@ class AsyncEngine:
         watchdog_timeout: WatchdogTimeout | None = None,
         launched: LaunchedCore | None = None,
     ) -> None:
-        """Take the timeout that earlier cores of this configuration recorded, and a launched core."""
+        """Take the timeout that earlier cores recorded, and a core that is launched already."""
         self.config = config
         self.watchdog_timeout = watchdog_timeout or WatchdogTimeout(config.step_timeout)
         self._launched = launched

@@ -22,7 +22,7 @@ class AdaptiveBatchSize:
         self._doubled = False
 
     def did_not_fit(self, tokens: int) -> int:
-        """Record that a step of `tokens`, at least 2, did not fit; return the next step's budget."""
+        """Record that a step of `tokens`, at least 2, did not fit; return the next budget."""
         if self._doubled:
             self._steps_to_double = min(2 * self._steps_to_double, _MOST_STEPS_TO_DOUBLE)
         self._doubled = False
@@ -31,7 +31,7 @@ class AdaptiveBatchSize:
         return self._tokens
 
     def fitted(self) -> int:
-        """Record that a step fitted; return the next step's budget."""
+        """Record that a step fitted; return the next budget."""
         if self._tokens == self._most:
             self._steps_to_double = _STEPS_TO_DOUBLE
             return self._most

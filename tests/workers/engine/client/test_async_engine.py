@@ -228,7 +228,7 @@ def test_a_hung_core_is_found_soon_once_the_demo_model_has_worked() -> None:
     run(scenario)
 
 
-def test_patience_follows_what_is_known_within_its_bounds() -> None:
+def test_the_watchdog_timeout_follows_the_estimate_within_its_bounds() -> None:
     watchdog_timeout = WatchdogTimeout()
     watchdog_timeout.record(0.0)
     assert watchdog_timeout.seconds == 300.0
@@ -236,8 +236,8 @@ def test_patience_follows_what_is_known_within_its_bounds() -> None:
         watchdog_timeout.record(full_step)
         assert watchdog_timeout.seconds == seconds
     configured = WatchdogTimeout(7.0)
-    asked.learn(1000.0)
-    assert asked.seconds == 7.0
+    configured.record(1000.0)
+    assert configured.seconds == 7.0
 
 
 @pytest.mark.parametrize(
