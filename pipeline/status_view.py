@@ -4,7 +4,7 @@ import time
 
 from rich.table import Table
 
-from jobs.queue.gauges import CardGauges
+from jobs.queue.gauges import GpuGauges
 from jobs.queue.request_queue import Queue
 from pipeline.progress import duration
 from pipeline.tables import new_table
@@ -19,7 +19,7 @@ def workers_table(queue: Queue) -> Table:
         context = str(worker.max_model_len) if worker.max_model_len else ""
         up = duration(max(0.0, time.time() - worker.started))
         said = gauges.get(worker.id)
-        lately = [f"{said.tokens_per_second:.0f}", "\n".join(map(_card, said.cards))] if said else ["", ""]
+        lately = [f"{said.tokens_per_second:.0f}", "\n".join(map(_gpu, said.gpus))] if said else ["", ""]
         table.add_row(
             worker.id, worker.state, ", ".join(worker.models), context, worker.host, str(worker.pid), up, *lately
         )
@@ -62,13 +62,13 @@ def tokens_table(queue: Queue) -> Table:
     return table
 
 
-def _card(card: CardGauges) -> str:
+def _gpu(gpu: GpuGauges) -> str:
     """Name, use, memory and power, as far as they are known."""
-    parts = [card.name]
-    if card.busy is not None:
-        parts.append(f"{card.busy:.0%} busy")
-    if card.memory_used is not None and card.memory_total is not None:
-        parts.append(f"{card.memory_used / 2**30:.0f} of {card.memory_total / 2**30:.0f} GiB")
-    if card.watts is not None:
-        parts.append(f"{card.watts:.0f} W")
+    parts = [gpu.name]
+    if gpu.busy is not None:
+        parts.append(f"{gpu.busy:.0%} busy")
+    if gpu.memory_used is not None and gpu.memory_total is not None:
+        parts.append(f"{gpu.memory_used / 2**30:.0f} of {gpu.memory_total / 2**30:.0f} GiB")
+    if gpu.watts is not None:
+        parts.append(f"{gpu.watts:.0f} W")
     return ", ".join(parts)

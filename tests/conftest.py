@@ -23,12 +23,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips `gpu` tests where torch can use no card."""
+    """Skips `gpu` tests where torch can use no GPU."""
     if item.get_closest_marker("gpu") is not None:
         import torch
 
         if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA card")
+            pytest.skip("needs a CUDA GPU")
 
 
 @pytest.fixture(scope="session", autouse=True)

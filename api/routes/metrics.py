@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from api.state import state_of
-from jobs.queue.gauges import CardGauges, WorkerGauges
+from jobs.queue.gauges import GpuGauges, WorkerGauges
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
@@ -101,11 +101,11 @@ def _of_workers(queue: Queue) -> Iterator[Metric]:
         for labels, engine in told:
             metric.add(of_engine(engine), **labels)
         yield metric
-    for name, kind, says, of_card in _CARD:
+    for name, kind, says, of_gpu in _GPU:
         metric = Metric(name, kind, says)
         for labels, engine in told:
-            for card in engine.cards:
-                metric.add(of_card(card), **labels, card=card.uuid, name=card.name)
+            for gpu in engine.gpus:
+                metric.add(of_gpu(gpu), **labels, card=gpu.uuid, name=gpu.name)
         yield metric
 
 
@@ -141,21 +141,21 @@ _ENGINE: list[tuple[str, str, str, Callable[[WorkerGauges], float]]] = [
         lambda engine: engine.tokens_per_second,
     ),
 ]
-_CARD: list[tuple[str, str, str, Callable[[CardGauges], float | None]]] = [
+_GPU: list[tuple[str, str, str, Callable[[GpuGauges], float | None]]] = [
     (
         "pipeline_gpu_busy_ratio",
         "gauge",
         "Share of the last moments in which something ran on the GPU.",
-        lambda card: card.busy,
+        lambda gpu: gpu.busy,
     ),
     (
         "pipeline_gpu_memory_used_bytes",
         "gauge",
         "Memory of the GPU in use, by whomever.",
-        lambda card: card.memory_used,
+        lambda gpu: gpu.memory_used,
     ),
-    ("pipeline_gpu_memory_bytes", "gauge", "Memory of the GPU.", lambda card: card.memory_total),
-    ("pipeline_gpu_power_watts", "gauge", "What the GPU draws.", lambda card: card.watts),
+    ("pipeline_gpu_memory_bytes", "gauge", "Memory of the GPU.", lambda gpu: gpu.memory_total),
+    ("pipeline_gpu_power_watts", "gauge", "What the GPU draws.", lambda gpu: gpu.watts),
 ]
 
 

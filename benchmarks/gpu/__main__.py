@@ -1,12 +1,12 @@
-"""The engine on one card, in under 8 minutes: prints the table of the GPU path's aims with what was
+"""The engine on one GPU, in under 8 minutes: prints the table of the GPU path's aims with what was
 measured, and writes it as JSON.
 
-    python -m benchmarks.gpu # everything, into benchmarks/results/gpu-<card>.{json,md} python -m
+    python -m benchmarks.gpu # everything, into benchmarks/results/gpu-<GPU>.{json,md} python -m
     benchmarks.gpu --rows card decode-attention --out somewhere python -m benchmarks.gpu --device
     cpu # shows on any machine that it runs; nothing is written to results/
 
 Each row runs in a process of its own and has a time of its own; one that fails says why and the
-others go on. Without a card that torch can use it says so and ends with status 2.
+others go on. Without a GPU that torch can use it says so and ends with status 2.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from benchmarks.gpu.roofline import Card
+from benchmarks.gpu.roofline import Gpu
 from benchmarks.gpu.rows import ROWS
-from benchmarks.gpu.setting import NeedsCard, Setting, no_card
+from benchmarks.gpu.setting import NeedsGpu, Setting, no_gpu
 from benchmarks.gpu.table import Outcome, notes, table
 from benchmarks.report import RESULTS, machine, versions
 from workers.engine.client.async_engine import EngineStartError
@@ -40,7 +40,7 @@ _PLENTY = 64 << 30  # bytes of memory
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if every row could be measured, 1 if one could not, 2 where there is no card to
+    """Returns 0 if every row could be measured, 1 if one could not, 2 where there is no GPU to
     measure.
     """
     parser = argparse.ArgumentParser(
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if asked.one:
         return _measure_here(asked.rows[0], *asked.one)
-    why = no_card() if asked.device == "cuda" else None
+    why = no_gpu() if asked.device == "cuda" else None
     if why is not None:
         print(f"bench-gpu: {why}", file=sys.stderr)
         return 2
@@ -69,9 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _measure_all(names: list[str], device: str, began: float) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-bench-", dir=_roomy_folder()) as scratch:
-        card = None
+        gpu = None
         for name in names:
-            setting = Setting(device, scratch, card)
+            setting = Setting(device, scratch, gpu)
             left = TOTAL_SECONDS - (time.monotonic() - began)
             print(f"{name}: at most {min(ROWS[name].seconds, left):.0f} s", flush=True)
             row_began = time.monotonic()
@@ -83,7 +83,7 @@ def _measure_all(names: list[str], device: str, began: float) -> dict[str, Outco
             outcomes[name]["row_seconds"] = round(time.monotonic() - row_began, 1)
             print(f"{name}: {json.dumps(outcomes[name])}", flush=True)
             if name == "card" and "failed" not in outcomes[name]:
-                card = Card(outcomes[name]["copy_bytes_per_second"], outcomes[name]["matrix_operations_per_second"])
+                gpu = Gpu(outcomes[name]["copy_bytes_per_second"], outcomes[name]["matrix_operations_per_second"])
     return outcomes
 
 
@@ -129,11 +129,11 @@ def _in_a_process(name: str, setting: Setting, seconds: float) -> Outcome:
 
 def _measure_here(name: str, setting: str, file: str) -> int:
     values = json.loads(setting)
-    card = Card(**values.pop("card")) if values["card"] else values.pop("card")
+    gpu = Gpu(**values.pop("gpu")) if values["gpu"] else values.pop("gpu")
     try:
-        outcome = ROWS[name].measure(Setting(**values, card=card))
-    except NeedsCard as error:
-        outcome = {"failed": f"it needs a card: {error}"}
+        outcome = ROWS[name].measure(Setting(**values, gpu=gpu))
+    except NeedsGpu as error:
+        outcome = {"failed": f"it needs a GPU: {error}"}
     except Exception as error:
         # These explain themselves
         if not isinstance(error, OSError | ModelLoadError | EngineStartError):
@@ -146,7 +146,7 @@ def _measure_here(name: str, setting: str, file: str) -> int:
 
 
 def _report(outcomes: dict[str, Outcome], device: str, out: Path | None, seconds: float) -> None:
-    name = str(outcomes.get("card", {}).get("name") or _card_name(device))
+    name = str(outcomes.get("card", {}).get("name") or _gpu_name(device))
     title = f"{name}, {time.strftime('%Y-%m-%d', time.gmtime())}, {seconds:.0f} s in all"
     if device == "cpu":
         title += "; tiny models on a CPU: these figures say only that the benchmark runs"
@@ -170,12 +170,12 @@ def _report(outcomes: dict[str, Outcome], device: str, out: Path | None, seconds
     (out / f"{stem}.md").write_text(text)
 
 
-def _card_name(device: str) -> str:
+def _gpu_name(device: str) -> str:
     if device == "cpu":
         return "CPU"
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no card"
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
 
 
 def _end(number: int, _: FrameType | None) -> NoReturn:

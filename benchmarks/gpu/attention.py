@@ -91,8 +91,8 @@ def decode(setting: Setting) -> dict[str, Any]:
         ),
         "value": round(min(rates.values()) / 1e9, 1),
     }
-    if setting.card is not None:
-        figures["bound"] = round(setting.card.copy_bytes_per_second / 1e9, 1)
+    if setting.gpu is not None:
+        figures["bound"] = round(setting.gpu.copy_bytes_per_second / 1e9, 1)
     return figures
 
 

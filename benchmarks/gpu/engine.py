@@ -179,8 +179,8 @@ def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool, **s
             " from there to the last token in this process, after a warm-up that is not counted"
         ),
     }
-    if setting.card is not None:
-        least = roofline(cost_of(shape_of(setting, name)), work, setting.card)
+    if setting.gpu is not None:
+        least = roofline(cost_of(shape_of(setting, name)), work, setting.gpu)
         figures["bound"] = round(work.output_tokens / least.seconds, 1)
         figures["roofline"] = {
             "prompt_seconds": least.prompt_seconds,

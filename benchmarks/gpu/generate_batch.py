@@ -1,4 +1,4 @@
-"""The engine against transformers' own continuous batching, on the same card, with the same weights
+"""The engine against transformers' own continuous batching, on the same GPU, with the same weights
 and requests.
 """
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.gpu.checkpoints import checkpoint
 from benchmarks.gpu.engine import config_for, run_pass, with_engine
-from benchmarks.gpu.setting import NeedsCard, Setting
+from benchmarks.gpu.setting import NeedsGpu, Setting
 from benchmarks.gpu.workload import even
 from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.profiling import FIRST_STEP, STEPS
@@ -23,7 +23,7 @@ _BETWEEN_STEPS = 5.0  # microseconds; a shorter gap lies between two kernels of 
 def measure(setting: Setting) -> dict[str, Any]:
     """256 rows that all decode while the trace is taken."""
     if setting.device != "cuda":
-        raise NeedsCard("a trace of a CPU has no device in it")
+        raise NeedsGpu("a trace of a CPU has no device in it")
     folder = checkpoint(setting, "qwen3-0.6b")
     work = even(256, 512, FIRST_STEP + STEPS + 64)
 

@@ -1,4 +1,4 @@
-"""The least time that a workload can take on a card, from what its memory and its matrix units were
+"""The least time that a workload can take on a GPU, from what its memory and its matrix units were
 measured to do.
 
 Two kinds of work are counted. Prompts: every token runs through all matrices once, 2 operations per
@@ -20,8 +20,8 @@ from benchmarks.gpu.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """What a card was measured to do."""
+class Gpu:
+    """What a GPU was measured to do."""
 
     copy_bytes_per_second: float  # read and written, as a copy moves them
     matrix_operations_per_second: float
@@ -68,7 +68,7 @@ class Roofline:
         return self.prompt_seconds + self.decode_seconds
 
 
-def roofline(cost: ModelCost, work: Workload, card: Card) -> Roofline:
+def roofline(cost: ModelCost, work: Workload, gpu: Gpu) -> Roofline:
     """See the head of this file."""
     prompts = np.array([len(prompt) for prompt in work.prompts])
     outputs = np.array(work.output_lengths)
@@ -77,11 +77,11 @@ def roofline(cost: ModelCost, work: Workload, card: Card) -> Roofline:
     contexts = np.where(outputs[None, :] > steps[:, None], prompts[None, :] + steps[:, None], 0).sum(1)
     kv_bytes = contexts * cost.kv_bytes_per_token
     operations = 2.0 * running * (cost.layer_weights + cost.head_weights)
-    by_memory = (cost.weight_bytes + kv_bytes) / card.copy_bytes_per_second
-    by_matrix = operations / card.matrix_operations_per_second
+    by_memory = (cost.weight_bytes + kv_bytes) / gpu.copy_bytes_per_second
+    by_matrix = operations / gpu.matrix_operations_per_second
     prompt_operations = 2.0 * (prompts.sum() * cost.layer_weights + len(prompts) * cost.head_weights)
     return Roofline(
-        prompt_seconds=float(prompt_operations / card.matrix_operations_per_second),
+        prompt_seconds=float(prompt_operations / gpu.matrix_operations_per_second),
         decode_seconds=float(np.maximum(by_memory, by_matrix).sum()),
         weight_bytes=int(cost.weight_bytes * len(steps)),
         kv_bytes=int(kv_bytes.sum()),

@@ -44,7 +44,7 @@ class Row:
 
 
 ROWS = {
-    "card": Row("copy bandwidth and bf16 matrix rate", "card:measure", 40, "TB/s"),
+    "card": Row("copy bandwidth and bf16 matrix rate", "gpu_rates:measure", 40, "TB/s"),
     "qwen3-0.6b": Row("Qwen3-0.6B, bf16", "engine:qwen3_06b", 110, "tok/s", 25_000, 30_000),
     "qwen2.5-0.5b": Row("Qwen2.5-0.5B, bf16 (tests the host)", "engine:qwen25_05b", 80, "tok/s", 40_000, 60_000),
     "decode-attention": Row(
@@ -65,10 +65,10 @@ ROWS = {
     "start-up": Row("start-up to first token, 0.6B, warm disk", "engine:start_up", 40, "s", 15, 8, less_is_better=True),
     "qwen3-8b": Row("Qwen3-8B shape, bf16, 1,024 requests", "engine:qwen3_8b", 150, "tok/s", 0.75, 0.85, of_bound=True),
     "generate-batch": Row(
-        "against transformers `generate_batch` on the same card", "generate_batch:measure", 100, "x", 3, 8
+        "against transformers `generate_batch` on the same GPU", "generate_batch:measure", 100, "x", 3, 8
     ),
     "qwen3-0.6b-queued": Row("Qwen3-0.6B, bf16, 1,024 requests, 256 at a time", "engine:qwen3_06b_queued", 80, "tok/s"),
 }
-"""Those with a wide limit come last: on a card whose kernels have not been compiled and tuned yet,
+"""Those with a wide limit come last: on a GPU whose kernels have not been compiled and tuned yet,
 what comes first takes longer.
 """

@@ -4,7 +4,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from benchmarks.gpu.roofline import Card
+from benchmarks.gpu.roofline import Gpu
 from workers.engine.messages.errors import ModelLoadError
 
 
@@ -12,7 +12,7 @@ from workers.engine.messages.errors import ModelLoadError
 class Setting:
     """`scratch` is a folder for checkpoints, shared by the rows of a run.
 
-    `card` is what the row of that name measured, if it did.
+    `gpu` is what the row "card" measured, if it did.
 
     On "cpu" everything is tiny: it shows that the benchmark runs, and its figures compare to
     nothing.
@@ -20,20 +20,20 @@ class Setting:
 
     device: str  # "cuda" or "cpu"
     scratch: str
-    card: Card | None = None
+    gpu: Gpu | None = None
 
     @property
     def tiny(self) -> bool:
         return self.device == "cpu"
 
 
-class NeedsCard(Exception):
-    """The row can only be measured on a card."""
+class NeedsGpu(Exception):
+    """The row can only be measured on a GPU."""
 
 
-def no_card() -> str | None:
-    """Why there is no card to measure; None where there is one."""
-    # Asked in a process of its own: CUDA keeps memory of a card for each that uses it.
+def no_gpu() -> str | None:
+    """Why there is no GPU to measure; None where there is one."""
+    # Asked in a process of its own: CUDA keeps memory of a GPU for each that uses it.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as asked:
         return asked.submit(_why_unusable, "cuda").result()
 

@@ -16,7 +16,7 @@ GAUGES_SECONDS = 30
 """How long a worker's gauges are believed."""
 
 
-class CardGauges(msgspec.Struct, frozen=True):
+class GpuGauges(msgspec.Struct, frozen=True):
     """One GPU, as its driver tells; None where it does not."""
 
     name: str
@@ -36,7 +36,7 @@ class WorkerGauges(msgspec.Struct, frozen=True):
     num_blocks: int
     tokens: int
     tokens_per_second: float
-    cards: list[CardGauges] = []
+    gpus: list[GpuGauges] = msgspec.field(default_factory=list, name="cards")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from jobs.queue import keys
-from jobs.queue.gauges import CardGauges, WorkerGauges
+from jobs.queue.gauges import GpuGauges, WorkerGauges
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from tests.support.requests import request, start_batch
@@ -27,7 +27,7 @@ def test_everything_is_told_with_its_labels(http: httpx.Client, queue: Queue, re
             40,
             1000,
             12.5,
-            [CardGauges("NVIDIA H200", "GPU-1", 0.25, 10, 20, 400.5), CardGauges("MIG", "GPU-2")],
+            [GpuGauges("NVIDIA H200", "GPU-1", 0.25, 10, 20, 400.5), GpuGauges("MIG", "GPU-2")],
         ),
     )
     queue.report_gauges("gone", WorkerGauges(1, 1, 1, 1, 1, 1.0))
@@ -63,7 +63,7 @@ def test_everything_is_told_with_its_labels(http: httpx.Client, queue: Queue, re
 
 def test_what_a_scraper_reads_is_what_was_meant(http: httpx.Client, queue: Queue) -> None:
     queue.register_worker(WorkerRecord("one", [_ODD], "ready", 128, time.time(), "host", 1))
-    queue.report_gauges("one", WorkerGauges(7, 2, 30, 40, 10**15, 1e-5, [CardGauges(_ODD, "GPU-1", watts=0.1)]))
+    queue.report_gauges("one", WorkerGauges(7, 2, 30, 40, 10**15, 1e-5, [GpuGauges(_ODD, "GPU-1", watts=0.1)]))
     families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
     assert all(family.documentation and family.type in ("gauge", "counter") for family in families.values())
     (tokens,) = families["pipeline_engine_tokens"].samples

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as bench
-from benchmarks.gpu import attention, card, engine, generate_batch, idle
+from benchmarks.gpu import attention, engine, generate_batch, gpu_rates, idle
 from benchmarks.gpu.checkpoints import checkpoint
 from benchmarks.gpu.engine import Pass
-from benchmarks.gpu.roofline import Card, cost_of, roofline
+from benchmarks.gpu.roofline import Gpu, cost_of, roofline
 from benchmarks.gpu.rows import ROWS
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import notes, table
@@ -26,12 +26,12 @@ from benchmarks.models import SHAPES
 from tests.workers.engine.places import needs_interpreter
 from workers.engine.device.graphs import sizes
 
-H200 = Card(4.3e12, 790e12)
+H200 = Gpu(4.3e12, 790e12)
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    return Setting("cpu", str(tmp_path_factory.mktemp("scratch")), Card(1e10, 1e11))
+    return Setting("cpu", str(tmp_path_factory.mktemp("scratch")), Gpu(1e10, 1e11))
 
 
 def test_the_workload_is_nano_vllms() -> None:
@@ -56,12 +56,12 @@ def test_the_roofline_of_the_smallest_workload_by_hand() -> None:
     sizes = {"hidden_size": 1, "intermediate_size": 2, "num_hidden_layers": 1, "vocab_size": 4}
     cost = cost_of(sizes | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1})
     assert (cost.layer_weights, cost.head_weights, cost.kv_bytes_per_token, cost.weight_bytes) == (4 + 6, 4, 4, 28)
-    least = roofline(cost, Workload([[1, 1, 1], [1]], [2, 4]), Card(1.0, 1000.0))
+    least = roofline(cost, Workload([[1, 1, 1], [1]], [2, 4]), Gpu(1.0, 1000.0))
     assert least.kv_bytes == 4 * ((4 + 2) + 3 + 4)
     assert least.weight_bytes == 3 * 28
     assert least.decode_seconds == pytest.approx(3 * 28 + 4 * 13)
     assert least.prompt_seconds == pytest.approx(2 * (4 * 10 + 2 * 4) / 1000)
-    fast_memory = roofline(cost, Workload([[1, 1, 1], [1]], [2, 4]), Card(1e9, 1000.0))
+    fast_memory = roofline(cost, Workload([[1, 1, 1], [1]], [2, 4]), Gpu(1e9, 1000.0))
     assert fast_memory.decode_seconds == pytest.approx(2 * 14 * (2 + 1 + 1) / 1000)
 
 
@@ -83,8 +83,8 @@ def test_the_roofline_on_an_h200_is_what_the_documentation_says() -> None:
     assert (work.output_tokens, round(work.output_tokens / least.seconds)) == (294_532, 24_650)
 
 
-def test_the_card_is_measured(setting: Setting) -> None:
-    figures = card.measure(setting)
+def test_the_gpu_is_measured(setting: Setting) -> None:
+    figures = gpu_rates.measure(setting)
     assert min(figures["copy_bytes_per_second"], figures["matrix_operations_per_second"]) > 1e6
 
 
@@ -137,7 +137,7 @@ def test_a_row_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture
     assert sorted(bench.RESULTS.iterdir()) == before
     report = json.loads((tmp_path / "gpu-cpu.json").read_text())
     assert report["comparable"] is False
-    assert report["rows"]["idle"]["failed"] == "it needs a card: a trace of a CPU has no device in it"
+    assert report["rows"]["idle"]["failed"] == "it needs a GPU: a trace of a CPU has no device in it"
     text = (tmp_path / "gpu-cpu.md").read_text()
     assert text in capsys.readouterr().out
     assert (
@@ -147,13 +147,13 @@ def test_a_row_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def bench_gpu(cache: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The command on a machine whose cards are hidden."""
+    """The command on a machine whose GPUs are hidden."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "BENCHMARK_CACHE": str(cache)}
     command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_without_a_card_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
     before = sorted(bench.RESULTS.iterdir())
     process = bench_gpu(tmp_path)
     out, said = process.communicate()
@@ -196,7 +196,7 @@ def test_the_table_says_what_falls_short() -> None:
 
 
 @pytest.mark.proof
-def test_every_row_but_the_one_that_needs_a_card(tmp_path: Path) -> None:
+def test_every_row_but_the_one_that_needs_a_gpu(tmp_path: Path) -> None:
     assert bench.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
     outcomes = json.loads((tmp_path / "gpu-cpu.json").read_text())["rows"]
     assert [name for name, outcome in outcomes.items() if "value" not in outcome] == ["idle"]

@@ -300,4 +300,4 @@ def test_a_worker_tells_what_its_engine_does(shared: tuple[Queue, WorkerProcess]
     assert gauges is not None
     assert gauges.num_blocks > gauges.free_blocks > 0
     assert gauges.tokens > 0  # of the worker's own request at least
-    assert gauges.cards == []
+    assert gauges.gpus == []

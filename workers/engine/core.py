@@ -79,7 +79,7 @@ class EngineCore:
             depth=config.depth,
             threads=config.threads,
             weights_seconds=executor.weights_seconds,
-            cards=executor.cards,
+            gpus=executor.gpus,
         )
 
     def run(self, inbox: SimpleQueue[ToCore], emit: Callable[[StepOutput], None]) -> None:

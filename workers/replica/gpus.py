@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from jobs.queue.gauges import CardGauges
+from jobs.queue.gauges import GpuGauges
 
 logger = logging.getLogger(__name__)
 
 
-def card_gauges(uuids: list[str]) -> list[CardGauges]:
+def gpu_gauges(uuids: list[str]) -> list[GpuGauges]:
     """Use, memory and power of these cards. Blocks for milliseconds.
 
     Empty where there is no card, library (nvidia-ml-py) or driver, and where a library of that name
@@ -24,7 +24,7 @@ def card_gauges(uuids: list[str]) -> list[CardGauges]:
         import pynvml
 
         pynvml.nvmlInit()  # counted by the library; the first call alone does something
-        return [_of_card(pynvml, uuid) for uuid in uuids]
+        return [_of_gpu(pynvml, uuid) for uuid in uuids]
     except ImportError:
         _say("nvidia-ml-py is not installed (it comes with the extra `cuda`)")
     except Exception as error:
@@ -37,14 +37,14 @@ def _say(reason: str) -> None:
     logger.warning("nothing is told of the cards: %s", reason)
 
 
-def _of_card(nvml: Any, uuid: str) -> CardGauges:
+def _of_gpu(nvml: Any, uuid: str) -> GpuGauges:
     """Raises NVMLError where the driver does not know the card."""
-    card = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
 
     def told(ask: Callable[[Any], Any]) -> Any:
         """None for what this card, or a part of one, does not tell."""
         try:
-            return ask(card)
+            return ask(gpu)
         except nvml.NVMLError:
             return None
 
@@ -52,8 +52,8 @@ def _of_card(nvml: Any, uuid: str) -> CardGauges:
         told(ask)
         for ask in (nvml.nvmlDeviceGetUtilizationRates, nvml.nvmlDeviceGetMemoryInfo, nvml.nvmlDeviceGetPowerUsage)
     )
-    return CardGauges(
-        name=str(nvml.nvmlDeviceGetName(card)),
+    return GpuGauges(
+        name=str(nvml.nvmlDeviceGetName(gpu)),
         uuid=uuid,
         busy=rates.gpu / 100 if rates is not None else None,
         memory_used=memory.used if memory is not None else None,

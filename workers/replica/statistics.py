@@ -11,7 +11,7 @@ from typing import Protocol
 from jobs.queue.gauges import WorkerGauges
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from workers.engine.messages.core import Ready, Stats
-from workers.replica.gpus import card_gauges
+from workers.replica.gpus import gpu_gauges
 from workers.replica.running import Running
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,8 @@ async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
 
 
 def _tell(worker: str, info: Ready, stats: Stats, rate: float, queue: Queue) -> None:
-    cards = card_gauges(info.cards)
+    gpus = gpu_gauges(info.gpus)
     gauges = WorkerGauges(
-        stats.running, stats.waiting, stats.free_blocks, info.num_blocks, stats.tokens, round(rate, 1), cards
+        stats.running, stats.waiting, stats.free_blocks, info.num_blocks, stats.tokens, round(rate, 1), gpus
     )
     queue.report_gauges(worker, gauges)

@@ -3,17 +3,17 @@
 import redis
 
 from jobs.queue import keys
-from jobs.queue.gauges import GAUGES_SECONDS, CardGauges, WorkerGauges
+from jobs.queue.gauges import GAUGES_SECONDS, GpuGauges, WorkerGauges
 from jobs.queue.request_queue import Queue
 from tests.support.requests import MODEL, request, start_batch
 
-CARD = CardGauges("NVIDIA H200", "GPU-1", 0.5, 10, 20, 400.5)
+GPU = GpuGauges("NVIDIA H200", "GPU-1", 0.5, 10, 20, 400.5)
 
 
 def test_gauges_are_the_last_that_were_reported_and_do_not_last(queue: Queue, redis_client: redis.Redis) -> None:
     for running in (1, 2):
-        queue.report_gauges("w", WorkerGauges(running, 0, 5, 10, 100, 3.5, [CARD]))
-    assert queue.gauges(["w", "silent"]) == {"w": WorkerGauges(2, 0, 5, 10, 100, 3.5, [CARD])}
+        queue.report_gauges("w", WorkerGauges(running, 0, 5, 10, 100, 3.5, [GPU]))
+    assert queue.gauges(["w", "silent"]) == {"w": WorkerGauges(2, 0, 5, 10, 100, 3.5, [GPU])}
     assert queue.gauges([]) == {}
     assert 0 < redis_client.ttl(keys.gauges("w")) <= GAUGES_SECONDS
 

@@ -1,4 +1,4 @@
-"""The interpreter where there is no card, and cards that a test leaves as it found them."""
+"""The interpreter where there is no GPU, and GPUs that a test leaves as it found them."""
 
 import gc
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ choose_interpreter()
 
 
 @pytest.fixture(autouse=True)
-def _card_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+def _gpu_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
     """A core's memory is tied up in cycles, and the next test may size its cache by what is
     free.
     """

@@ -1,8 +1,8 @@
-"""Where the engine's tests run: by the CPU's kernels, in torch, on a card, and by the card's
+"""Where the engine's tests run: by the CPU's kernels, in torch, on a GPU, and by the GPU's
 kernels under Triton's interpreter.
 
 Tests that take a `place` run unchanged on all of theirs. Arithmetic is float32 everywhere (the
-card's without TF32, as is torch's default), so that greedy tokens are the same ones. The
+GPU's without TF32, as is torch's default), so that greedy tokens are the same ones. The
 interpreter is slow, so it has tests of its own, with few tokens.
 """
 
@@ -28,17 +28,17 @@ class Place:
 TORCH = Place("cpu", "torch")
 CPU = TORCH if missing_native() else Place("cpu", "cpu")
 INTERPRETER = Place("cpu", "triton")
-CARD = Place("cuda", "triton")
+GPU = Place("cuda", "triton")
 
-needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the card here")
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
 
-on_card = pytest.param(CARD, id="card", marks=pytest.mark.gpu)
+on_gpu = pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)
 interpreted = pytest.param(INTERPRETER, id="interpreter", marks=needs_interpreter)
 
 in_torch = pytest.param(
     TORCH, id="torch", marks=pytest.mark.skipif(CPU == TORCH, reason="that is what the CPU runs with here")
 )
 
-at = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), on_card])
-at_all = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), in_torch, on_card])
+at = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), on_gpu])
+at_all = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), in_torch, on_gpu])
 """For tests of the whole engine."""

@@ -11,7 +11,7 @@ import torch
 
 from tests.workers.engine.driving import make_core, recorded
 from tests.workers.engine.models.tiny_models import VOCAB
-from tests.workers.engine.places import CARD, INTERPRETER, needs_interpreter
+from tests.workers.engine.places import GPU, INTERPRETER, needs_interpreter
 from workers.engine.core import EngineCore
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
@@ -144,7 +144,7 @@ def one_layer(core: EngineCore) -> EngineCore:
 @pytest.mark.usefixtures("crowded")
 @needs_interpreter
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
-def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
+def test_a_gpus_path_in_random_company_and_short_of_memory(depth: int) -> None:
     """Kernels under the interpreter, padded decode steps, differences that are staged again after a
     step was taken back.
     """
@@ -165,9 +165,9 @@ def test_a_cards_path_in_random_company_and_short_of_memory(depth: int) -> None:
 
 
 @pytest.mark.gpu
-def test_no_launch_waits_for_the_card() -> None:
+def test_no_launch_waits_for_the_gpu() -> None:
     """Mixed steps, decode steps and those that are sampled by stages, once each was seen."""
-    core = make_core("llama", place=CARD, depth=1, max_model_len=200, max_num_seqs=16, max_num_batched_tokens=64)
+    core = make_core("llama", place=GPU, depth=1, max_model_len=200, max_num_seqs=16, max_num_batched_tokens=64)
     launch, sampling = (
         core._executor.launch,
         [

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.gpu.idle import kernel_intervals
 from tests.workers.engine.driving import make_core
-from tests.workers.engine.places import CPU, Place, on_card
+from tests.workers.engine.places import CPU, Place, on_gpu
 from workers.engine import profiling
 from workers.engine.messages.core import AddRequests, EngineRequest, SamplingParams, Shutdown, StepOutput, ToCore
 from workers.engine.messages.errors import ModelLoadError
@@ -54,8 +54,8 @@ def test_a_trace_holds_the_steps_it_says(tmp_path: Path, tokens: int, steps: int
     assert spans == dict.fromkeys(("schedule", "inputs", "forward", "sample", "retire"), steps)
 
 
-@pytest.mark.parametrize("place", [on_card])
-def test_a_trace_from_a_card_holds_its_kernels(tmp_path: Path, place: Place) -> None:
+@pytest.mark.parametrize("place", [on_gpu])
+def test_a_trace_from_a_gpu_holds_its_kernels(tmp_path: Path, place: Place) -> None:
     events = trace_of(tmp_path, FIRST_STEP + STEPS + 10, place)
     assert events is not None
     assert len(kernel_intervals(events)) >= STEPS

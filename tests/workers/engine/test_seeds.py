@@ -9,7 +9,7 @@ import pytest
 
 from tests.workers.engine.driving import Answer, make_core, run
 from tests.workers.engine.models.tiny_models import VOCAB
-from tests.workers.engine.places import CPU, Place, at, interpreted, on_card
+from tests.workers.engine.places import CPU, Place, at, interpreted, on_gpu
 from tests.workers.engine.sampling.plain import random_row
 from workers.engine.messages.core import EngineRequest, Finish
 
@@ -78,9 +78,9 @@ def test_from_a_checkpoint(depth: int, place: Place) -> None:
         assert_same(answer, whole[number], start=number % NEW_TOKENS)
 
 
-@pytest.mark.parametrize("place", [interpreted, on_card])
+@pytest.mark.parametrize("place", [interpreted, on_gpu])
 def test_a_few_are_drawn_as_torch_draws_them(place: Place) -> None:
-    """By the kernels, in company and alone: what a worker without a card would have answered."""
+    """By the kernels, in company and alone: what a worker without a GPU would have answered."""
     print(f"seed {SEED}")
     some = [EngineRequest(each.request_id, each.prompt_token_ids[:5], [], each.sampling) for each in requests()[:3]]
     for request in some:

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.replica.gpus import card_gauges
+from workers.replica.gpus import gpu_gauges
 
 
-def test_without_cards_nothing_is_asked() -> None:
-    assert card_gauges([]) == []
+def test_without_gpus_nothing_is_asked() -> None:
+    assert gpu_gauges([]) == []
 
 
 def test_without_a_driver_or_its_library_nothing_is_told() -> None:
-    assert card_gauges(["GPU-00000000-0000-0000-0000-000000000000"]) == []
+    assert gpu_gauges(["GPU-00000000-0000-0000-0000-000000000000"]) == []
 
 
 @pytest.mark.parametrize(
@@ -37,16 +37,16 @@ def test_a_library_of_that_name_that_does_otherwise_is_reported_once(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "pynvml", raising=False)
     with caplog.at_level(logging.WARNING):
-        assert card_gauges(["GPU-1"]) == card_gauges(["GPU-1"]) == []
+        assert gpu_gauges(["GPU-1"]) == gpu_gauges(["GPU-1"]) == []
     assert len(caplog.records) == 1
     sys.modules.pop("pynvml", None)
 
 
 @pytest.mark.gpu
-def test_a_card_tells_of_itself() -> None:
+def test_a_gpu_tells_of_itself() -> None:
     pytest.importorskip("pynvml")
-    (card,) = card_gauges([f"GPU-{torch.cuda.get_device_properties(0).uuid}"])
-    assert card.name == torch.cuda.get_device_name(0)
-    assert card.memory_total is not None
-    assert card.memory_total > 0
-    assert card.watts is None or 0 < card.watts < 2000
+    (gpu,) = gpu_gauges([f"GPU-{torch.cuda.get_device_properties(0).uuid}"])
+    assert gpu.name == torch.cuda.get_device_name(0)
+    assert gpu.memory_total is not None
+    assert gpu.memory_total > 0
+    assert gpu.watts is None or 0 < gpu.watts < 2000

@@ -1,4 +1,4 @@
-"""The tiles that `TritonAttention` works in on this machine: timed on its card, on rows of the
+"""The tiles that `TritonAttention` works in on this machine: timed on its GPU, on rows of the
 model's own shape.
 """
 
@@ -19,7 +19,7 @@ from workers.engine.device.graphs import CudaRecorder
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.tuning import Choice, ChoiceCache, candidates, tuned
 
-_POOL_BYTES = 256 << 20  # of keys and values: several times what a card's cache holds
+_POOL_BYTES = 256 << 20  # of keys and values: several times what a GPU's cache holds
 _DECODED = (128, 512, 4096)  # rows, and their shortest and longest context
 _PROMPT = 4096
 # Recorded one behind the other: the host takes longer to launch a call than a small model's takes
@@ -28,7 +28,7 @@ _RUNS = 20
 
 
 def choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, Choice]:
-    """For "decode" and "prefill" steps. Without a card, what suits most."""
+    """For "decode" and "prefill" steps. Without a GPU, what suits most."""
     return dict(_choices(replace(shape, num_blocks=1), num_heads, dtype, device))
 
 

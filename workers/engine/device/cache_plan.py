@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from workers.engine.attention import CacheShape
-from workers.engine.device.memory import CardMemory, gib
+from workers.engine.device.memory import GpuMemory, gib
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import ModelConfig
@@ -19,13 +19,13 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 def plan_cache(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: CardMemory | None = None
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: GpuMemory | None = None
 ) -> tuple[EngineConfig, int]:
     """The configuration with `max_model_len` settled, and how many blocks (the null block among
     them) `budget` bytes hold.
 
     A context that was not asked for is shortened to what fits. Raises ModelLoadError for one that
-    was and does not; `memory` says where a card's went.
+    was and does not; `memory` says where a GPU's went.
     """
     assert config.block_size is not None
     length = longest_context(config, model)
@@ -40,7 +40,7 @@ def plan_cache(
     return replace(config, max_model_len=length), num_blocks
 
 
-def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int, memory: CardMemory | None) -> str:
+def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int, memory: GpuMemory | None) -> str:
     assert config.block_size is not None
     needed = (-(-length // config.block_size) + 1) * per_block
     wanted = (
@@ -49,7 +49,7 @@ def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int
     )
     if memory is None:
         return f"{wanted}, but {budget} are available; lower max_model_len or raise kv_cache_memory_bytes"
-    account = memory.account if budget >= memory.left else f"{memory.account}, and another rank's card {gib(budget)}"
+    account = memory.account if budget >= memory.left else f"{memory.account}, and another rank's GPU {gib(budget)}"
     return (
         f"{account}, but {wanted}; raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or"
         " max_num_seqs"

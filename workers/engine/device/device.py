@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from workers.engine.device.device_lock import TakenCards, take_cards
+from workers.engine.device.device_lock import TakenGpus, take_gpus
 from workers.engine.device.out_of_memory import one_line
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
@@ -31,7 +31,7 @@ _KERNELS_SINCE = (
 _TRITON_SINCE = (3, 6)
 _HALF = ("float16", "fp16", "half")
 _NATIVE_DTYPES = (torch.bfloat16, torch.float32)
-_CARDS = Path("/proc/driver/nvidia/gpus")
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def default_device() -> str:
@@ -40,13 +40,13 @@ def default_device() -> str:
     """
     if torch.cuda.is_available():
         return "cuda"
-    if _CARDS.is_dir() and any(_CARDS.iterdir()):
+    if _GPUS.is_dir() and any(_GPUS.iterdir()):
         logger.warning("the CPU is used though there is an NVIDIA GPU: %s", _why_unusable() or "torch finds none")
     return "cpu"
 
 
 def default_backend(device: str, dtype: str = "auto") -> str:
-    """The kernels for a card or a CPU where they run, else plain torch, with a line in the log that
+    """The kernels for a GPU or a CPU where they run, else plain torch, with a line in the log that
     says why. Takes the name of a device, which may be none that is there, and the dtype's as it was
     asked for.
     """
@@ -57,7 +57,7 @@ def default_backend(device: str, dtype: str = "auto") -> str:
             logger.warning("there are no CPU kernels (%s); plain torch is used, which is slower", why)
         return "cpu" if why is None else "torch"
     if torch.cuda.is_available() and int(index or 0) < torch.cuda.device_count():
-        why = _too_old_for_kernels(*_card(torch.device(device)))
+        why = _too_old_for_kernels(*_gpu(torch.device(device)))
         if why is not None:
             logger.warning("%s; plain torch is used, which is slower", why)
             return "torch"
@@ -123,31 +123,31 @@ def unusable_gpu(error: str, cuda: str | None, visible: str | None) -> str:
     )
 
 
-def check_card(device: torch.device, backend: str) -> None:
-    """Raises ModelLoadError for a card that this torch, or the kernels of `backend`, cannot run
+def check_gpu(device: torch.device, backend: str) -> None:
+    """Raises ModelLoadError for a GPU that this torch, or the kernels of `backend`, cannot run
     on.
     """
     if device.type == "cuda":
-        card, capability = _card(device)
-        why = without_code(card, capability, torch.cuda.get_arch_list()) if torch.version.cuda else None
+        gpu, capability = _gpu(device)
+        why = without_code(gpu, capability, torch.cuda.get_arch_list()) if torch.version.cuda else None
         if why is None and backend == "triton":
-            why = _too_old_for_kernels(card, capability)
+            why = _too_old_for_kernels(gpu, capability)
         if why is not None:
             raise ModelLoadError(why)
     if backend == "triton":
         require_triton(device)
 
 
-def _card(device: torch.device) -> tuple[str, tuple[int, int]]:
+def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
     return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
 
 
-def without_code(card: str, capability: tuple[int, int], built_for: list[str]) -> str | None:
-    """What is to be said where torch has no code for a card; None where it has.
+def without_code(gpu: str, capability: tuple[int, int], built_for: list[str]) -> str | None:
+    """What is to be said where torch has no code for a GPU; None where it has.
 
     `built_for`: as `torch.cuda.get_arch_list` gives it.
     """
-    # Machine code runs on later cards of the same generation, intermediate code ("compute") on all
+    # Machine code runs on later GPUs of the same generation, intermediate code ("compute") on all
     # later ones.
     for name in built_for:
         kind, number = name.rstrip("af").split("_")
@@ -158,16 +158,16 @@ def without_code(card: str, capability: tuple[int, int], built_for: list[str]) -
         return None
     of = f"compute capability {capability[0]}.{capability[1]}"
     return (
-        f"torch {torch.__version__} has no code for {card} ({of}), only for {', '.join(built_for)}; install a torch"
+        f"torch {torch.__version__} has no code for {gpu} ({of}), only for {', '.join(built_for)}; install a torch"
         " that is built for it"
     )
 
 
-def _too_old_for_kernels(card: str, capability: tuple[int, int]) -> str | None:
+def _too_old_for_kernels(gpu: str, capability: tuple[int, int]) -> str | None:
     if capability >= _KERNELS_SINCE:
         return None
     return (
-        f"{card} (compute capability {capability[0]}.{capability[1]}) is too old for the engine's kernels, which need"
+        f"{gpu} (compute capability {capability[0]}.{capability[1]}) is too old for the engine's kernels, which need"
         " 8.0 or newer"
     )
 
@@ -252,34 +252,34 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-def take_devices(config: EngineConfig) -> tuple[list[str], TakenCards]:
+def take_devices(config: EngineConfig) -> tuple[list[str], TakenGpus]:
     """A device for each rank of a replica, and the locks that keep other workers of this host from
-    its cards.
+    its GPUs.
 
-    On a CPU nothing is locked. Raises ModelLoadError where too few cards are free.
+    On a CPU nothing is locked. Raises ModelLoadError where too few GPUs are free.
     """
     device, size = usable_device(config.device), config.tensor_parallel_size
     if device.type != "cuda":
-        return [config.device] * size, TakenCards([], [], [])
+        return [config.device] * size, TakenGpus([], [], [])
     names = [f"GPU-{torch.cuda.get_device_properties(index).uuid}" for index in range(torch.cuda.device_count())]
-    taken = take_cards(names, size, config.device_lock_folder, device.index)
+    taken = take_gpus(names, size, config.device_lock_folder, device.index)
     return [f"cuda:{index}" for index in taken.indices], taken
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ModelLoadError for a card that is too old for `dtype`."""
+    """Raises ModelLoadError for a GPU that is too old for `dtype`."""
     if device.type == "cuda":
-        why = unfit_for(dtype, *_card(device))
+        why = unfit_for(dtype, *_gpu(device))
         if why is not None:
             raise ModelLoadError(why)
 
 
-def unfit_for(dtype: torch.dtype, card: str, capability: tuple[int, int]) -> str | None:
-    """What is to be said of a card that does not know `dtype`; None where it does."""
+def unfit_for(dtype: torch.dtype, gpu: str, capability: tuple[int, int]) -> str | None:
+    """What is to be said of a GPU that does not know `dtype`; None where it does."""
     if dtype != torch.bfloat16 or capability >= _BFLOAT16_SINCE:
         return None
     major, minor = capability
     return (
-        f"{card} (compute capability {major}.{minor}) has no bfloat16, which came with 8.0; use the dtype float16 or"
+        f"{gpu} (compute capability {major}.{minor}) has no bfloat16, which came with 8.0; use the dtype float16 or"
         " float32"
     )

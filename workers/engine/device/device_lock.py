@@ -1,9 +1,9 @@
-"""Which cards of a host are taken: a lock per card, held by the processes that work on it.
+"""Which GPUs of a host are taken: a lock per GPU, held by the processes that work on it.
 
 
-A lock is an flock on a file named by the card, so the kernel gives it back when the last process
+A lock is an flock on a file named by the GPU, so the kernel gives it back when the last process
 that holds it has ended, however that came about; nothing that a file says makes a lock, and none is
-ever stale. Several cards are taken all or none.
+ever stale. Several GPUs are taken all or none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from workers.engine.messages.errors import ModelLoadError
 
 PATIENCE_SECONDS = 20.0
-"""How long a card may take to be given back by a process that was killed: the driver first has to
+"""How long a GPU may take to be given back by a process that was killed: the driver first has to
 clear away what it held.
 """
 
@@ -36,9 +36,9 @@ _held: dict[Path, list[int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class TakenCards:
-    """`indices` of the cards that were taken, in ascending order, the open files that hold their
-    locks, and the cards' names.
+class TakenGpus:
+    """`indices` of the GPUs that were taken, in ascending order, the open files that hold their
+    locks, and the GPUs' names.
     """
 
     indices: list[int]
@@ -46,7 +46,7 @@ class TakenCards:
     names: list[str]
 
     def release(self) -> None:
-        """Gives up this process' hold on the cards; children that were given the files have their
+        """Gives up this process' hold on the GPUs; children that were given the files have their
         own.
         """
         for fd in self.fds:
@@ -56,21 +56,21 @@ class TakenCards:
             os.close(fd)
 
 
-def take_cards(
+def take_gpus(
     names: Sequence[str], count: int, folder: str | None, index: int | None = None, patience: float | None = None
-) -> TakenCards:
-    """Takes `count` free cards of those that the host calls `names`, or the one at `index`; waits
+) -> TakenGpus:
+    """Takes `count` free GPUs of those that the host calls `names`, or the one at `index`; waits
     up to `patience` seconds for them.
 
     `names` are the same for everyone on the host, in whatever order. `folder` holds the locks
-    (None: one that all users of the host share). A card that this process has counts as free.
-    Raises ModelLoadError, with nothing taken, where there are fewer cards, or too few free ones.
+    (None: one that all users of the host share). A GPU that this process has counts as free.
+    Raises ModelLoadError, with nothing taken, where there are fewer GPUs, or too few free ones.
     """
     place = Path(folder) if folder else shared_folder()
     wanted = range(len(names)) if index is None else [index]
     if count > len(wanted):
         raise ModelLoadError(
-            f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but there {_are(len(wanted))} here"
+            f"{_gpus(count)} {'is' if count == 1 else 'are'} asked for, but there {_are(len(wanted))} here"
         )
     deadline = time.monotonic() + (PATIENCE_SECONDS if patience is None else patience)
     try:
@@ -81,7 +81,7 @@ def take_cards(
             time.sleep(_LOOK_SECONDS)
     except OSError as error:
         raise ModelLoadError(
-            f"cards cannot be locked in {place}: {error.strerror}; name a folder that all workers of this host may"
+            f"GPUs cannot be locked in {place}: {error.strerror}; name a folder that all workers of this host may"
             " write to with --device-lock-folder"
         ) from error
     return taken
@@ -98,8 +98,8 @@ def shared_folder() -> Path:
     return _FOLDERS[-1]
 
 
-def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) -> TakenCards | None:
-    """One look at all cards, alone: two that each held half of what they need could else wait for
+def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) -> TakenGpus | None:
+    """One look at all GPUs, alone: two that each held half of what they need could else wait for
     each other.
     """
     with ExitStack() as undo:
@@ -107,7 +107,7 @@ def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) 
         undo.callback(os.close, gate)
         if not _flock(gate, fcntl.LOCK_EX):
             return None
-        taken = TakenCards([], [], [])
+        taken = TakenGpus([], [], [])
         for at in wanted:
             fd = _lock(_file(folder, names[at])) if len(taken.fds) < count else None
             if fd is not None:
@@ -187,7 +187,7 @@ def _refusal(folder: Path, names: Sequence[str], count: int) -> str:
     free = len(names) - len(held)
     holders = ", ".join(f"{name} is held by {_holder(_file(folder, name))}" for name in held)
     return (
-        f"{_cards(count)} {'is' if count == 1 else 'are'} asked for, but {f'only {free}' if free else 'none'} of"
+        f"{_gpus(count)} {'is' if count == 1 else 'are'} asked for, but {f'only {free}' if free else 'none'} of"
         f" {len(names)} {'are' if free > 1 else 'is'} free: {holders}; stop one of those workers, or start fewer"
     )
 
@@ -210,8 +210,8 @@ def _holder(file: Path) -> str:
         return "another user's process"
 
 
-def _cards(count: int) -> str:
-    return "a card" if count == 1 else f"{count} cards"
+def _gpus(count: int) -> str:
+    return "a GPU" if count == 1 else f"{count} GPUs"
 
 
 def _are(count: int) -> str:

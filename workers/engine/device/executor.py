@@ -32,14 +32,14 @@ class Executor:
         this process.
         """
         config = config.resolve()
-        devices, self._cards = take_devices(config)
+        devices, self._gpus = take_devices(config)
         with ExitStack() as undo:
-            undo.callback(self._cards.release)
+            undo.callback(self._gpus.release)
             # Before any rank is started, for a model that cannot be shared is refused here.
             checkpoint = open_shard(config)
             if len(devices) > 1:
                 logger.info("%d ranks share the model, on %s", len(devices), ", ".join(dict.fromkeys(devices)))
-            self._ranks = Ranks(devices[1:], self._cards.fds[1:], on_rank_death)
+            self._ranks = Ranks(devices[1:], self._gpus.fds[1:], on_rank_death)
             undo.callback(self._ranks.close)
             self._rank = Rank(replace(config, device=devices[0]), checkpoint)
             with self._ranks.heard_first():
@@ -53,9 +53,9 @@ class Executor:
         return self._rank.runner
 
     @property
-    def cards(self) -> list[str]:
-        """The host's names of the cards that the replica took; none on a CPU."""
-        return self._cards.names
+    def gpus(self) -> list[str]:
+        """The host's names of the GPUs that the replica took; none on a CPU."""
+        return self._gpus.names
 
     @property
     def vocab_size(self) -> int:
@@ -79,5 +79,5 @@ class Executor:
             return self._rank.retire(launched)
 
     def close(self) -> None:
-        """Ends the other ranks and gives the cards back."""
+        """Ends the other ranks and gives the GPUs back."""
         self._undo.close()

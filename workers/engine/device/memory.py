@@ -1,4 +1,4 @@
-"""How much memory this process may still take, of a machine and of a card."""
+"""How much memory this process may still take, of a machine and of a GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
-class CardMemory:
-    """What becomes of a card's memory before there is a KV cache; all but the first two in
+class GpuMemory:
+    """What becomes of a GPU's memory before there is a KV cache; all but the first two in
     bytes.
     """
 
-    card: str
+    gpu: str
     utilization: float  # of the whole, what this replica may use
     total: int
     taken: int  # by others, and by the driver
@@ -40,7 +40,7 @@ class CardMemory:
             f" {gib(self.step)}"
         )
         left = f"leaves {gib(self.left)}" if self.left > 0 else f"is {gib(-self.left)} too much"
-        return f"{self.card} has {gib(self.total)}, {usable}; {parts} and CUDA graphs {gib(self.graphs)}, which {left}"
+        return f"{self.gpu} has {gib(self.total)}, {usable}; {parts} and CUDA graphs {gib(self.graphs)}, which {left}"
 
 
 def available_memory() -> int | None:

@@ -61,7 +61,7 @@ class Parallel:
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, store: Store) -> Parallel:
-        """Meets the other ranks in `store`: NCCL on cards, gloo on CPUs.
+        """Meets the other ranks in `store`: NCCL on GPUs, gloo on CPUs.
 
         Returns when all are there. For one group in a process, whose end ends it: NCCL may wait for
         ranks that have gone when it is told to end a group.
@@ -71,7 +71,7 @@ class Parallel:
         cuda = device.type == "cuda"
         if cuda and not dist.is_nccl_available():
             raise ModelLoadError(
-                f"torch {torch.__version__} has no NCCL, which a tensor parallel size of {size} needs on cards"
+                f"torch {torch.__version__} has no NCCL, which a tensor parallel size of {size} needs on GPUs"
             )
         # All ranks are on this host.
         os.environ.setdefault("NCCL_SOCKET_IFNAME" if cuda else "GLOO_SOCKET_IFNAME", _loopback_interface())

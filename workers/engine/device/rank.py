@@ -21,7 +21,7 @@ from workers.engine.device.cache_plan import (
     plan_cache,
     settle_prefix_caching,
 )
-from workers.engine.device.device import check_card, check_dtype, require_native, usable_device
+from workers.engine.device.device import check_dtype, check_gpu, require_native, usable_device
 from workers.engine.device.loader import (
     Checkpoint,
     load_weights,
@@ -30,7 +30,7 @@ from workers.engine.device.loader import (
     shard_checkpoint,
     weight_bytes,
 )
-from workers.engine.device.memory import CardMemory, available_memory, gib
+from workers.engine.device.memory import GpuMemory, available_memory, gib
 from workers.engine.device.memory_profiling import rehearse
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.device.out_of_memory import is_out_of_memory, one_line
@@ -64,7 +64,7 @@ class Rank:
             torch.cuda.set_device(self.device)
         elif config.threads is not None:
             torch.set_num_threads(config.threads)
-        check_card(self.device, config.attention_backend)
+        check_gpu(self.device, config.attention_backend)
         self._ops = make_ops(config.attention_backend)
         self._checkpoint = checkpoint
         self.model_config: ModelConfig = checkpoint.config
@@ -74,7 +74,7 @@ class Rank:
             require_native(self.device, self.dtype)  # before weights are packed for it
         longest_context(config, self.model_config)
         self._decoder: DecoderModel
-        self._memory: CardMemory | None = None
+        self._memory: GpuMemory | None = None
         self.runner: ModelRunner
 
     def settle(self, parallel: Parallel) -> tuple[EngineConfig, int]:
@@ -99,7 +99,7 @@ class Rank:
         config, model = self._config, self.model_config
         weights = weight_bytes(self._checkpoint, self.dtype) // parallel.size
         if self.device.type == "cuda":
-            return self._load_on_card(weights)
+            return self._load_on_gpu(weights)
         # The cache is planned first, for it may not fit, or the context come out shorter.
         available = available_memory()
         share = None if available is None else available // parallel.size
@@ -111,15 +111,15 @@ class Rank:
             )
         return budget
 
-    def _load_on_card(self, weights: int) -> int:
+    def _load_on_gpu(self, weights: int) -> int:
         config = self._config
-        card, total = torch.cuda.get_device_name(self.device), torch.cuda.mem_get_info(self.device)[1]
+        gpu, total = torch.cuda.get_device_name(self.device), torch.cuda.mem_get_info(self.device)[1]
         _give_back()  # what an earlier model of this process left
         taken = _used(self.device)
-        place = f"on {card} with {gib(total)}, of which {gib(taken)} are taken"
+        place = f"on {gpu} with {gib(total)}, of which {gib(taken)} are taken"
         with _refusing(
             f"the weights of {config.model}, {gib(weights)}, do not fit {place}; tensor_parallel_size shares them among"
-            " cards"
+            " GPUs"
         ):
             self._decoder = load_weights(
                 self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, self._parallel
@@ -136,8 +136,8 @@ class Rank:
             graphs = rehearse(replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder)
         rehearsed = _used(self.device)
         _give_back()
-        self._memory = CardMemory(
-            card, config.gpu_memory_utilization, total, taken, loaded - taken, rehearsed - loaded, graphs
+        self._memory = GpuMemory(
+            gpu, config.gpu_memory_utilization, total, taken, loaded - taken, rehearsed - loaded, graphs
         )
         logger.info("%s for the KV cache", self._memory.account)
         return max(0, self._memory.left)
@@ -200,12 +200,12 @@ def _refusing(why: str) -> Iterator[None]:
 
 
 def _give_back() -> None:
-    """Has the card's memory that this process holds and does not use; some is tied up in cycles."""
+    """Has the GPU's memory that this process holds and does not use; some is tied up in cycles."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def _used(device: torch.device) -> int:
-    """Bytes of a card that somebody uses, this process among them."""
+    """Bytes of a GPU that somebody uses, this process among them."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free

@@ -86,7 +86,7 @@ def end_likewise(death: RankDeath) -> None:
 
 class Ranks:
     """The processes of ranks 1, 2, ... on `devices`, each with its own of the `locks` of their
-    cards. None, where there is one rank.
+    GPUs. None, where there is one rank.
     """
 
     def __init__(self, devices: Sequence[str], locks: Sequence[int], on_death: OnDeath) -> None:

@@ -60,7 +60,7 @@ def plan(
     """One program.
 
     A row is cut along its context only where it is longer than an even share; long rows' pieces
-    stand before short ones', so that what is left when the card runs empty is small (Graham, 1969).
+    stand before short ones', so that what is left when the GPU runs empty is small (Graham, 1969).
     """
     ROWS: tl.constexpr = 1 << LEVELS
     rank = tl.arange(0, ROWS)
@@ -266,7 +266,7 @@ def attend(
     A row without context gets zeros.
 
     Programs that run at once share what they can: of a prompt the keys of one head, which so stay
-    in the card's cache; of a decode row the blocks, in which the heads stand one behind another.
+    in the GPU's cache; of a decode row the blocks, in which the heads stand one behind another.
     """
     record = records + tl.program_id(0 if PREFILL else 1) * RECORD
     head = tl.program_id(1 if PREFILL else 0)

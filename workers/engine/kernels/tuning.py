@@ -1,7 +1,7 @@
 """Which tiles the attention kernel works in: a few candidates by head size, group and dtype, timed
-on the card at the first start with a shape, and the quickest remembered on disk.
+on the GPU at the first start with a shape, and the quickest remembered on disk.
 
-The file is JSON, one for each card, version of Triton and source of the kernels, so that a choice
+The file is JSON, one for each GPU, version of Triton and source of the kernels, so that a choice
 outlives neither. Processes that start together wait for the first of them to measure.
 """
 
@@ -66,9 +66,9 @@ class ChoiceCache:
     A file that says something else than it should is warned of and replaced.
     """
 
-    def __init__(self, folder: Path, card: str, source: str) -> None:
+    def __init__(self, folder: Path, gpu: str, source: str) -> None:
         self._header = {
-            "card": card,
+            "card": gpu,
             "triton": triton.__version__,
             "source": hashlib.sha256(source.encode()).hexdigest(),
         }
@@ -97,7 +97,7 @@ class ChoiceCache:
         fits = isinstance(content, dict) and isinstance(content.get("choices"), dict)
         if not fits or {name: content.get(name) for name in self._header} != self._header:
             logger.warning(
-                "ignoring the tuned kernels in %s, which were not written by this version for this card", self.path
+                "ignoring the tuned kernels in %s, which were not written by this version for this GPU", self.path
             )
             return {}
         return dict(content["choices"])
@@ -107,7 +107,7 @@ def tuned(cache: ChoiceCache, name: str, among: Sequence[Choice], measure: Calla
     """What the cache says of `name`, else the choice with the least of what `measure` gives, which
     is kept.
 
-    A choice that does not compile for the card, or that it has no registers or shared memory for,
+    A choice that does not compile for the GPU, or that it has no registers or shared memory for,
     is passed over; the first is taken when all are.
     """
     with locked(cache.path):

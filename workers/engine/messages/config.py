@@ -33,7 +33,7 @@ class EngineConfig:
     memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1.
     `step_timeout`: seconds without a step, while there are requests, after which the core counts as
     hung and is killed (None: as `watchdog.WatchdogTimeout` estimates). `tensor_parallel_size`
-    processes share the model, each on a card of its own; `device_lock_folder` is where workers of a
+    processes share the model, each on a GPU of its own; `device_lock_folder` is where workers of a
     host agree who has which (None: the usual one, see `device_lock.py`). `threads` are those of one
     process (None: an equal share of `all_threads()`). `enforce_eager` does without CUDA graphs.
     `profile` is a folder for a trace of some steps, `nvtx` names the parts of a step for Nsight
@@ -116,7 +116,7 @@ def all_threads() -> int:
 
 def most_processes() -> int:
     """How many ranks, of all replicas together, this machine may be asked to run: enough for tests
-    on few CPUs, and for cards, of which each wants a CPU that feeds it; beyond that they would only
+    on few CPUs, and for GPUs, of which each wants a CPU that feeds it; beyond that they would only
     take each other's memory and time.
     """
     return _PROCESSES_PER_CPU * available_cpus()

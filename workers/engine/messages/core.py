@@ -134,7 +134,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     """The core has its model and serves.
 
     `num_blocks` includes the null block; `max_model_len` is no more than the KV cache can hold.
-    `weights_seconds`: how long loading took. `cards`: what the driver calls the GPUs that it runs
+    `weights_seconds`: how long loading took. `gpus`: what the driver calls the GPUs that it runs
     on ("GPU-" and a UUID).
     """
 
@@ -150,7 +150,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True, kw_only=True):
     depth: int
     threads: int
     weights_seconds: float
-    cards: list[str] = []
+    gpus: list[str] = []
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

@@ -11,7 +11,7 @@ import torch
 from workers.engine.attention import CacheShape, make_attention
 from workers.engine.device import device as module
 from workers.engine.device.device import (
-    check_card,
+    check_gpu,
     require_triton,
     triton_trouble,
     unfit_for,
@@ -37,10 +37,10 @@ def test_a_build_without_cuda_is_named() -> None:
 
 
 @no_cuda_build
-def test_the_cpu_is_used_quietly_only_where_there_is_no_card(
+def test_the_cpu_is_used_quietly_only_where_there_is_no_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_CARDS", tmp_path / "gpus")
+    monkeypatch.setattr(module, "_GPUS", tmp_path / "gpus")
     assert EngineConfig(model="m").resolve().device == "cpu"
     assert not caplog.records
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
@@ -84,7 +84,7 @@ def test_what_torch_says_of_a_gpu_that_it_cannot_use(error: str, visible: str | 
     assert re.match(says, unusable_gpu(error, "13.0", visible))
 
 
-def test_a_card_too_old_for_a_dtype_is_named_with_what_to_use() -> None:
+def test_a_gpu_too_old_for_a_dtype_is_named_with_what_to_use() -> None:
     why = unfit_for(torch.bfloat16, "Tesla T4", (7, 5))
     assert (
         why
@@ -107,20 +107,20 @@ def test_a_card_too_old_for_a_dtype_is_named_with_what_to_use() -> None:
         ((12, 0), ["sm_100", "sm_120"], True),
     ],
 )
-def test_a_card_that_torch_has_no_code_for_is_named(
+def test_a_gpu_that_torch_has_no_code_for_is_named(
     capability: tuple[int, int], built_for: list[str], runs: bool
 ) -> None:
-    why = without_code("Some card", capability, built_for)
+    why = without_code("Some GPU", capability, built_for)
     assert (why is None) == runs
     if why is not None:
         major, minor = capability
         assert (
-            f"no code for Some card (compute capability {major}.{minor}), only for {', '.join(built_for)}; install"
+            f"no code for Some GPU (compute capability {major}.{minor}), only for {', '.join(built_for)}; install"
             in why
         )
 
 
-def test_a_card_too_old_for_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gpu_too_old_for_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It runs plain torch unless the kernels were asked for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -130,9 +130,9 @@ def test_a_card_too_old_for_the_kernels(monkeypatch: pytest.MonkeyPatch, caplog:
     assert EngineConfig(model="m").resolve().attention_backend == "torch"
     said = "Tesla T4 (compute capability 7.5) is too old for the engine's kernels, which need 8.0 or newer"
     assert f"{said}; plain torch is used, which is slower" in caplog.text
-    check_card(torch.device("cuda"), "torch")
+    check_gpu(torch.device("cuda"), "torch")
     with pytest.raises(ModelLoadError) as caught:
-        check_card(torch.device("cuda"), "triton")
+        check_gpu(torch.device("cuda"), "triton")
     assert str(caught.value) == said
 
 
@@ -215,8 +215,8 @@ def test_what_a_kernel_that_fails_means(error: Exception, needed: str | None, sa
 
 
 @pytest.mark.gpu
-def test_a_card_past_the_last_is_refused() -> None:
+def test_a_gpu_past_the_last_is_refused() -> None:
     assert usable_device("cuda").type == "cuda"
-    check_card(torch.device("cuda"), "triton")
+    check_gpu(torch.device("cuda"), "triton")
     with pytest.raises(ModelLoadError, match="but the last GPU that torch finds here is cuda:"):
         usable_device(f"cuda:{torch.cuda.device_count()}")

@@ -15,7 +15,7 @@ import torch
 
 from tests.workers.engine.driving import recorded
 from tests.workers.engine.models.tiny_models import folder, reference
-from tests.workers.engine.places import Place, interpreted, on_card
+from tests.workers.engine.places import Place, interpreted, on_gpu
 from workers.engine.device.graphs import CudaRecorder, DecodeGraphs, Variant, Work, sizes, steps_to_record
 from workers.engine.device.loader import load_weights, open_checkpoint
 from workers.engine.device.model_runner import ModelRunner
@@ -188,7 +188,7 @@ def test_a_recording_that_fails_leaves_the_others_whole(monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-def test_on_a_card_a_recording_that_fails_leaves_the_others_whole() -> None:
+def test_on_a_gpu_a_recording_that_fails_leaves_the_others_whole() -> None:
     record = CudaRecorder()
     x, weight, out = (torch.randn(size, 2048, device="cuda") for size in (64, 2048, 64))
 
@@ -212,7 +212,7 @@ def test_on_a_card_a_recording_that_fails_leaves_the_others_whole() -> None:
 
 
 def make_runner(place: Place) -> ModelRunner:
-    """The path of a card with room for five rows; one layer, and a poisoned cache.
+    """The path of a GPU with room for five rows; one layer, and a poisoned cache.
 
     No graphs yet.
     """
@@ -269,7 +269,7 @@ def drive(runner: ModelRunner) -> list[list[int]]:
     return [runner.retire(one).tokens.tolist() for one in launched]
 
 
-@pytest.mark.parametrize("place", [interpreted, on_card])
+@pytest.mark.parametrize("place", [interpreted, on_gpu])
 def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block(place: Place) -> None:
     plain, padded = make_runner(place), make_runner(place)
     padded.use_graphs(CudaRecorder() if place.device == "cuda" else recorded)

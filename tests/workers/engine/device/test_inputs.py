@@ -162,7 +162,7 @@ def test_padding_is_sampled_for_nobody(device: str) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("capability", [80, 90])
-def test_the_kernels_compile_for_cards(capability: int) -> None:
+def test_the_kernels_compile_for_gpus(capability: int) -> None:
     tables = {"staged": "*i32", "tokens": "*i32", "columns": "i32"}
     slots = {"block_tables": "*i32", "prompt_lengths": "*i32", "max_blocks": "i32"}
     built = {

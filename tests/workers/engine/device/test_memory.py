@@ -1,4 +1,4 @@
-"""What the machine, the container and a card leave of memory, and the step that is done to see
+"""What the machine, the container and a GPU leave of memory, and the step that is done to see
 it.
 """
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.workers.engine.models.tiny_models import folder
-from tests.workers.engine.places import CPU, Place, interpreted, on_card
+from tests.workers.engine.places import CPU, Place, interpreted, on_gpu
 from workers.engine.device.cache_plan import block_bytes, plan_cache
 from workers.engine.device.executor import Executor
 from workers.engine.device.loader import load_weights, open_checkpoint
-from workers.engine.device.memory import CardMemory, _container, _machine, available_memory, gib
+from workers.engine.device.memory import GpuMemory, _container, _machine, available_memory, gib
 from workers.engine.device.memory_profiling import largest_step, rehearse
 from workers.engine.device.rank import _refusing
 from workers.engine.layers.ops import make_ops
@@ -50,18 +50,18 @@ def test_sizes_are_shown_in_gib() -> None:
 
 
 GIB = 1 << 30
-CARD = CardMemory("Some Card", 0.9, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
+GPU = GpuMemory("Some GPU", 0.9, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
 
 
-def test_a_card_is_divided_up() -> None:
-    assert CARD.left == 30 * GIB
+def test_a_gpu_is_divided_up() -> None:
+    assert GPU.left == 30 * GIB
     assert (
-        CARD.account
-        == "Some Card has 100.00 GiB, gpu_memory_utilization 0.9 makes 90.00 GiB of them usable; 3.00 GiB are taken"
+        GPU.account
+        == "Some GPU has 100.00 GiB, gpu_memory_utilization 0.9 makes 90.00 GiB of them usable; 3.00 GiB are taken"
         " already, the weights take 50.00 GiB, the largest step 5.00 GiB and CUDA graphs 2.00 GiB, which leaves"
         " 30.00 GiB"
     )
-    full = CardMemory("Some Card", 0.5, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
+    full = GpuMemory("Some GPU", 0.5, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
     assert full.left == -10 * GIB
     assert full.account.endswith("which is 10.00 GiB too much")
 
@@ -70,21 +70,21 @@ def config(**settings: int) -> EngineConfig:
     return EngineConfig(model=str(folder("llama")), device="cpu", dtype="float32", threads=1, **settings).resolve()
 
 
-def test_a_context_that_a_card_does_not_hold_is_refused_with_all_numbers() -> None:
-    """The cache is as large as the fullest card of a replica allows."""
+def test_a_context_that_a_gpu_does_not_hold_is_refused_with_all_numbers() -> None:
+    """The cache is as large as the fullest GPU of a replica allows."""
     settings = config(max_model_len=200)
     model = open_checkpoint(settings.model).config
     per_block = block_bytes(model, torch.float32, 16)
-    assert plan_cache(settings, model, torch.float32, CARD.left, CARD)[1] == CARD.left // per_block
-    full = CardMemory("Some Card", 0.6, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
+    assert plan_cache(settings, model, torch.float32, GPU.left, GPU)[1] == GPU.left // per_block
+    full = GpuMemory("Some GPU", 0.6, 100 * GIB, taken=3 * GIB, weights=50 * GIB, step=5 * GIB, graphs=2 * GIB)
     need = (
         f"but a context of 200 tokens needs a KV cache of {14 * per_block} bytes, {per_block} for each block of 16"
         " tokens; "
     )
     advice = "raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or max_num_seqs"
-    for card, account in ((full, full.account), (CARD, f"{CARD.account}, and another rank's card 0.00 GiB")):
+    for gpu, account in ((full, full.account), (GPU, f"{GPU.account}, and another rank's GPU 0.00 GiB")):
         with pytest.raises(ModelLoadError) as caught:
-            plan_cache(settings, model, torch.float32, 0, card)
+            plan_cache(settings, model, torch.float32, 0, gpu)
         assert str(caught.value) == f"{account}, {need}{advice}"
 
 
@@ -116,8 +116,8 @@ def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(place: Place) 
     assert rehearse(settings.resolve(), model) == 0
 
 
-@pytest.mark.parametrize("place", [on_card])
-def test_a_card_is_filled_as_far_as_was_asked_and_holds_the_largest_step_then(place: Place) -> None:
+@pytest.mark.parametrize("place", [on_gpu])
+def test_a_gpu_is_filled_as_far_as_was_asked_and_holds_the_largest_step_then(place: Place) -> None:
     limits = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 200}
     executor = Executor(
         EngineConfig(model=str(folder("llama")), gpu_memory_utilization=0.5, **limits, **place.settings())

@@ -124,7 +124,7 @@ def test_two_ranks_answer_as_one_does(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_two_ranks_answer_as_one_does_by_the_kernels_of_a_card(tmp_path: Path) -> None:
+def test_two_ranks_answer_as_one_does_by_the_kernels_of_a_gpu(tmp_path: Path) -> None:
     make(SHARED["llama-1-kv-head-tied-biased"]).save_pretrained(tmp_path)
     tokens = []
     for ranks in (1, 2):
@@ -137,10 +137,10 @@ def test_two_ranks_answer_as_one_does_by_the_kernels_of_a_card(tmp_path: Path) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", SHARED)
-def test_two_cards_answer_as_one_does(name: str, tmp_path: Path) -> None:
-    """Through CUDA graphs and NCCL, each run on cards of its own choice."""
+def test_two_gpus_answer_as_one_does(name: str, tmp_path: Path) -> None:
+    """Through CUDA graphs and NCCL, each run on GPUs of its own choice."""
     make(SHARED[name]).save_pretrained(tmp_path)
     tokens = []
     for ranks in (1, 2):

@@ -1,4 +1,4 @@
-"""Compiles kernels to machine code for cards that are not there, and tells what the code takes.
+"""Compiles kernels to machine code for GPUs that are not there, and tells what the code takes.
 
 In a process of its own: the one that tests kernels under Triton's interpreter cannot compile them.
 """

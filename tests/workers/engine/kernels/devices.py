@@ -1,4 +1,4 @@
-"""Where kernels run in tests: on a card where there is one, else under the interpreter."""
+"""Where kernels run in tests: on a GPU where there is one, else under the interpreter."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Every way to launch the attention kernels compiles for the cards that count, in the registers and
+"""Every way to launch the attention kernels compiles for the GPUs that count, in the registers and
 memory that they have.
 """
 

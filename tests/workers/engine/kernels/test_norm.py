@@ -27,7 +27,7 @@ def check(rows: int, size: int, dtype: torch.dtype, centred: bool) -> None:
     torch.testing.assert_close(alone.float(), expected(x, weight, shift), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     total = x + residual
     after, left = add_normed(x.clone(), residual.clone(), weight, shift, 1e-6)
-    # The interpreter cuts bf16 off where a card rounds.
+    # The interpreter cuts bf16 off where a GPU rounds.
     torch.testing.assert_close(
         left.float(), total.float(), rtol=0 if DEVICE.type == "cuda" else TOLERANCE[dtype] / 2, atol=0
     )

@@ -24,7 +24,7 @@ from workers.engine.sampling.noise import noise, noise_bits, request_keys, signe
 from workers.engine.sampling.sampler import Sampler
 
 VOCAB = 700
-# What is not a number stays so on a card without a word.
+# What is not a number stays so on a GPU without a word.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 LIMITS: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -19,7 +19,7 @@ SECONDS = {
 
 @pytest.fixture
 def cache(tmp_path: Path) -> ChoiceCache:
-    return ChoiceCache(tmp_path / "new", "a card", "source")
+    return ChoiceCache(tmp_path / "new", "a GPU", "source")
 
 
 def refuse(choice: Choice) -> float:
@@ -38,14 +38,14 @@ def test_what_is_no_candidate_any_more_is_measured_anew(cache: ChoiceCache) -> N
     assert tuned(cache, "decode", [AMONG[0]], SECONDS.__getitem__) == AMONG[0]
 
 
-@pytest.mark.parametrize("other", [("another card", "source"), ("a card", "another source")])
-def test_another_card_or_source_has_choices_of_its_own(cache: ChoiceCache, other: tuple[str, str]) -> None:
+@pytest.mark.parametrize("other", [("another GPU", "source"), ("a GPU", "another source")])
+def test_another_gpu_or_source_has_choices_of_its_own(cache: ChoiceCache, other: tuple[str, str]) -> None:
     tuned(cache, "decode", AMONG, SECONDS.__getitem__)
     assert ChoiceCache(cache.path.parent, *other).get("decode", AMONG) is None
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[1]", "{}", '{"choices": 3}', '{"card": "a card", "choices": {"decode": {}}}', "\x00\xff"]
+    "content", ["", "{", "[1]", "{}", '{"choices": 3}', '{"card": "a GPU", "choices": {"decode": {}}}', "\x00\xff"]
 )
 def test_a_file_that_makes_no_sense_is_warned_of_and_replaced(
     cache: ChoiceCache, content: str, caplog: pytest.LogCaptureFixture
@@ -69,12 +69,12 @@ def test_a_choice_that_makes_no_sense_is_measured(cache: ChoiceCache) -> None:
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert (
-        tuned(ChoiceCache(tmp_path / "file" / "new", "a card", "source"), "decode", AMONG, SECONDS.__getitem__)
+        tuned(ChoiceCache(tmp_path / "file" / "new", "a GPU", "source"), "decode", AMONG, SECONDS.__getitem__)
         == AMONG[1]
     )
 
 
-def test_what_the_card_refuses_is_passed_over(cache: ChoiceCache) -> None:
+def test_what_the_gpu_refuses_is_passed_over(cache: ChoiceCache) -> None:
     def measure(choice: Choice) -> float:
         if choice != AMONG[2]:
             raise triton.OutOfResources(300_000, 227 << 10, "shared memory")
@@ -95,7 +95,7 @@ def test_those_who_start_together_measure_once(cache: ChoiceCache) -> None:
 
     def start() -> None:
         together.wait()
-        chosen.append(tuned(ChoiceCache(cache.path.parent, "a card", "source"), "decode", AMONG, measure))
+        chosen.append(tuned(ChoiceCache(cache.path.parent, "a GPU", "source"), "decode", AMONG, measure))
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:

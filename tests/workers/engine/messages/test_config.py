@@ -47,8 +47,8 @@ def test_auto_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved.resolve() == resolved
     assert resolved.attention_backend == ("torch" if missing_native() else "cpu")
     assert EngineConfig(model="m", device="cpu", dtype="float16").resolve().attention_backend == "torch"
-    on_card = EngineConfig(model="m", device="cuda").resolve()
-    assert (on_card.depth, on_card.attention_backend) == (1, "triton")
+    on_gpu = EngineConfig(model="m", device="cuda").resolve()
+    assert (on_gpu.depth, on_gpu.attention_backend) == (1, "triton")
 
 
 def test_what_was_asked_for_stays() -> None:

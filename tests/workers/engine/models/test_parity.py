@@ -187,8 +187,8 @@ def small(expected: Reference) -> Reference:
     "name", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.proof) for name in MODELS]
 )
 @pytest.mark.parametrize("place", [interpreted])
-def test_same_as_transformers_by_the_cards_kernels(name: str, place: Place) -> None:
-    """Kernels and inputs made on the device: what a card runs where nothing is recorded."""
+def test_same_as_transformers_by_the_gpus_kernels(name: str, place: Place) -> None:
+    """Kernels and inputs made on the device: what a GPU runs where nothing is recorded."""
     expected = small(reference(name))
     core, sampler = start(name, SMALL, place)
     got = answers(core, expected)

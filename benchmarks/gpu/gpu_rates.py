@@ -1,4 +1,4 @@
-"""What the card itself does: the two figures that every bound is computed from."""
+"""What the GPU itself does: the two figures that every bound is computed from."""
 
 from typing import Any
 
