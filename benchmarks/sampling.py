@@ -108,7 +108,7 @@ def _sample(runner: ModelRunner, logits: Tensor, rows: SampledRows) -> None:
     sampled = runner.sampler.sample(logits, rows)
     sampled.tokens.tolist()
     if sampled.logprobs is not None:
-        sampled.logprobs.told()
+        sampled.logprobs.to_host()
 
 
 def _seconds(work: Callable[[], object]) -> tuple[float, float]:

@@ -43,9 +43,11 @@ def assert_same(got: Answer, expected: Answer, start: int = 0) -> None:
     matrices has.
     """
     assert (got.tokens, got.finish) == (expected.tokens[start:], expected.finish)
-    told = expected.logprobs[start:]
-    assert [item.token_ids for item in got.logprobs] == [item.token_ids for item in told]
-    assert [item.logprobs for item in got.logprobs] == [pytest.approx(item.logprobs, abs=1e-4) for item in told]
+    expected_items = expected.logprobs[start:]
+    assert [item.token_ids for item in got.logprobs] == [item.token_ids for item in expected_items]
+    assert [item.logprobs for item in got.logprobs] == [
+        pytest.approx(item.logprobs, abs=1e-4) for item in expected_items
+    ]
 
 
 @pytest.mark.usefixtures("crowded")

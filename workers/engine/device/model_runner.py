@@ -135,11 +135,11 @@ class ModelRunner:
         """What came of a step. Waits for the device."""
         if launched.done is not None:
             launched.done.synchronize()
-        told = launched.logprobs.told() if launched.logprobs is not None else []
+        logprobs = launched.logprobs.to_host() if launched.logprobs is not None else []
         return StepResult(
             launched.tokens.numpy(),
-            dict(zip(launched.asking.tolist(), told, strict=True)),
-            [scores.told() for scores in launched.scores],
+            dict(zip(launched.asking.tolist(), logprobs, strict=True)),
+            [scores.to_host() for scores in launched.scores],
         )
 
     def decode(self, variant: Variant, rows: int) -> None:
@@ -219,10 +219,10 @@ class ModelRunner:
         """Starts the way to the host behind the step itself, so that reading it does not wait for a
         step launched later.
         """
-        told = [*([sampled.logprobs] if sampled is not None and sampled.logprobs is not None else []), *scores]
-        parts = [part for logprobs in told for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)]
+        copied = [*([sampled.logprobs] if sampled is not None and sampled.logprobs is not None else []), *scores]
+        parts = [part for logprobs in copied for part in (logprobs.token_ids, logprobs.logprobs, logprobs.ranks)]
         copies, done = self._copies.start([self.inputs.result(number), *parts])
-        for index, logprobs in enumerate(told):
+        for index, logprobs in enumerate(copied):
             logprobs.token_ids, logprobs.logprobs, logprobs.ranks = copies[1 + 3 * index : 4 + 3 * index]
         if sampled is None:
             return LaunchedStep(copies[0], np.empty(0, np.int64), None, scores, done)

@@ -25,8 +25,8 @@ class Logprobs:
     ranks: Tensor  # int32 [A]
     counts: NDArray[np.int64]  # [A]
 
-    def told(self) -> list[TokenLogprobs]:
-        """As requests are told; the tensors are on the host."""
+    def to_host(self) -> list[TokenLogprobs]:
+        """Return one item per position; the tensors must be on the host."""
         columns = zip(
             self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), self.counts.tolist(), strict=True
         )

@@ -227,10 +227,10 @@ class Scheduler:
         self._forecast.check_empty()
 
     def _take_logprobs(self, launched: "_Launched", result: StepResult) -> None:
-        for index, told in result.logprobs.items():
+        for index, logprobs in result.logprobs.items():
             request = launched.sampling[index]
             if not request.finish:
-                self._output.logprobs[request.id] = [told]
+                self._output.logprobs[request.id] = [logprobs]
         for request, scores in zip(launched.scored, result.prompt_logprobs, strict=True):
             if not request.finish:
                 self._fresh_scores[request.id] += scores

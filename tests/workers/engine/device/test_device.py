@@ -209,9 +209,9 @@ def test_a_triton_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_what_a_kernel_that_fails_means(error: Exception, needed: str | None, says: str) -> None:
-    told = triton_trouble(error, "3.7.0", needed)
-    assert re.search(says, told)
-    assert "\n" not in told
+    found = triton_trouble(error, "3.7.0", needed)
+    assert re.search(says, found)
+    assert "\n" not in found
 
 
 @pytest.mark.gpu

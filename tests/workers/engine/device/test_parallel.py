@@ -149,10 +149,10 @@ def test_two_gpus_answer_as_one_does(name: str, tmp_path: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-def assert_close(told: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
-    assert [item.token_ids for item in told] == [item.token_ids for item in expected]
-    if told:
-        first, second = (torch.tensor([item.logprobs for item in items]) for items in (told, expected))
+def assert_close(actual: list[TokenLogprobs], expected: list[TokenLogprobs]) -> None:
+    assert [item.token_ids for item in actual] == [item.token_ids for item in expected]
+    if actual:
+        first, second = (torch.tensor([item.logprobs for item in items]) for items in (actual, expected))
         assert (first - second).abs().max() < TOLERANCE
 
 

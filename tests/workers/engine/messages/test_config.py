@@ -134,8 +134,8 @@ def test_what_a_request_asks_for_travels_as_msgpack() -> None:
     )
     added = AddRequests([EngineRequest(1, [1, 2], [3], sampling, live=True, priority=-7)])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(added), type=ToCore) == added
-    told = TokenLogprobs([7, 7, 9], [-0.5, -0.5, -3.0], 1)
+    item = TokenLogprobs([7, 7, 9], [-0.5, -0.5, -3.0], 1)
     output = StepOutput(
-        1, [1], [1], [7], [0], [-1], [0], Stats(), logprobs={1: [told]}, prompt_logprobs={1: [told, told]}
+        1, [1], [1], [7], [0], [-1], [0], Stats(), logprobs={1: [item]}, prompt_logprobs={1: [item, item]}
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=FromCore) == output

@@ -20,10 +20,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(told: list[TokenLogprobs], tokens: list[int], logits: Tensor, top: int) -> None:
+def check(actual: list[TokenLogprobs], tokens: list[int], logits: Tensor, top: int) -> None:
     """`logits` [tokens, vocab] are those that each token was drawn from."""
-    assert len(told) == len(tokens)
-    for item, token, expected in zip(told, tokens, logits.double().log_softmax(-1), strict=True):
+    assert len(actual) == len(tokens)
+    for item, token, expected in zip(actual, tokens, logits.double().log_softmax(-1), strict=True):
         assert (item.token_ids[0], len(item.token_ids)) == (token, 1 + top)
         assert (torch.tensor(item.logprobs) - expected[item.token_ids]).abs().max() < TOLERANCE
         # The likeliest by what they are, not by name, for near ties may stand either way.
@@ -102,7 +102,7 @@ def test_a_resumed_request_is_told_of_its_prompt_and_of_what_is_new(depth: int) 
 
 
 def test_a_scored_prompt_still_fills_the_cache() -> None:
-    """And reads it again once it has been told, which is when it comes back from a preemption."""
+    """A request is read again when it comes back from a preemption."""
     prompt = reference("llama").prompts[1]
     core = make_core("llama")
     scored = SamplingParams(1, temperature=0.0, prompt_logprobs=0)

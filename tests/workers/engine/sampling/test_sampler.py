@@ -88,13 +88,13 @@ def test_mixed_rows_follow_the_definition(stage: str, seed: int, device: str) ->
 def test_a_row_gets_what_it_gets_alone() -> None:
     rows, logits = random_rows("all", seed=9), random_logits(64, seed=9)
     together = sample(logits, rows)
-    told = iter(together.logprobs.told() if together.logprobs else ())
+    items = iter(together.logprobs.to_host() if together.logprobs else ())
     for i, row in enumerate(rows):
         alone = sample(logits[i : i + 1], [row])
         assert alone.tokens.tolist() == [together.tokens[i]]
         if row.params.logprobs >= 0:
             assert alone.logprobs is not None
-            assert alone.logprobs.told() == [next(told)]
+            assert alone.logprobs.to_host() == [next(items)]
 
 
 def test_penalties_in_parts_are_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,19 +122,19 @@ def test_logprobs_are_the_models_own() -> None:
     sampled = sample(logits, rows)
     assert sampled.asking.tolist() == [i for i, row in enumerate(rows) if row.params.logprobs >= 0]
     assert sampled.logprobs is not None
-    for i, told in zip(sampled.asking.tolist(), sampled.logprobs.told(), strict=True):
+    for i, item in zip(sampled.asking.tolist(), sampled.logprobs.to_host(), strict=True):
         expected, token = logits[i].double().log_softmax(-1), int(sampled.tokens[i])
         best = expected.sort(descending=True).indices[: rows[i].params.logprobs].tolist()
-        assert told.token_ids == [token, *best]
-        np.testing.assert_allclose(told.logprobs, expected[told.token_ids], atol=1e-5)
-        assert told.rank == int((expected > expected[token]).sum()) + 1
+        assert item.token_ids == [token, *best]
+        np.testing.assert_allclose(item.logprobs, expected[item.token_ids], atol=1e-5)
+        assert item.rank == int((expected > expected[token]).sum()) + 1
 
 
 def test_more_logprobs_than_tokens_are_all_tokens() -> None:
     row = Row([1], [], SamplingParams(max_tokens=1, temperature=0.0, logprobs=VOCAB + 5))
     sampled = sample(random_logits(1), [row])
     assert sampled.logprobs is not None
-    assert sorted(sampled.logprobs.told()[0].token_ids[1:]) == list(range(VOCAB))
+    assert sorted(sampled.logprobs.to_host()[0].token_ids[1:]) == list(range(VOCAB))
 
 
 def test_a_row_without_a_candidate_stays_in_the_vocabulary() -> None:

@@ -29,7 +29,7 @@ def next_token(context: list[int]) -> int:
 
 
 def score(token: int, position: int) -> TokenLogprobs:
-    """Tells where it belongs."""
+    """Return where it belongs."""
     return TokenLogprobs([token], [-float(position)], 1)
 
 
@@ -119,12 +119,12 @@ class TokenDevice:
         self.unretired.append([(slot, tuple(self.tables[slot])) for slot, *_ in rows])
         scores = [self._score(rows[scores.row], scores) for scores in plan.prompt_scores]
         sampled = [(slot, self._sample(slot, start + count)) for slot, start, count, samples in rows if samples]
-        told = {
+        logprobs = {
             i: score(token, len(self.tokens[slot]) - 1)
             for i, (slot, token) in enumerate(sampled)
             if self.asking[slot].logprobs >= 0
         }
-        return StepResult(np.array([token for _, token in sampled], dtype=np.int32), told, scores)
+        return StepResult(np.array([token for _, token in sampled], dtype=np.int32), logprobs, scores)
 
     def fail(self, plan: StepPlan) -> None:
         """Does as much of a step as leaves all that it was to write in disorder, and nothing to be
@@ -219,12 +219,12 @@ class Run:
     def to_the_end(self) -> None:
         launched: deque[tuple[StepPlan, StepResult]] = deque()
         last = max((max(case.arrives, case.aborted or 0) for case in self.cases), default=0)
-        patience = (3 if self.setup.failures else 1) * 40 + 20 * sum(
+        limit = (3 if self.setup.failures else 1) * 40 + 20 * sum(
             len(case.prompt) + case.max_tokens for case in self.cases
         )
         turn = 0
         while turn <= last or self.scheduler.unfinished or launched:
-            assert turn < last + patience, "somebody starves"
+            assert turn < last + limit, "a request starves"
             self._arrivals(turn)
             turn += 1
             plan = self.scheduler.schedule()
@@ -292,8 +292,8 @@ class Run:
         """
         case = self.cases[number]
         position = len(case.prompt) + len(self.got[number])
-        told = [score(token, position + i) for i, token in enumerate(tokens)]
-        assert output.logprobs.get(number, []) == (told if case.logprobs else [])
+        expected = [score(token, position + i) for i, token in enumerate(tokens)]
+        assert output.logprobs.get(number, []) == (expected if case.logprobs else [])
         first = case.prompt_logprobs and tokens and number not in self.seen
         whole = [score(token, at) for at, token in enumerate(case.prompt)][1:]
         assert output.prompt_logprobs.get(number) == (whole if first else None)
