@@ -41,7 +41,7 @@ class Pass:
 
 def qwen3_06b(setting: Setting) -> dict[str, Any]:
     """nano-vllm's workload."""
-    return _throughput(setting, "qwen3-0.6b", _benchmark(setting, 256, 100, 1024), rehearse=True)
+    return _throughput(setting, "qwen3-0.6b", _benchmark(setting, 256, 100, 1024), full_warmup=True)
 
 
 def qwen3_06b_queued(setting: Setting) -> dict[str, Any]:
@@ -49,19 +49,19 @@ def qwen3_06b_queued(setting: Setting) -> dict[str, Any]:
     one ends the next comes in.
     """
     work, slots = (_benchmark(setting, 0, 0, 0), 3) if setting.tiny else (drawn(1024, 100, 1024), 256)
-    return _throughput(setting, "qwen3-0.6b", work, rehearse=False, max_num_seqs=slots)
+    return _throughput(setting, "qwen3-0.6b", work, full_warmup=False, max_num_seqs=slots)
 
 
 def qwen25_05b(setting: Setting) -> dict[str, Any]:
     """nano-vllm's workload on a model so quick that the host decides."""
-    return _throughput(setting, "qwen2.5-0.5b", _benchmark(setting, 256, 100, 1024), rehearse=True)
+    return _throughput(setting, "qwen2.5-0.5b", _benchmark(setting, 256, 100, 1024), full_warmup=True)
 
 
 def qwen3_8b(setting: Setting) -> dict[str, Any]:
     """1,024 requests of half those lengths, so that all fit into the cache at once and the row into
     its time.
     """
-    return _throughput(setting, "qwen3-8b", _benchmark(setting, 1024, 50, 512), rehearse=False)
+    return _throughput(setting, "qwen3-8b", _benchmark(setting, 1024, 50, 512), full_warmup=False)
 
 
 def start_up(setting: Setting) -> dict[str, Any]:
@@ -141,8 +141,9 @@ async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
     return (await run_pass(engine, stairs, first_id=1 << 20)).seconds
 
 
-def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool, **settings: Any) -> dict[str, Any]:
-    """`rehearse`: the whole workload once before it is measured, with other tokens in its prompts.
+def _throughput(setting: Setting, name: str, work: Workload, full_warmup: bool, **settings: Any) -> dict[str, Any]:
+    """`full_warmup`: the whole workload once before it is measured, with other tokens in its
+    prompts.
 
     `settings` are the engine's.
     """
@@ -151,7 +152,7 @@ def _throughput(setting: Setting, name: str, work: Workload, rehearse: bool, **s
     async def measured(engine: AsyncEngine) -> tuple[float, list[Pass]]:
         warm = await warm_up(engine, setting, len(work.prompts))
         passes = []
-        if rehearse:
+        if full_warmup:
             passes.append(await run_pass(engine, work.with_other_prompts(seed=2), first_id=1 << 21))
         before = engine.stats
         passes.append(await run_pass(engine, work))

@@ -1,6 +1,4 @@
-"""The largest step that there can be, done before there is a KV cache, to see what memory it takes
-beside one.
-"""
+"""The memory profiling run: the largest possible step, run before the KV cache is allocated."""
 
 from __future__ import annotations
 
@@ -15,10 +13,10 @@ from workers.engine.messages.step import AddedRequest, PromptScores, StepPlan
 from workers.engine.models.base import DecoderModel
 
 _ONE_BLOCK = 1
-# What the graphs' pool loses to blocks that are cut in two, and the graphs themselves take
+# A margin for fragmentation of the graphs' pool, and for the graphs themselves
 _GRAPH_ROUNDING = 1.25
 
-#: Through every stage of sampling, with limits that leave many tokens.
+# Uses every stage of sampling, with limits that leave many tokens
 _EVERYTHING = SamplingParams(
     max_tokens=1,
     temperature=1.0,
@@ -35,11 +33,11 @@ _EVERYTHING = SamplingParams(
 )
 
 
-def rehearse(config: EngineConfig, model: DecoderModel) -> int:
-    """Runs the largest step and the largest decode step on a cache of nothing but the null block;
-    returns the bytes that graphs take.
+def profile_memory(config: EngineConfig, model: DecoderModel) -> int:
+    """Run the largest step and the largest decode step; return the bytes that graphs take.
 
-    Afterwards torch still holds what the steps took of the device, for the caller to look at.
+    The cache is the null block alone. Afterwards torch still holds the memory that the steps took,
+    so that the caller can measure it.
     """
     runner = ModelRunner(config, model, _ONE_BLOCK)
     graphs = _decode_bytes(runner) if runner.graphs is not None else 0
@@ -48,9 +46,7 @@ def rehearse(config: EngineConfig, model: DecoderModel) -> int:
 
 
 def largest_step(config: EngineConfig) -> StepPlan:
-    """All the tokens that a step may have, in as many rows as there may be, all of which sample in
-    every way there is.
-    """
+    """Return a step with a full token budget and all rows, each using every sampling feature."""
     assert config.max_num_batched_tokens is not None
     assert config.max_num_seqs is not None
     assert config.max_model_len is not None
@@ -66,9 +62,7 @@ def largest_step(config: EngineConfig) -> StepPlan:
 
 @torch.inference_mode()
 def _decode_bytes(runner: ModelRunner) -> int:
-    """What the largest decode step takes while it runs, which is what the pool of all graphs
-    holds.
-    """
+    """Return the peak memory of the largest decode step: the size of the graphs' shared pool."""
     runner.stage_padding()
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_allocated(runner.device)

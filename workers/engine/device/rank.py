@@ -31,7 +31,7 @@ from workers.engine.device.loader import (
     weight_bytes,
 )
 from workers.engine.device.memory import GpuMemory, available_memory, gib
-from workers.engine.device.memory_profiling import rehearse
+from workers.engine.device.memory_profiling import profile_memory
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.device.out_of_memory import is_out_of_memory, one_line
 from workers.engine.device.parallel import Parallel
@@ -133,11 +133,13 @@ class Rank:
             f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or"
             " max_num_seqs"
         ):
-            graphs = rehearse(replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder)
-        rehearsed = _used(self.device)
+            graphs = profile_memory(
+                replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder
+            )
+        profiled = _used(self.device)
         _give_back()
         self._memory = GpuMemory(
-            gpu, config.gpu_memory_utilization, total, taken, loaded - taken, rehearsed - loaded, graphs
+            gpu, config.gpu_memory_utilization, total, taken, loaded - taken, profiled - loaded, graphs
         )
         logger.info("%s for the KV cache", self._memory.account)
         return max(0, self._memory.left)

@@ -14,7 +14,7 @@ from workers.engine.device.cache_plan import block_bytes, plan_cache
 from workers.engine.device.executor import Executor
 from workers.engine.device.loader import load_weights, open_checkpoint
 from workers.engine.device.memory import GpuMemory, _container, _machine, available_memory, gib
-from workers.engine.device.memory_profiling import largest_step, rehearse
+from workers.engine.device.memory_profiling import largest_step, profile_memory
 from workers.engine.device.rank import _refusing
 from workers.engine.layers.ops import make_ops
 from workers.engine.messages.config import EngineConfig
@@ -113,7 +113,7 @@ def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(place: Place) 
     checkpoint = open_checkpoint(str(folder("llama")))
     model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, make_ops(place.attention_backend))
     settings = EngineConfig(model="", max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64, **place.settings())
-    assert rehearse(settings.resolve(), model) == 0
+    assert profile_memory(settings.resolve(), model) == 0
 
 
 @pytest.mark.parametrize("place", [on_gpu])
