@@ -16,7 +16,7 @@ from workers.engine.device.device import require_native, require_triton
 from workers.engine.messages.errors import ModelLoadError
 
 if TYPE_CHECKING:
-    from workers.engine.attention.cpu import Prepared
+    from workers.engine.attention.cpu import PreparedStep
     from workers.engine.attention.reference import Groups
     from workers.engine.attention.triton import Pieces
     from workers.engine.layers.norm import RMSNorm
@@ -57,7 +57,7 @@ class AttentionMetadata:
         default_factory=dict
     )  # by window, worked out once for all layers of the step
     # The same for the CPU kernels
-    prepared: dict[int | None, Prepared] = field(default_factory=dict)
+    prepared: dict[int | None, PreparedStep] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

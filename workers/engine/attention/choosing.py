@@ -17,7 +17,7 @@ from workers.engine.attention.triton import TritonAttention
 from workers.engine.cache_folder import cache_folder
 from workers.engine.device.graphs import CudaRecorder
 from workers.engine.kernels import attention as kernels
-from workers.engine.kernels.tuning import Choice, ChoiceCache, candidates, tuned
+from workers.engine.kernels.tuning import ChoiceCache, TileChoice, candidates, tuned
 
 _POOL_BYTES = 256 << 20  # of keys and values: several times what a GPU's cache holds
 _DECODED = (128, 512, 4096)  # rows, and their shortest and longest context
@@ -27,13 +27,13 @@ _CALLS = 8
 _RUNS = 20
 
 
-def choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, Choice]:
+def choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, TileChoice]:
     """For "decode" and "prefill" steps. Without a GPU, what suits most."""
     return dict(_choices(replace(shape, num_blocks=1), num_heads, dtype, device))
 
 
 @cache  # for where nothing can be kept on disk: a replica sets its attention up twice
-def _choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, Choice]:
+def _choices(shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> dict[str, TileChoice]:
     group = num_heads // shape.kv_heads
     offered = {kind: candidates(kind, shape.head_dim, group, dtype) for kind in ("decode", "prefill")}
     if device.type != "cuda":
@@ -62,7 +62,7 @@ class _Measured:
         self._heads, self._dtype, self._device = num_heads, dtype, device
         self._cache: torch.Tensor | None = None
 
-    def __call__(self, kind: str, choice: Choice) -> float:
+    def __call__(self, kind: str, choice: TileChoice) -> float:
         attention = TritonAttention(self._shape, self._heads, self._dtype, self._device, {kind: choice})
         if self._cache is None:
             self._cache = attention.new_cache(1)[0].normal_()

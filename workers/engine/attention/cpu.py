@@ -52,7 +52,7 @@ class _Step(ctypes.Structure):
     ]
 
 
-class Prepared:
+class PreparedStep:
     """A step as the kernels know it, for layers of one window."""
 
     __slots__ = ("_held", "pointer", "rotation", "step", "strides")
@@ -122,7 +122,7 @@ class CpuAttention:
 
     def prepared(
         self, metadata: Metadata, window: int | None, width: int, rotation: tuple[Tensor, Tensor] | None
-    ) -> Prepared:
+    ) -> PreparedStep:
         """A step for queries, keys and values that stand side by side in rows of `width`, to be
         turned by cosine and sine if given.
         """
@@ -134,7 +134,7 @@ class CpuAttention:
 
     def _attend_rows(
         self,
-        prepared: Prepared,
+        prepared: PreparedStep,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -157,11 +157,11 @@ class CpuAttention:
         )
         return out
 
-    def _prepared(self, metadata: Metadata, window: int | None) -> Prepared:
+    def _prepared(self, metadata: Metadata, window: int | None) -> PreparedStep:
         assert isinstance(metadata, AttentionMetadata)
         return metadata.prepared.get(window) or self._prepare(metadata, window)
 
-    def _prepare(self, metadata: AttentionMetadata, window: int | None) -> Prepared:
+    def _prepare(self, metadata: AttentionMetadata, window: int | None) -> PreparedStep:
         s, threads = self._shape, torch.get_num_threads()
         slots = metadata.slot_mapping.contiguous()
         arrays = [
@@ -186,7 +186,7 @@ class CpuAttention:
         if size > self._partials.numel():
             self._partials = torch.empty(size, dtype=torch.float32)
         step.partials = self._partials.data_ptr() if size else None
-        prepared = Prepared(step, (slots, *arrays, starts, ahead, partials_at, self._scratch, self._partials))
+        prepared = PreparedStep(step, (slots, *arrays, starts, ahead, partials_at, self._scratch, self._partials))
         metadata.prepared[window] = prepared
         return prepared
 

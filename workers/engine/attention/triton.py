@@ -17,7 +17,7 @@ from torch import Tensor
 from workers.engine.attention import CacheShape, DeviceMetadata, Metadata, RotaryHeads
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.rotary import rotate_and_write, write
-from workers.engine.kernels.tuning import Choice
+from workers.engine.kernels.tuning import TileChoice
 
 _LOG2_E = math.log2(math.e)
 _WAVES = {"decode": 2, "prefill": 1}  # shares of the work, in programs that run at once
@@ -33,7 +33,7 @@ _COMBINED = 16  # tile rows that one program adds up
 class Pieces:
     """A step cut into pieces of work, on the device, for all layers of one window."""
 
-    choice: Choice
+    choice: TileChoice
     block_q: int  # queries of one piece
     records: Tensor  # int32 [pieces, kernels.RECORD]
     leaders: Tensor  # int32 [share], empty where no row is cut
@@ -44,7 +44,12 @@ class Pieces:
 
 class TritonAttention:
     def __init__(
-        self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device, choices: Mapping[str, Choice]
+        self,
+        shape: CacheShape,
+        num_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        choices: Mapping[str, TileChoice],
     ) -> None:
         """`choices`: tiles for "decode" and "prefill" steps."""
         self._shape, self._heads, self._dtype, self._device = shape, num_heads, dtype, device

@@ -31,7 +31,7 @@ a step outside a graph and another.
 """
 
 
-class Variant(Enum):
+class GraphVariant(Enum):
     """How far a graph goes: to the sampled tokens, or to the hidden states that sampling by stages
     starts from.
     """
@@ -50,18 +50,22 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, step: Callable[[Variant, int], None], most: int, record: Callable[[Work], Work], forgiving: bool = True
+        self,
+        step: Callable[[GraphVariant, int], None],
+        most: int,
+        record: Callable[[Work], Work],
+        forgiving: bool = True,
     ) -> None:
         self._step = step
         self._record = record
         self._sizes = sizes(most)
-        self._recorded: dict[tuple[Variant, int], Work] = {}
+        self._recorded: dict[tuple[GraphVariant, int], Work] = {}
         # Rows by which steps of this size were larger
-        self._padded: Counter[tuple[Variant, int]] = Counter()
+        self._padded: Counter[tuple[GraphVariant, int]] = Counter()
         self._forgiving = forgiving
         self._short = False
 
-    def run(self, variant: Variant, rows: int) -> None:
+    def run(self, variant: GraphVariant, rows: int) -> None:
         """Does the step that is staged. Raises as it does."""
         self.prepare(variant)
         size = self._size(variant, rows)
@@ -70,11 +74,11 @@ class DecodeGraphs:
         else:
             self._step(variant, size)
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: GraphVariant) -> None:
         """Records the largest size, which does the step that is staged."""
         self._try_to_record(variant, self._sizes[-1])
 
-    def _size(self, variant: Variant, rows: int) -> int:
+    def _size(self, variant: GraphVariant, rows: int) -> int:
         fitting = self._sizes[bisect_left(self._sizes, rows)]
         recorded = next((size for size in self._sizes if size >= fitting and (variant, size) in self._recorded), None)
         if recorded is None or recorded == fitting or self._short:
@@ -82,7 +86,7 @@ class DecodeGraphs:
         self._padded[variant, fitting] += recorded - fitting
         return fitting if recorded > 2 * fitting or self._padded[variant, fitting] > _PATIENCE * fitting else recorded
 
-    def _try_to_record(self, variant: Variant, size: int) -> bool:
+    def _try_to_record(self, variant: GraphVariant, size: int) -> bool:
         if (variant, size) in self._recorded:
             return True
         if self._short:

@@ -49,7 +49,7 @@ _DERIVED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(slots=True)
-class Checkpoint:
+class ModelCheckpoint:
     """A model's folder with its configuration read; no weights yet."""
 
     folder: Path
@@ -67,7 +67,7 @@ def load_model(name: str, dtype: str, device: torch.device, max_model_len: int |
     return load_weights(checkpoint, resolve_dtype(dtype, checkpoint.config, device), device, max_model_len)
 
 
-def open_checkpoint(name: str, model_impl: str = "auto") -> Checkpoint:
+def open_checkpoint(name: str, model_impl: str = "auto") -> ModelCheckpoint:
     """Finds the folder, reads its configuration and settles whose code runs it.
 
     Raises ModelLoadError.
@@ -90,7 +90,7 @@ def open_checkpoint(name: str, model_impl: str = "auto") -> Checkpoint:
         eos_token_ids=eos_token_ids(raw, generation),
         dtype=str(stored).removeprefix("torch.") if stored else None,
     )
-    return Checkpoint(folder, raw, family, config)
+    return ModelCheckpoint(folder, raw, family, config)
 
 
 def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
@@ -107,7 +107,7 @@ def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
         ) from error
 
 
-def shard_checkpoint(checkpoint: Checkpoint, size: int) -> Checkpoint:
+def shard_checkpoint(checkpoint: ModelCheckpoint, size: int) -> ModelCheckpoint:
     """The checkpoint as one of `size` ranks loads it.
 
     Raises ModelLoadError where the model cannot be cut into so many parts.
@@ -121,7 +121,7 @@ def shard_checkpoint(checkpoint: Checkpoint, size: int) -> Checkpoint:
 
 
 def load_weights(
-    checkpoint: Checkpoint,
+    checkpoint: ModelCheckpoint,
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int | None = None,
@@ -153,7 +153,7 @@ def load_weights(
     return model
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+def weight_bytes(checkpoint: ModelCheckpoint, dtype: torch.dtype) -> int:
     """About how much memory the weights take as `dtype`.
 
     Raises ModelLoadError where there are none.

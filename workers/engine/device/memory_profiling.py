@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from workers.engine.device.graphs import Variant
+from workers.engine.device.graphs import GraphVariant
 from workers.engine.device.model_runner import ModelRunner
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import SamplingParams
@@ -66,6 +66,6 @@ def _decode_bytes(runner: ModelRunner) -> int:
     runner.stage_padding()
     torch.cuda.reset_peak_memory_stats(runner.device)
     before = torch.cuda.memory_allocated(runner.device)
-    runner.decode(Variant.TOKENS, runner.num_slots)
+    runner.decode(GraphVariant.TOKENS, runner.num_slots)
     torch.cuda.synchronize(runner.device)
     return int(_GRAPH_ROUNDING * (torch.cuda.max_memory_allocated(runner.device) - before))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from workers.engine.attention import Attention, CacheShape, make_attention
 from workers.engine.attention.context import StepAttention
-from workers.engine.device.graphs import CudaRecorder, DecodeGraphs, Variant, Work
+from workers.engine.device.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work
 from workers.engine.device.inputs import HostInputs, Inputs, StepInputs
 from workers.engine.device.staging import ResultCopies
 from workers.engine.messages.config import EngineConfig
@@ -107,7 +107,7 @@ class ModelRunner:
         """Records the largest step of one token per row, in which no row is anybody's."""
         if self.graphs is not None:
             self.stage_padding()
-            self.graphs.prepare(Variant.TOKENS)
+            self.graphs.prepare(GraphVariant.TOKENS)
 
     def stage_padding(self) -> None:
         """Stages a step without rows: whatever is padded to is padding."""
@@ -142,14 +142,14 @@ class ModelRunner:
             [scores.to_host() for scores in launched.scores],
         )
 
-    def decode(self, variant: Variant, rows: int) -> None:
+    def decode(self, variant: GraphVariant, rows: int) -> None:
         """What the device does for a staged step of one token per row, padded to `rows` rows; for
         nothing on the host but these two.
         """
         assert self.device_inputs is not None
         inputs = self.device_inputs.build(rows, rows, 1, self._max_model_len, rows)
         hidden = self._forward(inputs)
-        if variant is Variant.HIDDEN:
+        if variant is GraphVariant.HIDDEN:
             self._hidden[:rows].copy_(hidden)
             return
         self._draw(inputs, hidden)
@@ -159,10 +159,10 @@ class ModelRunner:
         rows = len(plan.slots)
         with span("inputs"):
             self.device_inputs.stage(plan, self.num_slots)
-        variant = Variant.TOKENS if self.sampler.fits_graph(plan.slots) else Variant.HIDDEN
+        variant = GraphVariant.TOKENS if self.sampler.fits_graph(plan.slots) else GraphVariant.HIDDEN
         with span("forward"):
             graphs.run(variant, rows)
-        if variant is Variant.TOKENS:
+        if variant is GraphVariant.TOKENS:
             return self._towards_host(rows, None, [])
         with span("sample"):
             return self._towards_host(rows, self._sample(plan, self._hidden[:rows]), [])

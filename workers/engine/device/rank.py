@@ -23,7 +23,7 @@ from workers.engine.device.cache_plan import (
 )
 from workers.engine.device.device import check_dtype, check_gpu, require_native, usable_device
 from workers.engine.device.loader import (
-    Checkpoint,
+    ModelCheckpoint,
     load_weights,
     open_checkpoint,
     resolve_dtype,
@@ -55,7 +55,7 @@ class Rank:
     ModelLoadError where the model cannot be loaded or a setting does not suit it.
     """
 
-    def __init__(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: EngineConfig, checkpoint: ModelCheckpoint) -> None:
         self._began = time.monotonic()
         self._config = config
         self._parallel = Parallel()
@@ -182,7 +182,7 @@ class Rank:
         return self.runner.retire(launched)
 
 
-def open_shard(config: EngineConfig) -> Checkpoint:
+def open_shard(config: EngineConfig) -> ModelCheckpoint:
     """The checkpoint of `config.model` as one of its ranks loads it, which needs no device.
 
     Raises ModelLoadError.

@@ -33,7 +33,7 @@ _CANDIDATES = {  # block_m, tile, warps, stages; the first is taken where nothin
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TileChoice:
     """How `attend` is compiled for one kind of step."""
 
     block_m: int  # rows of the matrix tile: queries times heads of a group
@@ -42,7 +42,7 @@ class Choice:
     stages: int  # rounds whose loads are under way or in use
 
 
-def candidates(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> list[Choice]:
+def candidates(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> list[TileChoice]:
     """For a `kind` of step, "decode" (one token a row) or "prefill".
 
     Larger heads have smaller tiles. Smaller ones have larger tiles in decode steps, which live on
@@ -54,7 +54,7 @@ def candidates(kind: str, head_dim: int, group: int, dtype: torch.dtype) -> list
         tile = max(16, min(128 if kind == "decode" else tile, tile * _ROW_BYTES // row_bytes))
         if dtype == torch.float32 and kind == "prefill":  # three products for one take registers
             block_m, tile, warps, stages = max(16, 64 * _ROW_BYTES // row_bytes), min(tile, 32), 4, 2
-        choice = Choice(max(block_m, triton.next_power_of_2(group)), tile, warps, stages)
+        choice = TileChoice(max(block_m, triton.next_power_of_2(group)), tile, warps, stages)
         if choice not in found:
             found.append(choice)
     return found
@@ -75,11 +75,11 @@ class ChoiceCache:
         name = hashlib.sha256(json.dumps(self._header).encode()).hexdigest()[:16]
         self.path = folder / f"attention-{name}.json"
 
-    def get(self, name: str, among: Sequence[Choice]) -> Choice | None:
+    def get(self, name: str, among: Sequence[TileChoice]) -> TileChoice | None:
         known = self._read().get(name)
         return next((choice for choice in among if asdict(choice) == known), None)
 
-    def put(self, name: str, choice: Choice) -> None:
+    def put(self, name: str, choice: TileChoice) -> None:
         """Raises OSError."""
         content = json.dumps({**self._header, "choices": {**self._read(), name: asdict(choice)}}, indent=2)
         temporary = self.path.with_suffix(f".{os.getpid()}")
@@ -103,7 +103,9 @@ class ChoiceCache:
         return dict(content["choices"])
 
 
-def tuned(cache: ChoiceCache, name: str, among: Sequence[Choice], measure: Callable[[Choice], float]) -> Choice:
+def tuned(
+    cache: ChoiceCache, name: str, among: Sequence[TileChoice], measure: Callable[[TileChoice], float]
+) -> TileChoice:
     """What the cache says of `name`, else the choice with the least of what `measure` gives, which
     is kept.
 

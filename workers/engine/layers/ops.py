@@ -13,7 +13,7 @@ from torch import Tensor
 
 from workers.engine.layers.activation import activation as function_of
 from workers.engine.layers.norm import LayerNorm, RMSNorm
-from workers.engine.layers.stack import DecoderLayer, Stack
+from workers.engine.layers.stack import DecoderLayer, LayerStack
 
 Projection = Callable[[Tensor], Tensor]
 """x [..., in] -> [..., out]."""
@@ -59,7 +59,7 @@ class Ops(Protocol):
 
     def stack(
         self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
-    ) -> Stack:
+    ) -> LayerStack:
         """A decoder out of layers that were made with these."""
         ...
 
@@ -107,8 +107,8 @@ class TorchOps:
 
     def stack(
         self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
-    ) -> Stack:
-        return Stack(layers, norm, heads, kv_heads, head_dim)
+    ) -> LayerStack:
+        return LayerStack(layers, norm, heads, kv_heads, head_dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)

@@ -35,7 +35,7 @@ class DecoderLayer:
     key_norm: RMSNorm | None = None
 
 
-class Stack:
+class LayerStack:
     """`heads` of queries and `kv_heads` of keys and of values, of `head_dim` numbers each, in every
     layer; `norm` comes last.
     """

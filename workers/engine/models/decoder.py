@@ -19,7 +19,7 @@ from workers.engine.models.config import Json, ModelConfig, require, rope_config
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class DecoderVariant:
     """Where the families differ."""
 
     qkv_bias: bool = False
@@ -31,7 +31,7 @@ class Variant:
 class RotaryDecoder(DecoderModel):
     prefix = "model."
 
-    def __init__(self, config: ModelConfig, variant: Variant, weights: Weights, max_model_len: int) -> None:
+    def __init__(self, config: ModelConfig, variant: DecoderVariant, weights: Weights, max_model_len: int) -> None:
         super().__init__(config, weights)
         assert config.rope is not None
         self.embedding, self.lm_head = load_tables(weights, config, "*.embed_tokens.weight")
@@ -44,7 +44,7 @@ class RotaryDecoder(DecoderModel):
         return self.stack(self.embedding.rows(input_ids), self.rotary.cos_sin(positions, lengths), attend)
 
 
-def _layer(config: ModelConfig, variant: Variant, weights: Weights, layer: int) -> DecoderLayer:
+def _layer(config: ModelConfig, variant: DecoderVariant, weights: Weights, layer: int) -> DecoderLayer:
     name, hidden, eps = f"*.layers.{layer}", config.hidden_size, config.norm_eps
     queries = weights.parallel.shard(config.num_heads * config.head_dim)
     keys = weights.parallel.shard(config.num_kv_heads * config.head_dim, config.kv_copies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from workers.engine.device.weights import Weights
 from workers.engine.models.config import Json, ModelConfig
-from workers.engine.models.decoder import RotaryDecoder, Variant, decoder_config
+from workers.engine.models.decoder import DecoderVariant, RotaryDecoder, decoder_config
 
 
 def config(raw: Json) -> ModelConfig:
@@ -13,5 +13,5 @@ def config(raw: Json) -> ModelConfig:
 
 def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> RotaryDecoder:
     bias = bool(raw.get("attention_bias", False))
-    variant = Variant(qkv_bias=bias, output_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False)))
+    variant = DecoderVariant(qkv_bias=bias, output_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False)))
     return RotaryDecoder(config, variant, weights, max_model_len)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from workers.engine.device.weights import Weights
 from workers.engine.models.config import Json, ModelConfig, require
-from workers.engine.models.decoder import RotaryDecoder, Variant, decoder_config
+from workers.engine.models.decoder import DecoderVariant, RotaryDecoder, decoder_config
 
 
 def config(raw: Json) -> ModelConfig:
@@ -14,4 +14,4 @@ def config(raw: Json) -> ModelConfig:
 
 
 def build(raw: Json, config: ModelConfig, weights: Weights, max_model_len: int) -> RotaryDecoder:
-    return RotaryDecoder(config, Variant(), weights, max_model_len)
+    return RotaryDecoder(config, DecoderVariant(), weights, max_model_len)

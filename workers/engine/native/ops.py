@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.ops import Projection, Table, TorchOps
-from workers.engine.layers.stack import DecoderLayer, Stack
+from workers.engine.layers.stack import DecoderLayer, LayerStack
 from workers.engine.native.library import load
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 from workers.engine.native.stack import NativeStack, can_stack
@@ -37,8 +37,8 @@ class NativeOps(TorchOps):
 
     def stack(
         self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
-    ) -> Stack:
-        return (NativeStack if can_stack(layers) else Stack)(layers, norm, heads, kv_heads, head_dim)
+    ) -> LayerStack:
+        return (NativeStack if can_stack(layers) else LayerStack)(layers, norm, heads, kv_heads, head_dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _normed(x.contiguous(), None, weight, None, eps)

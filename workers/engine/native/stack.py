@@ -15,7 +15,7 @@ from torch import Tensor
 from workers.engine.attention.context import StepAttention
 from workers.engine.attention.cpu import CpuAttention
 from workers.engine.layers.norm import LayerNorm, RMSNorm
-from workers.engine.layers.stack import DecoderLayer, Rotation, Stack
+from workers.engine.layers.stack import DecoderLayer, LayerStack, Rotation
 from workers.engine.native.library import load
 from workers.engine.native.memory import zeros_together
 from workers.engine.native.packed import PackedMatrix
@@ -57,7 +57,7 @@ class _Stack(ctypes.Structure):
     ]
 
 
-class NativeStack(Stack):
+class NativeStack(LayerStack):
     """Buffers are kept from step to step. Attention of other backends is called layer by layer."""
 
     def __init__(

@@ -12,7 +12,7 @@ from torch import Tensor
 from workers.engine.device.staging import to_device
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.draw_cpu import draw_rows
-from workers.engine.sampling.limits import Limits, nucleus_floors
+from workers.engine.sampling.limits import SamplingLimits, nucleus_floors
 from workers.engine.sampling.noise import gumbel, request_keys, signed_seed
 from workers.engine.sampling.rows import SampledRows
 
@@ -26,7 +26,7 @@ class Draw:
         self._temperature = np.zeros(num_slots, np.float32)
         self._seed = np.zeros(num_slots, np.int64)
         self._choice = np.zeros(num_slots, np.int64)
-        self._limits = Limits(num_slots, vocab_size)
+        self._limits = SamplingLimits(num_slots, vocab_size)
 
     def set(self, slot: int, params: SamplingParams) -> None:
         self._temperature[slot] = params.temperature

@@ -30,7 +30,7 @@ def settled(params: SamplingParams, vocab_size: int) -> tuple[float, int, float]
     return floor, min(params.top_k or vocab_size, vocab_size), max(params.top_p, _ONE_TOKEN)
 
 
-class Limits:
+class SamplingLimits:
     """The three limits of `num_slots` slots."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.output_lengths import EDGES, Floats, OutputLengths
-from workers.engine.scheduling.request import Request
+from workers.engine.scheduling.request import RequestState
 
 _REFRESH_STEPS = 16  # between two calculations over all running requests
 _SPARE = 1 / 32  # of the blocks, as a reserve
@@ -52,7 +52,7 @@ class AdmissionForecast:
         self._next = 0.0  # the step from which equal requests may be admitted again
 
     def has_room(
-        self, request: Request, prefix: Sequence[int], step: int, running: Sequence[Request], returning: int
+        self, request: RequestState, prefix: Sequence[int], step: int, running: Sequence[RequestState], returning: int
     ) -> bool:
         """Return whether a request whose blocks `prefix` are shared has room beside all `running`.
 
@@ -78,14 +78,14 @@ class AdmissionForecast:
         )
         return True
 
-    def enter(self, request: Request, step: int, revived: int) -> None:
+    def enter(self, request: RequestState, step: int, revived: int) -> None:
         """Add a request that got a slot and a prefix, of which `revived` blocks were free."""
         self._most += self._blocks(request.limit)
         if self._is_fresh(step):
             self._put(request.slot, self._curves_of(request, step))
             self._shared += revived
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: RequestState) -> None:
         """Remove a request that is about to lose its slot."""
         self._most -= self._blocks(request.limit)
         if self._computed_at >= 0:
@@ -96,7 +96,7 @@ class AdmissionForecast:
         if self._most or (self._computed_at >= 0 and np.abs(self._by_slot).max() > 0):
             raise RuntimeError(f"idle with {self._most} KV blocks in the forecast")
 
-    def _interval(self, request: Request, use: Floats, times: Floats) -> float:
+    def _interval(self, request: RequestState, use: Floats, times: Floats) -> float:
         """Return the steps until the next admission, if later requests are like this one."""
         alive = use / (np.ceil(np.minimum(request.known + times, request.limit) / self._size) - request.shared)
         widths = np.diff(times)
@@ -118,7 +118,7 @@ class AdmissionForecast:
         self._by_slot[:, slot] = curves
         self._refused = -1
 
-    def _recompute(self, step: int, running: Sequence[Request], returning: int) -> None:
+    def _recompute(self, step: int, running: Sequence[RequestState], returning: int) -> None:
         self._computed_at, self._refused = step, -1
         self._survival_tables = {}
         self._by_slot[:] = 0.0
@@ -131,7 +131,7 @@ class AdmissionForecast:
         owned = sum(len(request.blocks) - request.shared for request in running)
         self._shared = max(0, self._pool.num_blocks - 1 - self._pool.num_free - returning - owned)
 
-    def _learn_from(self, running: Iterable[Request]) -> None:
+    def _learn_from(self, running: Iterable[RequestState]) -> None:
         outputs: dict[str, list[int]] = {}
         for request in running:
             if request.batch_id is not None:
@@ -140,7 +140,7 @@ class AdmissionForecast:
             batch_id: self.lengths.log_survival(batch_id, lengths) for batch_id, lengths in outputs.items()
         }
 
-    def _find_shared(self, request: Request) -> None:
+    def _find_shared(self, request: RequestState) -> None:
         """Count the blocks of a computed prefix that other requests use too.
 
         These are the first of its blocks, and they are not free when it ends.
@@ -149,7 +149,7 @@ class AdmissionForecast:
         if request.shared < len(blocks) and ref_count(blocks[request.shared]) > 1:
             request.shared = bisect_left(blocks, True, request.shared, key=lambda block: ref_count(block) == 1)
 
-    def _curves_of(self, request: Request, step: int) -> Floats:
+    def _curves_of(self, request: RequestState, step: int) -> Floats:
         """Return the curves of a request that is not running yet.
 
         They are cached until the next calculation, since a few steps matter little.
@@ -160,7 +160,7 @@ class AdmissionForecast:
             self._candidate = (request.id, request.known, request.shared, self._computed_at, curves)
         return curves
 
-    def _curves(self, requests: Sequence[Request], step: int) -> Floats:
+    def _curves(self, requests: Sequence[RequestState], step: int) -> Floats:
         """Return curves of each request's own blocks: [3, requests, times].
 
         For each point of time: the expected number, its variance and the maximum.

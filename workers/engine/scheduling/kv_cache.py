@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from workers.engine.scheduling.block_pool import BlockPool
-from workers.engine.scheduling.request import Request
+from workers.engine.scheduling.request import RequestState
 
 
 class KVCache:
@@ -32,7 +32,7 @@ class KVCache:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def find_prefix(self, request: Request) -> list[int]:
+    def find_prefix(self, request: RequestState) -> list[int]:
         """Return the cached blocks that hold the request's first tokens.
 
         The last token is never among them: it must be computed to sample.
@@ -48,18 +48,18 @@ class KVCache:
             found.append(block)
         return found
 
-    def retain(self, request: Request) -> None:
+    def retain(self, request: RequestState) -> None:
         """Evict the cached prefix of a request that begins to wait last, until `release`."""
         if self.enable_prefix_caching:
             request.retained = self._hash_prefix(request)
             self.pool.retain(request.block_hashes[: request.retained])
 
-    def release(self, request: Request) -> None:
+    def release(self, request: RequestState) -> None:
         """Undo `retain` for a request that no longer waits."""
         self.pool.release(request.block_hashes[: request.retained])
         request.retained = 0
 
-    def admit(self, request: Request, prefix: list[int]) -> None:
+    def admit(self, request: RequestState, prefix: list[int]) -> None:
         """Give a request without blocks `prefix`, as `find_prefix` just returned it."""
         self.pool.touch(prefix)
         request.blocks = prefix
@@ -67,7 +67,7 @@ class KVCache:
         request.computed = request.capacity = len(prefix) * self.block_size
         request.hash_at = request.computed + self.block_size if self.enable_prefix_caching else sys.maxsize
 
-    def grow(self, request: Request, end: int) -> list[int]:
+    def grow(self, request: RequestState, end: int) -> list[int]:
         """Allocate blocks for the request's first `end` tokens; return the new ones.
 
         Raises RuntimeError when the pool has too few free blocks.
@@ -77,7 +77,7 @@ class KVCache:
         request.capacity += len(new) * self.block_size
         return new
 
-    def cache_blocks(self, request: Request) -> None:
+    def cache_blocks(self, request: RequestState) -> None:
         """Cache the request's full blocks.
 
         Their tokens are both computed (or launched) and seen by the host.
@@ -90,7 +90,7 @@ class KVCache:
             self.pool.cache_block(request.blocks[index], request.block_hashes[index])
         request.hash_at = (max(first, full) + 1) * size
 
-    def truncate(self, request: Request, computed: int) -> None:
+    def truncate(self, request: RequestState, computed: int) -> None:
         """Take a request back to its first `computed` tokens.
 
         The tokens beyond were not computed after all, so their blocks leave the cache.
@@ -105,13 +105,13 @@ class KVCache:
         request.capacity = needed * size
         request.hash_at = min(request.hash_at, (whole + 1) * size) if self.enable_prefix_caching else sys.maxsize
 
-    def _hash_prefix(self, request: Request) -> int:
+    def _hash_prefix(self, request: RequestState) -> int:
         """Hash all blocks but the one that holds the last token; return how many these are."""
         full = (len(request.tokens) - 1) // self.block_size
         self._extend_hashes(request, full)
         return full
 
-    def _extend_hashes(self, request: Request, full: int) -> None:
+    def _extend_hashes(self, request: RequestState, full: int) -> None:
         hashes, tokens, size = request.block_hashes, request.tokens, self.block_size
         for index in range(len(hashes), full):
             hashes.append(hash_block(hashes[-1] if hashes else b"", tokens[index * size : (index + 1) * size]))

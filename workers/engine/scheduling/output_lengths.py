@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.engine.messages.core import Finish
-from workers.engine.scheduling.request import Request
+from workers.engine.scheduling.request import RequestState
 
 Floats = NDArray[np.float64]
 
@@ -39,7 +39,7 @@ class OutputLengths:
         self._all = _Counts()
         self._batches: dict[str, _Counts] = {}
 
-    def learn(self, request: Request) -> None:
+    def learn(self, request: RequestState) -> None:
         """Count the output of a request that ended or was aborted.
 
         The worker process aborts a request at a stop string, so both are natural ends.

@@ -1,4 +1,4 @@
-"""The scheduler's view of one request."""
+"""The scheduler's state of one request."""
 
 import sys
 from collections.abc import Set
@@ -7,7 +7,7 @@ from itertools import chain
 from workers.engine.messages.core import EngineRequest, Finish
 
 
-class Request:
+class RequestState:
     """A request's tokens, its slot and its blocks.
 
     Three counts of tokens chase each other: `computed` (their keys and values are in the cache, or
@@ -94,7 +94,7 @@ class Request:
         return Finish.RUNNING, -1
 
 
-def refusal(request: Request, max_model_len: int, vocab_size: int) -> str:
+def refusal(request: RequestState, max_model_len: int, vocab_size: int) -> str:
     """Why a request cannot run, in a sentence; empty if it can."""
     if not request.prompt_length:
         return "the prompt has no tokens"

@@ -16,7 +16,7 @@ from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutpu
 from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
 from workers.engine.scheduling.forecast import AdmissionForecast
 from workers.engine.scheduling.kv_cache import KVCache
-from workers.engine.scheduling.request import Request, refusal
+from workers.engine.scheduling.request import RequestState, refusal
 from workers.engine.scheduling.step_builder import OutputBuilder, StepBuilder
 
 _PRIORITY = attrgetter("priority")
@@ -70,7 +70,7 @@ class Scheduler:
         self._admission_batch = admission_batch
         self._admission_blocks = self._pool.num_blocks * admission_batch // max_num_seqs
         self._deferred_steps = 0
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, RequestState] = {}
         self._live = _PriorityClass()
         self._batch = _PriorityClass()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -101,7 +101,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
         self._arrivals += 1
-        added = Request(request, self._arrivals, self.max_model_len, self._eos_token_ids)
+        added = RequestState(request, self._arrivals, self.max_model_len, self._eos_token_ids)
         problem = refusal(added, self.max_model_len, self._vocab_size)
         finish, stop_token = (Finish.ERROR, -1) if problem else added.ended_by()
         if finish:
@@ -235,7 +235,7 @@ class Scheduler:
             if not request.finish:
                 self._fresh_scores[request.id] += scores
 
-    def _advance(self, requests: list[Request], step: StepBuilder) -> None:
+    def _advance(self, requests: list[RequestState], step: StepBuilder) -> None:
         """Gives requests with a slot as many of their uncomputed tokens as the budget has left.
 
         The loop that every row of every step goes through: what it does per row is what a step
@@ -280,7 +280,7 @@ class Scheduler:
                 self._kv_cache.cache_blocks(request)
         step.budget = budget
 
-    def _score(self, request: Request, end: int, step: StepBuilder) -> None:
+    def _score(self, request: RequestState, end: int, step: StepBuilder) -> None:
         """Has the step's next row tell the log probabilities of prompt tokens that follow on
         computed ones, each once: tokens computed again after a preemption are not told again.
         """
@@ -289,7 +289,7 @@ class Scheduler:
         step.scored.append(request)
         request.next_score = last if last < request.prompt_length else sys.maxsize
 
-    def _extend(self, request: Request, end: int, step: StepBuilder) -> bool:
+    def _extend(self, request: RequestState, end: int, step: StepBuilder) -> bool:
         """Gives a request blocks for its first `end` tokens, if need be at the cost of less urgent
         ones; False if it must wait.
         """
@@ -321,7 +321,7 @@ class Scheduler:
                 step.short = request.live and bool(self._returning)
                 return
 
-    def _has_room(self, request: Request, prefix: list[int], step: StepBuilder) -> bool:
+    def _has_room(self, request: RequestState, prefix: list[int], step: StepBuilder) -> bool:
         """Whether a batch request is expected to fit until its end; the only one gets in whenever
         it can begin.
         """
@@ -342,7 +342,9 @@ class Scheduler:
         self._deferred_steps = 0
         return False
 
-    def _enter(self, priority_class: "_PriorityClass", request: Request, prefix: list[int], step: StepBuilder) -> None:
+    def _enter(
+        self, priority_class: "_PriorityClass", request: RequestState, prefix: list[int], step: StepBuilder
+    ) -> None:
         del priority_class.waiting[0]
         revived = self._pool.count_free(prefix)
         self._kv_cache.admit(request, prefix)
@@ -363,7 +365,7 @@ class Scheduler:
             step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
         self._advance([request], step)
 
-    def _slot_for(self, request: Request, step: StepBuilder) -> bool:
+    def _slot_for(self, request: RequestState, step: StepBuilder) -> bool:
         """Whether a slot is free.
 
         For live requests batch ones are preempted, as many at once as the step's budget can let in.
@@ -377,7 +379,7 @@ class Scheduler:
                 self._preempt(self._batch.running[-1])
         return bool(self._free_slots)
 
-    def _make_room(self, need: int, request: Request) -> bool:
+    def _make_room(self, need: int, request: RequestState) -> bool:
         """Preempts the least urgent until `need` blocks are free: a running request anyone behind
         it and at last itself, a waiting live one only batch requests. False when the blocks are not
         free now; they may be once a launched step has been retired.
@@ -401,14 +403,14 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, victim: Request) -> None:
+    def _preempt(self, victim: RequestState) -> None:
         self._class_of(victim).running.pop()
         victim.reached = max(victim.reached, victim.computed)
         self._wait(victim)
         self._give_up(victim)
         self._stats.preemptions += 1
 
-    def _end(self, request: Request, finish: Finish) -> None:
+    def _end(self, request: RequestState, finish: Finish) -> None:
         request.finish = finish
         del self._requests[request.id]
         self._forecast.lengths.learn(request)
@@ -420,12 +422,12 @@ class Scheduler:
         else:
             self._kv_cache.release(request)
 
-    def _wait(self, request: Request) -> None:
+    def _wait(self, request: RequestState) -> None:
         insort(self._class_of(request).waiting, request, key=_PRIORITY)
         if request.next_score == sys.maxsize:
             self._kv_cache.retain(request)
 
-    def _give_up(self, request: Request) -> None:
+    def _give_up(self, request: RequestState) -> None:
         if request.computed >= request.hash_at:
             self._kv_cache.cache_blocks(request)
         self._forecast.leave(request)
@@ -435,7 +437,7 @@ class Scheduler:
         request.leave()
         self._take_back()
 
-    def _send_back(self, request: Request) -> None:
+    def _send_back(self, request: RequestState) -> None:
         """Makes a request wait that no launched step knows of."""
         priority_class = self._class_of(request)
         del priority_class.running[bisect_left(priority_class.running, request.priority, key=_PRIORITY)]
@@ -458,7 +460,7 @@ class Scheduler:
             self._pool.free(returning.blocks, returning.live)
             self._free_slots.append(returning.slot)
 
-    def _class_of(self, request: Request) -> "_PriorityClass":
+    def _class_of(self, request: RequestState) -> "_PriorityClass":
         return self._live if request.live else self._batch
 
     def _flush(self) -> StepOutput:
@@ -474,16 +476,16 @@ class Scheduler:
 class _PriorityClass:
     """The live or the batch requests, each list with the most urgent first."""
 
-    running: list[Request] = field(default_factory=list)
-    waiting: list[Request] = field(default_factory=list)
+    running: list[RequestState] = field(default_factory=list)
+    waiting: list[RequestState] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Launched:
     step: int
-    sampling: list[Request]
-    scored: list[Request]
-    first_entries: list[Request]  # who was let in for the first time
+    sampling: list[RequestState]
+    scored: list[RequestState]
+    first_entries: list[RequestState]  # who was let in for the first time
 
 
 @dataclass(slots=True)

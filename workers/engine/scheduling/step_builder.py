@@ -6,7 +6,7 @@ import numpy as np
 
 from workers.engine.messages.core import Stats, StepOutput, TokenLogprobs
 from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan
-from workers.engine.scheduling.request import Request
+from workers.engine.scheduling.request import RequestState
 
 
 @dataclass(slots=True)
@@ -27,10 +27,10 @@ class StepBuilder:
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
-    sampling: list[Request] = field(default_factory=list)
+    sampling: list[RequestState] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
-    scored: list[Request] = field(default_factory=list)
-    first_entries: list[Request] = field(default_factory=list)
+    scored: list[RequestState] = field(default_factory=list)
+    first_entries: list[RequestState] = field(default_factory=list)
 
     def build(self) -> StepPlan:
         return StepPlan(
@@ -51,11 +51,11 @@ class OutputBuilder:
 
     request_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    ended: list[tuple[int, Request, int, int]] = field(default_factory=list)
+    ended: list[tuple[int, RequestState, int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
-    def end(self, request: Request, stop_token: int, error: str = "", token: int | None = None) -> None:
+    def end(self, request: RequestState, stop_token: int, error: str = "", token: int | None = None) -> None:
         self.ended.append((len(self.request_ids), request, stop_token, int(token is not None)))
         self.request_ids.append(request.id)
         if token is not None:

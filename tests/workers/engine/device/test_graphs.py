@@ -16,7 +16,7 @@ import torch
 from tests.workers.engine.driving import recorded
 from tests.workers.engine.models.tiny_models import folder, reference
 from tests.workers.engine.places import Place, interpreted, on_gpu
-from workers.engine.device.graphs import CudaRecorder, DecodeGraphs, Variant, Work, sizes, steps_to_record
+from workers.engine.device.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work, sizes, steps_to_record
 from workers.engine.device.loader import load_weights, open_checkpoint
 from workers.engine.device.model_runner import ModelRunner
 from workers.engine.layers.ops import make_ops
@@ -56,7 +56,7 @@ class Tape:
         return work
 
     def run(self, rows: int) -> int:
-        self.graphs.run(Variant.TOKENS, rows)
+        self.graphs.run(GraphVariant.TOKENS, rows)
         return self.done[-1]
 
 
@@ -97,13 +97,13 @@ def test_any_other_failure_is_nobodys_to_forgive() -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
     with pytest.raises(RuntimeError, match="illegal"):
-        DecodeGraphs(lambda *_: None, 8, broken).run(Variant.TOKENS, 3)
+        DecodeGraphs(lambda *_: None, 8, broken).run(GraphVariant.TOKENS, 3)
 
     def full(_: Work) -> Work:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(torch.OutOfMemoryError):
-        DecodeGraphs(lambda *_: None, 8, full, forgiving=False).run(Variant.TOKENS, 3)
+        DecodeGraphs(lambda *_: None, 8, full, forgiving=False).run(GraphVariant.TOKENS, 3)
 
 
 class Graph:
@@ -279,4 +279,8 @@ def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block(pl
     assert cache[:, 13:].isnan().all()  # blocks that nobody has
     assert torch.equal(padded.inputs.tokens, plain.inputs.tokens)
     assert padded.graphs is not None
-    assert set(padded.graphs._recorded) == {(Variant.HIDDEN, 5), (Variant.TOKENS, 5), (Variant.TOKENS, 2)}
+    assert set(padded.graphs._recorded) == {
+        (GraphVariant.HIDDEN, 5),
+        (GraphVariant.TOKENS, 5),
+        (GraphVariant.TOKENS, 2),
+    }

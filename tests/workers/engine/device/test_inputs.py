@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.engine.kernels.compiling import Variant, compiled
+from tests.workers.engine.kernels.compiling import KernelVariant, compiled
 from tests.workers.engine.places import needs_interpreter
 from workers.engine.device import device_inputs
 from workers.engine.device.device_inputs import DeviceInputs
@@ -175,13 +175,13 @@ def test_the_kernels_compile_for_gpus(capability: int) -> None:
     }
     built |= {"last": "*i64"}
     module = device_inputs.kernels.__name__
-    variants = [Variant(module, "_apply_runs", tables | slots, {"ROWS": 1024, "PROGRAMS": 64})]
+    variants = [KernelVariant(module, "_apply_runs", tables | slots, {"ROWS": 1024, "PROGRAMS": 64})]
     variants += [
-        Variant(module, "_build", tables | slots | built, {"ROWS": 1024, "BLOCK": block}) for block in (1, 128)
+        KernelVariant(module, "_build", tables | slots | built, {"ROWS": 1024, "BLOCK": block}) for block in (1, 128)
     ]
     stored = {"number": "i32", "results": "*i32"}
     variants += [
-        Variant(module, "_store", tables | stored | {"sampled": kind}, {"ROWS": 1024, "BLOCK": 128})
+        KernelVariant(module, "_store", tables | stored | {"sampled": kind}, {"ROWS": 1024, "BLOCK": 128})
         for kind in ("*i32", "*i64")
     ]
     assert all(code.spilled == 0 for code in compiled(variants, capability))

@@ -23,7 +23,7 @@ SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
 
 
 @dataclass(frozen=True)
-class Variant:
+class KernelVariant:
     """A kernel as one launch would specialise it.
 
     Of the constants, "tl.bfloat16" and the like stand for Triton's types.
@@ -50,7 +50,7 @@ class Code:
     ptx: str
 
 
-def compiled(variants: Sequence[Variant], capability: int) -> list[Code]:
+def compiled(variants: Sequence[KernelVariant], capability: int) -> list[Code]:
     """Raises AssertionError with the compiler's words where a kernel does not compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     asked = json.dumps([asdict(variant) for variant in variants])
@@ -62,7 +62,7 @@ def compiled(variants: Sequence[Variant], capability: int) -> list[Code]:
     return [Code(**code) for code in json.loads(done.stdout)]
 
 
-def _compile(variant: Variant, capability: int) -> Code:
+def _compile(variant: KernelVariant, capability: int) -> Code:
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -107,5 +107,5 @@ def _output(command: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    asked = [Variant(**{**given, "aligned": tuple(given["aligned"])}) for given in json.load(sys.stdin)]
+    asked = [KernelVariant(**{**given, "aligned": tuple(given["aligned"])}) for given in json.load(sys.stdin)]
     json.dump([asdict(_compile(variant, int(sys.argv[1]))) for variant in asked], sys.stdout)

@@ -5,8 +5,8 @@ memory that they have.
 import pytest
 import torch
 
-from tests.workers.engine.kernels.compiling import SHARED_MEMORY, Code, Variant, compiled
-from workers.engine.kernels.tuning import Choice, candidates
+from tests.workers.engine.kernels.compiling import SHARED_MEMORY, Code, KernelVariant, compiled
+from workers.engine.kernels.tuning import TileChoice, candidates
 
 MODULE = "workers.engine.kernels.attention"
 SPILLED = {
@@ -21,7 +21,7 @@ NAMES = {
 }
 
 
-def attend(kind: str, choice: Choice, dim: int, group: int, dtype: torch.dtype, window: int = 0) -> Variant:
+def attend(kind: str, choice: TileChoice, dim: int, group: int, dtype: torch.dtype, window: int = 0) -> KernelVariant:
     short, name = NAMES[dtype]
     signature = {
         **dict.fromkeys(("q", "cache", "out"), f"*{short}"),
@@ -44,10 +44,10 @@ def attend(kind: str, choice: Choice, dim: int, group: int, dtype: torch.dtype, 
         "DOT": name,
     }
     pointers = tuple(parameter for parameter, kind in signature.items() if kind[0] == "*")
-    return Variant(MODULE, "attend", signature, constants, choice.warps, choice.stages, (*pointers, "q_stride"))
+    return KernelVariant(MODULE, "attend", signature, constants, choice.warps, choice.stages, (*pointers, "q_stride"))
 
 
-def plan(rows: int, block_q: int, window: int) -> Variant:
+def plan(rows: int, block_q: int, window: int) -> KernelVariant:
     signature = {
         **dict.fromkeys(("query_start", "context_lens", "slots", "records", "leaders", "scratch"), "*i32"),
         **dict.fromkeys(("num_rows", "num_pieces", "share"), "i32"),
@@ -60,10 +60,10 @@ def plan(rows: int, block_q: int, window: int) -> Variant:
         "LEVELS": max(8, (rows - 1).bit_length()),
         "PIECES": 256,
     }
-    return Variant(MODULE, "plan", signature, constants)
+    return KernelVariant(MODULE, "plan", signature, constants)
 
 
-def combine(dim: int, group: int) -> Variant:
+def combine(dim: int, group: int) -> KernelVariant:
     signature = {"records": "*i32", "leaders": "*i32", "out": "*bf16", "partials": "*fp32", "partial_sums": "*fp32"}
     constants = {
         "KV_HEADS": 8,
@@ -73,10 +73,10 @@ def combine(dim: int, group: int) -> Variant:
         "BLOCK_D": 1 << (dim - 1).bit_length(),
         "BLOCK_M": 16,
     }
-    return Variant(MODULE, "combine", signature, constants, aligned=("out", "partials"))
+    return KernelVariant(MODULE, "combine", signature, constants, aligned=("out", "partials"))
 
 
-def check(variants: list[Variant], spilled: int, capability: int) -> list[Code]:
+def check(variants: list[KernelVariant], spilled: int, capability: int) -> list[Code]:
     codes = compiled(variants, capability)
     for variant, code in zip(variants, codes, strict=True):
         print(f"sm_{capability} {variant.kernel} {variant.constants} {variant.warps} warps {variant.stages} stages:")

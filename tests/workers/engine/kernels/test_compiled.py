@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.workers.engine.kernels.compiling import SHARED_MEMORY, Variant, compiled
+from tests.workers.engine.kernels.compiling import SHARED_MEMORY, KernelVariant, compiled
 
 WORKERS = "workers.engine.kernels"
 STRIDES = {"token_stride": "i32", "head_stride": "i32", "angle_stride": "i32"}
@@ -36,22 +36,22 @@ def variant(
     constants: dict[str, object],
     warps: int = 4,
     loose: tuple[str, ...] = (),
-) -> Variant:
+) -> KernelVariant:
     """All pointers and strides but `loose` ones are multiples of 16, as those of the models' shapes
     are.
     """
     aligned = tuple(name for name, kind in parameters.items() if kind != "fp32" and name not in loose)
-    return Variant(f"{WORKERS}.{module}", kernel, parameters, constants, warps, aligned=aligned)
+    return KernelVariant(f"{WORKERS}.{module}", kernel, parameters, constants, warps, aligned=aligned)
 
 
-def draw(kernel: str, names: str, logits: str, **constants: object) -> Variant:
+def draw(kernel: str, names: str, logits: str, **constants: object) -> KernelVariant:
     parameters = {"logits": f"*{logits}"} | {
         name: DRAW[name] for name in (*names.split(), "stride", "vocab", "span", "parts")
     }
     return variant("sampling", kernel, parameters, constants, warps=8, loose=("span", "parts"))
 
 
-def norm(dtype: str, size: int, rows: int, warps: int, **absent: None) -> Variant:
+def norm(dtype: str, size: int, rows: int, warps: int, **absent: None) -> KernelVariant:
     tensors = {name: f"*{dtype}" for name in ("x", "residual", "weight", "bias", "out") if name not in absent}
     constants = {"ROWS": rows, "WIDTH": size, **absent}
     return variant(

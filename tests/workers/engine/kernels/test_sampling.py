@@ -19,7 +19,7 @@ from workers.engine.device.staging import to_device
 from workers.engine.kernels import sampling as kernels
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.draw import draw_on_device
-from workers.engine.sampling.limits import Limits
+from workers.engine.sampling.limits import SamplingLimits
 from workers.engine.sampling.noise import noise, noise_bits, request_keys, signed_seed
 from workers.engine.sampling.sampler import Sampler
 
@@ -79,7 +79,7 @@ def drawn(logits: Tensor, params: Sequence[SamplingParams], first: int = 0) -> l
 def sorted_draw(logits: Tensor, params: Sequence[SamplingParams], first: int = 0) -> list[int]:
     """What the reference draws."""
     logits, slots = logits.float().to(DEVICE), np.arange(len(params), dtype=np.int32)
-    limits = Limits(len(params), logits.shape[1])
+    limits = SamplingLimits(len(params), logits.shape[1])
     for slot, each in enumerate(params):
         limits.set(slot, each)
     temperature = torch.tensor([each.temperature or 1.0 for each in params], device=DEVICE)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from workers.engine.kernels.tuning import Choice, ChoiceCache, candidates, tuned
+from workers.engine.kernels.tuning import ChoiceCache, TileChoice, candidates, tuned
 
 AMONG = candidates("decode", 128, 2, torch.bfloat16)
 SECONDS = {
@@ -22,7 +22,7 @@ def cache(tmp_path: Path) -> ChoiceCache:
     return ChoiceCache(tmp_path / "new", "a GPU", "source")
 
 
-def refuse(choice: Choice) -> float:
+def refuse(choice: TileChoice) -> float:
     raise AssertionError("measured again")
 
 
@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
 
 
 def test_what_the_gpu_refuses_is_passed_over(cache: ChoiceCache) -> None:
-    def measure(choice: Choice) -> float:
+    def measure(choice: TileChoice) -> float:
         if choice != AMONG[2]:
             raise triton.OutOfResources(300_000, 227 << 10, "shared memory")
         return 1.0
@@ -89,7 +89,7 @@ def test_those_who_start_together_measure_once(cache: ChoiceCache) -> None:
     measured, chosen = [], []
     together = threading.Barrier(4)
 
-    def measure(choice: Choice) -> float:
+    def measure(choice: TileChoice) -> float:
         measured.append(choice)
         return SECONDS[choice]
 

@@ -28,7 +28,7 @@ LOGITS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Variant:
+class ParityVariant:
     depth: int = 0
     max_num_batched_tokens: int = 2048
     num_blocks: int = 100
@@ -38,15 +38,17 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant(),
-    "ahead": Variant(depth=1),
-    "chunked": Variant(max_num_batched_tokens=16),
-    "chunked-ahead": Variant(max_num_batched_tokens=16, depth=1),
-    "preempted": Variant(num_blocks=20),
-    "preempted-ahead-chunked": Variant(num_blocks=20, depth=1, max_num_batched_tokens=24),
-    "few-slots": Variant(max_num_seqs=2, depth=1),
-    "cached": Variant(enable_prefix_caching=True),
-    "cached-preempted-ahead": Variant(enable_prefix_caching=True, num_blocks=20, depth=1, max_num_batched_tokens=40),
+    "plain": ParityVariant(),
+    "ahead": ParityVariant(depth=1),
+    "chunked": ParityVariant(max_num_batched_tokens=16),
+    "chunked-ahead": ParityVariant(max_num_batched_tokens=16, depth=1),
+    "preempted": ParityVariant(num_blocks=20),
+    "preempted-ahead-chunked": ParityVariant(num_blocks=20, depth=1, max_num_batched_tokens=24),
+    "few-slots": ParityVariant(max_num_seqs=2, depth=1),
+    "cached": ParityVariant(enable_prefix_caching=True),
+    "cached-preempted-ahead": ParityVariant(
+        enable_prefix_caching=True, num_blocks=20, depth=1, max_num_batched_tokens=40
+    ),
 }
 
 
@@ -76,7 +78,7 @@ class Recorder:
         return sampled
 
 
-def start(name: str, variant: Variant, place: Place) -> tuple[EngineCore, Recorder]:
+def start(name: str, variant: ParityVariant, place: Place) -> tuple[EngineCore, Recorder]:
     per_block = block_bytes(open_checkpoint(str(folder(name))).config, torch.float32, 16)
     config = EngineConfig(
         model=str(folder(name)),
@@ -157,7 +159,7 @@ def test_same_as_transformers(name: str, variant: str, place: Place) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_second_submission_hits_the_cache(name: str, depth: int, place: Place) -> None:
     expected = reference(name)
-    core, sampler = start(name, Variant(depth=depth, enable_prefix_caching=True), place)
+    core, sampler = start(name, ParityVariant(depth=depth, enable_prefix_caching=True), place)
     answers(core, expected)
     sampler.logits.clear()
     got = answers(core, expected, first_id=100)
@@ -167,7 +169,7 @@ def test_second_submission_hits_the_cache(name: str, depth: int, place: Place) -
     assert got.cached == hits
 
 
-SMALL = Variant(num_blocks=7, max_model_len=80, max_num_seqs=2, max_num_batched_tokens=24, depth=1)
+SMALL = ParityVariant(num_blocks=7, max_model_len=80, max_num_seqs=2, max_num_batched_tokens=24, depth=1)
 """Chunks, a step ahead, and a block too few for what `small` gives: one of the two is preempted."""
 
 

@@ -13,7 +13,7 @@ from workers.engine.attention.context import StepAttention
 from workers.engine.device.weights import Weights
 from workers.engine.layers.norm import LayerNorm, RMSNorm
 from workers.engine.layers.rotary import Rotary
-from workers.engine.layers.stack import DecoderLayer, Rotation, Stack
+from workers.engine.layers.stack import DecoderLayer, LayerStack, Rotation
 from workers.engine.models.config import RopeConfig
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.stack import NativeStack
@@ -167,7 +167,7 @@ def test_layers_without_packed_matrices_are_called_one_by_one() -> None:
         lambda x: x,
         lambda x: x,
     )
-    assert type(NativeOps().stack([*model.layers, plain], model.norm(HIDDEN), 4, 2, 16)) is Stack
+    assert type(NativeOps().stack([*model.layers, plain], model.norm(HIDDEN), 4, 2, 16)) is LayerStack
 
 
 def test_another_backend_attends_layer_by_layer() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, Line, Report, Simulation
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
 from workers.engine.scheduling.output_lengths import EDGES, OutputLengths
-from workers.engine.scheduling.request import Request
+from workers.engine.scheduling.request import RequestState
 
 SLOTS = 64
 LENGTHS: dict[str, Callable[[random.Random], float]] = {
@@ -76,7 +76,9 @@ def test_a_request_with_stop_strings_is_expected_to_be_like_its_batch() -> None:
     """
     params = SamplingParams(2048, ignore_eos=True)
     batch_ids = [
-        Request(EngineRequest(1, [1], [], params, batch_id="a", stop_strings=stops), 1, 4096, frozenset([9])).batch_id
+        RequestState(
+            EngineRequest(1, [1], [], params, batch_id="a", stop_strings=stops), 1, 4096, frozenset([9])
+        ).batch_id
         for stops in (True, False)
     ]
     assert batch_ids == ["a", None]
@@ -105,8 +107,8 @@ def test_live_requests_come_in_as_ever() -> None:
     assert report.recomputed_share < 0.05
 
 
-def ended(output: int, finish: Finish = Finish.STOP, batch_id: str = "a") -> Request:
-    made = Request(
+def ended(output: int, finish: Finish = Finish.STOP, batch_id: str = "a") -> RequestState:
+    made = RequestState(
         EngineRequest(1, [1], [2] * output, SamplingParams(4000), batch_id=batch_id), 1, 4096, frozenset([9])
     )
     made.finish = finish

@@ -5,16 +5,16 @@ import pytest
 from workers.engine.messages.core import EngineRequest, SamplingParams
 from workers.engine.scheduling.block_pool import BlockPool
 from workers.engine.scheduling.kv_cache import KVCache, hash_block
-from workers.engine.scheduling.request import Request
+from workers.engine.scheduling.request import RequestState
 
 SIZE = 4
 
 
-def request(tokens: list[int], number: int = 0) -> Request:
-    return Request(EngineRequest(number, tokens, [], SamplingParams(8)), number, 1000, frozenset())
+def request(tokens: list[int], number: int = 0) -> RequestState:
+    return RequestState(EngineRequest(number, tokens, [], SamplingParams(8)), number, 1000, frozenset())
 
 
-def compute(cache: KVCache, made: Request, end: int) -> None:
+def compute(cache: KVCache, made: RequestState, end: int) -> None:
     """Allocate the blocks of the request's first `end` tokens, as a step would."""
     cache.grow(made, end)
     made.computed = end
@@ -22,7 +22,7 @@ def compute(cache: KVCache, made: Request, end: int) -> None:
         cache.cache_blocks(made)
 
 
-def admitted(cache: KVCache, tokens: list[int]) -> Request:
+def admitted(cache: KVCache, tokens: list[int]) -> RequestState:
     made = request(tokens)
     cache.admit(made, cache.find_prefix(made))
     compute(cache, made, len(tokens))
