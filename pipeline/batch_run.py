@@ -21,8 +21,8 @@ from pipeline.batch_wait import counts_of
 from pipeline.errors import Interrupted, Refused, Unfinished, one_line
 from pipeline.progress import Counts, Progress
 from pipeline.signals import Signals
-from pipeline.stack import Stack
 from pipeline.summary import Summary, print_problems, print_summary
+from pipeline.supervisor import Supervisor
 
 # Between two looks: a tenth of what the whole record takes goes to the state, and little more to
 # what waits.
@@ -59,16 +59,16 @@ class BatchRun:
         self._led_at = began
         self._answering_since: float | None = None
 
-    def hand_in(self, url: str) -> str:
+    def submit(self, url: str) -> str:
         """Gives the batch to the fleet and returns its id."""
         with _failures(), connect(url) as client:
             check_server(client)
             return self._create(client, self._spec(None)).id
 
-    def run(self, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
+    def run(self, supervisor: Supervisor, signals: Signals, progress: Progress) -> BatchRecord:
         """Runs the batch to its end."""
         with _failures():
-            return self._run(stack, signals, progress)
+            return self._run(supervisor, signals, progress)
 
     def check_accepted(self, record: BatchRecord) -> None:
         """Says what is wrong with an input that nothing was run of."""
@@ -85,27 +85,27 @@ class BatchRun:
         if record.failed and self._task.fail_on_error:
             raise Unfinished(f"{record.failed} of {record.total} requests failed")
 
-    def _run(self, stack: Stack, signals: Signals, progress: Progress) -> BatchRecord:
+    def _run(self, supervisor: Supervisor, signals: Signals, progress: Progress) -> BatchRecord:
         task = self._task
         if task.redis_url is None:
-            stack.start_jobs()
-        spec = self._spec(None if self._is_under_way(stack.queue.redis) else stack.queue)
-        batch_id = self._create(stack.queue.redis, spec).id
+            supervisor.start_jobs()
+        spec = self._spec(None if self._is_under_way(supervisor.queue.redis) else supervisor.queue)
+        batch_id = self._create(supervisor.queue.redis, spec).id
         if task.redis_url is None:
             log.info(
                 "batch %s; another terminal sees it with REDIS_URL=%s pipeline tail %s",
                 batch_id,
-                stack.redis_url,
+                supervisor.redis_url,
                 batch_id,
             )
         else:
             log.info("batch %s", batch_id)
         ended = False
         try:
-            record = self._follow(batch_id, spec, stack, signals, progress)
+            record = self._follow(batch_id, spec, supervisor, signals, progress)
             ended = True
         finally:
-            self._wind_up(ended, stack, signals, progress)
+            self._wind_up(ended, supervisor, signals, progress)
         return record
 
     def _is_under_way(self, client: redis.Redis) -> bool:
@@ -155,7 +155,7 @@ class BatchRun:
         return create_batch(client, spec, retry_failed=self._task.retry_failed)
 
     def _follow(
-        self, batch_id: str, spec: BatchSpec, stack: Stack, signals: Signals, progress: Progress
+        self, batch_id: str, spec: BatchSpec, supervisor: Supervisor, signals: Signals, progress: Progress
     ) -> BatchRecord:
         """Supervises until the batch has ended; the worker starts once the input has been found
         good and something is left to do.
@@ -165,14 +165,14 @@ class BatchRun:
         troubled_since: float | None = None
         away_since: float | None = None
         while True:
-            pause = stack.check()
+            pause = supervisor.check()
             try:
-                record = get_batch(stack.queue.redis, batch_id, retry_seconds=0.0)
-                self._check_control_plane(record, stack)
+                record = get_batch(supervisor.queue.redis, batch_id, retry_seconds=0.0)
+                self._check_control_plane(record, supervisor)
                 away_since = None
             except KeyError:
                 log.warning("Redis knows nothing of %s any more: it is made again from %s", batch_id, self._task.root)
-                self._create(stack.queue.redis, spec)
+                self._create(supervisor.queue.redis, spec)
                 continue
             except (redis.RedisError, QueueUnavailable) as error:
                 away_since = away_since or time.monotonic()
@@ -186,18 +186,21 @@ class BatchRun:
             if signals.stops:
                 raise Interrupted(self._farewell(batch_id))
             if record.state == "in_progress" and record.completed + record.failed < record.total:
-                self._ensure_worker(stack, record)
+                self._ensure_worker(supervisor, record)
             progress.update(self._counts(record))
             now = time.monotonic()
             troubled_since = (troubled_since or now) if record.problem else None
             if troubled_since is not None and now - troubled_since > _PROBLEM_SECONDS:
                 raise Unfinished(f"{record.problem}; {self._shared_files()}{_RESUMES}")
             self._wait(
-                record, min(pause, _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS), stack, signals
+                record,
+                min(pause, _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS),
+                supervisor,
+                signals,
             )
 
     @staticmethod
-    def _wait(record: BatchRecord, seconds: float, stack: Stack, signals: Signals) -> None:
+    def _wait(record: BatchRecord, seconds: float, supervisor: Supervisor, signals: Signals) -> None:
         """Returns after `seconds`, at a signal, or soon after the batch has moved on: its state or,
         while nothing ran, what waits.
         """
@@ -205,7 +208,7 @@ class BatchRun:
         look = _STATE_SECONDS if record.running else _BEGINNING_SECONDS
         while (left := deadline - time.monotonic()) > 0 and not signals.wait(min(left, look)):
             try:
-                if _has_moved(stack.queue.redis, record):
+                if _has_moved(supervisor.queue.redis, record):
                     return
             except redis.RedisError:
                 return
@@ -217,10 +220,10 @@ class BatchRun:
         if time.monotonic() - away_since > self._task.queue.redis_retry_seconds:
             raise Unfinished(f"Redis cannot be used: {one_line(error)}; {_RESUMES}")
 
-    def _check_control_plane(self, record: BatchRecord, stack: Stack) -> None:
+    def _check_control_plane(self, record: BatchRecord, supervisor: Supervisor) -> None:
         """A batch that nobody validates would wait for ever. Raises `Unfinished`."""
         waits = self._task.redis_url is not None and record.state == "validating"
-        if not waits or stack.queue.redis.exists(keys.LEADER):
+        if not waits or supervisor.queue.redis.exists(keys.LEADER):
             self._led_at = time.monotonic()
         elif time.monotonic() - self._led_at > _PROBLEM_SECONDS:
             raise Unfinished(f"no control plane is at work on this queue, so {record.id} waits: start `pipeline jobs`")
@@ -230,9 +233,9 @@ class BatchRun:
             return ""
         return "the fleet's `pipeline jobs` works on the same paths, so put input and output where it sees them; "
 
-    def _ensure_worker(self, stack: Stack, record: BatchRecord) -> None:
-        if self._task.starts_worker and not stack.has("worker"):
-            start_worker(self._task, stack)
+    def _ensure_worker(self, supervisor: Supervisor, record: BatchRecord) -> None:
+        if self._task.starts_worker and not supervisor.has("worker"):
+            start_worker(self._task, supervisor)
         if self._answering_since is None and record.running:
             self._answering_since = time.monotonic()
 
@@ -256,7 +259,7 @@ class BatchRun:
             " for the results."
         )
 
-    def _wind_up(self, ended: bool, stack: Stack, signals: Signals, progress: Progress) -> None:
+    def _wind_up(self, ended: bool, supervisor: Supervisor, signals: Signals, progress: Progress) -> None:
         """Lets the worker end, then the control plane, which keeps what is finished; a second order
         to stop ends everything at once.
         """
@@ -265,11 +268,11 @@ class BatchRun:
             return signals.stops > 1
 
         if ended and self._task.redis_url is None:
-            stack.kill()
+            supervisor.kill()
             return
         if signals.stops:
             progress.say("stopping; once more to stop at once")
-        stack.stop(insisted=insisted)
+        supervisor.stop(insisted=insisted)
 
 
 def _has_moved(client: redis.Redis, record: BatchRecord) -> bool:

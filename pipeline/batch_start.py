@@ -22,7 +22,7 @@ from pipeline.child import ChildFailed
 from pipeline.errors import Refused, Unfinished
 from pipeline.progress import make_progress
 from pipeline.signals import Signals
-from pipeline.stack import Stack
+from pipeline.supervisor import Supervisor
 from pipeline.worker_settings import worker_settings
 
 _SMALL_BYTES = 4 * 1024 * 1024
@@ -38,30 +38,30 @@ def run_task(task: Task) -> None:
     began = time.monotonic()
     served = _checked(task)
     with Signals() as signals, make_progress() as progress, _failures(), _folder(task):
-        with Stack(task.redis_url, task.queue, progress.say, task.log_level) as stack:
+        with Supervisor(task.redis_url, task.queue, progress.say, task.log_level) as supervisor:
             if (
                 task.redis_url is None
                 and load_manifest(str(task.root)) is None
                 and task.source.stat().st_size < _SMALL_BYTES
             ):
                 # It still loads its model when the check of so small a file is over
-                start_worker(task, stack)
+                start_worker(task, supervisor)
             from pipeline.batch_run import BatchRun
 
             run = BatchRun(task, served, began)
-            record = run.run(stack, signals, progress)
+            record = run.run(supervisor, signals, progress)
         run.check_accepted(record)
     run.conclude(record)
 
 
-def hand_in(task: Task) -> str:
+def submit(task: Task) -> str:
     """Gives the batch to the fleet and returns its id. Raises `Refused` and `Unfinished`."""
     from pipeline.batch_run import BatchRun
 
     assert task.redis_url is not None
     run = BatchRun(task, _checked(task), time.monotonic())
     with _failures(), _folder(task):
-        return run.hand_in(task.redis_url)
+        return run.submit(task.redis_url)
 
 
 def _checked(task: Task) -> list[str]:

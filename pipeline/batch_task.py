@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.queue.settings import QueueSettings
-from pipeline.stack import Stack
+from pipeline.supervisor import Supervisor
 
 _SHUTDOWN_SECONDS = 1.0
 
@@ -37,7 +37,9 @@ class Task:
         return self.output.with_name(f"{self.output.name}.parts").absolute()
 
 
-def start_worker(task: Task, stack: Stack) -> None:
+def start_worker(task: Task, supervisor: Supervisor) -> None:
     """Starts the model that the run brings."""
     model = ["--model", task.model] if task.model else []
-    stack.start_workers([*model, "--shutdown-timeout", str(_SHUTDOWN_SECONDS), *task.worker_arguments], task.replicas)
+    supervisor.start_workers(
+        [*model, "--shutdown-timeout", str(_SHUTDOWN_SECONDS), *task.worker_arguments], task.replicas
+    )

@@ -34,7 +34,7 @@ _LONGEST_REQUESTED_PAUSE = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewBatch:
+class NewRemoteBatch:
     """What is asked for. `source` is a local file, or the id of one that the server has."""
 
     source: str
@@ -49,7 +49,7 @@ class NewBatch:
         return None if self.source.startswith("file-") and not Path(self.source).exists() else Path(self.source)
 
 
-def submit(client: "openai.OpenAI", new: NewBatch) -> "Batch":
+def submit(client: "openai.OpenAI", new: NewRemoteBatch) -> "Batch":
     """Uploads the file if it is a local one, and makes the batch.
 
     Without a batch no file is left behind. Raises `Refused`.
@@ -69,7 +69,7 @@ def submit(client: "openai.OpenAI", new: NewBatch) -> "Batch":
     return batch
 
 
-def _create(client: "openai.OpenAI", new: NewBatch, file_id: str, endpoint: str | None) -> "Batch":
+def _create(client: "openai.OpenAI", new: NewRemoteBatch, file_id: str, endpoint: str | None) -> "Batch":
     options: dict[str, Any] = {"metadata": new.metadata} if new.metadata else {}
     if new.output_expires_after is not None:
         options["output_expires_after"] = {"anchor": "created_at", "seconds": new.output_expires_after}

@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 60.0
 _PAUSE_SECONDS = 0.5
 
 
-class Event(NamedTuple):
+class ServerSentEvent(NamedTuple):
     """One server-sent event."""
 
     id: str | None
@@ -91,7 +91,7 @@ class Printer:
             _write(f"{name}: failed\n")
 
 
-def parse_events(chunks: Iterable[bytes]) -> Iterator[Event]:
+def parse_events(chunks: Iterable[bytes]) -> Iterator[ServerSentEvent]:
     """Events of a stream whose data are single lines; comments are passed over.
 
     A line ends at a line feed and nowhere else.
@@ -105,14 +105,14 @@ def parse_events(chunks: Iterable[bytes]) -> Iterator[Event]:
             if name == b"id":
                 event_id = value.decode().strip()
             elif name == b"data":
-                yield Event(event_id, value.decode().strip())
+                yield ServerSentEvent(event_id, value.decode().strip())
                 event_id = None
 
 
-def _events(client: "openai.OpenAI", batch_id: str, last_id: str | None) -> Iterator[Event]:
+def _events(client: "openai.OpenAI", batch_id: str, last_id: str | None) -> Iterator[ServerSentEvent]:
     import openai
 
-    headers = {} if last_id is None else {"Last-Event-ID": last_id}
+    headers = {} if last_id is None else {"Last-ServerSentEvent-ID": last_id}
     stream = client.get(
         f"/batches/{quote(batch_id, safe='')}/stream", cast_to=object, stream=True, stream_cls=openai.Stream[object],
         options={"headers": headers, "timeout": _SILENCE_SECONDS, "max_retries": 0},

@@ -5,18 +5,18 @@ to stop.
 import sys
 
 from pipeline.signals import Signals
-from pipeline.stack import Stack
+from pipeline.supervisor import Supervisor
 
 
-def run_until_stopped(stack: Stack) -> None:
+def run_until_stopped(supervisor: Supervisor) -> None:
     """Supervises until SIGINT or SIGTERM; the first one stops in order, a second one at once.
 
     Raises `ChildFailed`.
     """
     with Signals() as signals:
         while not signals.stops:
-            signals.wait(stack.check())
-        stack.stop(insisted=lambda: signals.stops > 1)
+            signals.wait(supervisor.check())
+        supervisor.stop(insisted=lambda: signals.stops > 1)
 
 
 def print_line(line: str) -> None:

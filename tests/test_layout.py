@@ -15,7 +15,7 @@ TORCH_FREE = [
     "jobs.control.ticker",
     "api.app",
     "pipeline.main",
-    "pipeline.stack",
+    "pipeline.supervisor",
     "workers.worker",
     "workers.replica.gpus",
     "workers.engine.client.async_engine",

@@ -67,7 +67,7 @@ def submit(
 
     if (output_file is not None or fail_on_error) and not wait:
         raise click.UsageError("--output-file and --fail-on-error need --wait: until then there are no answers")
-    new = remote_batches.NewBatch(
+    new = remote_batches.NewRemoteBatch(
         source=source,
         endpoint=endpoint,
         completion_window=completion_window,

@@ -32,14 +32,14 @@ def jobs(
     from jobs.queue.settings import QueueSettings
     from pipeline.child import ChildFailed
     from pipeline.run import print_line, run_until_stopped
-    from pipeline.stack import Stack
+    from pipeline.supervisor import Supervisor
 
     settings = QueueSettings(
         redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store
     )
     try:
-        with Stack(redis_url, settings, print_line, log_level) as stack:
-            stack.start_jobs(file_store)
-            run_until_stopped(stack)
+        with Supervisor(redis_url, settings, print_line, log_level) as supervisor:
+            supervisor.start_jobs(file_store)
+            run_until_stopped(supervisor)
     except ChildFailed as error:
         raise error.as_exit() from None

@@ -81,7 +81,7 @@ def run_batch(
     check_model_flags(ctx)
     _check_fleet_flags(ctx, redis_url, local_worker, detach)
     from jobs.queue.settings import QueueSettings
-    from pipeline.batch_start import hand_in, run_task
+    from pipeline.batch_start import run_task, submit
     from pipeline.batch_task import Task
     from pipeline.logs import configure_logs
 
@@ -102,7 +102,7 @@ def run_batch(
         log_level=log_level,
     )
     if detach:
-        click.echo(hand_in(task))
+        click.echo(submit(task))
     else:
         run_task(task)
 

@@ -67,7 +67,7 @@ def serve(
     from jobs.queue.settings import QueueSettings
     from pipeline.child import ChildFailed
     from pipeline.run import print_line, run_until_stopped
-    from pipeline.stack import Stack
+    from pipeline.supervisor import Supervisor
     from pipeline.worker_settings import worker_settings
 
     name = one_model(ctx, model, model_option)
@@ -81,11 +81,11 @@ def serve(
         redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store
     )
     try:
-        with _alone(file_store, redis_url), Stack(redis_url, settings, print_line, log_level) as stack:
-            stack.start_api([*api_arguments(ctx.params), "--file-store", file_store])
-            stack.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
-            stack.start_jobs(file_store)
-            run_until_stopped(stack)
+        with _alone(file_store, redis_url), Supervisor(redis_url, settings, print_line, log_level) as supervisor:
+            supervisor.start_api([*api_arguments(ctx.params), "--file-store", file_store])
+            supervisor.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
+            supervisor.start_jobs(file_store)
+            run_until_stopped(supervisor)
     except ChildFailed as error:
         raise error.as_exit() from None
 

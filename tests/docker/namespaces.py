@@ -113,7 +113,7 @@ class Container:
         self._process.wait()
 
 
-class Engine:
+class ContainerEngine:
     """A context in which images are built and containers run, below `folder`."""
 
     def __init__(self, folder: Path) -> None:
@@ -121,7 +121,7 @@ class Engine:
         self._images: dict[str, Image] = {}
         self._containers: list[Container] = []
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> "ContainerEngine":
         self._holder = _start(["unshare", "--mount", "--net", "--fork", "--kill-child", "sleep", "infinity"])
         self._pid = wait_until(lambda: _children(self._holder.pid), 60, "the engine's namespaces")[0]
         wait_until(lambda: Path(f"/proc/{self._pid}/comm").read_text() == "sleep\n", 60, "the engine's namespaces")

@@ -14,7 +14,7 @@ import pytest
 
 from jobs.server import find_server
 from tests.docker.composition import seconds, services
-from tests.docker.namespaces import USER, Container, Engine, Image, why_not
+from tests.docker.namespaces import USER, Container, ContainerEngine, Image, why_not
 from tests.docker.recipe import folders
 from tests.pipeline.results import check_answers, examples
 from tests.support.commands import REPOSITORY
@@ -40,17 +40,17 @@ client.files.content(batch.output_file_id).write_to_file(sys.argv[4])
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ContainerEngine]:
     if reason := why_not():
         pytest.skip(reason)
-    with Engine(tmp_path_factory.mktemp("engine")) as engine:
+    with ContainerEngine(tmp_path_factory.mktemp("engine")) as engine:
         for name, text in {"redis_password": secrets.token_hex(16), "hf_token": ""}.items():
             (engine.seen(engine.folder("secrets")) / name).write_text(text)
         yield engine
 
 
 @pytest.fixture(scope="module")
-def control(engine: Engine) -> Image:
+def control(engine: ContainerEngine) -> Image:
     """The image `control`."""
     return engine.build("control")
 
@@ -64,12 +64,12 @@ def worker(control: Image) -> Image:
 
 
 @pytest.fixture(scope="module")
-def server(engine: Engine) -> Image:
+def server(engine: ContainerEngine) -> Image:
     """A server by the name that the composition uses."""
     return engine.image_of_files("server", {"usr/local/bin/valkey-server": find_server()})
 
 
-def test_an_image_holds_every_file_of_the_packages_and_no_torch(engine: Engine, control: Image) -> None:
+def test_an_image_holds_every_file_of_the_packages_and_no_torch(engine: ContainerEngine, control: Image) -> None:
     packages = [
         path for layer in control.layers for path in engine.seen(layer).glob("python/lib/python3*/site-packages")
     ]
@@ -86,7 +86,7 @@ def test_an_image_holds_every_file_of_the_packages_and_no_torch(engine: Engine, 
 
 
 def test_the_deployment_from_the_first_key_to_an_orderly_end(
-    engine: Engine, control: Image, worker: Image, server: Image, tmp_path: Path
+    engine: ContainerEngine, control: Image, worker: Image, server: Image, tmp_path: Path
 ) -> None:
     redis = engine.start("redis", SERVICES["redis"], server, {})
     names = {"redis": redis}

@@ -10,7 +10,7 @@ import pytest
 from pipeline.main import main
 
 
-class Outcome(NamedTuple):
+class CommandOutcome(NamedTuple):
     """How a command ended."""
 
     code: int
@@ -18,7 +18,7 @@ class Outcome(NamedTuple):
     err: str
 
 
-RunHere = Callable[..., Outcome]
+RunHere = Callable[..., CommandOutcome]
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     for name in [name for name in os.environ if name == "REDIS_URL" or name.startswith(("PIPELINE_", "OPENAI_"))]:
         monkeypatch.delenv(name)
 
-    def run(*arguments: object, **environment: str) -> Outcome:
+    def run(*arguments: object, **environment: str) -> CommandOutcome:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         handlers = list(logging.root.handlers)
@@ -40,6 +40,6 @@ def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         assert isinstance(ended.value.code, int)
         printed = capsys.readouterr()
         assert "Traceback" not in printed.err
-        return Outcome(ended.value.code, printed.out, printed.err)
+        return CommandOutcome(ended.value.code, printed.out, printed.err)
 
     return run

@@ -95,14 +95,14 @@ def _follow(client: redis.Redis, folder: Path, patience: float) -> BatchRecord:
     task: Any = SimpleNamespace(
         redis_url="given", starts_worker=False, queue=SimpleNamespace(redis_retry_seconds=patience)
     )
-    stack: Any = SimpleNamespace(check=lambda: 5.0, queue=SimpleNamespace(redis=client))
+    supervisor: Any = SimpleNamespace(check=lambda: 5.0, queue=SimpleNamespace(redis=client))
     progress: Any = SimpleNamespace(update=lambda counts: None)
     with Signals() as signals:
-        return BatchRun(task, [], time.monotonic())._follow(BATCH, spec, stack, signals, progress)
+        return BatchRun(task, [], time.monotonic())._follow(BATCH, spec, supervisor, signals, progress)
 
 
 def _wait(client: redis.Redis, seconds: float, running: int = 1) -> None:
     record: Any = SimpleNamespace(id=BATCH, state="in_progress", running=running, models=["demo"], waiting=2)
-    stack: Any = SimpleNamespace(queue=SimpleNamespace(redis=client))
+    supervisor: Any = SimpleNamespace(queue=SimpleNamespace(redis=client))
     with Signals() as signals:
-        BatchRun._wait(record, seconds, stack, signals)
+        BatchRun._wait(record, seconds, supervisor, signals)

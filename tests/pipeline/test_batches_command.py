@@ -25,7 +25,7 @@ from pipeline.errors import Refused
 from pipeline.remote_batches import endpoint_of
 from pipeline.remote_tail import Printer
 from tests.api.scripted_worker import ScriptedWorker
-from tests.pipeline.conftest import Outcome, RunHere
+from tests.pipeline.conftest import CommandOutcome, RunHere
 from tests.support.api_server import running_api
 from tests.support.commands import REPOSITORY, running_pipeline
 from tests.support.control_plane import Answering, chat_line, check_echoes, control_plane, echo, failing, write_input
@@ -33,13 +33,13 @@ from tests.support.redis_server import running_server
 from tests.support.relay import Relay
 from tests.support.waiting import wait_until
 
-Batches = Callable[..., Outcome]
+Batches = Callable[..., CommandOutcome]
 
 
 PIECES = ["one ", "two\nthree ", "four\n", "fi\u2028ve"]
 
 
-class Stack:
+class ScriptedApi:
     """Where the API is, the gate through which each answer of the model "slow" goes, and the worker
     of "talk", which gives `PIECES`.
     """
@@ -57,7 +57,7 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedApi]:
     store = str(tmp_path_factory.mktemp("store"))
     with (
         running_server() as server,
@@ -65,7 +65,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         running_api(ApiSettings(redis_url=server.url, file_store=store, completion_windows=("24h", "2s"))) as url,
     ):
         talker = ScriptedWorker(Queue(connect(server.url)), lambda claim: PIECES, ("talk",))
-        made = Stack(url, talker)
+        made = ScriptedApi(url, talker)
         with (
             talker,
             Answering(server.url),
@@ -77,7 +77,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 @pytest.fixture
-def batches(run_here: RunHere, stack: Stack) -> Batches:
+def batches(run_here: RunHere, stack: ScriptedApi) -> Batches:
     """Runs `pipeline batches …`."""
     while stack.gate.acquire(blocking=False):  # left by another test
         pass
@@ -103,7 +103,7 @@ def test_a_file_becomes_a_file_of_answers_in_one_command(batches: Batches, tmp_p
 
 
 def test_a_batch_is_made_now_and_fetched_later(
-    batches: Batches, run_here: RunHere, stack: Stack, tmp_path: Path
+    batches: Batches, run_here: RunHere, stack: ScriptedApi, tmp_path: Path
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 3)
     file_id = run_here("files", "upload", source, OPENAI_BASE_URL=stack.url).out.strip()
@@ -147,7 +147,7 @@ def test_answers_that_are_errors_can_fail_the_command(batches: Batches, tmp_path
     assert batches("wait", batch_id).code == 0
 
 
-def test_a_batch_that_runs_can_be_left_and_cancelled(batches: Batches, stack: Stack, tmp_path: Path) -> None:
+def test_a_batch_that_runs_can_be_left_and_cancelled(batches: Batches, stack: ScriptedApi, tmp_path: Path) -> None:
     batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 4, model="slow")).out.strip()
     assert batches("results", batch_id).code == 2
     with running_pipeline("batches", "wait", batch_id, "--base-url", stack.url) as waiting:
@@ -168,13 +168,13 @@ def test_a_batch_that_runs_can_be_left_and_cancelled(batches: Batches, stack: St
 
 
 @pytest.fixture
-def relay(stack: Stack) -> Iterator[Relay]:
+def relay(stack: ScriptedApi) -> Iterator[Relay]:
     with Relay(stack.url) as relay:
         yield relay
 
 
 def test_tokens_are_shown_as_they_come_each_once_through_a_cut(
-    batches: Batches, stack: Stack, relay: Relay, tmp_path: Path
+    batches: Batches, stack: ScriptedApi, relay: Relay, tmp_path: Path
 ) -> None:
     stack.talker.step = threading.Semaphore(0)
     batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 1, model="talk")).out.strip()
@@ -221,7 +221,7 @@ def test_the_tokens_of_a_batch_that_ended_are_not_told(batches: Batches, tmp_pat
 
 
 def test_a_server_that_is_away_for_a_while_is_waited_for(
-    batches: Batches, stack: Stack, relay: Relay, tmp_path: Path
+    batches: Batches, stack: ScriptedApi, relay: Relay, tmp_path: Path
 ) -> None:
     batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 2, model="slow")).out.strip()
     with running_pipeline("batches", "wait", batch_id, "--base-url", relay.url) as waiting:
@@ -269,7 +269,7 @@ def test_what_cannot_be_done_is_one_sentence(
 
 
 def test_a_batch_that_is_not_made_leaves_no_file(
-    batches: Batches, run_here: RunHere, stack: Stack, tmp_path: Path
+    batches: Batches, run_here: RunHere, stack: ScriptedApi, tmp_path: Path
 ) -> None:
     before = run_here("files", "list", "--json", OPENAI_BASE_URL=stack.url).out
     assert batches("submit", write_input(tmp_path / "in.jsonl", 1), "--endpoint", "/v1/embeddings").code == 2
@@ -277,7 +277,7 @@ def test_a_batch_that_is_not_made_leaves_no_file(
 
 
 def test_the_commands_of_the_documentation(
-    run_here: RunHere, stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_here: RunHere, stack: ScriptedApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_input(tmp_path / "requests.jsonl", 3, model="unlucky")
     monkeypatch.chdir(tmp_path)

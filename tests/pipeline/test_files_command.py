@@ -14,11 +14,11 @@ import pytest
 
 from api.settings import ApiSettings
 from jobs.store.api_keys import create_key
-from tests.pipeline.conftest import Outcome, RunHere
+from tests.pipeline.conftest import CommandOutcome, RunHere
 from tests.support.api_server import running_api
 from tests.support.control_plane import write_input
 
-Files = Callable[..., Outcome]
+Files = Callable[..., CommandOutcome]
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ class Work:
         self._batch = create_batch(
             fleet.client, BatchSpec(input=str(source), root=str(root), output=str(self._output))
         ).id
-        self._live = LiveCall(fleet, question(LINES))
+        self._live = FollowedCall(fleet, question(LINES))
         fleet.wait(lambda: self.claims >= LINES + 1 and self._live.has_begun, END_SECONDS, "all to be under way")
         if not held:
             self.go_on()
@@ -147,7 +147,7 @@ class Work:
         return texts
 
 
-class LiveCall:
+class FollowedCall:
     """A streamed call by the official client, in a thread."""
 
     def __init__(self, fleet: Fleet, request: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _STOP_SECONDS = 15.0
 
 
-class Stack:
+class Supervisor:
     """Children are started one by one by the `start_` methods and kept running by `check`; leaving
     the context stops them in order.
 
@@ -54,7 +54,7 @@ class Stack:
         self._queue: Queue | None = None
         self._environment: dict[str, str] = {}
 
-    def __enter__(self) -> "Stack":
+    def __enter__(self) -> "Supervisor":
         with contextlib.ExitStack() as self._exit:
             if self._given_url is None:
                 folder = self._exit.enter_context(private_folder())

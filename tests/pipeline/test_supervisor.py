@@ -9,32 +9,32 @@ import redis
 
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.settings import QueueSettings
-from pipeline.stack import Stack
+from pipeline.supervisor import Supervisor
 from tests.support.processes import command_line, descendants, is_running
 from tests.support.waiting import wait_until
 
 
 def test_a_worker_that_dies_while_the_private_redis_is_away_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.kept_server._LOOK_SECONDS", 600.0)  # so that it stays away
-    with Stack(None, QueueSettings(redis_retry_seconds=0.1), lambda line: None) as stack:
-        kill_redis(stack)
-        stack._bury(1)
+    with Supervisor(None, QueueSettings(redis_retry_seconds=0.1), lambda line: None) as supervisor:
+        kill_redis(supervisor)
+        supervisor._bury(1)
         with pytest.raises(redis.ConnectionError):
-            stack.queue.redis.ping()
+            supervisor.queue.redis.ping()
 
 
 def test_a_dead_worker_is_taken_out_of_the_registry() -> None:
-    with Stack(None, QueueSettings(), lambda line: None) as stack:
+    with Supervisor(None, QueueSettings(), lambda line: None) as supervisor:
         for pid in (1, 2):
-            stack.queue.register_worker(
+            supervisor.queue.register_worker(
                 WorkerRecord(f"worker-{pid}", ["demo"], "ready", 0, 0.0, socket.gethostname(), pid)
             )
-        stack._bury(1)
-        assert [record.pid for record in stack.queue.workers()] == [2]
+        supervisor._bury(1)
+        assert [record.pid for record in supervisor.queue.workers()] == [2]
 
 
-def kill_redis(stack: Stack) -> None:
-    path = stack.redis_url.removeprefix("unix://")
+def kill_redis(supervisor: Supervisor) -> None:
+    path = supervisor.redis_url.removeprefix("unix://")
     pid = next(pid for pid in descendants(os.getpid()) if path in command_line(pid))
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not is_running(pid), 60, "Redis to be gone")
