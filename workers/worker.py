@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ENGINE_RESTARTS = 5
 """A worker gives up after one death more than that of cores in a row of which none got a request
-answered; those in trials do not count.
+answered; those during an isolated run do not count.
 """
 
 CALL_RETRY_SECONDS = 2.0
@@ -111,7 +111,7 @@ class Worker:
                         raise WorkerError(str(error)) from error
                     logger.error("%s", error)
                 pause = deaths.count(
-                    in_trial=replica.in_trial, answered=replica.got_something_done, acquitted=replica.acquitted_someone
+                    isolated=replica.isolated, answered=replica.got_something_done, cleared=replica.cleared_requests
                 )
                 if deaths.in_a_row > MAX_ENGINE_RESTARTS:
                     raise WorkerError(
@@ -154,27 +154,26 @@ class Deaths:
     """The deaths of cores that brought nothing, and how long to wait after each: 0, 1, 2, 4, ...
     seconds.
 
-    Those in trials are counted apart, for they are what a trial is there to find out; they end no
-    worker.
+    Crashes during an isolated run are expected and counted apart; they never end the worker.
     """
 
     def __init__(self) -> None:
         self.in_a_row = 0
-        self._in_trials = 0
+        self._isolated = 0
 
-    def count(self, *, in_trial: bool, answered: bool, acquitted: bool) -> float:
-        """A death, and whether that core had answered or acquitted a request before; returns the
-        seconds to wait.
+    def count(self, *, isolated: bool, answered: bool, cleared: bool) -> float:
+        """Count a crash and return the seconds to wait; `answered`, `cleared`: whether that core
+        had answered a request or released one from quarantine.
         """
         if answered:
             self.in_a_row = 0
-        if answered or acquitted:
-            self._in_trials = 0
-        if in_trial:
-            self._in_trials += 1
+        if answered or cleared:
+            self._isolated = 0
+        if isolated:
+            self._isolated += 1
         else:
             self.in_a_row += 1
-        row = self._in_trials if in_trial else self.in_a_row
+        row = self._isolated if isolated else self.in_a_row
         return 0.0 if row <= 1 else min(_LONGEST_PAUSE, 2.0 ** (row - 2))
 
 

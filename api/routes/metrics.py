@@ -68,7 +68,7 @@ def _of_queue(queue: Queue) -> Iterator[Metric]:
         "gauge",
         "Requests that wait for a worker: live, batch (in the ready lists), suspect.",
     )
-    for kind, by_model in (("live", depths.live), ("batch", depths.batch), ("suspect", depths.suspects)):
+    for kind, by_model in (("live", depths.live), ("batch", depths.batch), ("suspect", depths.quarantined)):
         for model, count in sorted(by_model.items()):
             waiting.add(count, model=model, kind=kind)
     yield waiting

@@ -116,7 +116,7 @@ class Ticker:
         self._token = secrets.token_hex(16)
         self._last_id = FIRST_ID
         self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
-        self._suspects: set[str] = set()  # the same of the tick before
+        self._silent_before: set[str] = set()  # the same of the tick before
         self._orphans: dict[
             Execution, float
         ] = {}  # what RQ takes for running and no batch waits for, since when (monotonic seconds)
@@ -220,11 +220,11 @@ class Ticker:
         self._forget_orphans(records)
         deadline = time.monotonic() + MOMENT_SECONDS
         batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
-        self._suspects, self._silent, self._seen = self._silent, set(), ""
+        self._silent_before, self._silent, self._seen = self._silent, set(), ""
         for place, batch in enumerate(batches, 1):
             self._look_after(batch, records[batch], now, waiting)
             if place < len(batches) and time.monotonic() >= deadline:
-                self._silent |= self._suspects.intersection(batches[place:])
+                self._silent |= self._silent_before.intersection(batches[place:])
                 self._seen = batch
                 break
 
@@ -269,7 +269,7 @@ class Ticker:
         generation = int(fields["generation"])
         if enqueue(self._client, job, batch, generation) or is_waiting(self._client, job, batch, generation):
             return
-        if batch not in self._suspects:
+        if batch not in self._silent_before:
             self._silent.add(batch)
             return
         state = fields["state"]

@@ -89,7 +89,7 @@ class Claim(msgspec.Struct):
     attempt: int  # 1 for the first worker
     live: bool
     watched: bool = False
-    suspicions: int = 0  # engine cores that died with this request in flight
+    engine_crashes: int = 0  # engine cores that died with this request in flight
 
 
 class TokenChunk(msgspec.Struct, array_like=True):

@@ -46,7 +46,7 @@ class Depths:
     live: dict[str, int]  # by model
     # By model; only those in the ready lists, which hold a window of each batch
     batch: dict[str, int]
-    suspects: dict[str, int]  # by model
+    quarantined: dict[str, int]  # by model
     batches: dict[str, int]  # those that the control plane has work on, by state
     ended: dict[str, int]  # how many batches came to each end, since Redis was empty
 
@@ -67,7 +67,7 @@ class Gauges(QueueBase):
         }
 
     def depths(self, models: list[str]) -> Depths:
-        """How much waits, of live calls and suspects for these models.
+        """How much waits, of live calls and quarantined requests for these models.
 
         Three round trips, and nothing is asked for a batch that ended.
         """
@@ -75,7 +75,7 @@ class Gauges(QueueBase):
         of_models = [
             [command, name(model)]
             for model in models
-            for command, name in (("LLEN", keys.live), ("ZCARD", keys.suspects))
+            for command, name in (("LLEN", keys.live), ("ZCARD", keys.quarantined))
         ]
         active, ended, *counts = self.commands([["SMEMBERS", keys.ACTIVE], ["HMGET", keys.ENTERED, *ends], *of_models])
         batches = sorted(map(text, active))
@@ -92,7 +92,7 @@ class Gauges(QueueBase):
         return Depths(
             live=dict(zip(models, counts[::2], strict=True)),
             batch={model: waiting[model] for model in {*models, *waiting}},
-            suspects=dict(zip(models, counts[1::2], strict=True)),
+            quarantined=dict(zip(models, counts[1::2], strict=True)),
             batches={state: count for state, count in states.items() if state},
             ended={state: int(count or 0) for state, count in zip(ends, ended, strict=True)},
         )

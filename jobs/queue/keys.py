@@ -9,13 +9,14 @@ SCHEMA = "{q}:schema"
 FENCE = "{q}:fence"  # counter; each claim of a request takes the next number
 LEASES = "{q}:leases"  # zset: request key -> deadline, ms of Redis TIME
 LEASE = "{q}:lease"  # hash: request key -> "<fence> <attempt> <worker> <model>"
-# Hash: request key -> "<attempts> <deaths> <suspicions>", only once it was released unfinished
+# Hash: request key -> "<attempts> <deaths> <engine_crashes>", only once it was released unfinished
 TRIES = "{q}:tries"
 # Zset: request key or batch id -> until when somebody reads its tokens, ms of Redis TIME
 WATCHED = "{q}:watched"
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
-# Hash: model -> since when its suspects have waited without one being taken, ms of Redis TIME
-TRIALS = "{q}:trials"
+# Hash: model -> since when its quarantined requests have waited without one being taken, ms of
+# Redis TIME
+QUARANTINE_WAITS = "{q}:trials"
 TOTALS = "{q}:totals"  # hash: generated, delivered (tokens, since Redis was empty)
 # Hash: state -> how many times a batch came to it from another one, since Redis was empty
 ENTERED = "{q}:entered"
@@ -79,10 +80,10 @@ def live(model: str) -> str:
     return f"{{q}}:live:{model}"
 
 
-def suspects(model: str) -> str:
+def quarantined(model: str) -> str:
     """Zset: request key -> number of its group.
 
-    Engine cores died with these; a group is tried by a worker that runs nothing else.
+    Engine cores crashed with these; a worker that runs nothing else takes a group.
     """
     return f"{{q}}:suspects:{model}"
 

@@ -75,8 +75,8 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         """Takes up to `limit` requests for one of `models`, live ones first; `live_limit` (default
         `limit`) gives live calls more room.
 
-        A worker that holds nothing may get suspects (`Claim.suspicions` above 0), and then nothing
-        else until it holds none of them.
+        A worker that holds nothing may get quarantined requests (`Claim.engine_crashes` above 0),
+        and then nothing else until it holds none of them.
 
         `seq` rises with every call of a worker; the same number gives the same set again, less what
         was lost meanwhile. A smaller number gives nothing: it is a late duplicate.
@@ -121,32 +121,34 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         head = [worker, generated, self.settings.stream_keep_seconds]
         return self._each("commit", head, (_finished_arguments(item) for item in finished))
 
-    def hand_back(self, worker: str, held: list[Held], acquitted: bool = False) -> list[RequestKey]:
-        """Puts requests back to the front of the queue, without counting an attempt.
+    def requeue(self, worker: str, held: list[Held], cleared: bool = False) -> list[RequestKey]:
+        """Put requests back at the head of the queue, without counting an attempt.
 
-        Returns those whose lease was lost.
+        Return those whose lease was lost.
 
-        Suspects go back among the suspects, unless they are `acquitted`: they ran and did no harm.
+        Quarantined requests go back to quarantine, unless they are `cleared`: they ran in
+        isolation and did no harm.
         """
-        return self._each("hand_back", [worker, int(acquitted)], ([str(key), fence] for key, fence in reversed(held)))
+        return self._each("requeue", [worker, int(cleared)], ([str(key), fence] for key, fence in reversed(held)))
 
-    def suspect(self, worker: str, held: list[Held], condemned: Result) -> list[RequestKey]:
-        """Says that the worker's engine core ended by itself with these requests in it.
+    def quarantine(self, worker: str, held: list[Held], dead_letter: Result) -> list[RequestKey]:
+        """Quarantine the requests that were in flight when the worker's engine core crashed.
 
-        Returns those whose lease was lost.
+        Return those whose lease was lost.
 
-        They run again in groups of 16, then alone, on a worker that has nothing else; `condemned`
-        is the result of one that ran alone.
+        They run again in groups of 16, then alone, on a worker that runs nothing else; one that
+        ran alone ends with the result `dead_letter`.
         """
-        head = [worker, pack(condemned), self.settings.stream_keep_seconds]
-        return self._each("suspect", head, ([str(key), fence] for key, fence in held))
+        head = [worker, pack(dead_letter), self.settings.stream_keep_seconds]
+        return self._each("quarantine", head, ([str(key), fence] for key, fence in held))
 
     def reap(self, worker: str | None = None) -> int:
-        """Takes requests from a worker known to be dead, or (once a second, by the ticker) from all
+        """Take requests from a worker known to be dead, or (once a second, by the ticker) from all
         whose leases ran out.
 
-        Returns how many. Without a worker it also notes the time, and reaps nothing for one lease
-        after the server was away; and it orders a worker to make room where suspects wait in vain.
+        Return how many. Without a worker it also notes the time, and reaps nothing for one lease
+        after the server was away; and it orders a worker to make room where quarantined requests
+        found no idle worker.
         """
         lost = pack(WORKER_LOST.result(""))
         settings = [self._lease_ms, self.settings.worker_deaths, lost, self.settings.stream_keep_seconds, MAX_ITEMS]
@@ -213,7 +215,7 @@ def _finished_arguments(finished: Finished) -> list[Any]:
 
 
 def _read_claim(row: list[Any]) -> Claim:
-    name, fence, attempt, body, watched, suspicions, published = row
+    name, fence, attempt, body, watched, engine_crashes, published = row
     key = RequestKey.parse(name)
     return Claim(
         key=key,
@@ -223,7 +225,7 @@ def _read_claim(row: list[Any]) -> Claim:
         attempt=attempt,
         live=key.live,
         watched=bool(watched),
-        suspicions=suspicions,
+        engine_crashes=engine_crashes,
     )
 
 

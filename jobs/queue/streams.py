@@ -18,18 +18,16 @@ FIRST_ID = "0-0"
 class ControlMessage(msgspec.Struct, frozen=True):
     """An order to a worker, or news for the control plane (`kind` "batch").
 
-    "trial" asks a worker to hand back what it holds and to claim: suspects wait for one that has
-    nothing else.
+    "trial" asks a worker to requeue what it holds and to claim: quarantined requests wait for a
+    worker that runs nothing else.
     """
 
     id: str  # of the stream entry; reading goes on after it
     kind: Literal["bell", "cancel", "drain", "watch", "trial", "batch"]
     keys: list[RequestKey] = []
-    batch: str = (
-        # Cancel, watch: every request of this batch; batch: its ready list fell low, or its last
-        # line was committed
-        ""
-    )
+    # Cancel, watch: every request of this batch; batch: its ready list fell low, or its last line
+    # was committed
+    batch: str = ""
     seconds: int = 0  # watch: for how long
 
 

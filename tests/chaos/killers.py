@@ -122,7 +122,7 @@ def kill_core(killers: Killers) -> str:
 
 
 def break_core(killers: Killers) -> str | None:
-    """Not again soon: a request that three cores in a row ended with is condemned by right."""
+    """Not again soon: a request that three cores in a row ended with is dead_letter by right."""
     if killers.now < killers.next_segv:
         return None
     killers.next_segv = killers.now + 30

@@ -66,7 +66,7 @@ def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
         # The same number gives the same requests
         assert queue.claim("w1", 1, 20, models=[MODEL]) == claims[10:]
         assert queue.renew("w1", held(claims[10:])) == []
-        assert queue.hand_back("w1", held(claims[10:])) == []
+        assert queue.requeue("w1", held(claims[10:])) == []
         again = queue.claim("w2", 1, 40, models=[MODEL])
         assert lines(again) == list(range(10, 40))
         assert again[0].checkpoint is not None

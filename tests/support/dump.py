@@ -61,7 +61,7 @@ class Dump:
             return None  # a time and a random token
         if name.startswith(keys.batch("")):
             return {field: text for field, text in value.items() if field not in _OF_ONE_CALL}
-        if name in (keys.TRIALS, keys.TICK) or name in _TIMES:
+        if name in (keys.QUARANTINE_WAITS, keys.TICK) or name in _TIMES:
             return sorted(value) if isinstance(value, dict) else sorted(member for member, _ in value)
         if self.kinds[name] == "stream" and not name.startswith(keys.tokens("")):
             return [fields for _, fields in value]  # whose ids are times

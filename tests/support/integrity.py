@@ -30,15 +30,15 @@ class _Check:
         self.leases = {
             RequestKey.parse(name): lease.decode().split(" ")[2] for name, lease in self.hash(keys.LEASE).items()
         }
-        self.groups = {  # model -> number of a group -> its suspects
+        self.groups = {  # model -> number of a group -> its quarantined requests
             model: _grouped((number, RequestKey.parse(name)) for name, number in members)
-            for model, members in dump.starting(keys.suspects("")).items()
+            for model, members in dump.starting(keys.quarantined("")).items()
         }
-        self.suspects = [key for groups in self.groups.values() for group in groups.values() for key in group]
-        self.suspicions = {
+        self.quarantined = [key for groups in self.groups.values() for group in groups.values() for key in group]
+        self.engine_crashes = {
             RequestKey.parse(name): int(tries.split(b" ")[2]) for name, tries in self.hash(keys.TRIES).items()
         }
-        self.taken = {*self.leases, *self.suspects}
+        self.taken = {*self.leases, *self.quarantined}
 
     def hash(self, name: str) -> Any:
         return self.values.get(name, {})
@@ -48,7 +48,7 @@ class _Check:
         return {(member[0] if isinstance(member, tuple) else member).decode() for member in self.values.get(name, ())}
 
     def faults(self) -> list[str]:
-        found = [*self.of_leases(), *self.of_suspects(), *self.of_live_calls(), *self.of_workers(), *self.of_files()]
+        found = [*self.of_leases(), *self.of_quarantine(), *self.of_live_calls(), *self.of_workers(), *self.of_files()]
         for batch in sorted(self.members(keys.BATCHES)):
             found += self.of_batch(batch)
         return [*found, *self.of_open_batches()]
@@ -75,27 +75,26 @@ class _Check:
                 found.append(f"{key}: held without a body")
         return found
 
-    def of_suspects(self) -> list[str]:
-        found = [
-            f"{key}: {count} times among the suspects" for key, count in Counter(self.suspects).items() if count > 1
-        ]
-        found += [f"{key}: among the suspects and held" for key in sorted(set(self.suspects) & set(self.leases))]
-        suspected = {key for key, count in self.suspicions.items() if count > 0}
-        found += [f"{key}: suspected, and not among the suspects" for key in sorted(suspected - self.taken)]
-        noted = {model.decode() for model in self.hash(keys.TRIALS)}
+    def of_quarantine(self) -> list[str]:
+        found = [f"{key}: {count} times in quarantine" for key, count in Counter(self.quarantined).items() if count > 1]
+        found += [f"{key}: in quarantine and held" for key in sorted(set(self.quarantined) & set(self.leases))]
+        crashed = {key for key, count in self.engine_crashes.items() if count > 0}
+        found += [f"{key}: in quarantine, and not in quarantine" for key in sorted(crashed - self.taken)]
+        noted = {model.decode() for model in self.hash(keys.QUARANTINE_WAITS)}
         found += [
-            f"{model}: a note of a wait without suspects, or the reverse" for model in sorted(noted ^ set(self.groups))
+            f"{model}: a note of a wait without quarantined requests, or the reverse"
+            for model in sorted(noted ^ set(self.groups))
         ]
         for model, groups in self.groups.items():
             for group in groups.values():
-                counts = {self.suspicions.get(key, 0) for key in group}
+                counts = {self.engine_crashes.get(key, 0) for key in group}
                 if not (counts == {1} and len(group) <= 16) and not (counts == {2} and len(group) == 1):
-                    found.append(f"{sorted(map(str, group))}: a group with {counts} suspicions")
-                found += [f"{key}: among the suspects of another model" for key in group if self.model(key) != model]
+                    found.append(f"{sorted(map(str, group))}: a group with {counts} engine_crashes")
+                found += [f"{key}: in quarantine of another model" for key in group if self.model(key) != model]
         for worker in set(self.leases.values()):
-            tried = {self.suspicions.get(key, 0) > 0 for key, holder in self.leases.items() if holder == worker}
+            tried = {self.engine_crashes.get(key, 0) > 0 for key, holder in self.leases.items() if holder == worker}
             if len(tried) > 1:
-                found.append(f"{worker}: holds suspects and others")
+                found.append(f"{worker}: holds quarantined requests and others")
         return found
 
     def of_workers(self) -> list[str]:
@@ -145,7 +144,7 @@ class _Check:
                 found.append(f"{batch}: in the ring of {model} without waiting lines")
         done = _bits(self.values.get(keys.done(batch), b""))
         found += [f"{batch}/{line}: waits {count} times" for line, count in Counter(waiting).items() if count > 1]
-        found += [f"{batch}/{line}: waits and is held or suspected" for line in sorted(set(waiting) & taken)]
+        found += [f"{batch}/{line}: waits and is held or in quarantine" for line in sorted(set(waiting) & taken)]
         found += [
             f"{batch}/{line}: waiting or held without a body, or the reverse"
             for line in sorted({*waiting, *taken} ^ set(bodies))
@@ -169,7 +168,7 @@ class _Check:
         taken = {key for key in self.taken if key.live}
         present = {RequestKey(f"live_{rest}", 0) for rest in self.dump.starting(keys.bodies("live_"))}
         found = [f"{key}: waits {count} times" for key, count in waiting.items() if count > 1]
-        found += [f"{key}: waits and is held or suspected" for key in sorted(set(waiting) & taken)]
+        found += [f"{key}: waits and is held or in quarantine" for key in sorted(set(waiting) & taken)]
         found += [
             f"{key}: waiting or held without a body, or the reverse" for key in sorted((set(waiting) | taken) ^ present)
         ]

@@ -153,16 +153,16 @@ def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) 
         assert queue.ready_length(batch) == 1
 
 
-def test_deaths_in_trials_that_cleared_nobody_make_pauses_but_end_no_worker() -> None:
+def test_crashes_in_isolation_that_released_none_make_pauses_but_end_no_worker() -> None:
     deaths = Deaths()
-    nothing = {"answered": False, "acquitted": False}
-    assert deaths.count(in_trial=False, **nothing) == 0
-    assert [deaths.count(in_trial=True, **nothing) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 32, 32]
-    assert deaths.count(in_trial=False, **nothing) == 1
-    assert deaths.count(in_trial=True, answered=False, acquitted=True) == 0
+    nothing = {"answered": False, "cleared": False}
+    assert deaths.count(isolated=False, **nothing) == 0
+    assert [deaths.count(isolated=True, **nothing) for _ in range(8)] == [0, 1, 2, 4, 8, 16, 32, 32]
+    assert deaths.count(isolated=False, **nothing) == 1
+    assert deaths.count(isolated=True, answered=False, cleared=True) == 0
     assert deaths.in_a_row == 2
-    assert deaths.count(in_trial=True, **nothing) == 1
-    assert deaths.count(in_trial=False, answered=True, acquitted=False) == 0
+    assert deaths.count(isolated=True, **nothing) == 1
+    assert deaths.count(isolated=False, answered=True, cleared=False) == 0
     assert deaths.in_a_row == 1
 
 
@@ -189,7 +189,7 @@ def test_sigterm_hands_back_what_cannot_finish_without_counting_an_attempt(queue
     claims = queue.claim("test", 1, 20, models=["demo"])
     assert [claim.key.line for claim in claims] == list(range(12))
     assert {claim.attempt for claim in claims} == {1}
-    assert {claim.suspicions for claim in claims} == {0}
+    assert {claim.engine_crashes for claim in claims} == {0}
     begun = [claim for claim in claims if claim.checkpoint is not None]
     assert len(begun) >= 8
     assert all(claim.checkpoint is not None and len(claim.checkpoint.choices[0].token_ids) >= 1 for claim in begun)
@@ -330,7 +330,7 @@ def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) ->
         thief.reap(record.id)
         (claim,) = thief.claim("thief", 1, 1, models=["demo"])
         wait_until(lambda: "taken away" in worker.log(), 60, "the worker to let go")
-        assert queue.hand_back("thief", [(claim.key, claim.fence)]) == []
+        assert queue.requeue("thief", [(claim.key, claim.fence)]) == []
 
 
 @pytest.mark.parametrize(

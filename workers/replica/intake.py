@@ -24,7 +24,7 @@ LOOK_SECONDS = 2.0
 """How often an idle worker asks for work without having been told that there is some."""
 
 _PAUSE_AFTER_ERROR = 0.5
-_FIRST_CLAIM = 16  # requests; no fewer than suspects run together
+_FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
 
 
 class Intake:
@@ -62,7 +62,7 @@ class Intake:
         self._idle = asyncio.Event()
         self._idle.set()
         self._paused = False
-        self._in_trial = False
+        self._isolated = False
         self._rung = True
         self._more = True
         self._failing = False
@@ -82,13 +82,13 @@ class Intake:
             self._wake.set()
 
     @property
-    def in_trial(self) -> bool:
-        """Whether what was claimed last are suspects, beside which nothing may run."""
-        return self._in_trial
+    def isolated(self) -> bool:
+        """Whether the last claim returned quarantined requests, beside which nothing may run."""
+        return self._isolated
 
-    def end_trial(self) -> None:
-        """Nothing is left of it: claims again."""
-        self._in_trial = False
+    def end_isolation(self) -> None:
+        """Claim again: no quarantined request is left here."""
+        self._isolated = False
         self._more = True
         self.bell()
 
@@ -118,7 +118,7 @@ class Intake:
                 await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
     def _wants_more(self) -> bool:
-        if self._paused or self._in_trial:
+        if self._paused or self._isolated:
             return False
         load = self._load()
         return (self._rung and self._free_for_live(load) > 0) or (self._more and self._free(load) >= self._least)
@@ -158,7 +158,7 @@ class Intake:
             if room:
                 self._more = len(claims) >= min(room, MAX_ITEMS)
             if claims:
-                self._in_trial = any(claim.suspicions for claim in claims)
+                self._isolated = any(claim.engine_crashes for claim in claims)
                 self._leases.add((claim.key, claim.fence) for claim in claims)
                 self._start(*await loop.run_in_executor(self._thread, self._preparation.prepare, claims))
             return True

@@ -1,5 +1,5 @@
-"""Trials: requests that an engine core had when it ended by itself run again with nothing beside
-them, until they are found harmless.
+"""Quarantine: requests that were in flight when an engine core crashed run again in isolation,
+until they are known to be harmless.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from jobs.protocol.requests import RequestKey
 logger = logging.getLogger(__name__)
 
 HARMLESS_TOKENS = 8
-"""A request that has got so many tokens since it was suspected did no harm: it goes on from where
-it would have been last time.
+"""A request in isolation that generated this many tokens is released from quarantine: it continues
+from its checkpoint.
 """
 
 _LOOK_SECONDS = 0.02
 
 
-class TrialIntake(Protocol):
+class QuarantineIntake(Protocol):
     """What this needs of `workers.replica.intake.Intake`."""
 
     @property
-    def in_trial(self) -> bool: ...
+    def isolated(self) -> bool: ...
 
-    def end_trial(self) -> None: ...
+    def end_isolation(self) -> None: ...
 
     async def pause(self) -> None: ...
 
     def resume(self) -> None: ...
 
 
-class TrialRequests(Protocol):
+class QuarantineRequests(Protocol):
     """What this needs of `workers.replica.running.Running`."""
 
     def keys(self) -> list[RequestKey]: ...
@@ -42,14 +42,19 @@ class TrialRequests(Protocol):
     def all_have(self, tokens: int) -> bool: ...
 
 
-class Trials:
-    """Watches over the trials of one replica, and makes room for one when told to."""
+class Quarantine:
+    """Runs quarantined requests of one replica in isolation; requeues all others when ordered to
+    make room.
+    """
 
     def __init__(
-        self, intake: TrialIntake, running: TrialRequests, give_up: Callable[[list[RequestKey], bool], Awaitable[int]]
+        self,
+        intake: QuarantineIntake,
+        running: QuarantineRequests,
+        give_up: Callable[[list[RequestKey], bool], Awaitable[int]],
     ) -> None:
-        """`give_up` hands requests back with what they have so far, acquitted or not, after all
-        results that wait for Redis.
+        """`give_up` publishes pending results, then requeues the given requests from their
+        checkpoints; its flag says whether they are released from quarantine.
         """
         self._intake = intake
         self._running = running
@@ -61,17 +66,17 @@ class Trials:
         self._closed = False
 
     def begin(self) -> None:
-        """The requests of a trial were handed to the engine."""
+        """Note that quarantined requests were passed to the engine."""
         self._begun = True
         self._wake.set()
 
     def make_room(self) -> None:
-        """Suspects wait and nobody is free to try them: everything else is to go back."""
+        """Requeue everything: quarantined requests wait, and no worker is idle."""
         self._ordered = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Until closed."""
+        """Run until closed."""
         try:
             while not self._closed:
                 await self._wake.wait()
@@ -81,31 +86,29 @@ class Trials:
                 if begun:
                     await self._hold()
                 elif ordered and not self._closed:
-                    await self._hand_all_back()
+                    await self._requeue_all()
         finally:
             self._ended.set()
 
     async def close(self) -> None:
-        """Begins and ends no more trials; returns once none is being ended."""
+        """Stop isolating requests; return once a release in progress is complete."""
         self._closed = True
         self._wake.set()
         await self._ended.wait()
 
     async def _hold(self) -> None:
-        logger.info(
-            "%d requests run by themselves: an engine core has ended with them before", len(self._running.keys())
-        )
+        logger.info("quarantine: running %d requests in isolation after an engine crash", len(self._running.keys()))
         while not self._running.all_have(HARMLESS_TOKENS):
             if self._closed:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
         await self._give_up(self._running.keys(), True)
-        self._intake.end_trial()
+        self._intake.end_isolation()
 
-    async def _hand_all_back(self) -> None:
+    async def _requeue_all(self) -> None:
         await self._intake.pause()
-        if not self._intake.in_trial:
+        if not self._intake.isolated:
             count = await self._give_up(self._running.keys(), False)
-            logger.info("%d requests were handed back, to make room for suspects", count)
+            logger.info("quarantine: requeued %d requests to make room for quarantined ones", count)
         if not self._closed:
             self._intake.resume()

@@ -34,7 +34,7 @@ from workers.replica.orders import Control
 from workers.replica.outbox import Outbox
 from workers.replica.preparation import Preparation
 from workers.replica.prepared import Prepared
-from workers.replica.quarantine import HARMLESS_TOKENS, Trials
+from workers.replica.quarantine import HARMLESS_TOKENS, Quarantine
 from workers.replica.running import Running
 from workers.replica.sampling_params import Limits
 from workers.settings import WorkerSettings
@@ -82,7 +82,7 @@ class Replica:
         """
         self.id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.was_ready = False
-        self.acquitted_someone = False
+        self.cleared_requests = False
         self.longest_at_death = longest_at_death
         self._settings = settings
         self._queue = queue
@@ -102,7 +102,7 @@ class Replica:
         self._running = Running(self._engine, self._outbox, self._loop.time, interval)
         self._tried_tokens = 0
         self._intake: Intake | None = None
-        self._trials: Trials | None = None
+        self._quarantine: Quarantine | None = None
 
     @property
     def got_something_done(self) -> bool:
@@ -110,9 +110,9 @@ class Replica:
         return self._running.finished > self._running.failed
 
     @property
-    def in_trial(self) -> bool:
-        """Whether it has, or had at its end, nothing but suspects."""
-        return self._intake is not None and self._intake.in_trial
+    def isolated(self) -> bool:
+        """Whether it runs, or ran at its end, quarantined requests only."""
+        return self._intake is not None and self._intake.isolated
 
     async def run(self, pause: float = 0.0) -> None:
         """Serves until told to stop; the core is started after `pause` seconds, in which the
@@ -195,12 +195,13 @@ class Replica:
             ) from error
 
     async def _try_engine(self, max_model_len: int) -> None:
-        """A request of its own before anything is claimed: a device that fails at everything must
-        not have requests condemned for it.
+        """Run a request of the worker's own before any claim, so that no request is dead-lettered
+        for a device that fails at everything.
 
-        After a death it is as long as what that core had, and gets the tokens that acquit a
-        suspect: one that fails at it as well failed at its length. It also loads what the first
-        request would wait for, and begins to teach how long a step takes.
+        After a crash it is as long as the longest request of the crashed core, and generates the
+        tokens that release a request from quarantine: a core that fails here too fails at that
+        length. It also loads what the first request would wait for, and starts the estimate of
+        step times.
         """
         length, tokens = (self.longest_at_death, HARMLESS_TOKENS) if self.longest_at_death else (_TRY_LENGTH, 2)
         tokens = min(tokens, max_model_len - 1)
@@ -233,19 +234,19 @@ class Replica:
             lambda: running.load,
             self._start_requests,
         )
-        self._trials = Trials(self._intake, self._running, self._give_up)
+        self._quarantine = Quarantine(self._intake, self._running, self._give_up)
         self._record = msgspec.structs.replace(self._record, max_model_len=info.max_model_len)
         await self._set_state("ready")
         self.was_ready = True
 
     def _start_tasks(self) -> list[asyncio.Task[None]]:
         assert self._intake is not None
-        assert self._trials is not None
+        assert self._quarantine is not None
         report = statistics.report(self._running, self._engine, self._engine.info.num_blocks)
         return [
             asyncio.create_task(self._take_steps(), name="steps"),
             asyncio.create_task(self._intake.run(), name="intake"),
-            asyncio.create_task(self._trials.run(), name="trials"),
+            asyncio.create_task(self._quarantine.run(), name="quarantine"),
             asyncio.create_task(self._outbox.run(self._running.due, lambda: len(self._running) > 0), name="outbox"),
             asyncio.create_task(report, name="statistics"),
             asyncio.create_task(statistics.report_gauges(self.id, self._engine, self._queue), name="gauges"),
@@ -271,12 +272,12 @@ class Replica:
 
     def _start_requests(self, prepared: list[Prepared], errors: list[Finished]) -> None:
         assert self._intake is not None
-        assert self._trials is not None
+        assert self._quarantine is not None
         self._running.start(prepared)
         self._running.reject(errors)
         self._outbox.requests_run()
-        if self._intake.in_trial:
-            self._trials.begin()
+        if self._intake.isolated:
+            self._quarantine.begin()
 
     async def _drain(self, steps: asyncio.Task[None]) -> None:
         """Stops in order: nothing new, what has not begun goes back at once, the rest when its time
@@ -285,7 +286,7 @@ class Replica:
         await self._set_state("draining")
         await self._take_nothing_more()
         unstarted = self._running.drop_unstarted()
-        await self._give_back(unstarted)
+        await self._requeue(unstarted)
         if len(self._running):
             logger.info(
                 "draining: %d requests have %.0f s to finish",
@@ -311,43 +312,43 @@ class Replica:
         logger.info("stopped; %d requests were handed back, %d of them with a beginning", len(unstarted) + begun, begun)
 
     async def _take_nothing_more(self) -> None:
-        if self._intake is not None and self._trials is not None:
-            await self._trials.close()
+        if self._intake is not None and self._quarantine is not None:
+            await self._quarantine.close()
             await self._intake.pause()
 
-    async def _give_up(self, keys: list[RequestKey], acquitted: bool = False) -> int:
-        """Hands requests back with what they have so far, after all results that wait; returns how
+    async def _give_up(self, keys: list[RequestKey], cleared: bool = False) -> int:
+        """Publish pending results, then requeue the requests from their checkpoints; return how
         many.
         """
         deltas = self._running.checkpoint(keys)
         held = self._running.drop(keys)
         await self._deliver_last(deltas)
-        await self._give_back(held, acquitted)
-        self.acquitted_someone = self.acquitted_someone or (acquitted and bool(held))
+        await self._requeue(held, cleared)
+        self.cleared_requests = self.cleared_requests or (cleared and bool(held))
         return len(held)
 
     async def _bury_engine(self, error: EngineDeadError) -> None:
-        """Publishes what the dead core had generated, from where its requests go on elsewhere;
-        `_end` then gives up their leases.
+        """Publish what the dead core had generated: its requests continue from there on another
+        core. `_end` then gives up their leases.
 
-        If it ended by itself they are suspects; what never reached it goes back.
+        If the core crashed by itself they are quarantined; what never reached it is requeued.
         """
-        suspects = self._running.keys()
-        logger.error("%s; %d requests were with it", error, len(suspects))
+        reached = self._running.keys()
+        logger.error("%s; requests in flight: %d", error, len(reached))
         await self._take_nothing_more()
         await self._deliver_last(self._running.checkpoint(self._running.keys()))
         if error.by_itself:
             self.longest_at_death = max(self.longest_at_death, self._running.longest())
-            held = self._running.drop(suspects)
-            await self._let_go(held, lambda: self._queue.suspect(self.id, held, condemned(error)))
-            await self._give_back(self._running.drop(self._running.keys()))
+            held = self._running.drop(reached)
+            await self._let_go(held, lambda: self._queue.quarantine(self.id, held, dead_letter(error)))
+            await self._requeue(self._running.drop(self._running.keys()))
 
     async def _deliver_last(self, deltas: list[Delta]) -> None:
         if not await self._in_time(self._outbox.deliver(deltas)):
             logger.warning("Redis is away: the last results are lost, and their requests will run again")
 
-    async def _give_back(self, held: list[Held], acquitted: bool = False) -> None:
-        await self._let_go(held, lambda: self._queue.hand_back(self.id, held, acquitted=acquitted))
+    async def _requeue(self, held: list[Held], cleared: bool = False) -> None:
+        await self._let_go(held, lambda: self._queue.requeue(self.id, held, cleared=cleared))
 
     async def _let_go(self, held: list[Held], action: Callable[[], object]) -> None:
         """Leases are renewed until Redis has heard what becomes of the requests: run out, they
@@ -385,8 +386,8 @@ class Replica:
                 self._running.watch(order)
             elif order.kind == "drain":
                 self._stopping.set()
-            elif order.kind == "trial" and self._trials is not None:
-                self._trials.make_room()
+            elif order.kind == "trial" and self._quarantine is not None:
+                self._quarantine.make_room()
 
     def _on_lost(self, held: list[Held]) -> None:
         running = self._running.lose(held)
@@ -456,8 +457,8 @@ def _unfit(error: EngineDeadError, tokens: int) -> EngineDeadError:
     return EngineDeadError(f"{blame}: {error}", error.returncode)
 
 
-def condemned(error: EngineDeadError) -> Result:
-    """How a request ends that ended an engine core even when it ran alone."""
+def dead_letter(error: EngineDeadError) -> Result:
+    """Return the result of a request that crashed an engine core even in isolation."""
     message = (
         "This request was given up, because every time it ran the engine failed, at last with nothing beside it:"
         f" {error.reason}."

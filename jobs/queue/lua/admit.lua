@@ -1,8 +1,10 @@
 #!lua flags=allow-oom
--- Lets an HTTP request of an API key in, or not: a bucket that holds the requests of a minute and fills again over a minute
--- (GCRA, ITU-T I.371: what is kept is the time at which the bucket will be full).
--- ARGV: key id, requests per minute, token of the request (a repeat of the last one is not counted again)
--- Returns 1 or 0 (let in or not), requests left, ms until the next one is let in, ms until the bucket is full.
+-- Admits an HTTP request of an API key, or not: a bucket that holds the requests of a minute and
+-- fills again over a minute (GCRA, ITU-T I.371; stored is the time at which the bucket is full).
+-- ARGV: key id, requests per minute, token of the request (a repeat of the last one is not counted
+--       again)
+-- Returns 1 or 0 (admitted or not), requests left, ms until the next one is admitted, ms until the
+-- bucket is full.
 
 local name, per_minute, token = key.rate(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
 local minute = 60000000

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
--- Ends requests without a result, waiting or running; workers that run them are told: once by the name of a batch, however many
--- of its lines they run, so that no order falls out of their control stream.
+-- Ends requests without a result, waiting or running, and notifies the workers that run them: once
+-- by the name of a batch, however many of its lines they run, so that no order falls out of their
+-- control stream.
 -- ARGV: 'requests', 0, names...   or   'batch', limit, batch
 -- Returns how many lines of the batch may be left (0: none); for requests always 0.
 
@@ -14,7 +15,7 @@ local function drop(name)
     local waits_for = redis.call('HGET', key.bodies(batch), 'model')
     if waits_for then
       redis.call('LREM', key.live(waits_for), 1, name)
-      take_from_suspects(waits_for, {name})
+      remove_from_quarantine(waits_for, {name})
     end
   end
   if is_live(batch) then
@@ -35,7 +36,7 @@ if ARGV[1] == 'requests' then
   for i = 3, #ARGV do
     local holder = drop(ARGV[i])
     if holder then
-      tell(holder, 'cancel', ARGV[i])
+      notify(holder, 'cancel', ARGV[i])
     end
   end
   return 0
@@ -58,9 +59,9 @@ for i, line in ipairs(names) do
   end
 end
 for _, model in ipairs(#names > 0 and redis.call('SMEMBERS', key.batch_models(batch)) or {}) do
-  take_from_suspects(model, names)
+  remove_from_quarantine(model, names)
 end
 for holder in pairs(holders) do
-  tell(holder, 'cancel', batch)
+  notify(holder, 'cancel', batch)
 end
 return #names == limit and 1 or 0

@@ -1,16 +1,20 @@
 #!lua
--- Gives a worker requests: live calls first, then batches in fair turns; a tenth of what live calls take is kept for batches.
--- Before all of these a group of suspects, to a worker that holds nothing; one that holds suspects gets nothing beside them.
--- ARGV: worker, number of this claim, limit, limit for live calls, lease in ms, most undrained result bytes of a batch, models...
--- Returns a list of {name, fence, attempt, request, watched, suspicions, {chunks...}}, chunks (msgpack) being what each entry published.
--- The same number again gives the same requests, as far as the worker still holds them; a smaller number gives nothing.
+-- Gives a worker requests: live calls first, then batches in fair turns; batches get at least a
+-- tenth. Before all of these a worker that holds nothing gets a group of quarantined requests; one
+-- that holds such requests gets nothing beside them.
+-- ARGV: worker, number of this claim, limit, limit for live calls, lease in ms, most undrained
+--       result bytes of a batch, models...
+-- Returns a list of {name, fence, attempt, request, watched, engine_crashes, {chunks...}}, chunks
+-- (msgpack) being what each entry published.
+-- The same number again gives the same requests, as far as the worker still holds them; a smaller
+-- number gives nothing.
 
 local worker, seq = ARGV[1], tonumber(ARGV[2])
 local limit, live_limit = tonumber(ARGV[3]), tonumber(ARGV[4])
 local lease, most_undrained = tonumber(ARGV[5]), tonumber(ARGV[6])
 local QUANTUM = 16 -- lines taken of one batch in a row: neighbours in the plan share prefixes
 local LIVE_PER_BATCH = 9
-local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- before some lines of a batch have told what they cost
+local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- until lines of a batch have finished
 
 local function published(name)
   local entries = redis.call('XRANGE', key.tokens(name), '-', '+')
@@ -32,10 +36,11 @@ local function describe(items)
   local watched = watched_of(names)
   for i, item in ipairs(items) do
     local batch, line = split(item.name)
-    local _, _, suspicions = tries_of(item.tries)
+    local _, _, engine_crashes = tries_of(item.tries)
     local request = redis.call('HGET', key.bodies(batch), line)
-    rows[i] = {item.name, tonumber(item.fence), item.attempt, request, watched[item.name] and 1 or 0, suspicions or 0,
-      item.tries and published(item.name) or {}}
+    local is_watched = watched[item.name] and 1 or 0
+    local chunks = item.tries and published(item.name) or {}
+    rows[i] = {item.name, tonumber(item.fence), item.attempt, request, is_watched, engine_crashes or 0, chunks}
   end
   return rows
 end
@@ -63,7 +68,8 @@ local function take(name, model)
   items[#items + 1] = {name = name, model = model}
 end
 
--- A server that came back empty starts above every number it ever gave: a million claims a second are never made.
+-- A server that came back empty starts above every number it ever gave: there are never a million
+-- claims a second.
 local function first_fence(count)
   if redis.call('EXISTS', key.FENCE) == 0 then
     redis.call('SET', key.FENCE, redis.call('TIME')[1] .. '000000')
@@ -81,7 +87,8 @@ local function lease_all()
   for i, item in ipairs(items) do
     item.tries, item.fence = tries[i], digits(fence + i - 1)
     item.attempt = (tries_of(tries[i]) or 0) + 1
-    leases[2 * i - 1], leases[2 * i] = item.name, item.fence .. ' ' .. item.attempt .. ' ' .. worker .. ' ' .. item.model
+    leases[2 * i - 1] = item.name
+    leases[2 * i] = item.fence .. ' ' .. item.attempt .. ' ' .. worker .. ' ' .. item.model
     deadlines[2 * i - 1], deadlines[2 * i] = deadline, item.name
   end
   redis.call('HSET', key.LEASE, unpack(leases))
@@ -89,7 +96,7 @@ local function lease_all()
   redis.call('SADD', key.held(worker), unpack(names))
 end
 
--- What a line of the batch costs in tokens, as far as those that finished tell.
+-- The mean cost of a finished line of the batch in tokens; an estimate while few have finished.
 local function cost_of_a_line(batch, used_lines, used_tokens)
   if used_lines >= QUANTUM then
     return math.max(1, used_tokens / used_lines)
@@ -98,8 +105,8 @@ local function cost_of_a_line(batch, used_lines, used_tokens)
   return bytes / math.max(1, redis.call('HLEN', key.bodies(batch))) / BYTES_PER_TOKEN + GUESSED_OUTPUT
 end
 
--- The least served tenant's least served batch that may run, with its tenant, low water and cost of a line; or nil. What may not run is
--- taken out; `drained` brings it back.
+-- The least served tenant's least served batch that may run, with its tenant, low water and cost of
+-- a line; or nil. A batch that may not run is taken out; `drained` brings it back.
 local function next_batch(model)
   while true do
     local tenant = redis.call('ZRANGE', key.tenants(model), 0, 0)[1]
@@ -108,9 +115,13 @@ local function next_batch(model)
     end
     local batch = redis.call('ZRANGE', key.ring(model, tenant), 0, 0)[1]
     if batch then
-      local record = redis.call('HMGET', key.batch(batch), 'state', 'result_bytes', 'low_water', 'used_lines', 'used_tokens')
-      if record[1] == 'in_progress' and tonumber(record[2] or 0) <= most_undrained and redis.call('EXISTS', key.ready(batch, model)) == 1 then
-        return batch, tenant, tonumber(record[3] or 0), cost_of_a_line(batch, tonumber(record[4] or 0), tonumber(record[5] or 0))
+      local state, undrained, low_water, used_lines, used_tokens = unpack(
+        redis.call('HMGET', key.batch(batch), 'state', 'result_bytes', 'low_water', 'used_lines', 'used_tokens')
+      )
+      local may_run = state == 'in_progress' and tonumber(undrained or 0) <= most_undrained
+      if may_run and redis.call('EXISTS', key.ready(batch, model)) == 1 then
+        local cost = cost_of_a_line(batch, tonumber(used_lines or 0), tonumber(used_tokens or 0))
+        return batch, tenant, tonumber(low_water or 0), cost
       end
     end
     leave(batch or '', model, tenant)
@@ -140,7 +151,7 @@ local function take_lines(model, most)
     leave(batch, model, tenant)
   end
   if left <= low_water and left + #lines > low_water then
-    tell(key.JOBS_CONTROL, 'batch', batch)
+    notify(key.JOBS_CONTROL, 'batch', batch)
   end
   return #lines
 end
@@ -176,15 +187,15 @@ local function take_live(models, most)
   return taken
 end
 
--- The oldest group of suspects of one model, or none.
-local function take_suspects(models, most)
+-- The oldest quarantine group of one model, or none.
+local function take_quarantined(models, most)
   for i = 1, #models do
     local model = models[(seq + i) % #models + 1]
-    local group = redis.call('ZRANGE', key.suspects(model), 0, 0, 'WITHSCORES')[2]
+    local group = redis.call('ZRANGE', key.quarantined(model), 0, 0, 'WITHSCORES')[2]
     if group then
-      local names = redis.call('ZRANGEBYSCORE', key.suspects(model), group, group, 'LIMIT', 0, most)
-      redis.call('HSET', key.TRIALS, model, digits(now_ms()))
-      take_from_suspects(model, names)
+      local names = redis.call('ZRANGEBYSCORE', key.quarantined(model), group, group, 'LIMIT', 0, most)
+      redis.call('HSET', key.QUARANTINE_WAITS, model, digits(now_ms()))
+      remove_from_quarantine(model, names)
       for _, name in ipairs(names) do
         take(name, model)
       end
@@ -199,7 +210,8 @@ local function take_in_turn(models)
     waiting_live = waiting_live + redis.call('LLEN', key.live(model))
     waiting_batches = waiting_batches + redis.call('ZCARD', key.tenants(model))
   end
-  -- How many live calls were taken while batches waited and had no turn; kept under the worker's first model.
+  -- How many live calls were taken while batches waited without a turn; stored under the worker's
+  -- first model.
   local owed = waiting_batches > 0 and tonumber(redis.call('HGET', key.CREDIT, models[1]) or 0) or 0
   local wanted = math.min(waiting_live, live_limit)
   local kept = waiting_batches > 0 and math.min(math.floor((owed + wanted) / (LIVE_PER_BATCH + 1)), limit) or 0
@@ -215,18 +227,18 @@ local function take_in_turn(models)
   end
 end
 
-local models, trial = {unpack(ARGV, 7)}, on_trial(worker)
+local models, isolating = {unpack(ARGV, 7)}, is_isolating(worker)
 if limit > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
-  take_suspects(models, limit)
-  trial = #items > 0
+  take_quarantined(models, limit)
+  isolating = #items > 0
 end
-if not trial then
+if not isolating then
   take_in_turn(models)
 end
 
 if redis.call('HEXISTS', key.WORKERS, worker) == 1 then
   for _, model in ipairs(models) do
-    redis.call((#items < limit and not trial) and 'SADD' or 'SREM', key.waiting(model), worker)
+    redis.call((#items < limit and not isolating) and 'SADD' or 'SREM', key.waiting(model), worker)
   end
 end
 

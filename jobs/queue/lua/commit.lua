@@ -1,10 +1,11 @@
 #!lua flags=allow-oom
 -- Stores results, ends leases, moves the batch's counts where the done bit flips.
 -- ARGV: worker, tokens that it generated in its life, seconds to keep a watched stream,
---       then (name, fence, output tokens with these, chunks (msgpack), API process or '', succeeded 0/1,
---       tokens of the prompt and of the output as the answer counts them, result (msgpack)) each;
+--       then (name, fence, output tokens with these, chunks (msgpack), API process or '',
+--       succeeded 0/1, tokens of the prompt and of the output as the answer counts them, result
+--       (msgpack)) each;
 --       tokens and chunks are '' when none are left to publish
--- Returns the names for which nothing changed, because the worker does not hold them under that fence (any more).
+-- Returns the names for which nothing changed: the worker does not hold them under that fence.
 
 local worker, generated, keep = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local lost, items, names, seen = {}, {}, {}, {}
@@ -15,8 +16,8 @@ for i = 4, #ARGV, 9 do
     seen[name] = true
     names[#names + 1] = name
     items[#items + 1] = {
-      name = name, succeeded = succeeded == '1', prompt_tokens = tonumber(prompt_tokens), tokens = tonumber(tokens), result = result,
-      reply_to = reply_to, total = total, chunks = chunks,
+      name = name, succeeded = succeeded == '1', prompt_tokens = tonumber(prompt_tokens), tokens = tonumber(tokens),
+      result = result, reply_to = reply_to, total = total, chunks = chunks,
     }
   else
     lost[#lost + 1] = name

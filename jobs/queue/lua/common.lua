@@ -1,12 +1,15 @@
--- Shared by every script, which scripts.py puts below it. `key` holds the names of jobs/queue/keys.py.
--- A request's name is "<batch>/<line>"; a live call's batch id starts with "live_" and its line is 0.
+-- Shared by every script: scripts.py puts the script below it. `key` holds the names of
+-- jobs/queue/keys.py.
+-- A request's name is "<batch>/<line>"; a live call's batch id starts with "live_" and its line is
+-- 0.
 
 local CONTROL_SECONDS = 600
 local API_SECONDS = 300
 local COUNTED_SECONDS = 86400
 local SERVED_SECONDS = 600
-local SUSPECTS_TOGETHER = 16
-local BATCH_ENTRIES, FEWEST_BATCH_ENTRIES, FULL_BATCHES = 20000, 1000, 4 -- more watched batches than these share what they would hold
+local QUARANTINE_GROUP_SIZE = 16
+-- More than FULL_BATCHES watched batches share the entries that so many would hold
+local BATCH_ENTRIES, FEWEST_BATCH_ENTRIES, FULL_BATCHES = 20000, 1000, 4
 local MOST_BYTES_OF_AN_ENTRY = 1024
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
@@ -15,7 +18,7 @@ local function now_ms()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- A number as Redis wants it; Lua's own text form loses digits above 1e14.
+-- A number as Redis expects it; Lua's own text form loses digits above 1e14.
 local function digits(number)
   return string.format('%.0f', number)
 end
@@ -28,7 +31,7 @@ local function is_live(batch)
   return string.sub(batch, 1, 5) == 'live_'
 end
 
--- fence, attempt, worker, model; nil when nobody holds the request.
+-- fence, attempt, worker, model; nil when no worker holds the request.
 local function lease_of(name)
   local lease = redis.call('HGET', key.LEASE, name)
   if not lease then
@@ -37,13 +40,14 @@ local function lease_of(name)
   return string.match(lease, '^(%d+) (%d+) (%S+) (.*)$')
 end
 
--- attempts, deaths, suspicions of a request that was released unfinished; nil for one that never was.
+-- attempts, deaths, engine_crashes of a request that was released unfinished; nil for one that
+-- never was.
 local function tries_of(text)
   if not text then
     return nil
   end
-  local attempts, deaths, suspicions = string.match(text, '^(%d+) (%d+) (%d+)$')
-  return tonumber(attempts), tonumber(deaths), tonumber(suspicions)
+  local attempts, deaths, engine_crashes = string.match(text, '^(%d+) (%d+) (%d+)$')
+  return tonumber(attempts), tonumber(deaths), tonumber(engine_crashes)
 end
 
 -- Whether `worker` holds the request under this very fence.
@@ -62,8 +66,8 @@ local function release(worker, ...)
   redis.call('SREM', key.held(worker), ...)
 end
 
--- Adds to the totals what a worker generated since it last said how many tokens it generated in its life; late and repeated counts add
--- nothing, also after it was struck off.
+-- Adds to the totals what a worker generated since its last report of the tokens that it generated
+-- in its life; late and repeated reports add nothing, also after the worker was struck off.
 local function count_generated(worker, generated)
   if generated > 0 then
     local counted = tonumber(redis.call('GET', key.counted(worker)) or 0)
@@ -72,39 +76,41 @@ local function count_generated(worker, generated)
   end
 end
 
--- Ends a worker's lease under this very fence: model, attempt, deaths and suspicions of the request; nil if it does not hold it.
+-- Ends a worker's lease under this very fence: model, attempt, deaths and engine_crashes of the
+-- request; nil if the worker does not hold it.
 local function take_from(worker, name, fence)
   local held, attempt, model = holds(worker, name, fence)
   if not held then
     return nil
   end
-  local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
+  local _, deaths, engine_crashes = tries_of(redis.call('HGET', key.TRIES, name))
   release(worker, name)
-  return model, attempt, deaths or 0, suspicions or 0
+  return model, attempt, deaths or 0, engine_crashes or 0
 end
 
-local function tell(worker, kind, value, seconds)
+-- Appends an order to the control stream of a worker or of the control plane.
+local function notify(worker, kind, value, seconds)
   local stream = key.control(worker)
   redis.call('XADD', stream, 'MAXLEN', '~', 1000, '*', 'k', kind, 'v', value or '', 's', seconds or 0)
   redis.call('EXPIRE', stream, CONTROL_SECONDS)
 end
 
--- Wakes workers that wait for work of this model; for a live call also busy ones, when nobody waits.
+-- Wakes workers that wait for work of this model; for a live call also busy ones, when none waits.
 local function ring_bell(model, count, busy_too)
   local idle = redis.call('SRANDMEMBER', key.waiting(model), count)
   for _, worker in ipairs(idle) do
     redis.call('SREM', key.waiting(model), worker)
-    tell(worker, 'bell')
+    notify(worker, 'bell')
   end
   if busy_too and #idle == 0 then
     for _, worker in ipairs(redis.call('SRANDMEMBER', key.serving(model), 8)) do
-      tell(worker, 'bell')
+      notify(worker, 'bell')
     end
   end
 end
 
--- A newcomer starts level with whoever had the last turn, so that it neither waits for long nor gets ahead; one that was here before
--- does not get rid of what it received beyond that.
+-- A new member starts level with the one that had the last turn, so that it neither waits for long
+-- nor gets ahead; one that returns keeps the service that it received beyond that.
 local function join(ring, member)
   if not redis.call('ZSCORE', ring, member) then
     local level = redis.call('GET', key.level(ring)) or redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES')[2] or 0
@@ -113,7 +119,8 @@ local function join(ring, member)
   end
 end
 
--- What a member received is forgotten after a while, and before the level: nobody who comes anew may start below one who comes again.
+-- What a member received expires after a while, and before the level: a new member must not start
+-- below one that returns.
 local function part(ring, member)
   local served = redis.call('ZSCORE', ring, member)
   if served then
@@ -140,61 +147,65 @@ local function leave(batch, model, tenant)
   end
 end
 
--- Whether a worker tries suspects. It then holds nothing else, so that one request speaks for all.
-local function on_trial(worker)
+-- Whether a worker runs quarantined requests. It then holds nothing else, so one request is enough
+-- to decide.
+local function is_isolating(worker)
   local name = redis.call('SRANDMEMBER', key.held(worker))
-  local _, _, suspicions = tries_of(name and redis.call('HGET', key.TRIES, name))
-  return (suspicions or 0) > 0
+  local _, _, engine_crashes = tries_of(name and redis.call('HGET', key.TRIES, name))
+  return (engine_crashes or 0) > 0
 end
 
-local groups = {} -- model -> how many groups of suspects this call made, and {number, members} of the one it fills
+-- model -> how many quarantine groups this call made, and {number, members} of the one it fills
+local groups = {}
 
--- The request waits until a worker that runs nothing else takes its group: up to 16 together, or it alone after a second suspicion.
-local function put_aside(name, model, suspicions)
+-- The request waits until a worker that runs nothing else takes its group: up to 16 together, or it
+-- alone after a second crash.
+local function quarantine(name, model, engine_crashes)
   local made = groups[model] or {count = 0}
   local group = made.filling
-  if suspicions > 1 or not group or group.members == SUSPECTS_TOGETHER then
-    local last = redis.call('ZREVRANGE', key.suspects(model), 0, 0, 'WITHSCORES')[2]
+  if engine_crashes > 1 or not group or group.members == QUARANTINE_GROUP_SIZE then
+    local last = redis.call('ZREVRANGE', key.quarantined(model), 0, 0, 'WITHSCORES')[2]
     group = {number = tonumber(last or 0) + 1, members = 0}
-    groups[model] = {count = made.count + 1, filling = suspicions == 1 and group or made.filling}
-    redis.call('HSETNX', key.TRIALS, model, digits(now_ms()))
+    groups[model] = {count = made.count + 1, filling = engine_crashes == 1 and group or made.filling}
+    redis.call('HSETNX', key.QUARANTINE_WAITS, model, digits(now_ms()))
   end
   group.members = group.members + 1
-  redis.call('ZADD', key.suspects(model), group.number, name)
+  redis.call('ZADD', key.quarantined(model), group.number, name)
 end
 
--- Takes requests from among the suspects, if they are there.
-local function take_from_suspects(model, names)
-  if redis.call('ZREM', key.suspects(model), unpack(names)) > 0 and redis.call('EXISTS', key.suspects(model)) == 0 then
-    redis.call('HDEL', key.TRIALS, model)
+-- Takes requests out of quarantine, if they are there.
+local function remove_from_quarantine(model, names)
+  local removed = redis.call('ZREM', key.quarantined(model), unpack(names))
+  if removed > 0 and redis.call('EXISTS', key.quarantined(model)) == 0 then
+    redis.call('HDEL', key.QUARANTINE_WAITS, model)
   end
 end
 
--- Wakes a worker without work for each group of suspects that this call made.
-local function ring_for_trials()
+-- Wakes an idle worker for each quarantine group that this call made.
+local function wake_for_quarantine()
   for model, made in pairs(groups) do
     local left = made.count
     for _, worker in ipairs(redis.call('SMEMBERS', key.waiting(model))) do
       if left > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
         redis.call('SREM', key.waiting(model), worker)
-        tell(worker, 'bell')
+        notify(worker, 'bell')
         left = left - 1
       end
     end
   end
 end
 
--- Puts an unfinished request that nobody holds any more back: a suspect among the suspects, any other to the front.
--- Whoever puts back suspects calls `ring_for_trials` at its end.
-local function requeue(name, model, attempts, deaths, suspicions)
+-- Puts back an unfinished request that no worker holds: one with engine crashes into quarantine,
+-- any other at the head. A script that quarantines requests calls `wake_for_quarantine` at its end.
+local function requeue(name, model, attempts, deaths, engine_crashes)
   local batch, line = split(name)
   local live = is_live(batch)
   if not live and redis.call('EXISTS', key.batch(batch)) == 0 then
     return
   end
-  redis.call('HSET', key.TRIES, name, attempts .. ' ' .. deaths .. ' ' .. suspicions)
-  if suspicions > 0 then
-    put_aside(name, model, suspicions)
+  redis.call('HSET', key.TRIES, name, attempts .. ' ' .. deaths .. ' ' .. engine_crashes)
+  if engine_crashes > 0 then
+    quarantine(name, model, engine_crashes)
     return
   end
   if live then
@@ -206,7 +217,7 @@ local function requeue(name, model, attempts, deaths, suspicions)
   ring_bell(model, 1, live)
 end
 
--- Which of the requests somebody watches, themselves or with their batch: a table of names.
+-- Which of the requests a client watches, themselves or with their batch: a table of names.
 local function watched_of(names)
   local targets, batches = {}, {}
   for i, name in ipairs(names) do
@@ -227,16 +238,17 @@ local function watched_of(names)
   return found
 end
 
-local watched -- how many requests and batches are, once this call has asked
-local unread = {} -- batches that this call found without a stream of their own: nobody reads one
+local watched -- how many requests and batches are watched, once this call has counted them
+local unread = {} -- batches that this call found without a stream of their own: no client reads them
 
 local function count_watched()
   watched = watched or redis.call('ZCARD', key.WATCHED)
   return watched
 end
 
--- Adds to the stream of a batch, if there is one: about a request of it, or, without a name, that its state moved.
-local function tell_readers(batch, name, entry_id, chunks, succeeded)
+-- Adds an entry to the stream of a batch, if there is one: about a request of it, or, without a
+-- name, that its state changed.
+local function notify_readers(batch, name, entry_id, chunks, succeeded)
   if not unread[batch] then
     local share = math.floor(BATCH_ENTRIES * FULL_BATCHES / math.max(FULL_BATCHES, count_watched()))
     local most = math.max(FEWEST_BATCH_ENTRIES, share)
@@ -246,8 +258,9 @@ local function tell_readers(batch, name, entry_id, chunks, succeeded)
   end
 end
 
--- Appends to a request's token stream under the id "<tokens so far>-<kind>". An entry that stands there already is left alone, which
--- makes repeats harmless; only a new one goes on to the API process and to those who read the batch.
+-- Appends to a request's token stream under the id "<tokens so far>-<kind>". An entry that exists
+-- already is left alone, which makes repeats harmless; only a new one goes on to the API process
+-- and to the readers of the batch.
 local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
   local added = redis.pcall('XADD', key.tokens(name), entry_id, 'p', chunks, more, value)
   if type(added) == 'table' and added.err then
@@ -262,17 +275,19 @@ local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
     redis.call('EXPIRE', stream, API_SECONDS)
   end
   if count_watched() > 0 and not is_live(name) then
-    tell_readers(split(name), name, entry_id, chunks, succeeded)
+    notify_readers(split(name), name, entry_id, chunks, succeeded)
   end
 end
 
--- Results and counts of requests of one batch; both move only where the done bit flips. Returns how many tokens that delivered.
+-- Results and counts of requests of one batch; both change only where the done bit flips. Returns
+-- how many tokens that delivered.
 local function record(batch, items)
   if redis.call('EXISTS', key.batch(batch)) == 0 then
     return 0
   end
   local lines, results = {}, {}
-  local moves, delivered = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0, used_lines = 0, used_tokens = 0}, 0
+  local delivered = 0
+  local moves = {body_bytes = 0, result_bytes = 0, completed = 0, failed = 0, used_lines = 0, used_tokens = 0}
   for i, item in ipairs(items) do
     lines[i] = item.line
     moves.body_bytes = moves.body_bytes - redis.call('HSTRLEN', key.bodies(batch), item.line)
@@ -295,14 +310,14 @@ local function record(batch, items)
     redis.call('HSET', key.results(batch), unpack(results))
     local counts = redis.call('HMGET', key.batch(batch), 'total', 'completed', 'failed')
     if tonumber(counts[1]) == tonumber(counts[2]) + tonumber(counts[3]) then
-      tell(key.JOBS_CONTROL, 'batch', batch)
+      notify(key.JOBS_CONTROL, 'batch', batch)
     end
   end
   return delivered
 end
 
 -- The last entry of a token stream, which then lasts `keep` seconds.
-local function say_last(item, keep)
+local function append_last(item, keep)
   local total, chunks = item.total, item.chunks
   if not total or total == '' then
     local last = redis.call('XREVRANGE', key.tokens(item.name), '+', '-', 'COUNT', 1)[1]
@@ -319,8 +334,10 @@ local function failed(name, result)
   return {name = name, succeeded = false, prompt_tokens = 0, tokens = 0, result = result, reply_to = reply_to}
 end
 
--- Ends requests that their caller has just released, each named once: results, counts, last words, and nothing left behind.
--- items: {name, succeeded, prompt_tokens, tokens, result, reply_to, total, chunks} each; without a total no tokens are left to publish
+-- Ends requests that the script has just released, each named once: results, counts, last entries;
+-- then removes what is stored of them.
+-- items: {name, succeeded, prompt_tokens, tokens, result, reply_to, total, chunks} each; without a
+-- total no tokens are left to publish
 local function finish(items, keep)
   if #items == 0 then
     return
@@ -347,7 +364,7 @@ local function finish(items, keep)
   local watched, silent = watched_of(names), {}
   for _, item in ipairs(items) do
     if is_live(item.batch) or watched[item.name] then
-      say_last(item, keep)
+      append_last(item, keep)
     else
       silent[#silent + 1] = key.tokens(item.name)
     end

@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
--- Registers a part that lasts on disk and removes its lines' results.
+-- Registers a part that is durable on disk and removes its lines' results.
 -- ARGV: batch, name of the part, most undrained result bytes of a batch, lines...
--- Returns 1 when the part is registered (now or before), 0 when one of its lines has no result here any more: another part holds it.
+-- Returns 1 when the part is registered (now or before), 0 when the result of one of its lines is
+-- not here: another part holds it.
 
 local batch, part, most_undrained = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local results = key.results(batch)

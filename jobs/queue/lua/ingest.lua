@@ -1,7 +1,7 @@
 #!lua
 -- Adds lines to a batch's ready list and moves its cursor; a repeat finds the cursor moved.
 -- ARGV: batch, cursor before, cursor after, then (line, model, request) each
--- Returns 1 when the cursor stands at "after", 0 when it stands elsewhere or the batch is not in progress.
+-- Returns 1 when the cursor is at "after", 0 when it is elsewhere or the batch is not in progress.
 
 local batch, before, after = ARGV[1], ARGV[2], ARGV[3]
 local record = redis.call('HMGET', key.batch(batch), 'state', 'cursor')
@@ -14,7 +14,8 @@ end
 local bytes, added = 0, {}
 for i = 4, #ARGV, 3 do
   local line, model, request = ARGV[i], ARGV[i + 1], ARGV[i + 2]
-  if redis.call('GETBIT', key.done(batch), line) == 0 and redis.call('HSETNX', key.bodies(batch), line, request) == 1 then
+  local is_done = redis.call('GETBIT', key.done(batch), line) == 1
+  if not is_done and redis.call('HSETNX', key.bodies(batch), line, request) == 1 then
     redis.call('RPUSH', key.ready(batch, model), line)
     bytes = bytes + #request
     added[model] = (added[model] or 0) + 1

@@ -1,10 +1,13 @@
 #!lua
--- Appends the next tokens to requests' token streams; what stands there is the checkpoint.
+-- Appends the next tokens to requests' token streams, which are the requests' checkpoints.
 -- ARGV: worker, tokens that it generated in its life,
---       then (name, fence, output tokens before these and with them, chunks (msgpack), API process or '', accepted 0/1) each
--- Returns the names of requests that the worker does not hold under that fence (any more); nothing was written for them.
--- A server that lost its last second (power loss) lacks tokens that were published to it. A checkpoint must have no hole, so such a
--- request is taken from its worker and goes on from what is left, without an attempt being counted.
+--       then (name, fence, output tokens before these and with them, chunks (msgpack),
+--       API process or '', accepted 0/1) each
+-- Returns the names of requests that the worker does not hold under that fence; nothing is written
+-- for them.
+-- A server that lost its last second (power loss) lacks tokens that were published to it. A
+-- checkpoint must have no hole, so such a request is taken from its worker and continues from what
+-- is left; no attempt is counted.
 
 local worker, generated = ARGV[1], tonumber(ARGV[2])
 local lost = {}
@@ -23,10 +26,10 @@ for i = 3, #ARGV, 7 do
   else
     lost[#lost + 1] = name
     if held then
-      local model, attempt, deaths, suspicions = take_from(worker, name, fence)
-      requeue(name, model, attempt - 1, deaths, suspicions)
+      local model, attempt, deaths, engine_crashes = take_from(worker, name, fence)
+      requeue(name, model, attempt - 1, deaths, engine_crashes)
     end
   end
 end
-ring_for_trials()
+wake_for_quarantine()
 return lost

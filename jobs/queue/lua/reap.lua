@@ -1,16 +1,19 @@
 #!lua flags=allow-oom
--- Takes requests away from a dead worker, or from every worker whose leases ran out; each goes back to the front of the queue (a suspect
--- among the suspects), or ends with an error when too many workers died with it.
--- ARGV: worker or '', lease in ms, most deaths, the error as a result (msgpack), seconds to keep a watched stream, limit
+-- Takes requests from a dead worker, or from every worker whose leases ran out; each goes back to
+-- the head of the queue (a quarantined one to quarantine), or ends with an error when too many
+-- workers died with it.
+-- ARGV: worker or '', lease in ms, most deaths, the error as a result (msgpack), seconds to keep a
+--       watched stream, limit
 -- Returns how many requests it took.
--- Without a worker it also notes time and server; when the notes are missing, older than 5 s (or a shorter lease), of the future or
--- another server's, nothing is taken for one lease, since the leases ran out while their workers could not renew them. And where suspects
--- wait in vain for a worker that has nothing else, one is told to make room.
+-- Without a worker it also notes time and server. When the notes are missing, older than 5 s (or a
+-- shorter lease), of the future or another server's, nothing is taken for one lease: the leases ran
+-- out while their workers could not renew them. Where quarantined requests have waited too long for
+-- an idle worker, it orders one to make room.
 
 local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lost_result, keep, limit = ARGV[4], ARGV[5], tonumber(ARGV[6])
 local LONGEST_GAP = math.min(5000, math.max(2000, lease))
-local LONGEST_WAIT_OF_SUSPECTS = 10000
+local LONGEST_QUARANTINE_WAIT = 10000
 local BIGGEST_SEQ = '9007199254740991'
 
 local function lose(name)
@@ -19,16 +22,16 @@ local function lose(name)
     redis.call('SREM', key.held(worker), name)
     return
   end
-  local _, deaths, suspicions = tries_of(redis.call('HGET', key.TRIES, name))
+  local _, deaths, engine_crashes = tries_of(redis.call('HGET', key.TRIES, name))
   release(holder, name)
   if (deaths or 0) + 1 < most_deaths then
-    requeue(name, model, attempt, (deaths or 0) + 1, suspicions or 0)
+    requeue(name, model, attempt, (deaths or 0) + 1, engine_crashes or 0)
     return
   end
   finish({failed(name, lost_result)}, keep)
 end
 
--- Last claimed, first put back: at the front of the queue they stand in the order in which they were claimed.
+-- Last claimed, first put back: at the head of the queue they keep the order of their claims.
 local function lose_all(names)
   local fences = {}
   for _, name in ipairs(names) do
@@ -38,7 +41,7 @@ local function lose_all(names)
   for _, name in ipairs(names) do
     lose(name)
   end
-  ring_for_trials()
+  wake_for_quarantine()
   return #names
 end
 
@@ -53,16 +56,16 @@ local function strike_off(dead)
   redis.call('UNLINK', key.control(dead))
 end
 
--- Once for each wait: whoever is told takes a group, which begins a new one.
-local function order_trials(now)
-  local waits = redis.call('HGETALL', key.TRIALS)
+-- Once for each wait: the worker that gets the order takes a group, which begins a new wait.
+local function order_isolation(now)
+  local waits = redis.call('HGETALL', key.QUARANTINE_WAITS)
   for i = 1, #waits, 2 do
     local model, waited = waits[i], now - waits[i + 1]
-    if waited > LONGEST_WAIT_OF_SUSPECTS or waited < 0 then
-      redis.call('HSET', key.TRIALS, model, digits(now))
+    if waited > LONGEST_QUARANTINE_WAIT or waited < 0 then
+      redis.call('HSET', key.QUARANTINE_WAITS, model, digits(now))
       for _, one in ipairs(waited > 0 and redis.call('SRANDMEMBER', key.serving(model), 8) or {}) do
-        if not on_trial(one) then
-          tell(one, 'trial')
+        if not is_isolating(one) then
+          notify(one, 'trial')
           break
         end
       end
@@ -77,7 +80,7 @@ local function bring_near(ring, most)
 end
 
 if worker ~= '' then
-  -- A claim that the dead worker sent with its last breath, and that arrives late, is refused as an old number.
+  -- A last claim of the dead worker that arrives late is refused: its number is smaller.
   redis.call('HSET', key.claim(worker), 'seq', BIGGEST_SEQ, 'set', cmsgpack.pack({}))
   redis.call('PEXPIRE', key.claim(worker), lease)
   strike_off(worker)
@@ -93,7 +96,7 @@ if not last or now - last > LONGEST_GAP or now < last or tick[2] ~= run_id then
   reap_after = now + lease
 end
 if last and now < last then
-  -- The clock went back: deadlines set before are too far away now.
+  -- The clock went back: deadlines set earlier are too far away now.
   bring_near(key.LEASES, now + lease)
   bring_near(key.ALIVE, now + 3 * lease)
 end
@@ -102,7 +105,7 @@ redis.call('ZREMRANGEBYSCORE', key.WATCHED, '-inf', now)
 if now < reap_after then
   return 0
 end
-order_trials(now)
+order_isolation(now)
 for _, dead in ipairs(redis.call('ZRANGEBYSCORE', key.ALIVE, '-inf', now, 'LIMIT', 0, limit)) do
   strike_off(dead)
 end

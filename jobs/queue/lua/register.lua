@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- Writes a worker's record, and those of its models when it is ready.
--- ARGV: worker, ms that the record lasts without being renewed, record (msgpack), ready 0/1, then (model, record) each
+-- ARGV: worker, ms that the record lasts without renewal, record (msgpack), ready 0/1, then
+--       (model, record) each
 -- Returns 1.
 
 local worker, lasts, record, ready = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4] == '1'

@@ -1,7 +1,9 @@
 #!lua flags=allow-oom
--- Prolongs leases and the worker's place in the registry, and adds the tokens that it generated since to the totals.
+-- Extends leases and the worker's place in the registry, and adds the tokens that it generated
+-- since to the totals.
 -- ARGV: worker, lease in ms, tokens that the worker generated in its life, then (name, fence) each
--- Returns 1 or 0 (the registry does not know the worker), then the names that it does not hold under that fence.
+-- Returns 1, or 0 when the worker is not registered, then the names that it does not hold under
+-- that fence.
 
 local worker, lease, generated = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now = now_ms()

@@ -1,7 +1,7 @@
 #!lua
--- Hands in a live call.
+-- Submits a live call.
 -- ARGV: live id, model, request (msgpack), API process or ''
--- Returns 1, or 0 when it is here already (waiting, running, or its stream still stands).
+-- Returns 1, or 0 when it is here already (waiting, running, or its stream still exists).
 
 local live_id, model, request, reply_to = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local name = live_id .. '/0'

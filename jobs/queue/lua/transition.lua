@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
--- Moves the state of a batch by compare-and-set, and counts how many came to it from another one.
--- ARGV: batch, token of this call, generation or '', new state, number of old states, old states... ('' for no record), then (field, value) each
--- Returns 1 when the state was moved by this call (a repeat with the same token too), else 0.
+-- Changes the state of a batch by compare-and-set, and counts the batches that enter the new one.
+-- ARGV: batch, token of this call, generation or '', new state, number of old states, old states...
+--       ('' for no record), then (field, value) each
+-- Returns 1 when this call changed the state (a repeat with the same token too), else 0.
 
 local batch, token, generation, to, count = ARGV[1], ARGV[2], ARGV[3], ARGV[4], tonumber(ARGV[5])
 local record = redis.call('HMGET', key.batch(batch), 'state', 'token', 'generation')
@@ -22,7 +23,7 @@ for i = 6 + count, #ARGV, 2 do
 end
 if state ~= '' and state ~= to then
   redis.call('HINCRBY', key.ENTERED, to, 1)
-  tell_readers(batch, '', '', '', '')
+  notify_readers(batch, '', '', '', '')
 end
 redis.call('SADD', key.BATCHES, batch)
 return 1

@@ -1,5 +1,6 @@
 #!lua
--- Says that somebody reads the tokens of a request, or of every request of a batch. A batch has a stream of its own for as long.
+-- Records that a client reads the tokens of a request, or of every request of a batch. A batch has
+-- a stream of its own for as long.
 -- ARGV: request or batch, seconds
 -- Returns the id of the last entry of the batch's stream, which always has one; '' for a request.
 
@@ -9,12 +10,12 @@ redis.call('ZADD', key.WATCHED, deadline, target)
 if split(target) then
   local _, _, holder = lease_of(target)
   if holder then
-    tell(holder, 'watch', target, seconds)
+    notify(holder, 'watch', target, seconds)
   end
   return ''
 end
 for _, worker in ipairs(redis.call('HKEYS', key.WORKERS)) do
-  tell(worker, 'watch', target, seconds)
+  notify(worker, 'watch', target, seconds)
 end
 local stream = key.batch_tokens(target)
 if redis.call('EXISTS', stream) == 0 then

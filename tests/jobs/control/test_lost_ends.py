@@ -99,7 +99,7 @@ def test_a_redis_that_lost_the_end_while_lines_ran(redis_client: redis.Redis, re
     saved = saved_state(redis_client)
     while not (ended := step(redis_client, record.id)).ended:
         answer_all(redis_client, failing(3))
-        Queue(redis_client).hand_back("w", [(claim.key, claim.fence) for claim in claims])
+        Queue(redis_client).requeue("w", [(claim.key, claim.fence) for claim in claims])
     roll_back(redis_client, saved)
     again = step(redis_client, record.id)
     assert (again.state, again.completed, again.failed) == (ended.state, 19, 1)

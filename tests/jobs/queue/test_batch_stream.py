@@ -33,7 +33,7 @@ def test_holds_what_all_requests_of_the_batch_were_given(queue: Queue, redis_cli
     queue.publish("w1", [delta(one, 0, [1, 2], "ab"), delta(two, 0, [3], "c")])
     queue.publish("w1", [delta(one, 2, [4], "d", 2)])
     queue.commit("w1", [finished(one, last=delta(one, 3, [5], "e", 3)), finished(two, status=500)])
-    queue.hand_back("w1", [(three.key, three.fence)])
+    queue.requeue("w1", [(three.key, three.fence)])
     entries = read(queue, last_id)
     told = [
         (entry.key, [(chunk.token_ids, chunk.text) for chunk in entry.chunks], entry.succeeded) for entry in entries
@@ -112,7 +112,7 @@ def test_what_is_large_stands_in_the_stream_of_its_request_only(queue: Queue) ->
 
 
 @pytest.mark.parametrize(
-    "end", [Queue.hand_back, lambda queue, worker, held: pass_time(queue.redis, 100) or queue.reap()]
+    "end", [Queue.requeue, lambda queue, worker, held: pass_time(queue.redis, 100) or queue.reap()]
 )
 def test_what_was_begun_and_lies_idle_counts_as_running(queue: Queue, end: Callable[..., object]) -> None:
     one, two, three = begin(queue)

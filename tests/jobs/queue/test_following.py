@@ -59,7 +59,7 @@ class Workers(threading.Thread):
                     assert queue.publish("w1", [last]) == []
                     if self._random.random() < 0.05:
                         held.remove(claim)
-                        assert queue.hand_back("w1", [(claim.key, claim.fence)]) == []
+                        assert queue.requeue("w1", [(claim.key, claim.fence)]) == []
 
 
 class Reading:

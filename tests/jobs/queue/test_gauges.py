@@ -27,7 +27,7 @@ def test_what_waits_is_counted_by_model(queue: Queue, redis_client: redis.Redis)
     depths = queue.depths([MODEL, "other"])
     assert depths.live == {MODEL: 1, "other": 0}
     assert depths.batch == {MODEL: 5, "other": 0}
-    assert depths.suspects == {MODEL: 0, "other": 0}
+    assert depths.quarantined == {MODEL: 0, "other": 0}
     assert depths.batches == {"in_progress": 2, "validating": 1}
 
 

@@ -28,7 +28,7 @@ from tests.support.requests import MODEL, delta, finished, held, lines, request
 from tests.support.seeds import chosen_seed
 
 SOCKET_SECONDS = 0.2
-CONDEMNED = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
+DEAD_LETTER = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
 WAYS = [pytest.param(LossyProxy.lose, id="closed"), pytest.param(LossyProxy.swallow, id="swallowed")]
 
 
@@ -74,7 +74,7 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
 
     def claim(worker: str, seq: int, limit: int) -> list[Claim]:
         claims: list[Claim] = call("claim", queue.claim, worker, seq, limit, models=[MODEL])
-        answers.append([(claim.key, claim.attempt, claim.suspicions, claim.checkpoint) for claim in claims])
+        answers.append([(claim.key, claim.attempt, claim.engine_crashes, claim.checkpoint) for claim in claims])
         return claims
 
     answers += [call("open_batch", queue.open_batch, "t", name, 1) for name in ("batch_a", "batch_b")]
@@ -85,16 +85,16 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     claims = claim("w1", 1, 5)
     answers += [call("publish", queue.publish, "w1", [delta(claim, 0, [1, 2], "ab") for claim in claims])]
     answers += [call("renew", queue.renew, "w1", held(claims), 10)]
-    call("hand_back", queue.hand_back, "w1", held(claims[1:2]))
+    call("requeue", queue.requeue, "w1", held(claims[1:2]))
     again = claim("w1", 2, 1)
     call("watch", queue.watch, again[0].key, 60)
     call("watch", queue.watch, "batch_a", 60)
     call("commit", queue.commit, "w1", [finished(claim) for claim in (claims[0], *again)])
     answers += [call("drained", queue.drained, "batch_a", "part-0", [again[0].key.line])]
-    for suspicions in range(3):  # together, alone, condemned
-        call("suspect", queue.suspect, "w1", held(claims[2:] if suspicions == 0 else claims), CONDEMNED)
-        claims = claim("w1", 3 + suspicions, 5)
-    call("hand_back", queue.hand_back, "w1", held(claims), acquitted=True)
+    for engine_crashes in range(3):  # together, alone, dead_letter
+        call("quarantine", queue.quarantine, "w1", held(claims[2:] if engine_crashes == 0 else claims), DEAD_LETTER)
+        claims = claim("w1", 3 + engine_crashes, 5)
+    call("requeue", queue.requeue, "w1", held(claims), cleared=True)
     answers += [lines(claim("w1", 6, 2))]
     call("reap", queue.reap, "w1")
     call("reap", queue.reap)

@@ -1,5 +1,5 @@
 """The scripts against a plain model of what they should do, over random interleavings of workers,
-losses, suspicions and repeats.
+losses, engine_crashes and repeats.
 
 Any script call may be repeated at once, as after a lost reply, or much later, as by a network that
 held it up: neither may change anything.
@@ -38,10 +38,10 @@ LINES = 12
 BATCHES = ("batch_a", "batch_b")
 SLOTS = 3
 CHOICES = 3
-TOGETHER = 16  # suspects that are tried together
+TOGETHER = 16  # quarantined requests that run together
 ANSWER_TOKENS = 5  # of `finished`
-CONDEMNED = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
-FENCED = ("claim", "publish", "renew", "commit", "hand_back", "suspect", "drained", "transition", "ingest")
+DEAD_LETTER = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
+FENCED = ("claim", "publish", "renew", "commit", "requeue", "quarantine", "drained", "transition", "ingest")
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Known:
     fence: int = 0  # of the lease; 0 when nobody holds it
     worker: str = ""
     attempts: int = 0  # that count
-    suspicions: int = 0
+    engine_crashes: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by choice
     ended: str = ""  # completed, failed or cancelled
 
@@ -104,7 +104,7 @@ class QueueModel(RuleBasedStateMachine):
         self.client.flushall()
         self.queue = Queue(self.client)
         self.known: dict[RequestKey, Known] = {}
-        self.groups: list[list[RequestKey]] = []  # of suspects, the oldest first
+        self.groups: list[list[RequestKey]] = []  # of quarantined requests, the oldest first
         self.seqs = [0] * SLOTS
         self.lives = [0] * SLOTS
         # Every one a slot's workers got
@@ -161,7 +161,7 @@ class QueueModel(RuleBasedStateMachine):
         self.seqs[slot] += 1
         holding = self.held_by(worker)
         claims = self.queue.claim(worker, self.seqs[slot], limit, models=[MODEL])
-        if any(self.known[key].suspicions for key in holding):
+        if any(self.known[key].engine_crashes for key in holding):
             assert claims == []
         elif self.groups and not holding:
             group = self.groups[0]
@@ -174,7 +174,7 @@ class QueueModel(RuleBasedStateMachine):
         for claim in claims:
             known = self.known[claim.key]
             assert claim.fence > newest
-            assert (claim.attempt, claim.suspicions) == (known.attempts + 1, known.suspicions)
+            assert (claim.attempt, claim.engine_crashes) == (known.attempts + 1, known.engine_crashes)
             self.check_checkpoint(claim)
             known.waiting, known.fence, known.worker = False, claim.fence, worker
             known.attempts += 1
@@ -295,18 +295,18 @@ class QueueModel(RuleBasedStateMachine):
         assert self.queue.commit(worker, items) == [claim.key for claim in chosen]
 
     @precondition(lambda self: any(self.claims))
-    @rule(data=st.data(), acquitted=st.booleans())
-    def hand_back(self, data: st.DataObject, acquitted: bool) -> None:
-        self.give_back(*self.pick(data), acquitted)
+    @rule(data=st.data(), cleared=st.booleans())
+    def requeue(self, data: st.DataObject, cleared: bool) -> None:
+        self.give_back(*self.pick(data), cleared)
 
-    def give_back(self, worker: str, chosen: list[Claim], lost: list[RequestKey], acquitted: bool) -> None:
-        answer = self.queue.hand_back(worker, held(chosen), acquitted)
+    def give_back(self, worker: str, chosen: list[Claim], lost: list[RequestKey], cleared: bool) -> None:
+        answer = self.queue.requeue(worker, held(chosen), cleared)
         assert sorted(answer) == sorted(lost)
         back = [claim.key for claim in chosen if claim.key not in lost]
         for key in back:
             known = self.known[key]
             known.attempts -= 1
-            known.suspicions = 0 if acquitted else known.suspicions
+            known.engine_crashes = 0 if cleared else known.engine_crashes
         self.put_back(reversed(back))
 
     @precondition(lambda self: any(self.claims))
@@ -317,9 +317,9 @@ class QueueModel(RuleBasedStateMachine):
     @precondition(
         lambda self: self.free_slots() and (self.groups or any(known.waiting for known in self.known.values()))
     )
-    @rule(data=st.data(), fate=st.sampled_from(["dies", "dies", "acquits", "gives back", "runs on"]))
+    @rule(data=st.data(), fate=st.sampled_from(["dies", "dies", "releases", "gives back", "runs on"]))
     def run_with_nothing_else(self, data: st.DataObject, fate: str) -> None:
-        """Claims, and all of it fares in the same way: how suspects get on."""
+        """Claims, and all of it fares in the same way: how quarantined requests get on."""
         slot = data.draw(st.sampled_from(self.free_slots()))
         self.take(slot, 2 * LINES)
         worker = self.name(slot)
@@ -328,19 +328,19 @@ class QueueModel(RuleBasedStateMachine):
             self.blame(worker, taken, [])
         elif fate == "runs on":
             self.hand_in()
-            self.take(slot, 3)  # beside suspects nothing
+            self.take(slot, 3)  # beside quarantined requests nothing
         else:
-            self.give_back(worker, taken, [], fate == "acquits")
+            self.give_back(worker, taken, [], fate == "releases")
 
     def free_slots(self) -> list[int]:
         return [slot for slot in range(SLOTS) if not self.held_by(self.name(slot))]
 
     def blame(self, worker: str, chosen: list[Claim], lost: list[RequestKey]) -> None:
-        assert self.queue.suspect(worker, held(chosen), CONDEMNED) == lost
+        assert self.queue.quarantine(worker, held(chosen), DEAD_LETTER) == lost
         alive = [claim.key for claim in chosen if claim.key not in lost]
         for key in alive:
-            self.known[key].suspicions += 1
-            if self.known[key].suspicions > 2:
+            self.known[key].engine_crashes += 1
+            if self.known[key].engine_crashes > 2:
                 self.end(key, "failed")
         self.put_back(key for key in alive if not self.known[key].ended)
 
@@ -372,10 +372,10 @@ class QueueModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.groups)
     @rule()
-    def suspects_wait_in_vain(self) -> None:
+    def quarantine_waits_in_vain(self) -> None:
         self.queue.reap()
         self.client.hset(keys.TICK, "reap_after", 0)
-        self.client.hincrby(keys.TRIALS, MODEL, -20_000)
+        self.client.hincrby(keys.QUARANTINE_WAITS, MODEL, -20_000)
         assert self.queue.reap() == 0
 
     @precondition(lambda self: any(key.live and not known.ended for key, known in self.known.items()))
@@ -421,13 +421,13 @@ class QueueModel(RuleBasedStateMachine):
         filling: list[RequestKey] | None = None
         for key in released:
             known = self.known[key]
-            known.waiting, known.fence, known.worker = known.suspicions == 0, 0, ""
-            if known.suspicions == 1:
+            known.waiting, known.fence, known.worker = known.engine_crashes == 0, 0, ""
+            if known.engine_crashes == 1:
                 if filling is None or len(filling) == TOGETHER:
                     filling = []
                     self.groups.append(filling)
                 filling.append(key)
-            elif known.suspicions:
+            elif known.engine_crashes:
                 self.groups.append([key])
 
     def end(self, key: RequestKey, how: str) -> None:

@@ -1,5 +1,5 @@
-"""Many workers at once, with every misfortune that the queue must stand: deaths, stalls, suspects,
-lost replies, a killed server.
+"""Many workers at once, with every misfortune that the queue must survive: deaths, stalls,
+quarantine, lost replies, a killed server.
 """
 
 import os
@@ -26,7 +26,7 @@ from tests.support.seeds import chosen_seed
 from tests.support.waiting import wait_until
 
 WORKERS = 5
-CONDEMNED = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
+DEAD_LETTER = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
 SETTINGS = QueueSettings(lease_seconds=0.4, worker_deaths=10_000, redis_retry_seconds=30)
 
 
@@ -115,18 +115,18 @@ class Race:
         worker dies with them.
         """
         if fate < 0.1:
-            queue.hand_back(worker, held(claims))
+            queue.requeue(worker, held(claims))
         elif fate < 0.2:
             stalled.append((worker, claims))
         elif fate < 0.25 and stalled:
             self.commit(queue, *stalled.pop(0))
-            queue.hand_back(worker, held(claims))
+            queue.requeue(worker, held(claims))
         elif fate < 0.3:
             return False
         elif fate < 0.36:
-            queue.suspect(worker, held(claims), CONDEMNED)
-        elif claims and claims[0].suspicions and fate < 0.7:
-            queue.hand_back(worker, held(claims), acquitted=True)
+            queue.quarantine(worker, held(claims), DEAD_LETTER)
+        elif claims and claims[0].engine_crashes and fate < 0.7:
+            queue.requeue(worker, held(claims), cleared=True)
         else:
             self.commit(queue, worker, claims)
         return True
@@ -172,10 +172,10 @@ def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
         for batch in batches:
             results = queue.results(batch, limit=lines)
             assert [line for line, _ in results] == list(range(lines))
-            condemned = sum(result == CONDEMNED for _, result in results)
+            dead_letter = sum(result == DEAD_LETTER for _, result in results)
             answered = sum(result.body == b'{"text":"%b/%d"}' % (batch.encode(), line) for line, result in results)
-            assert (answered, answered + condemned) == (int(queue.batch_fields(batch)["completed"]), lines)
-            assert condemned < lines / 10
+            assert (answered, answered + dead_letter) == (int(queue.batch_fields(batch)["completed"]), lines)
+            assert dead_letter < lines / 10
             queue.forget(batch)
         assert proxy.lost > 0
 

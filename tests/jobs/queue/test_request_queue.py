@@ -80,7 +80,7 @@ class TestClaim:
         start_batch(queue, "batch_a", 3)
         claims = take(queue, "w1", 1)
         commit_all(queue, "w1", claims[:1])
-        queue.hand_back("w1", held(claims[1:2]))
+        queue.requeue("w1", held(claims[1:2]))
         assert lines(take(queue, "w1", 1)) == [2]
 
     def test_only_lines_of_served_models(self, queue: Queue) -> None:
@@ -292,9 +292,9 @@ class TestFences:
         assert (line, result.body) == (0, b'{"text":"fresh"}')
         assert queue.batch_fields("batch_a")["completed"] == "1"
 
-    def test_hand_back(self, queue: Queue, stale) -> None:
+    def test_requeue(self, queue: Queue, stale) -> None:
         old, new = stale
-        assert queue.hand_back("w1", held([old])) == [old.key]
+        assert queue.requeue("w1", held([old])) == [old.key]
         assert queue.ready_length("batch_a") == 0
         assert queue.renew("w2", held([new])) == []
 
@@ -394,7 +394,7 @@ class TestPublish:
         start_batch(queue, "batch_a", 1)
         [claim] = take(queue, "w1", 1)
         queue.publish("w1", [delta(claim, 0, [5], "äé😀"), delta(claim, 1, [6], "ß", 3)])
-        queue.hand_back("w1", held([claim]))
+        queue.requeue("w1", held([claim]))
         [again] = take(queue, "w1", 2)
         assert again.checkpoint == checkpoint([5, 6], 4)
 
@@ -412,7 +412,7 @@ class TestHandBack:
         start_batch(queue, "batch_a", 6)
         claims = take(queue, "w1", 1, 4)
         for _ in range(2):
-            queue.hand_back("w1", held(claims[1:]))
+            queue.requeue("w1", held(claims[1:]))
         assert queue.ready_length("batch_a") == 5
         again = take(queue, "w2", 1)
         assert lines(again) == [1, 2, 3, 4, 5]
@@ -422,14 +422,14 @@ class TestHandBack:
         queue.submit("live_a", request())
         queue.submit("live_b", request())
         claims = take(queue, "w1", 1, 1)
-        queue.hand_back("w1", held(claims))
+        queue.requeue("w1", held(claims))
         assert [claim.key.batch for claim in take(queue, "w2", 1)] == ["live_a", "live_b"]
 
     def test_hands_the_checkpoint_along(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1)
         [claim] = take(queue, "w1", 1)
         queue.publish("w1", [delta(claim, 0, [5, 6], "ab"), delta(claim, 2, [7], "c", 2)])
-        queue.hand_back("w1", held([claim]))
+        queue.requeue("w1", held([claim]))
         [again] = take(queue, "w2", 1)
         assert again.checkpoint == checkpoint([5, 6, 7], 3)
         assert take(queue, "w2", 1) == [again]
@@ -575,7 +575,7 @@ class TestCancel:
             assert 1 <= len(orders) <= 3, "one for each call of the script that found lines of the worker"
         assert (queue.ready_length("batch_a"), queue.window_bytes("batch_a")) == (0, 0)
         assert queue.renew("w1", held(claims[5:])) == [claim.key for claim in claims[5:]]
-        assert queue.hand_back("w1", held(claims[5:6])) == [claims[5].key]
+        assert queue.requeue("w1", held(claims[5:6])) == [claims[5].key]
         assert len(queue.results("batch_a")) == 5
 
 
@@ -590,7 +590,7 @@ class TestEmptyAtTheEnd:
         while claims := take(queue, "w1", (seq := seq + 1), 7):
             queue.publish("w1", [delta(claim, 0, [1, 2], "ab", accepted=claim.live) for claim in claims])
             back = claims[: seq % 2]
-            queue.hand_back("w1", held(back))
+            queue.requeue("w1", held(back))
             commit_all(queue, "w1", claims[len(back) :])
             queue.cancel([claim.key for claim in claims[len(back) :] if claim.live])
         queue.drained("batch_a", "part-0", range(20))

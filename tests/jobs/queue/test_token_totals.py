@@ -90,5 +90,5 @@ def test_in_flight_is_what_unfinished_requests_have_published(queue: Queue) -> N
     queue.watch(first.key, 60)
     queue.publish("w1", [delta(first, 0, [1, 2]), delta(second, 0, [1, 2, 3]), delta(third, 0, [1])])
     queue.commit("w1", [finished(first)])
-    queue.hand_back("w1", held([third]))
+    queue.requeue("w1", held([third]))
     assert queue.tokens_in_flight() == 4

@@ -65,22 +65,22 @@ def innocents(count: int) -> list[dict[str, object]]:
     return [question(f"What is {n} + 30?", max_tokens=20 + n % 7) for n in range(count)]
 
 
-def assert_condemned(result: Result, poison: Poison) -> None:
+def assert_dead_lettered(result: Result, poison: Poison) -> None:
     error = answer(result)["error"]
     assert (result.status, error["type"], error["code"]) == (500, "server_error", "engine_crashed")
     assert WORDS[poison.harm] in error["message"]
 
 
-def assert_found(queue: Queue, batch: str, expected: list[str], guilty: dict[int, Poison]) -> None:
-    """Every line has its end: the guilty their errors, the others the answers they have
+def assert_found(queue: Queue, batch: str, expected: list[str], poisonous: dict[int, Poison]) -> None:
+    """Every line has its end: the poisonous their errors, the others the answers they have
     undisturbed, in the order of `expected`.
     """
     results = dict(queue.results(batch))
-    assert [text_of(result) for line, result in sorted(results.items()) if line not in guilty] == expected
-    for line, poison in guilty.items():
-        assert_condemned(results[line], poison)
+    assert [text_of(result) for line, result in sorted(results.items()) if line not in poisonous] == expected
+    for line, poison in poisonous.items():
+        assert_dead_lettered(results[line], poison)
     record = queue.batch_fields(batch)
-    assert (int(record["completed"]), int(record["failed"])) == (len(expected), len(guilty))
+    assert (int(record["completed"]), int(record["failed"])) == (len(expected), len(poisonous))
 
 
 def wait_done(queue: Queue, batch: str, lines: int, timeout: float = 120.0) -> None:
@@ -134,7 +134,7 @@ def test_every_kind_of_harm_is_found(queue: Queue, redis_url: str, poison: Poiso
 
 
 @pytest.mark.proof
-def test_a_request_that_does_harm_late_is_found_after_it_was_acquitted(queue: Queue, redis_url: str) -> None:
+def test_a_request_that_does_harm_late_is_found_after_it_was_released(queue: Queue, redis_url: str) -> None:
     find_one(queue, redis_url, LATE, 10, FLAGS, max_tokens=100, ignore_eos=True)
 
 
@@ -163,11 +163,13 @@ def test_two_of_them_are_both_found(queue: Queue, redis_url: str) -> None:
 
 
 @pytest.mark.proof
-def test_deaths_in_trials_come_more_slowly_the_longer_nobody_is_cleared(queue: Queue, redis_url: str) -> None:
+def test_deaths_in_isolation_come_more_slowly_the_longer_none_is_released(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(SEGFAULT)) as worker:
         batch = submit_batch(queue, [poisoned(SEGFAULT) for _ in range(2)])
         wait_done(queue, batch, 2)
-        wait_until(lambda: " in 2 s\n" in worker.log(), 60, "the last death to be told, which comes after the results")
+        wait_until(
+            lambda: " in 2 s\n" in worker.log(), 60, "the log line of the last crash, which comes after the results"
+        )
         worker.wait_ready()
         assert_found(queue, batch, [], {0: SEGFAULT, 1: SEGFAULT})
         log = worker.log()
@@ -183,12 +185,12 @@ def test_a_poisonous_live_call_gets_a_500_and_the_streams_beside_it_go_on(queue:
         calls = [submit_live(queue, endless(600)) for _ in range(4)]
         for _, api in calls:
             follow(queue, api, until=3)
-        _, guilty = submit_live(queue, poisoned(SEGFAULT))
+        _, poisonous = submit_live(queue, poisoned(SEGFAULT))
         for _, api in calls:
             assert_seamless(follow(queue, api), text_of(undisturbed))
-        condemned = follow(queue, guilty)[-1].result
-        assert condemned is not None
-        assert_condemned(condemned, SEGFAULT)
+        dead_letter = follow(queue, poisonous)[-1].result
+        assert dead_letter is not None
+        assert_dead_lettered(dead_letter, SEGFAULT)
 
 
 def assert_seamless(entries: list[StreamEntry], text: str) -> None:
@@ -203,7 +205,7 @@ def assert_seamless(entries: list[StreamEntry], text: str) -> None:
 
 
 @pytest.mark.proof
-def test_nobody_is_condemned_for_cores_that_were_killed(queue: Queue, redis_url: str) -> None:
+def test_no_request_is_dead_lettered_for_cores_that_were_killed(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **poisoned_environment(Poison("three", "slow"))) as worker:
         (undisturbed,) = run_batch(queue, [endless(300)])
         batch = submit_batch(queue, [endless(300)])
@@ -220,52 +222,54 @@ def is_held(queue: Queue, worker: str) -> bool:
     return bool(queue.redis.exists(keys.held(worker)))
 
 
-def wait_for_trial(worker: WorkerProcess) -> None:
-    wait_until(lambda: "run by themselves" in worker.log(), 60, "a trial")
+def wait_for_isolated_run(worker: WorkerProcess) -> None:
+    wait_until(lambda: "requests in isolation" in worker.log(), 60, "an isolated run")
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
-def test_a_worker_that_ends_in_a_trial_leaves_it_to_the_next(queue: Queue, redis_url: str, how: signal.Signals) -> None:
+def test_a_worker_that_ends_in_isolation_leaves_it_to_the_next(
+    queue: Queue, redis_url: str, how: signal.Signals
+) -> None:
     environment = poisoned_environment(HANG)
     bodies = innocents(10)
     with running_worker(queue, redis_url, *LATER_HUNG, **environment) as first:
         expected = [text_of(result) for result in run_batch(queue, [*bodies])]
         bodies.insert(2, poisoned(HANG))
         batch = submit_batch(queue, [*bodies])
-        wait_for_trial(first)  # which hangs for as long as a step may
+        wait_for_isolated_run(first)  # which hangs for as long as a step may
         first.process.send_signal(how)
         assert first.process.wait(60) == (0 if how is signal.SIGTERM else -signal.SIGKILL)
         # Also one that could not renew its record for a while
         for worker in queue.redis.hkeys(keys.WORKERS):
             queue.remove_worker(worker.decode())
-    assert queue.redis.zcard(keys.suspects("demo")) == 11
+    assert queue.redis.zcard(keys.quarantined("demo")) == 11
     with running_worker(queue, redis_url, *SOON_HUNG, **environment):
         wait_done(queue, batch, 11)
         assert_found(queue, batch, expected, {2: HANG})
 
 
 @pytest.mark.proof
-def test_a_busy_worker_makes_room_for_suspects_that_wait(queue: Queue, redis_url: str) -> None:
-    suspects = submit_batch(queue, [*innocents(3)])
+def test_a_busy_worker_makes_room_for_quarantined_that_wait(queue: Queue, redis_url: str) -> None:
+    quarantined = submit_batch(queue, [*innocents(3)])
     claims = queue.claim("gone", 1, 3, models=["demo"])
     with running_worker(
         queue, redis_url, *FLAGS, "--lease-seconds", "60", **poisoned_environment(Poison("three", "slow"))
     ) as worker:
         busy = submit_batch(queue, [endless(600) for _ in range(4)])  # half a minute
         wait_until(lambda: len(queue.running(busy)) == 4, 60, "the worker to be busy")
-        queue.suspect("gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), ""))
-        wait_until(lambda: queue.reap() + len(queue.results(suspects)) == 3, 60, "the suspects' answers")
+        queue.quarantine("gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), ""))
+        wait_until(lambda: queue.reap() + len(queue.results(quarantined)) == 3, 60, "the quarantined requests' answers")
         assert queue.results(busy) == []
-        assert "4 requests were handed back, to make room for suspects" in worker.log()
+        assert "quarantine: requeued 4 requests to make room for quarantined ones" in worker.log()
         wait_done(queue, busy, 4)
         assert int(queue.batch_fields(busy)["failed"]) == 0
 
 
 @pytest.mark.proof
-def test_an_acquittal_is_told_until_redis_hears_it(tmp_path: Path) -> None:
-    """The leases outlast the test: whoever lets go of them without being heard stays on trial in
-    Redis.
+def test_a_release_from_quarantine_is_repeated_until_redis_has_it(tmp_path: Path) -> None:
+    """The leases outlast the test: a request whose release Redis did not record stays quarantined
+    there.
     """
     with PrivateServer(tmp_path) as server:
         queue = Queue(connect(server.url), QueueSettings(lease_seconds=600.0, redis_retry_seconds=60.0))
@@ -273,11 +277,11 @@ def test_an_acquittal_is_told_until_redis_hears_it(tmp_path: Path) -> None:
         claims = queue.claim("gone", 1, 3, models=["demo"])
         with running_worker(queue, server.url, *FLAGS, "--lease-seconds", "600") as worker:
             core = worker.core_pid
-            os.kill(core, signal.SIGSTOP)  # the trial cannot end before Redis has
-            queue.suspect(
+            os.kill(core, signal.SIGSTOP)  # the isolated run cannot end before Redis has
+            queue.quarantine(
                 "gone", [(claim.key, claim.fence) for claim in claims], Result(500, b"{}", Usage(0, 0, 0), "")
             )
-            wait_for_trial(worker)
+            wait_for_isolated_run(worker)
             server.stop()
             os.kill(core, signal.SIGCONT)
             time.sleep(OUTAGE)
@@ -295,7 +299,7 @@ def last_error(worker: WorkerProcess) -> str:
 
 
 @pytest.mark.proof
-def test_a_worker_whose_device_fails_at_everything_has_nobody_condemned(queue: Queue, redis_url: str) -> None:
+def test_a_worker_whose_device_fails_at_everything_has_no_request_dead_lettered(queue: Queue, redis_url: str) -> None:
     batch = submit_batch(queue, [*innocents(5)])
     with running_worker(
         queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "segfault"))
@@ -303,11 +307,11 @@ def test_a_worker_whose_device_fails_at_everything_has_nobody_condemned(queue: Q
         assert worker.process.wait(200) == 2
         assert "6 engine cores in a row have died" in last_error(worker)
     assert queue.ready_length(batch) == 5
-    assert queue.redis.exists(keys.suspects("demo")) == 0
+    assert queue.redis.exists(keys.quarantined("demo")) == 0
 
 
 @pytest.mark.proof
-def test_a_worker_whose_device_fails_at_more_than_a_few_tokens_has_nobody_condemned(
+def test_a_worker_whose_device_fails_at_more_than_a_few_tokens_has_no_request_dead_lettered(
     queue: Queue, redis_url: str
 ) -> None:
     """The first core is found fit, by a request that is shorter, and takes all three with it."""
@@ -320,7 +324,7 @@ def test_a_worker_whose_device_fails_at_more_than_a_few_tokens_has_nobody_condem
         assert "the device or the installation is at fault, not a request" in last
         assert "6 engine cores in a row have died" in last
     assert queue.results(batch) == []
-    assert queue.redis.zcard(keys.suspects("demo")) == 3
+    assert queue.redis.zcard(keys.quarantined("demo")) == 3
     with running_worker(queue, redis_url, *FLAGS):
         wait_done(queue, batch, 3)
     assert all(result.succeeded for _, result in queue.results(batch))
@@ -336,8 +340,8 @@ def test_a_poisoned_line_ends_no_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = read_results(output)
     assert [result["custom_id"] for result in results] == custom_ids(source)
-    condemned = results.pop(7)["response"]
-    assert (condemned["status_code"], condemned["body"]["error"]["code"]) == (500, "engine_crashed")
+    dead_letter = results.pop(7)["response"]
+    assert (dead_letter["status_code"], dead_letter["body"]["error"]["code"]) == (500, "engine_crashed")
     right = answers()
     assert all(text_of_line(result) == right[result["custom_id"]] for result in results)
     assert "1 failed" in done.stdout

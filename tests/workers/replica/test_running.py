@@ -78,7 +78,7 @@ class Bench:
 
     def leave(self) -> None:
         """Its requests go to whoever claims next; what was not published is lost."""
-        self.queue.hand_back(self.worker, self.running.drop(self.running.keys()))
+        self.queue.requeue(self.worker, self.running.drop(self.running.keys()))
 
 
 def prepare(claim: Claim) -> Prepared:

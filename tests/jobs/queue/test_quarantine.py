@@ -1,5 +1,5 @@
-"""Requests that an engine core may have died of: tried in groups, then alone, beside nothing else,
-and condemned only then.
+"""Requests in flight at an engine crash: they run again in groups, then alone, beside nothing else,
+and are dead-lettered only then.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from jobs.queue.request_queue import Queue
 from tests.support.integrity import faults
 from tests.support.requests import MODEL, delta, finished, held, lines, request, start_batch
 
-CONDEMNED = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
+DEAD_LETTER = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def take(queue: Queue, worker: str, seq: int, limit: int = 300, models: list[str
     return queue.claim(worker, seq, limit, models=models or [MODEL])
 
 
-def suspect(queue: Queue, worker: str, claims: list[Claim]) -> list[RequestKey]:
-    return queue.suspect(worker, held(claims), CONDEMNED)
+def quarantine(queue: Queue, worker: str, claims: list[Claim]) -> list[RequestKey]:
+    return queue.quarantine(worker, held(claims), DEAD_LETTER)
 
 
 def ready(queue: Queue, worker: str, models: list[str] | None = None) -> None:
@@ -46,23 +46,23 @@ def tick(queue: Queue) -> None:
 
 
 def wait_in_vain(client: redis.Redis, model: str = MODEL) -> None:
-    client.hincrby(keys.TRIALS, model, -10_001)
+    client.hincrby(keys.QUARANTINE_WAITS, model, -10_001)
 
 
 def test_one_poison_among_256_is_found_and_all_others_get_through(queue: Queue) -> None:
-    """As workers do it: a core dies of line 77 whenever that runs, and what ran with it goes on
-    trial.
+    """Act as workers do: a core crashes whenever line 77 runs, and what ran with it continues in
+    isolation.
     """
     start_batch(queue, "batch_a", 256)
     deaths, seq, worker = 0, 0, "w0"
     while claims := take(queue, worker, (seq := seq + 1)):
         if 77 in lines(claims):
-            assert suspect(queue, worker, claims) == []
+            assert quarantine(queue, worker, claims) == []
             queue.reap(worker)
             deaths, worker = deaths + 1, f"w{deaths + 1}"
-        elif claims[0].suspicions:
+        elif claims[0].engine_crashes:
             assert len(claims) <= 16
-            assert queue.hand_back(worker, held(claims), acquitted=True) == []
+            assert queue.requeue(worker, held(claims), cleared=True) == []
         else:
             assert queue.commit(worker, [finished(claim) for claim in claims]) == []
         assert seq < 100
@@ -73,67 +73,67 @@ def test_one_poison_among_256_is_found_and_all_others_get_through(queue: Queue) 
 
 
 class TestSuspect:
-    def test_groups_of_sixteen_then_alone_then_condemned(self, queue: Queue) -> None:
+    def test_groups_of_sixteen_then_alone_then_dead_lettered(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 40)
-        assert suspect(queue, "w1", take(queue, "w1", 1)) == []
+        assert quarantine(queue, "w1", take(queue, "w1", 1)) == []
         first = take(queue, "w2", 1)
         assert lines(first) == sorted(lines(first), key=str)
         assert sorted(lines(first)) == list(range(16))
-        assert {claim.suspicions for claim in first} == {1}
+        assert {claim.engine_crashes for claim in first} == {1}
         assert {claim.attempt for claim in first} == {2}
         assert len(take(queue, "w3", 1)) == 16
         assert len(take(queue, "w4", 1)) == 8
-        suspect(queue, "w2", first)
+        quarantine(queue, "w2", first)
         alone = [take(queue, f"w5.{number}", 1) for number in range(17)]
         assert [len(claims) for claims in alone] == [1] * 16 + [0]
-        assert {claim.suspicions for claims in alone for claim in claims} == {2}
-        assert suspect(queue, "w5.0", alone[0]) == []
+        assert {claim.engine_crashes for claims in alone for claim in claims} == {2}
+        assert quarantine(queue, "w5.0", alone[0]) == []
         [(line, result)] = queue.results("batch_a")
-        assert (line, result) == (alone[0][0].key.line, CONDEMNED)
+        assert (line, result) == (alone[0][0].key.line, DEAD_LETTER)
         assert queue.batch_fields("batch_a")["failed"] == "1"
 
     def test_repeated_changes_nothing(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 20)
         claims = take(queue, "w1", 1)
-        assert suspect(queue, "w1", claims) == []
-        before = redis_client.zrange(keys.suspects(MODEL), 0, -1, withscores=True)
-        assert suspect(queue, "w1", claims) == [claim.key for claim in claims]
-        assert redis_client.zrange(keys.suspects(MODEL), 0, -1, withscores=True) == before
+        assert quarantine(queue, "w1", claims) == []
+        before = redis_client.zrange(keys.quarantined(MODEL), 0, -1, withscores=True)
+        assert quarantine(queue, "w1", claims) == [claim.key for claim in claims]
+        assert redis_client.zrange(keys.quarantined(MODEL), 0, -1, withscores=True) == before
 
     def test_one_whose_tokens_the_server_forgot_is_called_out_too(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1)
-        suspect(queue, "w1", take(queue, "w1", 1))
-        [trial] = take(queue, "w2", 1)
+        quarantine(queue, "w1", take(queue, "w1", 1))
+        [isolated] = take(queue, "w2", 1)
         ready(queue, "idle")
         assert take(queue, "idle", 1) == []
-        assert queue.publish("w2", [delta(trial, 5, [6], "f", 5)]) == [trial.key]
+        assert queue.publish("w2", [delta(isolated, 5, [6], "f", 5)]) == [isolated.key]
         assert orders(queue, "idle") == ["bell"]
-        assert [claim.suspicions for claim in take(queue, "idle", 2)] == [1]
+        assert [claim.engine_crashes for claim in take(queue, "idle", 2)] == [1]
 
     def test_what_was_lost_or_taken_anew_is_left_alone(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 2)
         claims = take(queue, "w1", 1)
         queue.reap("w1")
         [new, _] = take(queue, "w2", 1)
-        assert suspect(queue, "w1", claims) == [claim.key for claim in claims]
+        assert quarantine(queue, "w1", claims) == [claim.key for claim in claims]
         assert queue.renew("w2", held([new])) == []
 
-    def test_a_condemned_live_call_gets_its_answer(self, queue: Queue, redis_client: redis.Redis) -> None:
+    def test_a_dead_lettered_live_call_gets_its_answer(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.submit("live_a", request(reply_to="api1"))
         for number in range(3):
             [claim] = take(queue, f"w{number}", 1)
             queue.publish(f"w{number}", [delta(claim, 0, [], accepted=True), delta(claim, 0, [5], "a")])
-            suspect(queue, f"w{number}", [claim])
+            quarantine(queue, f"w{number}", [claim])
         assert take(queue, "w3", 1) == []
         entries = [entry for _, entry in queue.read_api("api1", "0-0", 0)]
         assert [(entry.entry_id, entry.token_ids()) for entry in entries] == [("0-1", []), ("1-0", [5]), ("1-2", [])]
-        assert entries[-1].result == CONDEMNED
-        assert redis_client.exists(keys.bodies("live_a"), keys.TRIES, keys.TRIALS) == 0
+        assert entries[-1].result == DEAD_LETTER
+        assert redis_client.exists(keys.bodies("live_a"), keys.TRIES, keys.QUARANTINE_WAITS) == 0
 
     def test_the_last_line_ends_the_batch(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1)
         for number in range(3):
-            suspect(queue, f"w{number}", take(queue, f"w{number}", 1))
+            quarantine(queue, f"w{number}", take(queue, f"w{number}", 1))
         fields = queue.batch_fields("batch_a")
         assert (fields["completed"], fields["failed"], fields["body_bytes"]) == ("0", "1", "0")
         told = queue.control_messages(keys.JOBS_CONTROL, "0-0", 0)
@@ -144,7 +144,7 @@ class TestSuspect:
         start_batch(queue, "batch_a", 1)
         [claim] = take(queue, "w1", 1)
         queue.publish("w1", [delta(claim, 0, [5, 6], "ab")])
-        suspect(queue, "w1", [claim])
+        quarantine(queue, "w1", [claim])
         [again] = take(queue, "w2", 1)
         assert again.checkpoint is not None
         assert again.checkpoint.choices[0].token_ids == [5, 6]
@@ -152,48 +152,48 @@ class TestSuspect:
     def test_more_than_one_call_may_hold(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 700)
         claims = take(queue, "w1", 1, 500) + take(queue, "w1", 2, 500)
-        assert suspect(queue, "w1", claims) == []
-        assert redis_client.zcard(keys.suspects(MODEL)) == 700
+        assert quarantine(queue, "w1", claims) == []
+        assert redis_client.zcard(keys.quarantined(MODEL)) == 700
 
 
 class TestTrial:
     def test_before_anything_else_and_beside_nothing(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 3)
-        suspects = take(queue, "w1", 1)
+        quarantined = take(queue, "w1", 1)
         start_batch(queue, "batch_b", 3)
         queue.submit("live_a", request())
         [busy] = take(queue, "w2", 1, 1)
-        suspect(queue, "w1", suspects)
-        assert all(claim.suspicions == 0 for claim in take(queue, "w2", 2, 1))  # it holds something
-        trial = take(queue, "w3", 1)
-        assert sorted(lines(trial)) == [0, 1, 2]
-        assert {claim.key.batch for claim in trial} == {"batch_a"}
+        quarantine(queue, "w1", quarantined)
+        assert all(claim.engine_crashes == 0 for claim in take(queue, "w2", 2, 1))  # it holds something
+        isolated = take(queue, "w3", 1)
+        assert sorted(lines(isolated)) == [0, 1, 2]
+        assert {claim.key.batch for claim in isolated} == {"batch_a"}
         assert take(queue, "w3", 2) == []
         assert take(queue, "w3", 1) == []  # a late duplicate
-        queue.commit("w3", [finished(claim) for claim in trial[:2]])
+        queue.commit("w3", [finished(claim) for claim in isolated[:2]])
         assert take(queue, "w3", 3) == []
-        queue.hand_back("w3", held(trial[2:]), acquitted=True)
-        assert len(take(queue, "w3", 4)) == 3  # what is left of batch_b, and the acquitted line
+        queue.requeue("w3", held(isolated[2:]), cleared=True)
+        assert len(take(queue, "w3", 4)) == 3  # what is left of batch_b, and the cleared line
         assert busy.key.live
 
     def test_the_same_number_gives_the_same_group(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 20)
-        suspect(queue, "w1", take(queue, "w1", 1))
-        trial = take(queue, "w2", 1)
-        assert take(queue, "w2", 1) == trial
-        queue.commit("w2", [finished(trial[0])])
-        assert take(queue, "w2", 1) == trial[1:]
+        quarantine(queue, "w1", take(queue, "w1", 1))
+        isolated = take(queue, "w2", 1)
+        assert take(queue, "w2", 1) == isolated
+        queue.commit("w2", [finished(isolated[0])])
+        assert take(queue, "w2", 1) == isolated[1:]
 
     def test_a_group_larger_than_the_limit_is_tried_in_parts(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 16)
-        suspect(queue, "w1", take(queue, "w1", 1))
+        quarantine(queue, "w1", take(queue, "w1", 1))
         parts = [take(queue, f"w{number}", 1, 6) for number in range(2, 5)]
         assert [len(part) for part in parts] == [6, 6, 4]
         assert sorted(line for part in parts for line in lines(part)) == list(range(16))
 
     def test_a_full_worker_that_makes_room_for_live_calls_takes_none(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1)
-        suspect(queue, "w1", take(queue, "w1", 1))
+        quarantine(queue, "w1", take(queue, "w1", 1))
         queue.submit("live_a", request())
         [claim] = queue.claim("w2", 1, 0, models=[MODEL], live_limit=4)
         assert claim.live
@@ -201,7 +201,7 @@ class TestTrial:
     def test_of_one_model_at_a_time(self, queue: Queue) -> None:
         for model in "ab":
             start_batch(queue, f"batch_{model}", 2, model=model)
-        suspect(queue, "w1", take(queue, "w1", 1, models=["a", "b"]))
+        quarantine(queue, "w1", take(queue, "w1", 1, models=["a", "b"]))
         assert take(queue, "w2", 1, models=["c"]) == []
         groups = [take(queue, worker, 1, models=["a", "b"]) for worker in ("w3", "w4")]
         assert [len(group) for group in groups] == [2, 2]
@@ -209,39 +209,39 @@ class TestTrial:
 
     def test_a_worker_reaped_meanwhile_gives_the_group_back_as_one(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 20)
-        suspect(queue, "w1", take(queue, "w1", 1))
-        trial = take(queue, "w2", 1)
+        quarantine(queue, "w1", take(queue, "w1", 1))
+        isolated = take(queue, "w2", 1)
         assert queue.reap("w2") == 16
         assert len(take(queue, "w3", 1)) == 4
         again = take(queue, "w4", 1)
-        assert set(lines(again)) == set(lines(trial))
-        assert {(claim.suspicions, claim.attempt) for claim in again} == {(1, 3)}
+        assert set(lines(again)) == set(lines(isolated))
+        assert {(claim.engine_crashes, claim.attempt) for claim in again} == {(1, 3)}
 
-    def test_handed_back_without_a_verdict_they_stay_suspects(self, queue: Queue) -> None:
+    def test_requeued_without_a_verdict_they_stay_in_quarantine(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 5)
-        suspect(queue, "w1", take(queue, "w1", 1))
-        trial = take(queue, "w2", 1)
+        quarantine(queue, "w1", take(queue, "w1", 1))
+        isolated = take(queue, "w2", 1)
         for _ in range(2):
-            queue.hand_back("w2", held(trial))
+            queue.requeue("w2", held(isolated))
         assert queue.ready_length("batch_a") == 0
         again = take(queue, "w3", 1)
-        assert {(claim.suspicions, claim.attempt) for claim in again} == {(1, 2)}
+        assert {(claim.engine_crashes, claim.attempt) for claim in again} == {(1, 2)}
 
-    def test_acquitted_they_are_like_others(self, queue: Queue) -> None:
+    def test_released_they_are_like_others(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 20)
-        suspect(queue, "w1", take(queue, "w1", 1, 2))
-        trial = take(queue, "w2", 1)
+        quarantine(queue, "w1", take(queue, "w1", 1, 2))
+        isolated = take(queue, "w2", 1)
         for _ in range(2):
-            queue.hand_back("w2", held(trial), acquitted=True)
+            queue.requeue("w2", held(isolated), cleared=True)
         claims = take(queue, "w3", 1)
         assert lines(claims)[:2] == [0, 1]
-        assert {claim.suspicions for claim in claims} == {0}
-        suspect(queue, "w3", claims)
-        assert {claim.suspicions for claim in take(queue, "w4", 1)} == {1}
+        assert {claim.engine_crashes for claim in claims} == {0}
+        quarantine(queue, "w3", claims)
+        assert {claim.engine_crashes for claim in take(queue, "w4", 1)} == {1}
 
     def test_turns_of_batches_go_on_beside_it(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 10)
-        suspect(queue, "w1", take(queue, "w1", 1))
+        quarantine(queue, "w1", take(queue, "w1", 1))
         assert redis_client.exists(keys.ring(MODEL, ""), keys.tenants(MODEL)) == 0
         start_batch(queue, "batch_b", 4)
         take(queue, "w2", 1)
@@ -249,52 +249,56 @@ class TestTrial:
 
 
 class TestCancel:
-    def test_a_live_call_among_the_suspects(self, queue: Queue, redis_client: redis.Redis) -> None:
+    def test_a_live_call_among_the_quarantined(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.submit("live_a", request())
-        suspect(queue, "w1", take(queue, "w1", 1))
+        quarantine(queue, "w1", take(queue, "w1", 1))
         queue.submit("live_a", request())  # a late repeat
         for _ in range(2):
             queue.cancel([RequestKey("live_a", 0)])
         assert take(queue, "w2", 1) == []
-        assert redis_client.exists(keys.bodies("live_a"), keys.suspects(MODEL), keys.TRIALS, keys.TRIES) == 0
+        assert (
+            redis_client.exists(keys.bodies("live_a"), keys.quarantined(MODEL), keys.QUARANTINE_WAITS, keys.TRIES) == 0
+        )
 
-    def test_a_batch_with_lines_waiting_tried_and_among_the_suspects(
+    def test_a_batch_with_lines_waiting_tried_and_among_the_quarantined(
         self, queue: Queue, redis_client: redis.Redis
     ) -> None:
         queue.create_batch("batch_a", 60, state="in_progress")
         queue.ingest("batch_a", [(line, request("ab"[line % 2])) for line in range(60)], 0, 60)
-        suspect(queue, "w1", take(queue, "w1", 1, 40, models=["a", "b"]))
-        trial = take(queue, "w2", 1, models=["a"])
+        quarantine(queue, "w1", take(queue, "w1", 1, 40, models=["a", "b"]))
+        isolated = take(queue, "w2", 1, models=["a"])
         assert queue.transition("batch_a", ["in_progress"], "cancelling")
         for _ in range(2):
             queue.cancel_batch("batch_a")
-        assert queue.renew("w2", held(trial)) == [claim.key for claim in trial]
-        assert suspect(queue, "w2", trial) == [claim.key for claim in trial]
+        assert queue.renew("w2", held(isolated)) == [claim.key for claim in isolated]
+        assert quarantine(queue, "w2", isolated) == [claim.key for claim in isolated]
         assert take(queue, "w3", 1, models=["a", "b"]) == []
         assert (
-            redis_client.exists(keys.suspects("a"), keys.suspects("b"), keys.TRIALS, keys.TRIES, keys.bodies("batch_a"))
+            redis_client.exists(
+                keys.quarantined("a"), keys.quarantined("b"), keys.QUARANTINE_WAITS, keys.TRIES, keys.bodies("batch_a")
+            )
             == 0
         )
 
     def test_a_forgotten_batch_leaves_nothing(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 40)
-        suspect(queue, "w1", take(queue, "w1", 1))
-        trial = take(queue, "w2", 1)
+        quarantine(queue, "w1", take(queue, "w1", 1))
+        isolated = take(queue, "w2", 1)
         queue.forget("batch_a")
-        queue.hand_back("w2", held(trial), acquitted=True)
+        queue.requeue("w2", held(isolated), cleared=True)
         for worker in ("w1", "w2"):
             queue.remove_worker(worker)
         assert {name.decode() for name in redis_client.scan_iter() if redis_client.ttl(name) < 0} <= keys.PERMANENT
 
-    def test_the_members_of_a_trial(self, queue: Queue) -> None:
+    def test_the_members_of_an_isolated_group(self, queue: Queue) -> None:
         for number in range(3):
             queue.submit(f"live_{number}", request())
-        suspect(queue, "w1", take(queue, "w1", 1))
-        trial = take(queue, "w2", 1)
-        queue.cancel([trial[0].key])
+        quarantine(queue, "w1", take(queue, "w1", 1))
+        isolated = take(queue, "w2", 1)
+        queue.cancel([isolated[0].key])
         queue.submit("live_new", request())
         assert take(queue, "w2", 2) == []
-        queue.cancel([claim.key for claim in trial[1:]])
+        queue.cancel([claim.key for claim in isolated[1:]])
         assert [claim.key.batch for claim in take(queue, "w2", 3)] == ["live_new"]
 
 
@@ -307,13 +311,13 @@ class TestBellsAndOrders:
         claims = take(queue, "w1", 1)
         for worker in ("idle1", "idle2", "busy"):
             assert take(queue, worker, 2) == []
-        suspect(queue, "w1", claims)
+        quarantine(queue, "w1", claims)
         assert [orders(queue, worker) for worker in ("idle1", "idle2", "busy")] == [["bell"], ["bell"], []]
 
-    def test_a_worker_on_trial_is_not_rung_for(self, queue: Queue, redis_client: redis.Redis) -> None:
+    def test_a_worker_in_isolation_is_not_rung_for(self, queue: Queue, redis_client: redis.Redis) -> None:
         ready(queue, "w2")
         start_batch(queue, "batch_a", 1)
-        suspect(queue, "w1", take(queue, "w1", 1))
+        quarantine(queue, "w1", take(queue, "w1", 1))
         take(queue, "w2", 1)
         assert take(queue, "w2", 2) == []
         assert not redis_client.sismember(keys.waiting(MODEL), "w2")
@@ -324,7 +328,7 @@ class TestBellsAndOrders:
         start_batch(queue, "batch_a", 100)
         claims = take(queue, "w1", 1, 60)
         busy = {worker: take(queue, worker, 1, 5) for worker in ("w2", "w3")}
-        suspect(queue, "w1", claims)
+        quarantine(queue, "w1", claims)
         assert len(take(queue, "w1", 2)) == 16
         tick(queue)
         assert [orders(queue, worker) for worker in ("w1", "w2", "w3")] == [[], [], []]
@@ -333,8 +337,8 @@ class TestBellsAndOrders:
             tick(queue)
         [told] = [worker for worker in ("w2", "w3") if orders(queue, worker) == ["trial"]]
         assert sorted(orders(queue, worker) for worker in ("w1", "w2", "w3")) == [[], [], ["trial"]]
-        queue.hand_back(told, held(busy[told]))
-        assert {claim.suspicions for claim in take(queue, told, 2)} == {1}
+        queue.requeue(told, held(busy[told]))
+        assert {claim.engine_crashes for claim in take(queue, told, 2)} == {1}
         wait_in_vain(redis_client)
         tick(queue)
         assert [orders(queue, worker) for worker in ("w2", "w3")] == [
@@ -348,12 +352,12 @@ class TestBellsAndOrders:
         start_batch(queue, "batch_a", 48)
         claims = take(queue, "w1", 1, 47)
         take(queue, "w2", 1)
-        suspect(queue, "w1", claims)
+        quarantine(queue, "w1", claims)
         wait_in_vain(redis_client)
-        trial = take(queue, "w1", 2)
+        isolated = take(queue, "w1", 2)
         tick(queue)
         wait_in_vain(redis_client)
-        queue.hand_back("w1", held(trial), acquitted=True)
+        queue.requeue("w1", held(isolated), cleared=True)
         assert len(take(queue, "w1", 3)) == 16
         tick(queue)
         assert "trial" not in orders(queue, "w2")
@@ -364,8 +368,8 @@ class TestBellsAndOrders:
         ready(queue, "w2")
         start_batch(queue, "batch_a", 2)
         take(queue, "w2", 1, 1)
-        suspect(queue, "w1", take(queue, "w1", 1))
-        redis_client.hincrby(keys.TRIALS, MODEL, 3_600_000)
+        quarantine(queue, "w1", take(queue, "w1", 1))
+        redis_client.hincrby(keys.QUARANTINE_WAITS, MODEL, 3_600_000)
         tick(queue)
         assert orders(queue, "w2") == []
         wait_in_vain(redis_client)
