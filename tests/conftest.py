@@ -23,7 +23,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips `gpu` tests where torch can use no GPU."""
+    """Skip `gpu` tests where torch can use no GPU."""
     if item.get_closest_marker("gpu") is not None:
         import torch
 

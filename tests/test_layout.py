@@ -29,7 +29,7 @@ TORCH_FREE = [
 ON_THE_CPU = """
 import sys
 import torch
-before = set(sys.modules)  # a torch for cards may bring Triton itself
+before = set(sys.modules)  # a torch for GPUs may bring Triton itself
 from workers.engine.messages.config import EngineConfig
 from workers.engine.core import EngineCore
 from workers.engine.device.executor import Executor
@@ -50,7 +50,7 @@ def test_what_the_front_imports_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_an_engine_on_the_cpu_loads_neither_transformers_nor_kernels() -> None:
-    """The one takes seconds; the others are read as they are for the interpreter or for a card, and
+    """The one takes seconds; the others are read as they are for the interpreter or for a GPU, and
     need Triton.
     """
     program = f"{ON_THE_CPU}\nloaded = set(sys.modules) - before\n"

@@ -19,7 +19,7 @@ DEMO_NAME = "demo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """Configuration of a worker's front process; that of its engine core is `engine`.
+    """Configuration of a worker process; that of its engine core is `engine`.
 
     Seconds unless a field says otherwise.
 

@@ -1,4 +1,4 @@
-"""What workers say of their engines and cards every few seconds, and how much waits: the numbers
+"""What workers say of their engines and GPUs every few seconds, and how much waits: the numbers
 behind `GET /metrics`.
 """
 
@@ -17,7 +17,7 @@ GAUGES_SECONDS = 30
 
 
 class GpuGauges(msgspec.Struct, frozen=True):
-    """One GPU, as its driver tells; None where it does not."""
+    """Figures of one GPU as its driver reports them; None where it reports none."""
 
     name: str
     uuid: str

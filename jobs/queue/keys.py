@@ -124,7 +124,7 @@ def counted(worker: str) -> str:
 
 
 def gauges(worker: str) -> str:
-    """WorkerGauges: what a worker's engine and cards did lately. Lasts some seconds."""
+    """WorkerGauges: the last report of a worker's engine and GPUs. Lasts some seconds."""
     return f"{{q}}:gauges:{worker}"
 
 

@@ -94,7 +94,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def command_environment(redis_url: str | None, more: dict[str, str]) -> dict[str, str]:
-    """This process' environment with one compute thread, no card (several workers could not share
+    """This process' environment with one compute thread, no GPU (several workers could not share
     one) and no other queue than the one given.
     """
     kept = {

@@ -1,4 +1,4 @@
-"""Where there is no card that torch can use, Triton's interpreter runs the kernels.
+"""Where there is no GPU that torch can use, Triton's interpreter runs the kernels.
 
 It has to be known before Triton is imported.
 """

@@ -293,7 +293,7 @@ def test_an_idle_worker_uses_next_to_nothing(shared: tuple[Queue, WorkerProcess]
 
 
 def test_a_worker_tells_what_its_engine_does(shared: tuple[Queue, WorkerProcess]) -> None:
-    """Every few seconds; on a CPU nothing of cards."""
+    """Every few seconds; on a CPU no GPU is reported."""
     queue, worker = shared
     worker_id = worker.wait_ready().id
     gauges = wait_until(lambda: queue.gauges([worker_id]).get(worker_id), 60, "a report")

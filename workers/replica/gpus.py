@@ -1,4 +1,4 @@
-"""What the driver tells of GPUs, through NVML. Imports its library only when asked for a card."""
+"""Figures of GPUs from their driver, through NVML; its library is imported only for a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def gpu_gauges(uuids: list[str]) -> list[GpuGauges]:
-    """Use, memory and power of these cards. Blocks for milliseconds.
+    """Return use, memory and power of these GPUs. Blocks for milliseconds.
 
-    Empty where there is no card, library (nvidia-ml-py) or driver, and where a library of that name
-    does something else; says why once.
+    Empty without GPU, library (nvidia-ml-py) or driver, and with another library of that name; the
+    reason is logged once.
     """
     if not uuids:
         return []
@@ -24,32 +24,32 @@ def gpu_gauges(uuids: list[str]) -> list[GpuGauges]:
         import pynvml
 
         pynvml.nvmlInit()  # counted by the library; the first call alone does something
-        return [_of_gpu(pynvml, uuid) for uuid in uuids]
+        return [_gauges_of(pynvml, uuid) for uuid in uuids]
     except ImportError:
-        _say("nvidia-ml-py is not installed (it comes with the extra `cuda`)")
+        _warn_once("nvidia-ml-py is not installed (it comes with the extra `cuda`)")
     except Exception as error:
-        _say(f"{type(error).__name__}: {error}")
+        _warn_once(f"{type(error).__name__}: {error}")
     return []
 
 
 @cache
-def _say(reason: str) -> None:
-    logger.warning("nothing is told of the cards: %s", reason)
+def _warn_once(reason: str) -> None:
+    logger.warning("GPU metrics unavailable: %s", reason)
 
 
-def _of_gpu(nvml: Any, uuid: str) -> GpuGauges:
-    """Raises NVMLError where the driver does not know the card."""
+def _gauges_of(nvml: Any, uuid: str) -> GpuGauges:
+    """Raise NVMLError where the driver does not know the GPU."""
     gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
 
-    def told(ask: Callable[[Any], Any]) -> Any:
-        """None for what this card, or a part of one, does not tell."""
+    def reported(ask: Callable[[Any], Any]) -> Any:
+        """Return None for a figure that this GPU, or a partition of one, does not report."""
         try:
             return ask(gpu)
         except nvml.NVMLError:
             return None
 
     rates, memory, milliwatts = (
-        told(ask)
+        reported(ask)
         for ask in (nvml.nvmlDeviceGetUtilizationRates, nvml.nvmlDeviceGetMemoryInfo, nvml.nvmlDeviceGetPowerUsage)
     )
     return GpuGauges(

@@ -1,5 +1,5 @@
-"""What an engine does, for people and machines: one line in the log every ten seconds while there
-is work, and gauges in Redis always.
+"""Statistics of an engine: a log line every ten seconds while it works, and gauges in Redis every
+five.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HasStats(Protocol):
 
 
 async def report(running: Running, engine: HasStats, num_blocks: int) -> None:
-    """Logs until cancelled; says nothing about an interval without work."""
+    """Log until cancelled; an interval without work gets no line."""
     loop = asyncio.get_running_loop()
     before, finished, since = Stats(), running.finished, loop.time()
     while True:
@@ -42,7 +42,7 @@ async def report(running: Running, engine: HasStats, num_blocks: int) -> None:
 
 
 def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight: int, num_blocks: int) -> str:
-    """What happened between two moments, in one line."""
+    """Return the log line for what happened between two moments."""
     computed, hits = now.computed_tokens - before.computed_tokens, now.prefix_hit_tokens - before.prefix_hit_tokens
     return (
         f"generated {(now.tokens - before.tokens) / seconds:.0f} tokens/s, computed {computed / seconds:.0f} tokens/s,"
@@ -53,9 +53,8 @@ def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight
 
 
 async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
-    """Tells Redis until cancelled, whatever goes wrong: no figure is worth a replica.
-
-    What does not arrive is told anew by the next one.
+    """Publish gauges in Redis until cancelled. No failure ends the replica; the next report replaces
+    one that is lost.
     """
     loop = asyncio.get_running_loop()
     before, since, problem = engine.stats.tokens, loop.time(), ""
@@ -64,17 +63,17 @@ async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
         rate = (stats.tokens - before) / (now - since) if now > since else 0.0
         before, since = stats.tokens, now
         try:
-            await asyncio.to_thread(_tell, worker, engine.info, stats, rate, queue)
+            await asyncio.to_thread(_publish, worker, engine.info, stats, rate, queue)
         except QueueUnavailable:
-            pass  # others say so
+            pass  # logged where requests are claimed and published
         except Exception as error:
             if repr(error) != problem:
-                logger.warning("the engine's figures were not told", exc_info=True)
+                logger.warning("failed to report engine metrics", exc_info=True)
             problem = repr(error)
         await asyncio.sleep(GAUGES_INTERVAL)
 
 
-def _tell(worker: str, info: Ready, stats: Stats, rate: float, queue: Queue) -> None:
+def _publish(worker: str, info: Ready, stats: Stats, rate: float, queue: Queue) -> None:
     gpus = gpu_gauges(info.gpus)
     gauges = WorkerGauges(
         stats.running, stats.waiting, stats.free_blocks, info.num_blocks, stats.tokens, round(rate, 1), gpus

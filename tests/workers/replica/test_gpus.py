@@ -1,4 +1,4 @@
-"""What is told of a GPU, where there is one, and what is left out."""
+"""Figures of a GPU, and what is left out where there is none."""
 
 import logging
 import sys
@@ -14,7 +14,7 @@ def test_without_gpus_nothing_is_asked() -> None:
     assert gpu_gauges([]) == []
 
 
-def test_without_a_driver_or_its_library_nothing_is_told() -> None:
+def test_without_a_driver_or_its_library_no_figures_are_reported() -> None:
     assert gpu_gauges(["GPU-00000000-0000-0000-0000-000000000000"]) == []
 
 
@@ -43,7 +43,7 @@ def test_a_library_of_that_name_that_does_otherwise_is_reported_once(
 
 
 @pytest.mark.gpu
-def test_a_gpu_tells_of_itself() -> None:
+def test_a_gpu_reports_its_figures() -> None:
     pytest.importorskip("pynvml")
     (gpu,) = gpu_gauges([f"GPU-{torch.cuda.get_device_properties(0).uuid}"])
     assert gpu.name == torch.cuda.get_device_name(0)

@@ -59,4 +59,4 @@ def test_what_fails_is_logged_once_and_tried_again(
     with caplog.at_level(logging.WARNING):
         asyncio.run(until_told())
     assert queue.gauges(["w"])["w"].num_blocks == 40
-    assert [record.getMessage() for record in caplog.records] == ["the engine's figures were not told"]
+    assert [record.getMessage() for record in caplog.records] == ["failed to report engine metrics"]
