@@ -53,8 +53,9 @@ def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight
 
 
 async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
-    """Publish gauges in Redis until cancelled. No failure ends the replica; the next report replaces
-    one that is lost.
+    """Publish gauges in Redis until cancelled.
+
+    No failure ends the replica; the next report replaces one that is lost.
     """
     loop = asyncio.get_running_loop()
     before, since, problem = engine.stats.tokens, loop.time(), ""

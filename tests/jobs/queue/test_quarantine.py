@@ -164,7 +164,8 @@ class TestTrial:
         queue.submit("live_a", request())
         [busy] = take(queue, "w2", 1, 1)
         quarantine(queue, "w1", quarantined)
-        assert all(claim.engine_crashes == 0 for claim in take(queue, "w2", 2, 1))  # it holds something
+        # It holds something
+        assert all(claim.engine_crashes == 0 for claim in take(queue, "w2", 2, 1))
         isolated = take(queue, "w3", 1)
         assert sorted(lines(isolated)) == [0, 1, 2]
         assert {claim.key.batch for claim in isolated} == {"batch_a"}
