@@ -38,7 +38,7 @@ def pages(results: Path = RESULTS) -> dict[Path, str]:
 
 
 def between_marks(page: str, name: str, text: str) -> str:
-    """The page with what stands between the marks of that name replaced.
+    """Return the page with the text between the marks of that name replaced.
 
     Raises ValueError where it has none.
     """

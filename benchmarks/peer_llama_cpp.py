@@ -14,7 +14,7 @@ import time
 import numpy as np
 from llama_cpp import llama_cpp as api
 
-_ERROR = 4  # a level of llama.cpp's log, which tells of every tensor otherwise
+_ERROR = 4  # a level of llama.cpp's log, which lists every tensor otherwise
 
 
 def main(path: str, context: str, threads: str) -> None:

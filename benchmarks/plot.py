@@ -11,7 +11,7 @@ from benchmarks.goals import AGAINST_VLLM, figures_of
 from benchmarks.report import RESULTS
 
 _WIDTH, _ROW, _TOP = 860, 34, 34
-_LEFT, _RIGHT = 390, 210  # of the bars: titles stand before them, figures behind
+_LEFT, _RIGHT = 390, 210  # of the bars: titles to their left, figures to their right
 _STYLE = (
     "text{font:13px"
     " system-ui,sans-serif;fill:#24292f}.small{font-size:12px;fill:#57606a}.bar{fill:#1f6feb}.short{fill:#bf8700}"

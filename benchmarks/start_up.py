@@ -3,8 +3,8 @@ until its result is in Redis.
 
     python -m benchmarks.start_up
 
-The whole command, which then writes the file of results and ends every process again, is told
-beside it, and so is the engine alone.
+The time of the whole command, which then writes the file of results and ends every process, is
+reported beside it, and so is the engine's alone.
 """
 
 import asyncio

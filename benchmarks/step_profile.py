@@ -173,8 +173,10 @@ def _span_seconds(times: int = 1000) -> float:
 
 
 def parts_of(step: Any, span_seconds: float = 0.0, layers: dict[str, float] | None = None) -> dict[str, float]:
-    """Seconds by part of a profiled step, an event with its children below it; what marking its
-    spans cost is nobody's. `layers`: what a call that is all layers says of itself.
+    """Return seconds by part of a profiled step, an event with its children below it.
+
+    The cost of marking its spans counts for no part. `layers`: the parts that one call of all
+    layers reports.
     """
     parts: dict[str, float] = defaultdict(float)
     spans = _collect(step.cpu_children, "", parts)

@@ -258,7 +258,7 @@ TASKS: dict[str, tuple[float, Callable[[random.Random, float], Exercise]]] = {
     "tally": (1.0, _tally),
 }
 
-# Three to five letters, none twice in a word, so that the letter just written tells which one
+# Three to five letters, none twice in a word, so that the letter just written determines which one
 # follows.
 WORD_LIST = """
     acorn actor amber angel ankle apron arm axe badge baker barn basil basin beach beard bench bike

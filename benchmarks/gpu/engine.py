@@ -1,9 +1,9 @@
 """Rows that drive the whole engine as a worker does: `AsyncEngine` in this process, its core in one
 of its own.
 
-A pass is a workload handed in at once; its seconds run from there to the last token, as this
+A pass is a workload submitted at once; its seconds run from there to the last token, as this
 process sees it. What comes up once (kernels loaded and tuned, graphs captured) has come up before
-the measured pass: see `warm_up`. How long that took is told beside it.
+the measured pass: see `warm_up`. Its duration is reported beside it.
 """
 
 import asyncio

@@ -28,7 +28,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         "how": (
             f"the {len(work.prompts)} prompts of the first row with {work.output_lengths[0]} greedy tokens each;"
             " theirs: generate_batch of a model loaded with sdpa, which it leaves for a package of `faster_attention`"
-            " if there is one, from the first request's start to the last one's end as its results tell, its own"
+            " if there is one, from the first request's start to the last one's end as its results report, its own"
             " warm-up not counted; ours: as in the first row"
         ),
     }

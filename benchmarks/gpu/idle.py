@@ -1,6 +1,4 @@
-"""How much of a decode step the device stands still, from the engine core's own trace
-(`--profile`).
-"""
+"""The share of a decode step in which the device is idle, from the core's trace (`--profile`)."""
 
 import asyncio
 import gzip

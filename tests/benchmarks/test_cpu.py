@@ -166,7 +166,7 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert tuple(expected) == PARTS
 
 
-def test_a_call_of_all_layers_tells_its_parts() -> None:
+def test_a_call_of_all_layers_reports_its_parts() -> None:
     step = Event("one step", 100, [Event("forward", 70, [Event("native::run_stack", 60)])])
     layers = {"matrix": 40e-6, "attention": 15e-6}
     parts = {name: round(1e6 * seconds) for name, seconds in step_profile.parts_of(step, layers=layers).items()}

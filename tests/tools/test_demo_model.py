@@ -64,7 +64,7 @@ def test_any_text_survives_the_tokenizer(tokenizer):
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_digits_stand_alone_and_list_words_are_single_tokens(tokenizer):
+def test_digits_are_single_tokens_and_list_words_are_single_tokens(tokenizer):
     assert tokenizer.tokenize("1907") == ["1", "9", "0", "7"]
     assert all(len(tokenizer.tokenize(f" {word}")) == 1 for word in WORDS)
 

@@ -16,8 +16,9 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time makes what stands at `path`; all of them where its folder cannot be
-    written, or knows no locks.
+    """Let one process at a time create the file at `path`.
+
+    Without effect where the folder cannot be written, or does not support locks.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -157,9 +157,7 @@ class EngineCore:
         return self.scheduler.ended()
 
     def _take_in(self, inbox: SimpleQueue[ToCore]) -> bool:
-        """Handles all messages there are, and waits for one when there is nothing else to do; False
-        once told to shut down.
-        """
+        """Handle all queued messages, and wait for one when idle; return False after `Shutdown`."""
         if not self.busy:
             if self._debug:
                 self.scheduler.check_idle()

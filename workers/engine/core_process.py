@@ -79,9 +79,9 @@ def _receive(reader: FrameReader, inbox: SimpleQueue[ToCore]) -> None:
         while (message := reader.read(decoder)) is not None:
             inbox.put(message)
     except msgspec.MsgspecError as error:
-        print(f"a frame from the front could not be read: {error}", file=sys.stderr, flush=True)
+        print(f"a frame from the worker process could not be read: {error}", file=sys.stderr, flush=True)
         status = 1
-    # Nobody is left who could say anything or use a result.
+    # No client is left that could send a message or use a result.
     os._exit(status)
 
 

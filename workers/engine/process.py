@@ -23,10 +23,10 @@ _KEPT = 256 << 20
 
 
 def become_child(parent: int, connection: socket.socket, name: str, log_level: int) -> None:
-    """The first thing that a child does.
+    """Set up a child process; called first.
 
-    It ends when `parent` does, hears no Ctrl-C and no order to stop, which may reach a whole group
-    of processes, keeps stdout clean, and logs under `name`.
+    It ends when `parent` does, ignores SIGINT and SIGTERM, which may reach a whole process group,
+    keeps stdout clean, and logs under `name`.
     """
     _die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM):

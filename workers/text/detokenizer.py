@@ -61,16 +61,12 @@ class DetokenizerFactory:
         return _TableDetokenizer(self._table if skip_special_tokens else self._full_table, at_start)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for amid a text; special tokens for their names, unknown ids for
-        nothing.
-        """
+        """Return a token's bytes inside a text: a special token's name, b"" for unknown ids."""
         return self._full_table[token_id]
 
 
 class _TokenBytes(dict[int, bytes], ABC):
-    """From token id to the bytes it stands for, filled as tokens are met; special and unknown ids
-    stand for nothing.
-    """
+    """Bytes by token id, filled on first use; special and unknown ids have none."""
 
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
         super().__init__()
@@ -173,7 +169,7 @@ class _WindowDetokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         try:
             return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
-        except BaseException as error:  # tokens that the decoder fails on stand for nothing
+        except BaseException as error:  # tokens that the decoder fails on have no text
             if not is_panic(error):
                 raise
             return ""

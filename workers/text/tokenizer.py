@@ -68,8 +68,9 @@ class TextTokenizer:
 
     @property
     def empty_prompt(self) -> list[int]:
-        """What stands for a prompt without tokens: the token that begins a text, else the one that
-        ends one; [] without either.
+        """Return the tokens of an empty prompt.
+
+        The token that begins a text, else the one that ends one; [] without either.
         """
         ids = (self._tokenizer.token_to_id(self.special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         return next(([token_id] for token_id in ids if token_id is not None), [])
@@ -102,7 +103,7 @@ class TextTokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int | None:
-        """Bytes of text that one token can stand for at most; None when that cannot be told."""
+        """Return the most bytes of text that one token can have; None when that is unknown."""
         return longest_token(self._tokenizer)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
@@ -110,8 +111,9 @@ class TextTokenizer:
         return self._detokenizers.start(prompt_token_ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token stands for amid a text, maybe a part of a character; special tokens for
-        their names.
+        """Return the bytes of a token inside a text, maybe part of a character.
+
+        A special token's bytes are its name.
         """
         return self._detokenizers.token_bytes(token_id)
 

@@ -16,11 +16,10 @@ _KEEPS_ALL = frozenset({"ByteLevel", "Metaspace", "Digits", "Split", "Punctuatio
 
 
 def longest_token(tokenizer: Tokenizer) -> int | None:
-    """Bytes of text that one token can stand for at most; None when a token can stand for any
-    amount of it, or that cannot be told.
+    """Return the most bytes of text that one token can have; None when unlimited or unknown.
 
-    It can be told where every byte of a text ends up in some token: nothing is dropped, joined to
-    an unknown token, or taken by the token beside it.
+    The number is known where every byte of a text ends up in some token: nothing is dropped, joined
+    to an unknown token, or taken by the token beside it.
     """
     model = tokenizer.model
     if not isinstance(model, models.BPE) or any(

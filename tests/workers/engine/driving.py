@@ -53,9 +53,7 @@ def make_core(name: str, *, num_blocks: int = 400, place: Place = CPU, **setting
 
 
 def recorded(work: Work) -> Work:
-    """Stands for a CUDA graph where there is none: as a GPU records, the work is done once
-    before.
-    """
+    """Replace a CUDA graph where there is none: as in a recording, the work runs once before."""
     work()
     return work
 

@@ -207,7 +207,7 @@ def test_a_request_that_never_fits_ends_with_an_error_and_the_others_go_on(depth
     assert list(dict(sorted(got.items())).values()) == reference(MODEL).tokens
 
 
-def test_a_want_of_memory_is_told_from_other_errors() -> None:
+def test_a_lack_of_memory_is_distinguished_from_other_errors() -> None:
     for allocate in (
         lambda: torch.empty(1 << 55),
         lambda: torch.tensor_split(torch.zeros(1), 1 << 40),

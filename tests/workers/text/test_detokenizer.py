@@ -77,7 +77,7 @@ def test_half_a_character_at_the_end_is_dropped() -> None:
     assert "".join(pieces(tokenizer, token_ids[:-1], [])) == "ok "
 
 
-def test_special_and_unknown_tokens_stand_for_nothing() -> None:
+def test_special_and_unknown_tokens_have_no_text() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     fox = tokenizer.encode("fox", add_special_tokens=False).ids
     end = tokenizer.token_to_id("<|end|>")

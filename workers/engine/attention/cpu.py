@@ -123,8 +123,9 @@ class CpuAttention:
     def prepared(
         self, metadata: Metadata, window: int | None, width: int, rotation: tuple[Tensor, Tensor] | None
     ) -> PreparedStep:
-        """A step for queries, keys and values that stand side by side in rows of `width`, to be
-        turned by cosine and sine if given.
+        """Prepare a step whose queries, keys and values are side by side in rows of `width`.
+
+        They are rotated by cosine and sine if given.
         """
         prepared = self._prepared(metadata, window)
         prepared.set_strides(*((width, self._shape.head_dim, 1),) * 3)
@@ -142,7 +143,7 @@ class CpuAttention:
         scale: float,
         norms: tuple[int | None, int | None, float] = (None, None, 0.0),
     ) -> Tensor:
-        """`norms`: where the weights of the queries' and the keys' stand, and their epsilon."""
+        """Attend; `norms`: addresses of the queries' and the keys' weights, and their epsilon."""
         prepared.set_strides(q.stride(), k.stride(), v.stride())
         out = torch.empty(q.shape, dtype=self._dtype)
         self._attend(

@@ -75,8 +75,8 @@ class EngineDeadError(Exception):
 
     `returncode` is its exit status, negative for a signal, or None if it had to be killed here.
 
-    `by_itself` tells an end that its requests may have brought about, by an error, a crash or a
-    hang, from one that came from outside. `reason` is the message without what the core wrote at
+    `by_itself`: its requests may have caused the end, by an error, a crash or a hang; it did not
+    come from outside. `reason` is the message without what the core wrote at
     last.
     """
 
@@ -147,7 +147,7 @@ class AsyncEngine:
         return self._core.pid
 
     def is_stopped(self) -> bool:
-        """Whether a signal holds the core's process (as far as Linux tells)."""
+        """Return whether a signal has stopped the core's process (as far as Linux reports it)."""
         try:
             status = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -283,9 +283,7 @@ class AsyncEngine:
         self._writer.write(frame(message))
 
     async def _watch(self, reader: asyncio.StreamReader, core: "_CoreProcess") -> None:
-        """Hands out what the core says until either sign of its death, then tells everyone who
-        waits.
-        """
+        """Distribute the core's messages until it dies; then notify all waiting readers."""
         last: list[str] = []
         receiving = asyncio.create_task(self._receive(reader, last))
         ended = asyncio.create_task(core.ended.wait())

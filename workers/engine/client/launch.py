@@ -1,5 +1,6 @@
-"""The start of a core's process, apart from whoever talks to it: a core takes seconds to be ready,
-and most of them pass before it needs to hear anything. Imports little.
+"""Start a core's process before its client exists.
+
+A core takes seconds to be ready, and most of them pass before it needs a message. Imports little.
 """
 
 import logging
@@ -19,10 +20,10 @@ from workers.engine.process import child_environment
 class LaunchedCore:
     """A core that loads its model; it ends with the thread that launched it.
 
-    `connection` is the front's end, `config` what it was sent.
+    `connection` is the client's end of the socket pair, `config` what was sent to the core.
 
-    Whoever launched it discards it in the end, which does nothing to one that is `taken`: the
-    engine that took it ends it.
+    The code that launched it must discard it in the end. That does nothing to a core that is
+    `taken`: the engine that took it ends it.
     """
 
     process: "subprocess.Popen[str]"
@@ -31,7 +32,7 @@ class LaunchedCore:
     taken: bool = False
 
     def discard(self) -> None:
-        """Ends it, unless somebody has taken it.
+        """End the core, unless an engine has taken it.
 
         Returns once it is gone; repeating it changes nothing.
         """
@@ -69,7 +70,7 @@ def launch_core(config: EngineConfig) -> LaunchedCore:
                 text=True,
                 errors="replace",
             )
-        # It has ended already, which whoever waits for it will find
+        # The core has ended already; the engine that waits for it detects that
         with suppress(ConnectionError):
             ours.sendall(frame(config))
     except BaseException:

@@ -106,8 +106,9 @@ class DeviceInputs:
         kernels.store(self._ring.on_device, self._rows, sampled, self.tokens, self._results)
 
     def result(self, number: int) -> Tensor:
-        """int32 [number]: what the step staged last has sampled, to be asked for once; it stands
-        there for `RESULTS` - 1 more steps.
+        """Return the tokens int32 [number] that the step staged last samples; call it once.
+
+        They stay valid for `RESULTS` - 1 more steps.
         """
         row = self._results[self._result, :number]
         self._result = (self._result + 1) % RESULTS

@@ -40,7 +40,7 @@ class LaunchedStep:
     """
 
     tokens: Tensor  # int32 [rows that sample]
-    asking: NDArray[np.int64]  # which of them `logprobs` tells
+    asking: NDArray[np.int64]  # the rows that `logprobs` covers
     logprobs: Logprobs | None
     scores: list[Logprobs]  # of the plan's prompt scores, item by item
     done: torch.cuda.Event | None = None

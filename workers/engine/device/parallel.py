@@ -45,9 +45,7 @@ class Shard:
         return slice(self.start, self.start + self.length)
 
     def within(self, part: int, parts: int) -> Shard:
-        """The same of part `part` of a tensor in which `parts` of this one's total stand side by
-        side.
-        """
+        """Return this shard of part `part` of a tensor with `parts` such totals side by side."""
         return Shard(part * self.total + self.start, self.length, parts * self.total)
 
 
@@ -64,7 +62,7 @@ class Parallel:
         """Meets the other ranks in `store`: NCCL on GPUs, gloo on CPUs.
 
         Returns when all are there. For one group in a process, whose end ends it: NCCL may wait for
-        ranks that have gone when it is told to end a group.
+        ranks that have ended when a group is destroyed.
 
         Raises ModelLoadError where torch has no such backend.
         """

@@ -208,6 +208,6 @@ def _give_back() -> None:
 
 
 def _used(device: torch.device) -> int:
-    """Bytes of a GPU that somebody uses, this process among them."""
+    """Return the bytes of a GPU in use by any process."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free

@@ -1,9 +1,8 @@
-"""The other ranks of a replica, as rank 0 in the engine core sees them: started, told of each step,
-and watched.
+"""The other ranks of a replica, which rank 0 in the engine core starts, drives and watches.
 
-All ranks run the same steps and sample the same tokens, so nothing comes back. A rank that ends
-takes the core with it, in the way in which it ended itself, so that whoever watches the core judges
-its end rightly; and the kernel ends every rank with the core.
+All ranks run the same steps and sample the same tokens, so they return nothing. When a rank ends,
+the core ends in the same way, so that the worker process sees the real cause. The kernel ends every
+rank with the core.
 """
 
 from __future__ import annotations
@@ -199,7 +198,7 @@ class Ranks:
             self._conclude()
 
     def _conclude(self) -> None:
-        """Hears the other ranks too before it says who was the first to go."""
+        """Wait for the other ranks' reports, then report the first rank that ended."""
         until = time.monotonic() + _ECHO_SECONDS
         for watcher in self._watchers:
             if watcher is not threading.current_thread():

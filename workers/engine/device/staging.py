@@ -1,5 +1,6 @@
-"""The ways between host and device that nobody waits for: pinned buffers, a ring of them for what a
-step sends, a stream of its own for what a step brings.
+"""Asynchronous copies between host and device.
+
+A ring of pinned buffers for a step's inputs, and a stream of its own for its results.
 """
 
 from __future__ import annotations

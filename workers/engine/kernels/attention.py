@@ -2,7 +2,7 @@
 layers; `attend` does a piece; `combine` adds up the pieces of what was cut along the context.
 
 A piece is a block of queries of one row against a stretch of the row's keys, for one key-value
-head. The query heads that share the head stand beside each other in the matrix tile: tile row m is
+head. The query heads that share the head are beside each other in the matrix tile: tile row m is
 query m // GROUP of the block, head m % GROUP of the group. The softmax is taken online (Milakov and
 Gimelshein, 2018; Dao, 2023: FlashAttention-2), cutting the context follows Dao et al., 2023
 (Flash-Decoding). The grid depends on what the host knows; every length is read from memory, so that
@@ -60,7 +60,7 @@ def plan(
     """One program.
 
     A row is cut along its context only where it is longer than an even share; long rows' pieces
-    stand before short ones', so that what is left when the GPU runs empty is small (Graham, 1969).
+    come before short ones', so that what is left when the GPU runs empty is small (Graham, 1969).
     """
     ROWS: tl.constexpr = 1 << LEVELS
     rank = tl.arange(0, ROWS)
@@ -219,8 +219,7 @@ def _tiles(
         weights = tl.exp2(scores * scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, 1)
-        # What stands behind the last key may not even be a number: it is replaced, for zero times
-        # it is none either.
+        # Memory behind the last key may hold NaN, and zero times NaN is NaN: it is replaced
         if MASKED and whole_head:
             v = tl.load(values + offsets, mask=key[:, None] < last, other=0.0)
         elif MASKED:
@@ -266,7 +265,7 @@ def attend(
     A row without context gets zeros.
 
     Programs that run at once share what they can: of a prompt the keys of one head, which so stay
-    in the GPU's cache; of a decode row the blocks, in which the heads stand one behind another.
+    in the GPU's cache; of a decode row the blocks, in which the heads are one behind another.
     """
     record = records + tl.program_id(0 if PREFILL else 1) * RECORD
     head = tl.program_id(1 if PREFILL else 0)
@@ -342,7 +341,7 @@ def combine(
     BLOCK_M: tl.constexpr,
 ):
     """Program (leader, key-value head, BLOCK_M tile rows): adds up the pieces along a context,
-    whose results stand one behind another.
+    whose results are one behind another.
     """
     leader, head = tl.load(leaders + tl.program_id(0)), tl.program_id(1)
     if leader < 0:

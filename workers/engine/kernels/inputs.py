@@ -7,12 +7,12 @@ be recorded in a CUDA graph:
 
     words 0 to 3 rows, rows that sample, runs, and which row of the results is this step's from
     FIRST on slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], sampling rows [ROWS] behind
-    them the runs, RUN words each: table, row, column, number of values, where in the buffer they
-    stand
+    them the runs, RUN words each: table, row, column, number of values, their place in
+    the buffer
 
 ROWS is as many rows as there can be, rounded up to a multiple of FIRST. Rows beyond the step's own
 are padding: they have one token each, which goes to the null block, and nothing to see. Where
-padding is sampled it is so for the slot behind the last, which is nobody's.
+padding is sampled it is so for the slot behind the last, which no request has.
 """
 
 from __future__ import annotations

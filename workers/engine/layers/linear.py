@@ -37,7 +37,7 @@ def load_fused(
     activation: str | None = None,
 ) -> Projection:
     """Several projections of one input as a single one, each rank with some rows of each; the
-    outputs stand side by side in the order of `names`. GPT-2's are `transposed`: kept as [in, out].
+    outputs are side by side in the order of `names`. GPT-2's are `transposed`: kept as [in, out].
     """
     return weights.ops.linear(*_take_fused(weights, names, size_in, sizes_out, bias, transposed), activation)
 

@@ -1,4 +1,4 @@
-"""Normalisations over the last dimension, each also as one with the addition that stands before it
+"""Normalizations over the last dimension, each also as one with the addition that precedes it
 in a decoder.
 """
 

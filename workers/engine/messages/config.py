@@ -25,7 +25,7 @@ _COUNTS = (
 class EngineConfig:
     """What one model replica runs with.
 
-    `None` and "auto" mean: decided once, by `resolve()` or, where only the model can tell, at load.
+    `None` and "auto" mean: decided once, by `resolve()` or, where it depends on the model, at load.
 
     `model_impl`: whose code runs the model, "own", "transformers", or "auto": the engine's own
     where it has some for the architecture. `max_model_len` and `max_num_batched_tokens` count
@@ -116,7 +116,7 @@ def all_threads() -> int:
 
 def most_processes() -> int:
     """How many ranks, of all replicas together, this machine may be asked to run: enough for tests
-    on few CPUs, and for GPUs, of which each wants a CPU that feeds it; beyond that they would only
+    on few CPUs, and for GPUs, of which each needs a CPU that feeds it; beyond that they would only
     take each other's memory and time.
     """
     return _PROCESSES_PER_CPU * available_cpus()

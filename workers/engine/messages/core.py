@@ -29,12 +29,12 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     Raises ValueError for a value out of range.
 
-    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `choice` tells the choices of one request
-    apart in the noise. Repetition counts prompt and output, presence and frequency the output. Stop
+    `temperature` 0 is greedy, `top_k` 0 keeps all tokens, `choice` separates the noise of one
+    request's choices. Repetition counts prompt and output, presence and frequency the output. Stop
     and end-of-text tokens cannot come among the first `min_tokens`. `logit_bias` holds pairs of
     token and what is added to its logit; `bad_words` are runs of tokens that never come about in
-    the output. `logprobs` and `prompt_logprobs`: how many of the most likely tokens to tell at each
-    position beside the one that stands there; -1 for no log probabilities at all.
+    the output. `logprobs` and `prompt_logprobs`: how many of the most likely tokens to report at
+    each position beside its own token; -1 for no log probabilities at all.
     """
 
     max_tokens: int
@@ -186,7 +186,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     """Natural log probabilities at one position, from the model's own distribution: before bias,
     penalties, temperature and all else.
 
-    The token that stands there comes first, then the most likely ones, best first, so that it may
+    The position's own token comes first, then the most likely ones, best first, so that it may
     come twice. `rank` is its place among all tokens, 1 for the most likely.
     """
 

@@ -33,8 +33,9 @@ class NewBlocks:
 
 @dataclass(slots=True)
 class PromptScores:
-    """Prompt tokens whose log probabilities a step is to tell: positions `first` to `last` - 1 of
-    row `row`'s request.
+    """Prompt tokens whose log probabilities a step reports.
+
+    They are positions `first` to `last` - 1 of row `row`'s request.
     """
 
     row: int
@@ -46,7 +47,7 @@ class PromptScores:
 class StepPlan:
     """One step: `counts[i]` tokens of slot `slots[i]` from position `starts[i]` on, for N rows.
 
-    A row samples when it ends at the last token that its request knows; the sampled token stands at
+    A row samples when it ends at the last token that its request knows; the sampled token gets
     position `starts[i] + counts[i]`.
     """
 

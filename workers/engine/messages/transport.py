@@ -46,9 +46,7 @@ class FrameReader:
 
 
 class FrameSender:
-    """Sends from a thread of its own, so that a reader that is slow does not hold up whoever has
-    something to say.
-    """
+    """Sends from a thread of its own, so that a slow reader does not block the caller."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

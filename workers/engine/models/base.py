@@ -15,9 +15,7 @@ from workers.engine.models.config import ModelConfig
 
 
 class AttentionContext(Protocol):
-    """Attention of one step as the layers see it: the paged cache and the step's rows stand behind
-    it.
-    """
+    """Attention of one step as the layers see it; it hides the paged cache and the step's rows."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]; writes k and v to the cache

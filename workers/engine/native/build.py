@@ -69,7 +69,7 @@ def _compile(command: Sequence[str], sources: Sequence[Path], library: Path) -> 
         if done.returncode:
             raise NativeUnavailable(f"{command[0]} does not compile it: {_first_error(done.stderr)}")
         with unfinished.open("rb") as file:
-            os.fsync(file)  # a name that outlives a power loss must stand for the whole
+            os.fsync(file)  # a file that survives a power loss must be complete
         unfinished.replace(library)
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{command[0]} takes more than {_SECONDS:.0f} s to compile it") from error
@@ -98,7 +98,7 @@ def _version(compiler: Sequence[str]) -> bytes:
 
 
 def _processor() -> bytes:
-    """What tells this processor's abilities from another's that shares the folder."""
+    """Return the processor's features, as machines that share the folder may differ in them."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:

@@ -59,8 +59,9 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def zeros_together(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Tensors [size] of zeros in memory that is nobody else's, and goes back to the system as a
-    whole with the last of them.
+    """Return tensors [size] of zeros in a mapping of their own.
+
+    The mapping is returned to the system with the last of them.
     """
     lengths = [size * dtype.itemsize for size in sizes]
     mapping = _Mapping(sum(-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths))

@@ -2,7 +2,7 @@
 noise for a few tokens only.
 
 A token's score is z plus its noise. Where W is the sum of the weights exp(z) that a row's limits
-leave, m tokens on average have a score above log(W / m), and the integers behind the noise tell
+leave, m tokens on average have a score above log(W / m), and the integers behind the noise show
 which these may be without a logarithm. With m = 40 there is none but once in e**40 draws, so the
 winner is among them; where there is none, all tokens are looked at. What is drawn is the same
 either way.

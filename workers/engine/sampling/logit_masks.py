@@ -64,7 +64,7 @@ class BadWords:
     """Rules out the last token of a run of tokens where the output ends in the rest of the run."""
 
     def __init__(self) -> None:
-        self._last = Lists()  # of each word: its last token, and how many tokens stand before that
+        self._last = Lists()  # of each word: its last token, and how many tokens precede it
         # Of each token before the last of a word: its distance from that, and itself
         self._rest = Lists()
 

@@ -66,8 +66,9 @@ class AskedLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, counts: NDArray[np.int64]) -> Logprobs:
-    """Of float32 logits [A, vocab] at tokens int64 [A]; where the vocabulary is smaller than a
-    count, all of it is told.
+    """Return log probabilities for float32 logits [A, vocab] and tokens int64 [A].
+
+    A count is capped at the size of the vocabulary.
     """
     own = logits.gather(1, tokens[:, None])
     ranks = (logits > own).sum(-1) + 1

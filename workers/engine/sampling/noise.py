@@ -29,7 +29,7 @@ MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _LARGEST = 1.0 - 2.0**-24
-_HIGH = int(sys.byteorder == "little")  # where the upper half of a 64-bit number stands in memory
+_HIGH = int(sys.byteorder == "little")  # index of the upper half of a 64-bit number in memory
 
 
 def request_keys(seeds: Tensor, choices: Tensor, indices: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class SampledRows:
     prompt_lengths: NDArray[np.int64]  # [R]
     # [R] prompt and output so far, which is the position of the token to draw
     lengths: NDArray[np.int64]
-    # Int32 [slots, columns], on the device: what stands beyond a row's length is nobody's
+    # Int32 [slots, columns], on the device: values beyond a row's length are undefined
     tokens: Tensor
 
     @property

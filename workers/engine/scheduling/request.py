@@ -51,8 +51,8 @@ class RequestState:
         self.sampling = sampling
         self.live = request.live
         self.priority = (not request.live, request.priority, arrival)
-        # The first prompt position that no launched step tells the log probability of; beyond all
-        # positions where none is to come.
+        # The first prompt position whose log probability no launched step reports; beyond all
+        # positions when none is left.
         self.next_score = 1 if sampling.prompt_logprobs >= 0 and self.prompt_length > 1 else sys.maxsize
         self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
         stops = frozenset(sampling.stop_token_ids)

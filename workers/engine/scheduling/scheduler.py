@@ -281,8 +281,9 @@ class Scheduler:
         step.budget = budget
 
     def _score(self, request: RequestState, end: int, step: StepBuilder) -> None:
-        """Has the step's next row tell the log probabilities of prompt tokens that follow on
-        computed ones, each once: tokens computed again after a preemption are not told again.
+        """Let the step's next row report the log probabilities of the prompt tokens after its own.
+
+        Each is reported once, also when tokens are recomputed after a preemption.
         """
         last = min(end + 1, request.prompt_length)
         step.prompt_scores.append(PromptScores(len(step.slots), request.next_score, last))
@@ -492,7 +493,7 @@ class _Launched:
 class _Returning:
     """A slot and blocks that are free once step `after` has been retired.
 
-    `own_blocks`: how many of them nobody else holds.
+    `own_blocks`: how many of them no other request uses.
     """
 
     after: int

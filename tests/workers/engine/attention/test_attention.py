@@ -94,8 +94,8 @@ def test_mixed_rows(
 @pytest.mark.parametrize("window", [None, 6])
 @backends
 def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | None, backend: str) -> None:
-    """In a block past a row's end, or in one that nobody holds: one request's numbers gone wrong
-    stay its own.
+    """In a block past a row's end, or in a free one: wrong numbers of one request must not
+    reach others.
     """
     generator = np.random.default_rng(1)
     rows = Contexts([10, 29, 16], 1, torch.float32, generator)

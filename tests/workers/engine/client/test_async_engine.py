@@ -155,8 +155,8 @@ async def is_idle(engine: AsyncEngine) -> None:
 
 
 def test_the_death_of_the_core_reaches_everyone_within_a_second() -> None:
-    """Or on a busy machine at the second or third try, since others may hold up whoever would look
-    at a clock.
+    """Or on a busy machine at the second or third try, since other processes may delay the
+    measuring.
     """
     took: list[float] = []
 
@@ -250,7 +250,7 @@ def test_the_watchdog_timeout_follows_the_estimate_within_its_bounds() -> None:
         (signal.SIGXCPU, False),
     ],
 )
-def test_a_crash_is_told_from_an_end_that_came_from_outside(number: signal.Signals, by_itself: bool) -> None:
+def test_a_crash_is_distinguished_from_an_end_from_outside(number: signal.Signals, by_itself: bool) -> None:
     async def scenario() -> None:
         async with started(config()) as engine:
             os.kill(engine.pid, number)
@@ -314,9 +314,7 @@ def test_an_error_in_the_core_says_what_it_was() -> None:
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the front stands beside another folder named workers, which is not what the core
-    may run.
-    """
+    """The core must not run another folder named workers beside the worker process."""
     (tmp_path / "workers").mkdir()
     (tmp_path / "workers" / "__init__.py").write_text("raise SystemExit('the wrong package')")
     monkeypatch.chdir(tmp_path)
@@ -452,7 +450,7 @@ def test_a_launched_core_that_is_not_wanted_ends_with_its_engine() -> None:
     assert launched.process.stderr.closed
 
 
-def test_a_launched_core_that_has_ended_is_told_of_at_the_start() -> None:
+def test_a_launched_core_that_has_ended_is_reported_at_the_start() -> None:
     launched = launch_core(config())
     launched.process.kill()
     launched.process.wait()

@@ -33,10 +33,10 @@ sys.stdin.read()
 # Says so whenever it looks which GPUs are free.
 _LOUD_TAKER = f"""
 import sys
-def tell(event, arguments):
+def report(event, arguments):
     if event == "open" and str(arguments[0]).endswith("-choosing.lock"):
         print("looks", flush=True)
-sys.addaudithook(tell)
+sys.addaudithook(report)
 {_TAKER}"""
 
 

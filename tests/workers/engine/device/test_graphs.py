@@ -92,7 +92,7 @@ def test_without_memory_for_another_recording_a_larger_one_does_or_none() -> Non
     assert [bare.run(rows) for rows in (1, 30, 64)] == [1, 32, 64]
 
 
-def test_any_other_failure_is_nobodys_to_forgive() -> None:
+def test_any_other_failure_is_raised() -> None:
     def broken(_: Work) -> Work:
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -121,7 +121,7 @@ class Graph:
 
 
 class Calls:
-    """Stands in for the parts of `torch.cuda` that recording uses, and writes down their order.
+    """Replaces the parts of `torch.cuda` that recording uses, and records the order of calls.
 
     Ending a recording that went wrong fails, and leaves the allocator recording, as in torch 2.11.
     """
@@ -276,7 +276,7 @@ def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block(pl
     assert drive(padded) == drive(plain)
     cache, expected = padded.caches[0], plain.caches[0]
     torch.testing.assert_close(cache[:, 1:], expected[:, 1:], rtol=0, atol=1e-5, equal_nan=True)
-    assert cache[:, 13:].isnan().all()  # blocks that nobody has
+    assert cache[:, 13:].isnan().all()  # free blocks
     assert torch.equal(padded.inputs.tokens, plain.inputs.tokens)
     assert padded.graphs is not None
     assert set(padded.graphs._recorded) == {

@@ -135,10 +135,8 @@ def test_padding_goes_to_the_null_block_and_nowhere_else(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_padding_is_sampled_for_nobody(device: str) -> None:
-    """Where drawing for the first slot would take any of 600 tokens, padding takes the likeliest,
-    which a look at the parameters tells.
-    """
+def test_padding_is_sampled_for_no_request(device: str) -> None:
+    """Padding draws the likeliest token, where the first slot would draw any of 600."""
     drawn = SamplingParams(1, temperature=1.0, top_p=0.99, seed=3)
     inputs, sampler = (
         DeviceInputs(SLOTS, LENGTH, BLOCK, torch.device(device)),

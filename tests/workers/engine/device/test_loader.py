@@ -288,7 +288,7 @@ def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> N
         Executor(config(kv_cache_memory_bytes=1 << 50))
 
 
-def test_a_cache_that_nobody_sized_takes_what_the_weights_leave() -> None:
+def test_a_cache_without_a_configured_size_takes_what_the_weights_leave() -> None:
     settings = config(max_num_seqs=8).resolve()
     model = open_checkpoint(settings.model).config
     free, tight = (cpu_cache_bytes(settings, model, torch.float32, 1000, available) for available in (None, 9000))

@@ -49,7 +49,7 @@ def ranks_of(core: int) -> list[int]:
 async def death_at_work(engine: AsyncEngine, rank: int, harm: Callable[[], None]) -> EngineDeadError:
     """What ends requests that are under way when `harm` comes.
 
-    The rank stands still before, so that the last of them has not ended.
+    The rank is stopped before, so that the last of them has not ended.
     """
     answers = [engine.generate([number], ENDLESS) for number in range(8)]
     for answer in answers:
@@ -67,7 +67,7 @@ async def death_at_work(engine: AsyncEngine, rank: int, harm: Callable[[], None]
 
 
 def signalled(pid: int, number: signal.Signals) -> None:
-    """One that stands still takes most signals only when it goes on."""
+    """Signal a process and let it go on: a stopped one handles most signals only then."""
     send_all([pid], number)
     send_all([pid], signal.SIGCONT)
 
@@ -146,7 +146,7 @@ def test_no_rank_outlives_its_core(number: signal.Signals) -> None:
 def test_a_rank_that_hangs_is_a_core_that_hangs() -> None:
     async def scenario() -> None:
         async with started(step_timeout=5.0) as (engine, rank):
-            # It stands still, and goes on to do so
+            # The rank is stopped, and stays stopped
             death = await death_at_work(engine, rank, lambda: None)
             assert death.by_itself
             assert "its step hung" in death.reason

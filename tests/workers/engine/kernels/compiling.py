@@ -1,4 +1,4 @@
-"""Compiles kernels to machine code for GPUs that are not there, and tells what the code takes.
+"""Compiles kernels to machine code for GPUs that are absent, and reports what the code takes.
 
 In a process of its own: the one that tests kernels under Triton's interpreter cannot compile them.
 """
@@ -26,7 +26,7 @@ SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
 class KernelVariant:
     """A kernel as one launch would specialise it.
 
-    Of the constants, "tl.bfloat16" and the like stand for Triton's types.
+    Of the constants, "tl.bfloat16" and the like are Triton's types.
     """
 
     module: str
@@ -46,7 +46,7 @@ class Code:
     registers: int  # of a thread
     spilled: int  # bytes of a thread's local memory
     shared: int  # bytes of a program
-    opcodes: dict[str, int]  # SASS instructions by what stands before their first dot
+    opcodes: dict[str, int]  # SASS instructions by their name before the first dot
     ptx: str
 
 

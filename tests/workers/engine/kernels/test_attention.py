@@ -259,7 +259,7 @@ def test_tiles_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-def test_a_recording_reads_the_lengths_that_stand_in_memory() -> None:
+def test_a_recording_reads_the_lengths_in_memory() -> None:
     first = Step([(1, length) for length in (3000, 17, 1, 0)], dtype=torch.bfloat16)
     metadata, cache = first.metadata(), first.cache()
     attention = make_attention("triton", first.shape, 4, first.dtype, DEVICE)

@@ -54,7 +54,7 @@ class Step:
         free = iter(random.permutation(np.arange(1, self.shape.num_blocks - 1)))
         self.tables = np.full(
             (len(self.rows), max(blocks) + 1), self.shape.num_blocks - 1, np.int32
-        )  # the last block is nobody's
+        )  # the last block is free
         for row, number in enumerate(blocks):
             self.tables[row, :number] = [next(free) for _ in range(number)]
         self.q = [self._random(count, self.kv_heads * self.group) for count, _ in self.rows]

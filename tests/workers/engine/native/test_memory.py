@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 def mapping_of(tensor: torch.Tensor) -> tuple[str, list[str]]:
-    """How the memory is shared that a tensor stands in ("rw-p" if it is not), and the flags that
+    """Return how the memory of a tensor is shared ("rw-p" if it is not), and the flags that
     the kernel keeps for it.
     """
     mode, inside = "", False
@@ -22,7 +22,7 @@ def mapping_of(tensor: torch.Tensor) -> tuple[str, list[str]]:
             mode, inside = found[3], int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
         elif inside and line.startswith("VmFlags:"):
             return mode, line.split()[1:]
-    raise AssertionError("the tensor stands nowhere")
+    raise AssertionError("the tensor is in no mapping")
 
 
 def resident() -> int:

@@ -84,7 +84,7 @@ class Model:
     def run(self, one_call: bool, moves: bool = False) -> list[Tensor]:
         """What comes of each of `STEPS`.
 
-        If it `moves`, what was cached stands elsewhere at each, and where it stood is overwritten.
+        If it `moves`, the cache is at another place in each, and its old place is overwritten.
         """
         caches = [cache.zero_() for cache in self.attention.new_cache(LAYERS)]
         torch.manual_seed(8)
@@ -152,7 +152,7 @@ def test_caches_that_were_made_anew_are_the_ones_that_are_used() -> None:
         assert moved.equal(stayed)
 
 
-def test_it_tells_where_the_time_goes() -> None:
+def test_it_reports_where_the_time_goes() -> None:
     model = Model("llama")
     assert isinstance(model.stack, NativeStack)
     assert not any(model.stack.seconds.values())

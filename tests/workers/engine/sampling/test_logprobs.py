@@ -26,7 +26,7 @@ def check(actual: list[TokenLogprobs], tokens: list[int], logits: Tensor, top: i
     for item, token, expected in zip(actual, tokens, logits.double().log_softmax(-1), strict=True):
         assert (item.token_ids[0], len(item.token_ids)) == (token, 1 + top)
         assert (torch.tensor(item.logprobs) - expected[item.token_ids]).abs().max() < TOLERANCE
-        # The likeliest by what they are, not by name, for near ties may stand either way.
+        # The likeliest by value, not by token, for near ties may come in either order.
         best = expected.sort(descending=True).values[:top]
         assert torch.allclose(torch.tensor(item.logprobs[1:], dtype=torch.float64), best, atol=TOLERANCE, rtol=0)
         above = (expected > expected[token] + TOLERANCE).sum(), (expected > expected[token] - TOLERANCE).sum()
@@ -63,7 +63,7 @@ def test_same_as_transformers(name: str, variant: str) -> None:
         check(answer.prompt_logprobs, prompt[1:], prompts[number][:-1], tops[number][1])
 
 
-def test_who_does_not_ask_is_told_nothing() -> None:
+def test_without_a_request_for_them_none_are_reported() -> None:
     expected = reference("llama")
     requests = [
         EngineRequest(
@@ -87,7 +87,7 @@ def test_who_does_not_ask_is_told_nothing() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_resumed_request_is_told_of_its_prompt_and_of_what_is_new(depth: int) -> None:
+def test_a_resumed_request_gets_those_of_its_prompt_and_of_new_tokens(depth: int) -> None:
     expected, prompts = reference("llama"), prompt_logits("llama")
     core = make_core("llama", depth=depth, max_num_batched_tokens=30)
     sampling = SamplingParams(NEW_TOKENS, temperature=0.0, logprobs=2, prompt_logprobs=2)

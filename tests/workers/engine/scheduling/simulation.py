@@ -57,8 +57,8 @@ class Simulation:
     """Hands lines to a scheduler as a worker does: as many as there are slots and an eighth more,
     in order.
 
-    The last token of each prompt is replaced by the line's number, by which a plan tells whom it is
-    about.
+    The last token of each prompt is replaced by the line's number, by which a plan identifies the
+    request.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ def test_output_lengths_are_learned_by_batch() -> None:
     assert 0.3 < longer_than(lengths, 200, "unknown") < 0.7  # what all batches together are like
 
 
-def test_outputs_that_were_cut_tell_that_they_were_longer() -> None:
+def test_outputs_that_were_cut_count_as_longer() -> None:
     lengths = OutputLengths()
     for _ in range(50):
         lengths.learn(ended(64, Finish.LENGTH))

@@ -1,6 +1,6 @@
 """The scheduler's decisions, one by one.
 
-What holds for every schedule stands in test_scheduler_properties.py.
+What holds for every schedule is in test_scheduler_properties.py.
 """
 
 import random

@@ -71,7 +71,7 @@ def test_without_the_plan_there_is_little_to_find() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("budget", [64, 300, 2048])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_one_goes_ahead_and_nobody_computes_what_another_just_did(
+def test_one_goes_ahead_and_no_other_computes_what_it_just_did(
     tmp_path: Path, depth: int, budget: int, in_order: bool
 ) -> None:
     """Whatever the budget cuts a leader into: those that share its prefix wait until its blocks are

@@ -114,7 +114,7 @@ ALWAYS_INLINE void raise_top(lanes scores, float *top, float *total, float *sums
         store(sums + c, load(sums + c) * fade);
 }
 
-/* What a query's weights are told against: its top, if it has one. */
+/* The base of a query's weights: its top, if it has one. */
 ALWAYS_INLINE float base_of(float top) {
     return top == -INFINITY ? 0.0f : top;
 }

@@ -18,7 +18,7 @@ ALWAYS_INLINE void norm(float *restrict x, const float *restrict weights, ptrdif
         x[i] = x[i] * scale * weights[i];
 }
 
-/* Half of a head's numbers, turned: `sin` as it stands for them, `other` the other half. */
+/* Half of a head's numbers, rotated: `sin` as stored for them, `other` the other half. */
 ALWAYS_INLINE void turn(float *restrict to, const float *restrict x, const float *restrict other, const void *restrict cos,
                         const void *restrict sin, ptrdiff_t first, ptrdiff_t half, int pair) {
     if (pair == 1)
@@ -154,7 +154,7 @@ ALWAYS_INLINE void write_share(const attention_layer *layer, const workspace *wo
             write_tokens(layer, work, at_least(from, step->query_start[row]), at_most(to, step->query_start[row + 1]), pair);
 }
 
-/* A tile's own tokens, where queries are few and these were not written ahead: nobody else reads them in this step. */
+/* A tile's own tokens, where queries are few and these were not written ahead: no other tile reads them in this step. */
 ALWAYS_INLINE void write_tile(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t position = plan->start;

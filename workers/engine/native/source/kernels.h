@@ -1,4 +1,4 @@
-/* The kernels that make up a layer, for whoever calls them from C. */
+/* The kernels that make up a layer, for callers in C. */
 #ifndef KERNELS_H
 #define KERNELS_H
 

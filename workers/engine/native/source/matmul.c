@@ -70,7 +70,7 @@ typedef struct {
     const bf16 *x;
     void *y;
     ptrdiff_t m, panels, run; /* panels of one unit of work, the last of which may have fewer */
-    ptrdiff_t blocks, runs;   /* of rows, and of each block; units stand in the order of blocks */
+    ptrdiff_t blocks, runs;   /* of rows, and of each block; units are in the order of blocks */
     int few;
 } product;
 

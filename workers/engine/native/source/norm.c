@@ -1,4 +1,4 @@
-/* Norms over the rows of x [m, n], with the addition that stands before them in a decoder: x becomes x + residual, rounded to its dtype,
+/* Norms over the rows of x [m, n], with the addition that precedes them in a decoder: x becomes x + residual, rounded to its dtype,
    and y its norm. Sums are taken in float. */
 
 #include <math.h>
