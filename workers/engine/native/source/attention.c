@@ -1,16 +1,18 @@
 /* Attention over a paged cache, prefill and decode rows in one call, in float or in bf16 with sums in float.
 
-   Keys and values are stored in panels of 16 tokens of one head. A panel's keys go first, by pairs along the head's numbers, each pair for all 16
-   tokens; then its values, by pairs of tokens, each pair for all of the head's numbers. (In float, for "pair" read one number.) So one
-   vector instruction takes what both products need, as it lies there: 16 scores at a time, and 16 numbers of a result. Where a block does not
-   consist of whole panels, or a head of whole vectors, blocks hold plain rows, and panels are made of them as they are read.
+   Keys and values are stored in panels of 16 tokens of one head. A panel's keys go first, by pairs along the head's
+   numbers, each pair for all 16 tokens; then its values, by pairs of tokens, each pair for all of the head's numbers.
+   (In float, for "pair" read one number.) So one vector instruction takes what both products need, as it lies there: 16
+   scores at a time, and 16 numbers of a result. Where a block does not consist of whole panels, or a head of whole
+   vectors, blocks hold plain rows, and panels are made of them as they are read.
 
-   A row's queries, of all heads that share a head of keys, are cut into tiles; a tile goes through its keys in steps, with the softmax of
-   Milakov and Gimelshein (2018). The keys of a row with a single tile are cut too, at fixed places, and what comes of them is combined in their
-   order. Tiles are dealt out in shares of equal work, but no row's numbers depend on the other rows, or on how many threads there are.
+   A row's queries, of all heads that share a head of keys, are cut into tiles; a tile goes through its keys in steps,
+   with the softmax of Milakov and Gimelshein (2018). The keys of a row with a single tile are cut too, at fixed places,
+   and what comes of them is combined in their order. Tiles are dealt out in shares of equal work, but no row's numbers
+   depend on the other rows, or on how many threads there are.
 
-   What lies behind the end of a row in its last panel, be it no numbers at all, changes nothing: scores with such keys are thrown away, and
-   such values are never multiplied with. */
+   What lies behind the end of a row in its last panel, be it no numbers at all, changes nothing: scores with such keys
+   are thrown away, and such values are never multiplied with. */
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -30,7 +32,8 @@ static void *taken(float *space, ptrdiff_t *used, ptrdiff_t words) {
 }
 
 /* Lays out `space`, and returns how many floats that takes. */
-static ptrdiff_t lay_out(workspace *work, float *space, int pair, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t block_size) {
+static ptrdiff_t lay_out(workspace *work, float *space, int pair, ptrdiff_t kv_heads, ptrdiff_t head_dim,
+                         ptrdiff_t block_size) {
     ptrdiff_t used = 0, queries = at_least(TILE, FEW * kv_heads);
     work->numbers = taken(space, &used, head_dim);
     work->turned = taken(space, &used, head_dim);
@@ -53,7 +56,8 @@ static int comes_before(const cursor *at, const int32_t end[3]) {
     return at->row < end[0] || (at->row == end[0] && (at->head < end[1] || (at->head == end[1] && at->n < end[2])));
 }
 
-ALWAYS_INLINE void attend_share(const attention_layer *layer, const workspace *work, const int32_t from[3], const int32_t to[3], int pair) {
+ALWAYS_INLINE void attend_share(const attention_layer *layer, const workspace *work, const int32_t from[3],
+                                const int32_t to[3], int pair) {
     const attention_step *step = layer->step;
     cursor at = {from[0], from[1], from[2], {0}};
     if (at.row < step->num_rows)
@@ -85,7 +89,8 @@ ALWAYS_INLINE void combine_share(const attention_layer *layer, const workspace *
 ALWAYS_INLINE void attend(const attention_layer *layer, ptrdiff_t thread, ptrdiff_t threads, int pair) {
     const attention_step *step = layer->step;
     workspace work;
-    lay_out(&work, step->scratch + at_most(thread, step->shares - 1) * step->scratch_size, pair, step->kv_heads, step->head_dim, step->block_size);
+    lay_out(&work, step->scratch + at_most(thread, step->shares - 1) * step->scratch_size, pair, step->kv_heads,
+            step->head_dim, step->block_size);
     if (step->any_ahead) {
         for (ptrdiff_t share = thread; share < step->shares; share += threads)
             write_share(layer, &work, share, pair);
@@ -109,11 +114,11 @@ static void attend_pairs(const attention_layer *layer, ptrdiff_t thread, ptrdiff
     attend(layer, thread, threads, 2);
 }
 
-/* Writes k and v to the cache, then attends q over it: q [num_tokens][heads], k and v [num_tokens][kv_heads], of head_dim numbers each, with the
-   step's strides; out [num_tokens][heads][head_dim]. With a rotation, queries and keys are turned first and, where there are norms
-   [head_dim], normed before that. */
-void attend_layer(const attention_step *step, uint32_t *cache, const void *q, const void *k, const void *v, void *out, const void *query_norm,
-                  const void *key_norm, float eps, float scale) {
+/* Writes k and v to the cache, then attends q over it: q [num_tokens][heads], k and v [num_tokens][kv_heads], of
+   head_dim numbers each, with the step's strides; out [num_tokens][heads][head_dim]. With a rotation, queries and keys
+   are turned first and, where there are norms [head_dim], normed before that. */
+void attend_layer(const attention_step *step, uint32_t *cache, const void *q, const void *k, const void *v, void *out,
+                  const void *query_norm, const void *key_norm, float eps, float scale) {
     attention_layer layer = {step, cache, q, k, v, query_norm, key_norm, out, eps, scale};
 #pragma omp parallel
     {

@@ -1,4 +1,5 @@
-/* What the parts of attention have in common: a step, its sizes, and the place where a thread works. attention.c says how it is done. */
+/* What the parts of attention have in common: a step, its sizes, and the place where a thread works. attention.c says
+   how it is done. */
 #ifndef ATTENTION_H
 #define ATTENTION_H
 
@@ -12,7 +13,8 @@ enum {
     KEYS = 128,              /* in one step of a tile */
     SEGMENT = 256,           /* keys after which a single tile's are cut */
     STEP_PANELS = KEYS / PANEL,
-    FEW = 8,                 /* queries of a row whose tiles take several heads of keys, panel by panel, and write them themselves */
+    /* queries of a row whose tiles take several heads of keys, panel by panel, and write them themselves */
+    FEW = 8,
 #if defined(__AVX512F__)
     ROWS = 4, /* queries, and vectors, whose sums are kept in registers */
     COLUMNS = 4
@@ -41,7 +43,8 @@ struct attention_step {
     float *partials;
     float *scratch;
     ptrdiff_t scratch_size; /* floats of each share */
-    ptrdiff_t query_stride[2], key_stride[2], value_stride[2]; /* in numbers, from token to token and from head to head */
+    /* in numbers, from token to token and from head to head */
+    ptrdiff_t query_stride[2], key_stride[2], value_stride[2];
     const void *cos, *sin; /* [num_tokens][head_dim], with the sine's first half negated; NULL for no rotation */
     ptrdiff_t rotation_stride;
 };
@@ -64,7 +67,8 @@ typedef struct {
 
 typedef struct {
     int32_t row, head, heads; /* heads of keys, from `head` on */
-    int32_t first, count;     /* queries of the row for each head of keys: token by token, and of one token head by head */
+    /* queries of the row for each head of keys: token by token, and of one token head by head */
+    int32_t first, count;
     int32_t begin, end;       /* keys */
     int32_t segment;
 } tile;
@@ -136,11 +140,14 @@ ALWAYS_INLINE ptrdiff_t block_words(const attention_step *step, int pair) {
     return 2 * (ptrdiff_t)step->block_size * step->head_dim / pair;
 }
 
-ALWAYS_INLINE uint32_t *panel_at(const attention_step *step, uint32_t *cache, ptrdiff_t block, ptrdiff_t head, ptrdiff_t offset, int pair) {
-    return cache + (block * step->kv_heads + head) * block_words(step, pair) + offset / PANEL * panel_words(step->head_dim, pair);
+ALWAYS_INLINE uint32_t *panel_at(const attention_step *step, uint32_t *cache, ptrdiff_t block, ptrdiff_t head,
+                                 ptrdiff_t offset, int pair) {
+    return cache + (block * step->kv_heads + head) * block_words(step, pair)
+        + offset / PANEL * panel_words(step->head_dim, pair);
 }
 
-ALWAYS_INLINE const void *numbers_at(const void *tensor, const ptrdiff_t stride[2], ptrdiff_t token, ptrdiff_t head, int pair) {
+ALWAYS_INLINE const void *numbers_at(const void *tensor, const ptrdiff_t stride[2], ptrdiff_t token, ptrdiff_t head,
+                                     int pair) {
     return (const char *)tensor + (token * stride[0] + head * stride[1]) * (4 / pair);
 }
 

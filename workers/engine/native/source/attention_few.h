@@ -1,6 +1,6 @@
-/* Tiles of few queries: several heads of keys, panel by panel in the order of the cache, so that it is read from one end to the other. What is
-   computed must not keep memory waiting: a panel's scores are summed up in several chains, nothing is added up across a vector, and sums
-   fade only where a score is above all before. */
+/* Tiles of few queries: several heads of keys, panel by panel in the order of the cache, so that it is read from one
+   end to the other. What is computed must not keep memory waiting: a panel's scores are summed up in several chains,
+   nothing is added up across a vector, and sums fade only where a score is above all before. */
 #ifndef ATTENTION_FEW_H
 #define ATTENTION_FEW_H
 
@@ -19,7 +19,8 @@ typedef struct {
     ptrdiff_t oldest[ROWS], end[ROWS];  /* those that each query sees, counted in the panel */
 } meeting;
 
-ALWAYS_INLINE void add_scores(int rows, const uint32_t *queries, ptrdiff_t steps, const uint32_t *keys, lanes sums[ROWS][VECTORS], int pair) {
+ALWAYS_INLINE void add_scores(int rows, const uint32_t *queries, ptrdiff_t steps, const uint32_t *keys,
+                              lanes sums[ROWS][VECTORS], int pair) {
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) {
         words key = load_words(keys + v * LANES);
@@ -80,7 +81,8 @@ ALWAYS_INLINE void weigh_panel(int i, int whole, const meeting *m, lanes scores[
     store(m->total + i * LANES, total);
 }
 
-ALWAYS_INLINE void add_columns(int rows, int columns, const uint32_t *weights, const meeting *m, ptrdiff_t count, ptrdiff_t first, int pair) {
+ALWAYS_INLINE void add_columns(int rows, int columns, const uint32_t *weights, const meeting *m, ptrdiff_t count,
+                               ptrdiff_t first, int pair) {
     lanes sums[ROWS][COLUMNS];
     load_sums(rows, columns, m->sums + first, m->size, sums);
     add_panel(rows, columns, weights, PANEL, m->panel + m->steps * PANEL + first, count, m->size, sums, pair);
@@ -129,8 +131,10 @@ static gatherer *const gatherers[2][4][2] = {
      {gather_3_pairs_in_part, gather_3_pairs}, {gather_4_pairs_in_part, gather_4_pairs}},
 };
 
-/* What ROWS queries of each head, from query `first` of the tile on, see of the panel that begins with token `at`. Returns whether all of it. */
-ALWAYS_INLINE int see(const attention_step *step, const tile *t, const row_plan *plan, ptrdiff_t first, ptrdiff_t rows, ptrdiff_t at, meeting *m) {
+/* What ROWS queries of each head, from query `first` of the tile on, see of the panel that begins with token `at`.
+   Returns whether all of it. */
+ALWAYS_INLINE int see(const attention_step *step, const tile *t, const row_plan *plan, ptrdiff_t first, ptrdiff_t rows,
+                      ptrdiff_t at, meeting *m) {
     ptrdiff_t group = step->heads / step->kv_heads;
     int whole = m->count == PANEL;
     for (ptrdiff_t i = 0; i < rows; i++) {
@@ -143,9 +147,11 @@ ALWAYS_INLINE int see(const attention_step *step, const tile *t, const row_plan 
 }
 
 /* Adds the panels of a tile's heads that begin with token `at` to what the heads' queries have gathered. */
-ALWAYS_INLINE void meet(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, ptrdiff_t at, int pair) {
+ALWAYS_INLINE void meet(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
+                        ptrdiff_t at, int pair) {
     const attention_step *step = layer->step;
-    ptrdiff_t steps = key_words(step->head_dim, pair), size = value_words(step->head_dim), beside = block_words(step, pair);
+    ptrdiff_t steps = key_words(step->head_dim, pair), size = value_words(step->head_dim),
+        beside = block_words(step, pair);
     int whole = in_panels(step->head_dim, step->block_size);
     meeting m = {.steps = steps, .size = size, .factor = layer->scale * LOG2_E, .count = at_most(PANEL, t->end - at)};
     for (ptrdiff_t first = 0; first < t->count; first += ROWS) {
@@ -154,7 +160,8 @@ ALWAYS_INLINE void meet(const attention_layer *layer, const workspace *work, con
         m.panel = find_panel(layer, t->row, t->head, at, m.count, work->panels, pair);
         for (ptrdiff_t head = 0, query = first; head < t->heads; head++, query += t->count) {
             if (head > 0)
-                m.panel = whole ? m.panel + beside : find_panel(layer, t->row, t->head + head, at, m.count, work->panels, pair);
+                m.panel = whole ? m.panel + beside
+                    : find_panel(layer, t->row, t->head + head, at, m.count, work->panels, pair);
             m.queries = work->queries + query * steps;
             m.sums = work->sums + query * size;
             m.total = work->total + query * LANES;
@@ -164,7 +171,8 @@ ALWAYS_INLINE void meet(const attention_layer *layer, const workspace *work, con
     }
 }
 
-ALWAYS_INLINE void attend_few(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, int pair) {
+ALWAYS_INLINE void attend_few(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
+                              int pair) {
     write_tile(layer, work, t, plan, pair);
     for (ptrdiff_t head = t->head; head < t->head + t->heads; head++) {
         workspace part = of_head(work, layer->step, t, head, pair);

@@ -1,5 +1,6 @@
-/* Tiles of many queries, which compute more than they wait for memory: one head of keys, in steps of several panels. Queries are taken ROWS at
-   a time, and the last of them with what lies behind; of each, panels that none of them sees are left out. */
+/* Tiles of many queries, which compute more than they wait for memory: one head of keys, in steps of several panels.
+   Queries are taken ROWS at a time, and the last of them with what lies behind; of each, panels that none of them sees
+   are left out. */
 #ifndef ATTENTION_MANY_H
 #define ATTENTION_MANY_H
 
@@ -14,7 +15,8 @@ typedef struct {
 } key_step;
 
 /* Scores of ROWS queries with `columns` vectors of keys, from vector `first` on. */
-ALWAYS_INLINE void score(int columns, const uint32_t *queries, const key_step *keys, ptrdiff_t first, float *to, int pair) {
+ALWAYS_INLINE void score(int columns, const uint32_t *queries, const key_step *keys, ptrdiff_t first, float *to,
+                         int pair) {
     lanes sums[ROWS][COLUMNS];
     const uint32_t *panel[COLUMNS];
 #pragma GCC unroll 8
@@ -42,19 +44,22 @@ ALWAYS_INLINE void score(int columns, const uint32_t *queries, const key_step *k
     store_sums(ROWS, columns, to + first * LANES, KEYS, sums);
 }
 
-/* Adds the values of a step's first `count` keys, weighted, to `columns` vectors of the sums of ROWS queries, from vector `first` on. */
-ALWAYS_INLINE void add_values(int columns, const uint32_t *weights, const key_step *keys, ptrdiff_t count, ptrdiff_t first, float *to, int pair) {
+/* Adds the values of a step's first `count` keys, weighted, to `columns` vectors of the sums of ROWS queries, from
+   vector `first` on. */
+ALWAYS_INLINE void add_values(int columns, const uint32_t *weights, const key_step *keys, ptrdiff_t count,
+                              ptrdiff_t first, float *to, int pair) {
     lanes sums[ROWS][COLUMNS];
     load_sums(ROWS, columns, to + first * LANES, keys->size, sums);
     for (ptrdiff_t p = 0; p * PANEL < count; p++)
-        add_panel(ROWS, columns, weights + p * (PANEL / pair), KEYS, keys->panels[p] + keys->steps * PANEL + first * LANES,
+        add_panel(ROWS, columns, weights + p * (PANEL / pair), KEYS,
+                  keys->panels[p] + keys->steps * PANEL + first * LANES,
                   at_most(PANEL, count - p * PANEL), keys->size, sums, pair);
     store_sums(ROWS, columns, to + first * LANES, keys->size, sums);
 }
 
 /* Turns the scores of ROWS queries with a step's keys into weights, of which those of keys [from, to) are not 0. */
-ALWAYS_INLINE void weigh(float *scores, ptrdiff_t columns, const ptrdiff_t from[ROWS], const ptrdiff_t to[ROWS], float factor, float *top,
-                         float *total, float *sums, ptrdiff_t size, int pair) {
+ALWAYS_INLINE void weigh(float *scores, ptrdiff_t columns, const ptrdiff_t from[ROWS], const ptrdiff_t to[ROWS],
+                         float factor, float *top, float *total, float *sums, ptrdiff_t size, int pair) {
     ptrdiff_t whole_from = 0, whole_to = columns;
     lanes most[ROWS], sum[ROWS];
 #pragma GCC unroll 4
@@ -93,45 +98,47 @@ ALWAYS_INLINE void weigh(float *scores, ptrdiff_t columns, const ptrdiff_t from[
 }
 
 /* Functions of their own, so that each has the registers for itself. */
-#define KERNELS(of, pair)                                                                                                                  \
-    NEVER_INLINE void score_##of(const uint32_t *queries, const key_step *keys, ptrdiff_t columns, float *to) {                            \
-        ptrdiff_t c = 0;                                                                                                                   \
-        for (; c + COLUMNS <= columns; c += COLUMNS)                                                                                       \
-            score(COLUMNS, queries, keys, c, to, pair);                                                                                    \
-        if (columns - c == 3)                                                                                                              \
-            score(3, queries, keys, c, to, pair);                                                                                          \
-        else if (columns - c == 2)                                                                                                         \
-            score(2, queries, keys, c, to, pair);                                                                                          \
-        else if (columns - c)                                                                                                              \
-            score(1, queries, keys, c, to, pair);                                                                                          \
-    }                                                                                                                                      \
-    NEVER_INLINE void add_values_##of(const uint32_t *weights, const key_step *keys, ptrdiff_t count, float *to) {                         \
-        ptrdiff_t c = 0;                                                                                                                   \
-        for (; c + COLUMNS <= keys->size / LANES; c += COLUMNS)                                                                            \
-            add_values(COLUMNS, weights, keys, count, c, to, pair);                                                                        \
-        for (; c < keys->size / LANES; c++)                                                                                                \
-            add_values(1, weights, keys, count, c, to, pair);                                                                              \
-    }                                                                                                                                      \
-    NEVER_INLINE void weigh_##of(float *scores, ptrdiff_t columns, const ptrdiff_t from[ROWS], const ptrdiff_t to[ROWS], float factor,      \
-                                 float *top, float *total, float *sums, ptrdiff_t size) {                                                  \
-        weigh(scores, columns, from, to, factor, top, total, sums, size, pair);                                                            \
+#define KERNELS(of, pair)                                                                                              \
+    NEVER_INLINE void score_##of(const uint32_t *queries, const key_step *keys, ptrdiff_t columns, float *to) {        \
+        ptrdiff_t c = 0;                                                                                               \
+        for (; c + COLUMNS <= columns; c += COLUMNS)                                                                   \
+            score(COLUMNS, queries, keys, c, to, pair);                                                                \
+        if (columns - c == 3)                                                                                          \
+            score(3, queries, keys, c, to, pair);                                                                      \
+        else if (columns - c == 2)                                                                                     \
+            score(2, queries, keys, c, to, pair);                                                                      \
+        else if (columns - c)                                                                                          \
+            score(1, queries, keys, c, to, pair);                                                                      \
+    }                                                                                                                  \
+    NEVER_INLINE void add_values_##of(const uint32_t *weights, const key_step *keys, ptrdiff_t count, float *to) {     \
+        ptrdiff_t c = 0;                                                                                               \
+        for (; c + COLUMNS <= keys->size / LANES; c += COLUMNS)                                                        \
+            add_values(COLUMNS, weights, keys, count, c, to, pair);                                                    \
+        for (; c < keys->size / LANES; c++)                                                                            \
+            add_values(1, weights, keys, count, c, to, pair);                                                          \
+    }                                                                                                                  \
+    NEVER_INLINE void weigh_##of(float *scores, ptrdiff_t columns, const ptrdiff_t from[ROWS],                         \
+                                 const ptrdiff_t to[ROWS], float factor, float *top, float *total, float *sums,        \
+                                 ptrdiff_t size) {                                                                     \
+        weigh(scores, columns, from, to, factor, top, total, sums, size, pair);                                        \
     }
 KERNELS(floats, 1)
 KERNELS(pairs, 2)
 
-ALWAYS_INLINE void find_keys(const attention_layer *layer, const workspace *work, ptrdiff_t row, ptrdiff_t head, ptrdiff_t first,
-                             ptrdiff_t end, key_step *keys, int pair) {
+ALWAYS_INLINE void find_keys(const attention_layer *layer, const workspace *work, ptrdiff_t row, ptrdiff_t head,
+                             ptrdiff_t first, ptrdiff_t end, key_step *keys, int pair) {
     ptrdiff_t words = panel_words(layer->step->head_dim, pair);
     keys->count = end - first;
     keys->steps = key_words(layer->step->head_dim, pair);
     keys->size = value_words(layer->step->head_dim);
     for (ptrdiff_t p = 0; p * PANEL < keys->count; p++)
-        keys->panels[p] = find_panel(layer, row, head, first + p * PANEL, keys->count - p * PANEL, work->panels + p * words, pair);
+        keys->panels[p] = find_panel(layer, row, head, first + p * PANEL, keys->count - p * PANEL,
+                                     work->panels + p * words, pair);
 }
 
 /* Keys and values [first, end) of the tile's head. */
-ALWAYS_INLINE void attend_keys(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, ptrdiff_t first,
-                               ptrdiff_t end, int pair) {
+ALWAYS_INLINE void attend_keys(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
+                               ptrdiff_t first, ptrdiff_t end, int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t group = step->heads / step->kv_heads;
     key_step keys;
@@ -143,7 +150,8 @@ ALWAYS_INLINE void attend_keys(const attention_layer *layer, const workspace *wo
         float *sums = work->sums + i * keys.size;
         ptrdiff_t from[ROWS] = {0}, to[ROWS] = {0};
         for (ptrdiff_t r = 0; r < rows; r++) {
-            ptrdiff_t position = plan->start + (t->first + i + r) / group, oldest = step->window ? position + 1 - step->window : 0;
+            ptrdiff_t position = plan->start + (t->first + i + r) / group,
+                oldest = step->window ? position + 1 - step->window : 0;
             from[r] = at_most(at_least(oldest - first, 0), KEYS);
             to[r] = at_most(at_least(position + 1 - first, 0), keys.count);
         }
@@ -154,7 +162,8 @@ ALWAYS_INLINE void attend_keys(const attention_layer *layer, const workspace *wo
     }
 }
 
-ALWAYS_INLINE void attend_many(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, int pair) {
+ALWAYS_INLINE void attend_many(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
+                               int pair) {
     begin_head(layer, work, t, t->head, pair);
     for (ptrdiff_t at = t->begin / KEYS * KEYS; at < t->end; at += KEYS)
         attend_keys(layer, work, t, plan, at_least(at, t->begin / PANEL * PANEL), at_most(at + KEYS, t->end), pair);

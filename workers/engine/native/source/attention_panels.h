@@ -5,15 +5,17 @@
 #include "attention.h"
 
 /* A panel of rows that lie one behind the other in blocks; what does not exist is 0. */
-static void make_panel(const attention_step *step, const uint32_t *cache, const int32_t *table, ptrdiff_t head, ptrdiff_t first,
-                       ptrdiff_t count, uint32_t *panel, int pair) {
+static void make_panel(const attention_step *step, const uint32_t *cache, const int32_t *table, ptrdiff_t head,
+                       ptrdiff_t first, ptrdiff_t count, uint32_t *panel, int pair) {
     ptrdiff_t size = step->head_dim, width = 4 / pair, steps = key_words(size, pair), across = value_words(size);
     memset(panel, 0, (size_t)panel_words(size, pair) * 4);
     for (ptrdiff_t lane = 0; lane < count; lane++) {
         ptrdiff_t block = table[(first + lane) / step->block_size], offset = (first + lane) % step->block_size;
-        const char *key = (const char *)cache + ((block * step->kv_heads + head) * 2 * step->block_size + offset) * size * width;
+        const char *key = (const char *)cache
+            + ((block * step->kv_heads + head) * 2 * step->block_size + offset) * size * width;
         const char *value = key + step->block_size * size * width;
-        char *keys = (char *)(panel + lane), *values = (char *)(panel + steps * PANEL + lane / pair * across) + lane % pair * width;
+        char *keys = (char *)(panel + lane),
+            *values = (char *)(panel + steps * PANEL + lane / pair * across) + lane % pair * width;
         for (ptrdiff_t i = 0; i < size; i++) {
             memcpy(keys + i / pair * PANEL * 4 + i % pair * width, key + i * width, (size_t)width);
             memcpy(values + i * 4, value + i * width, (size_t)width);
@@ -22,8 +24,8 @@ static void make_panel(const attention_step *step, const uint32_t *cache, const 
 }
 
 /* The panel of one head that begins with token `first`: in the cache, or made at `space`, of `count` tokens. */
-ALWAYS_INLINE const uint32_t *find_panel(const attention_layer *layer, ptrdiff_t row, ptrdiff_t head, ptrdiff_t first, ptrdiff_t count,
-                                         uint32_t *space, int pair) {
+ALWAYS_INLINE const uint32_t *find_panel(const attention_layer *layer, ptrdiff_t row, ptrdiff_t head, ptrdiff_t first,
+                                         ptrdiff_t count, uint32_t *space, int pair) {
     const attention_step *step = layer->step;
     const int32_t *table = step->tables + row * step->max_blocks;
     if (in_panels(step->head_dim, step->block_size))
@@ -32,9 +34,10 @@ ALWAYS_INLINE const uint32_t *find_panel(const attention_layer *layer, ptrdiff_t
     return space;
 }
 
-/* Adds a word of values of each number, weighted, to the sums of `rows` queries. `mask`: which bits of the values are the row's. */
-ALWAYS_INLINE void add_words(int rows, int columns, const uint32_t *weights, ptrdiff_t width, const uint32_t *values, uint32_t mask,
-                             lanes sums[ROWS][COLUMNS], int pair) {
+/* Adds a word of values of each number, weighted, to the sums of `rows` queries. `mask`: which bits of the values are
+   the row's. */
+ALWAYS_INLINE void add_words(int rows, int columns, const uint32_t *weights, ptrdiff_t width, const uint32_t *values,
+                             uint32_t mask, lanes sums[ROWS][COLUMNS], int pair) {
     words value[COLUMNS];
 #pragma GCC unroll 8
     for (int j = 0; j < columns; j++)
@@ -49,8 +52,8 @@ ALWAYS_INLINE void add_words(int rows, int columns, const uint32_t *weights, ptr
 }
 
 /* Adds the first `count` of a panel's values. */
-ALWAYS_INLINE void add_panel(int rows, int columns, const uint32_t *weights, ptrdiff_t width, const uint32_t *values, ptrdiff_t count,
-                             ptrdiff_t size, lanes sums[ROWS][COLUMNS], int pair) {
+ALWAYS_INLINE void add_panel(int rows, int columns, const uint32_t *weights, ptrdiff_t width, const uint32_t *values,
+                             ptrdiff_t count, ptrdiff_t size, lanes sums[ROWS][COLUMNS], int pair) {
     const uint32_t *end = values + count / pair * size;
     for (; values < end; values += size, weights++)
         add_words(rows, columns, weights, width, values, 0xffffffffu, sums, pair);

@@ -70,9 +70,11 @@ void move_on(const attention_step *step, cursor *at) {
     start_row(step, at);
 }
 
-/* Whether another row's keys have that block in that place. No block is shared in two places: keys depend on their position. */
+/* Whether another row's keys have that block in that place. No block is shared in two places: keys depend on their
+   position. */
 static int has_block(const attention_step *step, int32_t row, ptrdiff_t place, int64_t block) {
-    return step->contexts[row] > place * step->block_size && step->tables[(ptrdiff_t)row * step->max_blocks + place] == block;
+    return step->contexts[row] > place * step->block_size
+        && step->tables[(ptrdiff_t)row * step->max_blocks + place] == block;
 }
 
 /* Whether a row of few queries fills a block that another sees in this very step. None is shared before it is full. */

@@ -5,7 +5,8 @@
 #include "attention_write.h"
 
 /* The part of a workspace that is for one of a tile's heads. */
-ALWAYS_INLINE workspace of_head(const workspace *work, const attention_step *step, const tile *t, ptrdiff_t head, int pair) {
+ALWAYS_INLINE workspace of_head(const workspace *work, const attention_step *step, const tile *t, ptrdiff_t head,
+                                int pair) {
     ptrdiff_t before = (head - t->head) * t->count;
     workspace part = *work;
     part.queries += before * key_words(step->head_dim, pair);
@@ -15,12 +16,16 @@ ALWAYS_INLINE workspace of_head(const workspace *work, const attention_step *ste
     return part;
 }
 
-/* Queries of a tile of one head, as they attend, and nothing summed up; where they are many, also what fills up the last ROWS. The next head's, and
-   the places for this one's results, are fetched meanwhile: they lie too far apart for the processor to see that they are next. */
-NEVER_INLINE void begin_head(const attention_layer *layer, const workspace *work, const tile *t, ptrdiff_t head, int pair) {
+/* Queries of a tile of one head, as they attend, and nothing summed up; where they are many, also what fills up the
+   last ROWS. The next head's, and the places for this one's results, are fetched meanwhile: they lie too far apart for
+   the processor to see that they are next. */
+NEVER_INLINE void begin_head(const attention_layer *layer, const workspace *work, const tile *t, ptrdiff_t head,
+                             int pair) {
     const attention_step *step = layer->step;
-    ptrdiff_t steps = key_words(step->head_dim, pair), size = value_words(step->head_dim), group = step->heads / step->kv_heads;
-    ptrdiff_t bytes = step->head_dim * (4 / pair), count = has_few(step, t->row) ? t->count : parts(t->count, ROWS) * ROWS;
+    ptrdiff_t steps = key_words(step->head_dim, pair), size = value_words(step->head_dim),
+        group = step->heads / step->kv_heads;
+    ptrdiff_t bytes = step->head_dim * (4 / pair),
+        count = has_few(step, t->row) ? t->count : parts(t->count, ROWS) * ROWS;
     for (ptrdiff_t i = 0; i < t->count; i++) {
         ptrdiff_t token = step->query_start[t->row] + (t->first + i) / group;
         uint32_t *query = work->queries + i * steps;
@@ -40,13 +45,16 @@ NEVER_INLINE void begin_head(const attention_layer *layer, const workspace *work
         work->top[i] = -INFINITY;
 }
 
-/* The sums of one head's queries into the result, or into the segment's place among the partial ones: its sums, tops and totals. */
-NEVER_INLINE void finish_head(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, ptrdiff_t head,
+/* The sums of one head's queries into the result, or into the segment's place among the partial ones: its sums, tops
+   and totals. */
+NEVER_INLINE void finish_head(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
+                              ptrdiff_t head,
                                int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t size = value_words(step->head_dim), group = step->heads / step->kv_heads;
     if (plan->segments > 1) {
-        float *to = step->partials + step->partials_at[t->row] + (head * plan->segments + t->segment) * partial_size(step, plan);
+        float *to = step->partials + step->partials_at[t->row]
+            + (head * plan->segments + t->segment) * partial_size(step, plan);
         memcpy(to, work->sums, (size_t)(t->count * size) * sizeof(float));
         memcpy(to + t->count * size, work->top, (size_t)t->count * sizeof(float));
         for (ptrdiff_t i = 0; i < t->count; i++)
@@ -55,7 +63,8 @@ NEVER_INLINE void finish_head(const attention_layer *layer, const workspace *wor
     }
     for (ptrdiff_t i = 0; i < t->count; i++) {
         ptrdiff_t token = step->query_start[t->row] + (t->first + i) / group;
-        float *sums = work->sums + i * size, total = added_up(load(work->total + i * LANES)), scale = total == 0 ? 0 : 1 / total;
+        float *sums = work->sums + i * size, total = added_up(load(work->total + i * LANES)),
+            scale = total == 0 ? 0 : 1 / total;
         for (ptrdiff_t c = 0; c < size; c += LANES)
             store(sums + c, load(sums + c) * scale);
         ptrdiff_t place = token * step->heads + head * group + (t->first + i) % group;
@@ -64,8 +73,8 @@ NEVER_INLINE void finish_head(const attention_layer *layer, const workspace *wor
 }
 
 /* One query's segments, in their order, into the result. */
-ALWAYS_INLINE void combine(const attention_layer *layer, const workspace *work, const row_plan *plan, ptrdiff_t row, ptrdiff_t head,
-                           ptrdiff_t query, int pair) {
+ALWAYS_INLINE void combine(const attention_layer *layer, const workspace *work, const row_plan *plan, ptrdiff_t row,
+                           ptrdiff_t head, ptrdiff_t query, int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t size = value_words(step->head_dim), group = step->heads / step->kv_heads, one = partial_size(step, plan);
     const float *partials = step->partials + step->partials_at[row] + head * plan->segments * one;
@@ -87,7 +96,8 @@ ALWAYS_INLINE void combine(const attention_layer *layer, const workspace *work, 
     for (ptrdiff_t c = 0; c < size; c += LANES)
         store(sums + c, load(sums + c) * scale);
     ptrdiff_t token = step->query_start[row] + query / group;
-    narrow((char *)layer->out + (token * step->heads + head * group + query % group) * step->head_dim * (4 / pair), sums, step->head_dim, pair);
+    narrow((char *)layer->out + (token * step->heads + head * group + query % group) * step->head_dim * (4 / pair),
+           sums, step->head_dim, pair);
 }
 
 #endif

@@ -19,19 +19,21 @@ ALWAYS_INLINE void norm(float *restrict x, const float *restrict weights, ptrdif
 }
 
 /* Half of a head's numbers, rotated: `sin` as stored for them, `other` the other half. */
-ALWAYS_INLINE void turn(float *restrict to, const float *restrict x, const float *restrict other, const void *restrict cos,
-                        const void *restrict sin, ptrdiff_t first, ptrdiff_t half, int pair) {
+ALWAYS_INLINE void turn(float *restrict to, const float *restrict x, const float *restrict other,
+                        const void *restrict cos, const void *restrict sin, ptrdiff_t first, ptrdiff_t half, int pair) {
     if (pair == 1)
         for (ptrdiff_t i = 0; i < half; i++)
             to[i] = x[i] * ((const float *)cos)[first + i] + other[i] * ((const float *)sin)[first + i];
     else
         for (ptrdiff_t i = 0; i < half; i++)
-            to[i] = x[i] * float_of_bf16(((const bf16 *)cos)[first + i]) + other[i] * float_of_bf16(((const bf16 *)sin)[first + i]);
+            to[i] = x[i] * float_of_bf16(((const bf16 *)cos)[first + i])
+                + other[i] * float_of_bf16(((const bf16 *)sin)[first + i]);
 }
 
-/* A head's query or key as it attends: normed and turned where the model does that. Points to its words: `from` itself, or `to`. */
-NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace *work, const void *from, const void *weights, ptrdiff_t token,
-                                  void *to, int pair) {
+/* A head's query or key as it attends: normed and turned where the model does that. Points to its words: `from` itself,
+   or `to`. */
+NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace *work, const void *from,
+                                  const void *weights, ptrdiff_t token, void *to, int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t size = step->head_dim, half = size / 2, row = token * step->rotation_stride * (4 / pair);
     if (!step->cos)
@@ -49,8 +51,10 @@ NEVER_INLINE const void *prepared(const attention_layer *layer, const workspace 
     return to;
 }
 
-/* One token's key and value into their panel. Other tokens' may be written at the same time by others, so no byte of theirs is touched. */
-ALWAYS_INLINE void put_token(const attention_step *step, uint32_t *panel, ptrdiff_t lane, const void *key, const void *value, int pair) {
+/* One token's key and value into their panel. Other tokens' may be written at the same time by others, so no byte of
+   theirs is touched. */
+ALWAYS_INLINE void put_token(const attention_step *step, uint32_t *panel, ptrdiff_t lane, const void *key,
+                             const void *value, int pair) {
     ptrdiff_t size = step->head_dim, steps = size / pair;
     for (ptrdiff_t i = 0; i < steps; i++)
         memcpy(panel + i * PANEL + lane, (const char *)key + 4 * i, 4);
@@ -62,7 +66,8 @@ ALWAYS_INLINE void put_token(const attention_step *step, uint32_t *panel, ptrdif
             ((bf16 *)values)[2 * i + lane % 2] = ((const bf16 *)value)[i];
 }
 
-static void put_row(const attention_step *step, uint32_t *cache, ptrdiff_t slot, ptrdiff_t head, const void *key, const void *value, int pair) {
+static void put_row(const attention_step *step, uint32_t *cache, ptrdiff_t slot, ptrdiff_t head, const void *key,
+                    const void *value, int pair) {
     ptrdiff_t bytes = step->head_dim * (4 / pair), block = slot / step->block_size, offset = slot % step->block_size;
     char *keys = (char *)cache + (block * step->kv_heads + head) * 2 * step->block_size * bytes;
     memcpy(keys + offset * bytes, key, (size_t)bytes);
@@ -70,7 +75,8 @@ static void put_row(const attention_step *step, uint32_t *cache, ptrdiff_t slot,
 }
 
 /* A whole panel at once: `keys` and `values` are of its 16 tokens. */
-NEVER_INLINE void put_panel(const attention_step *step, uint32_t *panel, const char *const keys[PANEL], const char *const values[PANEL],
+NEVER_INLINE void put_panel(const attention_step *step, uint32_t *panel, const char *const keys[PANEL],
+                            const char *const values[PANEL],
                              int pair) {
     ptrdiff_t size = step->head_dim, steps = size / pair;
     for (ptrdiff_t from = 0; from < steps; from += LANES)
@@ -112,8 +118,8 @@ static int panel_begins(const attention_step *step, ptrdiff_t token, ptrdiff_t e
 }
 
 /* `count` tokens' keys and values of one head: one token, or a panel of them. */
-ALWAYS_INLINE void write_head(const attention_layer *layer, const workspace *work, ptrdiff_t token, ptrdiff_t count, ptrdiff_t head,
-                              int pair) {
+ALWAYS_INLINE void write_head(const attention_layer *layer, const workspace *work, ptrdiff_t token, ptrdiff_t count,
+                              ptrdiff_t head, int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t slot = step->slots[token], steps = key_words(step->head_dim, pair), bytes = step->head_dim * (4 / pair);
     const char *keys[PANEL], *values[PANEL];
@@ -135,7 +141,8 @@ ALWAYS_INLINE void write_head(const attention_layer *layer, const workspace *wor
         put_token(step, panel, slot % PANEL, keys[0], values[0], pair);
 }
 
-ALWAYS_INLINE void write_tokens(const attention_layer *layer, const workspace *work, ptrdiff_t from, ptrdiff_t to, int pair) {
+ALWAYS_INLINE void write_tokens(const attention_layer *layer, const workspace *work, ptrdiff_t from, ptrdiff_t to,
+                                int pair) {
     const attention_step *step = layer->step;
     int whole = in_panels(step->head_dim, step->block_size);
     for (ptrdiff_t count = 1, token = from; token < to; token += count) {
@@ -151,11 +158,14 @@ ALWAYS_INLINE void write_share(const attention_layer *layer, const workspace *wo
     ptrdiff_t from = share * step->num_tokens / step->shares, to = (share + 1) * step->num_tokens / step->shares;
     for (ptrdiff_t row = 0; row < step->num_rows; row++)
         if (step->ahead[row])
-            write_tokens(layer, work, at_least(from, step->query_start[row]), at_most(to, step->query_start[row + 1]), pair);
+            write_tokens(layer, work, at_least(from, step->query_start[row]), at_most(to, step->query_start[row + 1]),
+                         pair);
 }
 
-/* A tile's own tokens, where queries are few and these were not written ahead: no other tile reads them in this step. */
-ALWAYS_INLINE void write_tile(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan, int pair) {
+/* A tile's own tokens, where queries are few and these were not written ahead: no other tile reads them in this
+   step. */
+ALWAYS_INLINE void write_tile(const attention_layer *layer, const workspace *work, const tile *t, const row_plan *plan,
+                              int pair) {
     const attention_step *step = layer->step;
     ptrdiff_t position = plan->start;
     if (step->ahead[t->row])

@@ -12,9 +12,10 @@ typedef struct attention_step attention_step;
 
 void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y);
 void norm_rows(
-    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps, int centered, int floats
+    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps,
+    int centered, int floats
 );
-void attend_layer(const attention_step *step, uint32_t *cache, const void *q, const void *k, const void *v, void *out, const void *query_norm,
-                  const void *key_norm, float eps, float scale);
+void attend_layer(const attention_step *step, uint32_t *cache, const void *q, const void *k, const void *v, void *out,
+                  const void *query_norm, const void *key_norm, float eps, float scale);
 
 #endif

@@ -1,5 +1,6 @@
-/* Vectors as wide as the processor's registers, in the compilers' own notation. What is stored as numbers of 2 or 4 bytes is read as words:
-   a word is one float, or a pair of bf16, and one multiplication of words does the one product or the two. */
+/* Vectors as wide as the processor's registers, in the compilers' own notation. What is stored as numbers of 2 or 4
+   bytes is read as words: a word is one float, or a pair of bf16, and one multiplication of words does the one product
+   or the two. */
 #ifndef LANES_H
 #define LANES_H
 
@@ -130,7 +131,8 @@ ALWAYS_INLINE float added_up(lanes x) {
 #endif
 }
 
-/* 2**x with a relative error of about 2e-7, and exactly 1 for 0: 2**n times a polynomial on [-1/2, 1/2]. No less than 2**-127. */
+/* 2**x with a relative error of about 2e-7, and exactly 1 for 0: 2**n times a polynomial on [-1/2, 1/2]. No less than
+   2**-127. */
 ALWAYS_INLINE lanes exp2_lanes(lanes x) {
     lanes limited = larger(all(-127.0f), x);
 #if defined(__AVX512F__)
@@ -158,7 +160,8 @@ ALWAYS_INLINE float exp2_of(float x) {
 
 ALWAYS_INLINE words repeated(const uint32_t *from) {
 #if defined(__AVX512F__)
-    return (words)_mm512_set1_ps(float_of_bits(*from)); /* of a float, since this one is read from memory as it is repeated */
+    /* of a float, since this one is read from memory as it is repeated */
+    return (words)_mm512_set1_ps(float_of_bits(*from));
 #else
     return (words){0} + *from;
 #endif

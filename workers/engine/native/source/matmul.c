@@ -1,8 +1,10 @@
-/* Products with a matrix of weights that was packed once: y = f(x w' + b), x [m, k] and w [n, k] in bf16, sums in float.
+/* Products with a matrix of weights that was packed once: y = f(x w' + b), x [m, k] and w [n, k] in bf16, sums in
+   float.
 
-   A packed matrix is panels of 32 rows of w. A panel holds, for each pair of neighbours along k, the pair of each of its rows: what two
-   vdpbf16ps take. The panel's columns of y are computed for up to 12 rows of x at a time, whose sums stay in registers; the last panel is
-   padded with zeros. In a gated matrix the first 16 rows of a panel are gates and the other 16 what they let through. */
+   A packed matrix is panels of 32 rows of w. A panel holds, for each pair of neighbours along k, the pair of each of
+   its rows: what two vdpbf16ps take. The panel's columns of y are computed for up to 12 rows of x at a time, whose sums
+   stay in registers; the last panel is padded with zeros. In a gated matrix the first 16 rows of a panel are gates and
+   the other 16 what they let through. */
 
 #include <omp.h>
 #include <stdatomic.h>
@@ -14,7 +16,8 @@
 
 struct packed_matrix {
     const bf16 *panels; /* [ceil(n / 32)][k / 2][32][2] */
-    const bf16 *bias;   /* [ceil(n / 32)][32] in the order of the panels' rows, padded as they are and read so; NULL for none */
+    /* [ceil(n / 32)][32] in the order of the panels' rows, padded as they are and read so; NULL for none */
+    const bf16 *bias;
     ptrdiff_t n, k;     /* k is even */
     int activation;     /* one of activation.h's */
     int gated;          /* y [m, n / 2] */
@@ -60,9 +63,11 @@ void packed_lookup(const packed_matrix *matrix, const int64_t *rows, ptrdiff_t c
 
 #ifdef __AVX512BF16__
 
-/* With few rows, weights are read as fast as they come: in long runs, which are read ahead, by software too where a tile takes its time. */
+/* With few rows, weights are read as fast as they come: in long runs, which are read ahead, by software too where a
+   tile takes its time. */
 enum { FEW_ROWS = MOST_ROWS, RUN_BYTES = 1 << 18, ROWS_READ_AHEAD = 6, BYTES_AHEAD = 1 << 13 };
-/* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than LEAST_TILES. */
+/* With many, a block of rows stays in the processor's second cache while all panels pass, unless it were smaller than
+   LEAST_TILES. */
 enum { BLOCK_BYTES = 1 << 19, LEAST_TILES = 4 };
 
 typedef struct {
@@ -89,7 +94,8 @@ typedef struct {
 static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y);
 static gathering_rooms *take_rooms(ptrdiff_t count);
 static void give_back(gathering_rooms *rooms);
-static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward, ptrdiff_t *taken);
+static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
+                           ptrdiff_t *taken);
 static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block);
 static void multiply_panel(const product *p, const row_block *block, ptrdiff_t panel, ptrdiff_t next);
 
@@ -97,8 +103,8 @@ int matmul_supported(void) {
     return 1;
 }
 
-/* Two threads share a part of the units, and take them one by one from its two ends, each with its own blocks. With few rows all threads take
-   from one place: memory is quicker where what they read is near. */
+/* Two threads share a part of the units, and take them one by one from its two ends, each with its own blocks. With few
+   rows all threads take from one place: memory is quicker where what they read is near. */
 void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y) {
     product p = make_product(matrix, x, m, y);
     ptrdiff_t most = omp_get_max_threads(), units = p.blocks * p.runs, pairs = (most + 1) / 2, taken[pairs];
@@ -141,12 +147,14 @@ static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_
     ptrdiff_t panel_bytes = PANEL * matrix->k * (ptrdiff_t)sizeof(bf16), panels = (matrix->n + PANEL - 1) / PANEL;
     int few = m <= FEW_ROWS;
     ptrdiff_t run = few && panel_bytes < RUN_BYTES ? RUN_BYTES / panel_bytes : 1;
-    ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * matrix->k * (ptrdiff_t)sizeof(bf16)), tiles = (m + MOST_ROWS - 1) / MOST_ROWS;
+    ptrdiff_t most = BLOCK_BYTES / (MOST_ROWS * matrix->k * (ptrdiff_t)sizeof(bf16)),
+        tiles = (m + MOST_ROWS - 1) / MOST_ROWS;
     ptrdiff_t blocks = most < LEAST_TILES ? tiles > 0 : (tiles + most - 1) / most;
     return (product){matrix, x, y, m, panels, run, blocks, (panels + run - 1) / run, few};
 }
 
-static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward, ptrdiff_t *taken) {
+static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
+                           ptrdiff_t *taken) {
     row_block block = {0};
     for (ptrdiff_t own = 0, held = -1;; own++) {
         ptrdiff_t ticket;
@@ -187,10 +195,12 @@ static void multiply_panel(const product *p, const row_block *block, ptrdiff_t p
     ptrdiff_t k = matrix->k, width = matrix->gated ? matrix->n / 2 : matrix->n, columns = matrix->gated ? HALF : PANEL;
     ptrdiff_t filled = width - panel * columns < columns ? width - panel * columns : columns;
     size_t size = matrix->to_float ? sizeof(float) : sizeof(bf16);
-    const bf16 *weights = matrix->panels + panel * PANEL * k, *bias = matrix->bias ? matrix->bias + panel * PANEL : NULL;
+    const bf16 *weights = matrix->panels + panel * PANEL * k,
+        *bias = matrix->bias ? matrix->bias + panel * PANEL : NULL;
     prefetching ahead = {NULL, 0};
     if (block->tiles > 1 && next >= 0 && next < p->panels)
-        ahead = (prefetching){(const char *)(matrix->panels + next * PANEL * k), (int)((PANEL + block->tiles - 1) / block->tiles)};
+        ahead = (prefetching){(const char *)(matrix->panels + next * PANEL * k),
+                              (int)((PANEL + block->tiles - 1) / block->tiles)};
     else if (block->tiles == 1 && block->rows >= ROWS_READ_AHEAD)
         ahead = (prefetching){(const char *)weights + BYTES_AHEAD, PANEL};
     for (ptrdiff_t tile = 0, row = 0; tile < block->tiles; tile++) {

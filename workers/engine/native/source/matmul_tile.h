@@ -1,5 +1,5 @@
-/* A tile of a product with a packed matrix (matmul.c): up to 12 rows of x with one panel, whose sums stay in registers, and what is left to
-   do with them. For AVX512-BF16. */
+/* A tile of a product with a packed matrix (matmul.c): up to 12 rows of x with one panel, whose sums stay in registers,
+   and what is left to do with them. For AVX512-BF16. */
 #ifndef MATMUL_TILE_H
 #define MATMUL_TILE_H
 
@@ -24,7 +24,8 @@ typedef struct {
 } prefetching;
 
 /* x [rows][k], or gathered: [k / 2][rows][2]. To sums [rows][32]. */
-ALWAYS_INLINE void multiply(int rows, int gathered, const bf16 *x, ptrdiff_t k, const bf16 *panel, prefetching next, float *sums) {
+ALWAYS_INLINE void multiply(int rows, int gathered, const bf16 *x, ptrdiff_t k, const bf16 *panel, prefetching next,
+                            float *sums) {
     __m512 sum[MOST_ROWS][2];
 #pragma GCC unroll 12
     for (int i = 0; i < rows; i++)
@@ -51,14 +52,14 @@ ALWAYS_INLINE void multiply(int rows, int gathered, const bf16 *x, ptrdiff_t k, 
     }
 }
 
-#define MULTIPLY(rows)                                                                                                                     \
-    __attribute__((noinline)) static void multiply_##rows(                                                                                 \
-        int gathered, const bf16 *x, ptrdiff_t k, const bf16 *panel, prefetching next, float *sums                                         \
-    ) {                                                                                                                                    \
-        if (gathered)                                                                                                                      \
-            multiply(rows, 1, x, k, panel, next, sums);                                                                                    \
-        else                                                                                                                               \
-            multiply(rows, 0, x, k, panel, next, sums);                                                                                    \
+#define MULTIPLY(rows)                                                                                                 \
+    __attribute__((noinline)) static void multiply_##rows(                                                             \
+        int gathered, const bf16 *x, ptrdiff_t k, const bf16 *panel, prefetching next, float *sums                     \
+    ) {                                                                                                                \
+        if (gathered)                                                                                                  \
+            multiply(rows, 1, x, k, panel, next, sums);                                                                \
+        else                                                                                                           \
+            multiply(rows, 0, x, k, panel, next, sums);                                                                \
     }
 MULTIPLY(1)
 MULTIPLY(2)
@@ -112,16 +113,19 @@ ALWAYS_INLINE void gather_pairs(const bf16 *x, ptrdiff_t k, int rows, int pairs,
             _mm512_mask_storeu_epi32(to + 2 * c * rows, kept, out[c]);
 }
 
-/* x [rows][k] as [k / 2][rows][2], for one tile: one stream of memory instead of twelve, whose distance may be one that a cache bears badly. */
+/* x [rows][k] as [k / 2][rows][2], for one tile: one stream of memory instead of twelve, whose distance may be one that
+   a cache bears badly. */
 static void gather_rows(const bf16 *x, ptrdiff_t k, int rows, bf16 *to) {
     for (ptrdiff_t j = 0; j < k; j += CHUNK)
         gather_pairs(x + j, k, rows, k - j < CHUNK ? (int)(k - j) / 2 : CHUNK / 2, to + j * rows);
 }
 
-/* x / (1 + 2**t), with a relative error of about 3e-7; 0 for t of 126 and more, for x of -inf too, where torch has no number. */
+/* x / (1 + 2**t), with a relative error of about 3e-7; 0 for t of 126 and more, for x of -inf too, where torch has no
+   number. */
 ALWAYS_INLINE __m512 gated_by(__m512 x, __m512 t) {
     __m512 limited = _mm512_max_ps(_mm512_set1_ps(-126.0f), t);
-    __m512 n = _mm512_roundscale_ps(limited, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), f = _mm512_sub_ps(limited, n);
+    __m512 n = _mm512_roundscale_ps(limited, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+        f = _mm512_sub_ps(limited, n);
     __m512 p = _mm512_set1_ps(1.326469877e-3f);
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.671508817e-3f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550733776e-2f));
@@ -158,9 +162,11 @@ ALWAYS_INLINE __m512 floats_of_bf16(const bf16 *from) {
 
 /* bias [32], or NULL. To y, whose rows are `width` apart, the first `filled` columns; a gated panel has 16. */
 ALWAYS_INLINE void finish_tile(
-    int activation, int gated, int to_float, const bf16 *bias, int rows, const float *sums, void *y, ptrdiff_t width, int filled
+    int activation, int gated, int to_float, const bf16 *bias, int rows, const float *sums, void *y, ptrdiff_t width,
+    int filled
 ) {
-    __m512 low_bias = bias ? floats_of_bf16(bias) : _mm512_setzero_ps(), high_bias = bias ? floats_of_bf16(bias + HALF) : low_bias;
+    __m512 low_bias = bias ? floats_of_bf16(bias) : _mm512_setzero_ps(),
+        high_bias = bias ? floats_of_bf16(bias + HALF) : low_bias;
     __mmask32 kept = (__mmask32)((1ull << filled) - 1);
     for (int i = 0; i < rows; i++, sums += PANEL) {
         float *floats = (float *)y + i * width;
@@ -185,7 +191,8 @@ ALWAYS_INLINE void finish_tile(
 
 /* What is left to do with a tile's sums [rows][32]. */
 static void finish(
-    int activation, int gated, int to_float, const bf16 *bias, int rows, const float *sums, void *y, ptrdiff_t width, int filled
+    int activation, int gated, int to_float, const bf16 *bias, int rows, const float *sums, void *y, ptrdiff_t width,
+    int filled
 ) {
     switch (activation) {
     case ACTIVATION_NONE:

@@ -1,5 +1,5 @@
-/* Norms over the rows of x [m, n], with the addition that precedes them in a decoder: x becomes x + residual, rounded to its dtype,
-   and y its norm. Sums are taken in float. */
+/* Norms over the rows of x [m, n], with the addition that precedes them in a decoder: x becomes x + residual, rounded
+   to its dtype, and y its norm. Sums are taken in float. */
 
 #include <math.h>
 #include <stddef.h>
@@ -22,7 +22,8 @@ ALWAYS_INLINE void put(void *to, ptrdiff_t i, float value, int floats) {
 }
 
 ALWAYS_INLINE void norm_row(
-    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t n, float eps, int centered, int floats, float *row
+    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t n, float eps, int centered,
+    int floats, float *row
 ) {
     float sum = 0.0f, squares = 0.0f;
     if (residual) {
@@ -51,7 +52,8 @@ ALWAYS_INLINE void norm_row(
 
 /* x is changed only where there is a residual; residual, bias: NULL for none. All bf16, or all float. */
 void norm_rows(
-    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps, int centered, int floats
+    void *x, const void *residual, const void *weight, const void *bias, void *y, ptrdiff_t m, ptrdiff_t n, float eps,
+    int centered, int floats
 ) {
     size_t stride = (size_t)n * (floats ? sizeof(float) : sizeof(bf16));
 #pragma omp parallel for if (m * n > MANY)

@@ -1,5 +1,5 @@
-/* A decoder's layers in one call: the same kernels in the same order as layers/stack.py has them called one by one, with nothing but
-   buffers between them. All in bf16. */
+/* A decoder's layers in one call: the same kernels in the same order as layers/stack.py has them called one by one,
+   with nothing but buffers between them. All in bf16. */
 
 #include <time.h>
 
@@ -29,7 +29,8 @@ typedef struct {
     double seconds[PARTS];                     /* spent so far, for those who profile */
 } decoder_stack;
 
-void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff_t tokens, bf16 *x, bf16 *y, bf16 *narrow, bf16 *wide);
+void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff_t tokens, bf16 *x, bf16 *y,
+               bf16 *narrow, bf16 *wide);
 
 static double now(void) {
     struct timespec time;
@@ -47,7 +48,8 @@ static void add_norm(const norm *norm, bf16 *x, const bf16 *residual, bf16 *y, p
     norm_rows(x, residual, norm->weight, norm->bias, y, tokens, size, norm->eps, norm->bias != NULL, 0);
 }
 
-static void run_mlp(const decoder_stack *stack, const decoder_layer *layer, const bf16 *x, bf16 *wide, bf16 *y, ptrdiff_t tokens) {
+static void run_mlp(const decoder_stack *stack, const decoder_layer *layer, const bf16 *x, bf16 *wide, bf16 *y,
+                    ptrdiff_t tokens) {
     ptrdiff_t size = stack->hidden, parts = (tokens + stack->mlp_rows - 1) / stack->mlp_rows;
     for (ptrdiff_t part = 0, first = 0; part < parts; part++) {
         ptrdiff_t end = (part + 1) * tokens / parts;
@@ -57,9 +59,11 @@ static void run_mlp(const decoder_stack *stack, const decoder_layer *layer, cons
     }
 }
 
-/* x [tokens][hidden], embeddings: used up, as y of the same size is. narrow [tokens][the larger of hidden and queries]: the result, [hidden]
-   for each token. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is more. */
-void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff_t tokens, bf16 *x, bf16 *y, bf16 *narrow, bf16 *wide) {
+/* x [tokens][hidden], embeddings: used up, as y of the same size is. narrow [tokens][the larger of hidden and queries]:
+   the result, [hidden] for each token. wide [tokens][queries + 2 keys], or [mlp_rows][the MLP's width] if that is
+   more. */
+void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff_t tokens, bf16 *x, bf16 *y,
+               bf16 *narrow, bf16 *wide) {
     ptrdiff_t size = stack->hidden;
     const bf16 *residual = NULL;
     double since = now();
@@ -68,8 +72,8 @@ void run_stack(decoder_stack *stack, const attention_step *const *steps, ptrdiff
         count(stack, NORMS, &since);
         packed_matmul(layer->qkv, narrow, tokens, wide);
         count(stack, MATRIX, &since);
-        attend_layer(steps[layer->step], layer->cache, wide, wide + stack->queries, wide + stack->queries + stack->keys, narrow, layer->query_norm,
-                     layer->key_norm, layer->head_eps, layer->scale);
+        attend_layer(steps[layer->step], layer->cache, wide, wide + stack->queries, wide + stack->queries + stack->keys,
+                     narrow, layer->query_norm, layer->key_norm, layer->head_eps, layer->scale);
         count(stack, ATTENTION, &since);
         packed_matmul(layer->output, narrow, tokens, y);
         count(stack, MATRIX, &since);
