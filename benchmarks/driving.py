@@ -23,7 +23,7 @@ _WARM_UP_REQUESTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Requests handed in at once, from there to the last token."""
+    """Requests submitted at once, from there to the last token."""
 
     seconds: float
     output_tokens: int
@@ -68,7 +68,7 @@ async def running_engine(model: str, **settings: Any) -> AsyncIterator[AsyncEngi
 
 
 async def run_pass(engine: AsyncEngine, requests: list[EngineRequest]) -> Pass:
-    """Hands them all in and waits for the last token. Raises RuntimeError if one failed."""
+    """Submit all requests and wait for the last token. Raises RuntimeError if one failed."""
     before, began = engine.stats, time.perf_counter()
     engine.add(requests)
     unfinished, tokens = len(requests), 0
@@ -91,12 +91,12 @@ async def run_pass(engine: AsyncEngine, requests: list[EngineRequest]) -> Pass:
 
 
 def workload(model: str, kind: str, requests: int, seed: int) -> list[EngineRequest]:
-    """The lines of `write_workload` as token ids, rendered and tokenised as a worker does."""
+    """The lines of `write_workload` as token ids, rendered and tokenized as a worker does."""
     with tempfile.TemporaryDirectory() as scratch:
-        return tokenised(write_workload(Path(scratch) / "input.jsonl", kind, requests, model, seed), model)
+        return tokenized(write_workload(Path(scratch) / "input.jsonl", kind, requests, model, seed), model)
 
 
-def tokenised(path: Path, model: str) -> list[EngineRequest]:
+def tokenized(path: Path, model: str) -> list[EngineRequest]:
     """A batch file's lines in their order; ids count from 0."""
     from transformers import AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""The engine alone: output tokens/s over a workload, every request handed in at once, and the share
+"""The engine alone: output tokens/s over a workload, every request submitted at once, and the share
 of the machine's matrix peak.
 
     python -m benchmarks.engine --model gpt2-124m --kind random --requests 64
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def measure(model: str, requests: list[EngineRequest], turns: int, peer: Vllm | None = None) -> dict[str, Any]:
-    """Turns of the engine, each followed by one of the peer and by a look at the peak, which moves
+    """Turn of the engine, each followed by one of the peer and by a look at the peak, which moves
     with what else the host does.
     """
     if peer is not None:

@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def write_gguf(folder: Path, path: Path) -> None:
-    """Writes the checkpoint in `folder` to `path`. The head is the embedding, as GPT-2 has it."""
+    """Write the checkpoint in `folder` to `path`. The head is the embedding, as GPT-2 has it."""
     tensors = {_name(name): _stored(name, tensor) for name, tensor in load_file(folder / "model.safetensors").items()}
     config = json.loads((folder / "config.json").read_text())
     settings = _settings(config) | _tokenizer(json.loads((folder / "tokenizer.json").read_text()), config["vocab_size"])

@@ -30,7 +30,7 @@ class NoPeer(Exception):
 
 
 def vllm_folder() -> Path:
-    """Raises NoPeer."""
+    """Raise NoPeer."""
     folder = _folder("vllm")
     if not (folder / "bin" / "vllm").exists():
         raise NoPeer(
@@ -41,7 +41,7 @@ def vllm_folder() -> Path:
 
 
 def llama_cpp_folder() -> Path:
-    """Raises NoPeer."""
+    """Raise NoPeer."""
     folder = _folder("llama")
     if not next(folder.glob("lib/*/site-packages/llama_cpp"), None):
         raise NoPeer(
@@ -118,7 +118,7 @@ class Peer:
         self.start_up_seconds: float = self._answer()["start_up_seconds"]
 
     def ask(self, asked: Any) -> dict[str, Any]:
-        """Raises RuntimeError where it ended by itself."""
+        """Raise RuntimeError where it ended by itself."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
@@ -161,7 +161,7 @@ def _asked(prompt: list[int], tokens: int | None) -> dict[str, Any]:
 
 @contextmanager
 def running_vllm(model: str) -> Iterator[Vllm]:
-    """Raises NoPeer, or RuntimeError where it ends by itself."""
+    """Raise NoPeer, or RuntimeError where it ends by itself."""
     with _running(
         vllm_folder(), "peer_vllm.py", [str(model_folder(model)), str(CONTEXT)], vllm_environment()
     ) as process:

@@ -19,7 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.driving import run_pass, running_engine, tokenised
+from benchmarks.driving import run_pass, running_engine, tokenized
 from benchmarks.models import SHAPES, model_folder
 from benchmarks.processes import command_line, family, own_cpu_seconds
 from benchmarks.report import arguments, by_turns, write_report
@@ -53,7 +53,7 @@ def main() -> None:
 
 def measure(source: Path, model: str, turns: int) -> dict[str, Any]:
     model_folder(model)
-    requests = tokenised(source, model)
+    requests = tokenized(source, model)
     runs: list[dict[str, Any]] = []
     alone: list[dict[str, Any]] = []
     for _ in range(turns):
@@ -76,7 +76,7 @@ def measure(source: Path, model: str, turns: int) -> dict[str, Any]:
 
 
 def observed(command: list[str]) -> dict[str, Any]:
-    """Runs a `run-batch` that logs at level debug: seconds from first claim to last commit, and
+    """Run a `run-batch` that logs at level debug: seconds from first claim to last commit, and
     each part's processor time.
     """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -32,7 +32,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 def write_report(
     name: str, figures: dict[str, Any], out: Path = RESULTS, seed: int | None = None, **more_versions: str
 ) -> Path:
-    """Prints the figures and writes them to `out/name.json`.
+    """Print the figures and write them to `out/name.json`.
 
     `more_versions` are those of programs that are not installed here.
     """
@@ -52,7 +52,7 @@ def write_report(
 
 
 def by_turns(seconds: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
-    """How many times as fast as its neighbour each turn was, and the median of that."""
+    """How many times as fast as its neighbor each turn was, and the median of that."""
     ratios = [other / one for one, other in zip(seconds, others, strict=True)]
     return {"ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
 

@@ -67,7 +67,7 @@ def command_seconds(model: str) -> tuple[float, float]:
 
 
 async def engine_seconds(model: str) -> float:
-    """From nothing to the first token of the engine in a process that has imported its front
+    """From nothing to the first token of the engine in a process that has imported its client
     half.
     """
     began = time.perf_counter()

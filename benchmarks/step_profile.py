@@ -127,7 +127,7 @@ def _run(core: EngineCore) -> list[Step]:
         with record_function(_STEP):
             output = core.step()
             assert output is not None
-            frame(output)  # as it is sent to the front
+            frame(output)  # as it is sent to the worker process
         seconds = time.perf_counter() - began
         before, computed = computed, output.stats.computed_tokens
         if before is not None:  # the first step gives each request its place too
@@ -188,7 +188,7 @@ def parts_of(step: Any, span_seconds: float = 0.0, layers: dict[str, float] | No
 
 
 def _collect(events: Iterable[Any], inside: str, parts: dict[str, float]) -> int:
-    """Adds the outermost operations, and counts the spans that were marked by hand; `inside` is the
+    """Add the outermost operations, and count the spans that were marked by hand; `inside` is the
     innermost span around them.
     """
     spans = 0
@@ -249,7 +249,7 @@ def describe(plain: list[Step], profiled: list[Step], bounds: Bounds, kind: str)
 
 
 def queue_part(model: str, lines: int, seed: int) -> dict[str, Any]:
-    """What the worker's front, Redis and the control plane use of the processors for each `ROWS`
+    """What the worker process, Redis and the control plane use of the processors for each `ROWS`
     output tokens, from the first claim on.
     """
     with tempfile.TemporaryDirectory() as scratch:

@@ -22,7 +22,7 @@ _DEVIATION = 0.02
 
 
 def write_checkpoint(settings: Mapping[str, Any], folder: Path, seed: int = 0) -> int:
-    """Writes config.json and safetensors files for transformers' configuration `settings`; returns
+    """Write config.json and safetensors files for transformers' configuration `settings`; return
     the bytes of the weights.
 
     Raises OSError where the disk has no room for them.

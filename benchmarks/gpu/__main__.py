@@ -40,7 +40,7 @@ _PLENTY = 64 << 30  # bytes of memory
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if every row could be measured, 1 if one could not, 2 where there is no GPU to
+    """Return 0 if every row could be measured, 1 if one could not, 2 where there is no GPU to
     measure.
     """
     parser = argparse.ArgumentParser(

@@ -98,7 +98,7 @@ def config_for(setting: Setting, folder: str, **settings: Any) -> EngineConfig:
 
 
 async def with_engine(config: EngineConfig, use: Callable[[AsyncEngine], Awaitable[T]]) -> T:
-    """Starts an engine, uses it, and stops it whatever comes."""
+    """Start an engine, yield it, and stop it in any case."""
     engine = AsyncEngine(config)
     await engine.start()
     try:
@@ -108,7 +108,7 @@ async def with_engine(config: EngineConfig, use: Callable[[AsyncEngine], Awaitab
 
 
 async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> Pass:
-    """Hands in the whole workload and waits for its last token.
+    """Submit the whole workload and wait for its last token.
 
     Raises RuntimeError if a request failed.
     """

@@ -34,8 +34,8 @@ class Row:
         return measure(setting)
 
     def met(self, figures: dict[str, Any]) -> bool | None:
-        """Whether the figure is at least what was asked for; None where nothing was, or nothing can
-        be said.
+        """Return whether the figure is at least what was asked for; None where nothing was, or
+        nothing can be said.
         """
         if self.at_least is None or (self.of_bound and not figures.get("bound")):
             return None

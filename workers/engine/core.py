@@ -83,7 +83,7 @@ class EngineCore:
         )
 
     def run(self, inbox: SimpleQueue[ToCore], emit: Callable[[StepOutput], None]) -> None:
-        """Serves until a `Shutdown` comes.
+        """Serve until a `Shutdown` comes.
 
         Raises what the executor raises; then nothing of this core can be used any more.
         """
@@ -108,12 +108,12 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is unfinished or a launched step not yet retired."""
+        """Return whether a request is unfinished or a launched step not yet retired."""
         return bool(self.scheduler.unfinished or self._launched)
 
     def step(self) -> StepOutput | None:
-        """Launches the next step, if one can be, and retires the oldest once more than `depth` are
-        launched; returns what that brought.
+        """Launch the next step, if one can be, and retire the oldest once more than `depth` are
+        launched; return what that brought.
         """
         with span("schedule"):
             plan = self.scheduler.schedule()

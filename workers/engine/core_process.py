@@ -1,9 +1,9 @@
 """The engine core's process: `python -m workers.engine.core_process --fd N --parent PID`.
 
-N is its end of a socket pair; the front, process PID, holds the other.
+N is its end of a socket pair; the worker process PID, holds the other.
 
-Reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the front says
-`Shutdown`, closes its end or dies.
+Reads an `EngineConfig`, answers with `Ready` or `Failed`, then serves until the worker process
+sends `Shutdown`, closes its end or dies.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from workers.engine.process import become_child, bound_spinning, explains_itself
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True, help="the front's process id")
+    parser.add_argument("--parent", type=int, required=True, help="the worker process' id")
     parser.add_argument("--log-level", type=int, default=logging.INFO, help="as the logging module counts them")
     given = parser.parse_args()
     connection = socket.socket(fileno=given.fd)
@@ -52,7 +52,7 @@ def main() -> int:
 
 def _serve(config: EngineConfig, inbox: SimpleQueue[ToCore], sender: FrameSender) -> None:
     bound_spinning()
-    # Imported here, when the front is already being listened to, since importing torch takes
+    # Imported here, when messages are already received, since importing torch takes
     # seconds.
     from workers.engine.core import EngineCore
     from workers.engine.device.executor import Executor

@@ -77,7 +77,7 @@ def settle_heap() -> None:
 
 
 def leave(status: int) -> None:
-    """Ends the process without the interpreter's teardown, which a thread that is still inside a
+    """End the process without the interpreter's teardown, which a thread that is still inside a
     read can hold up.
     """
     sys.stderr.flush()
@@ -85,7 +85,7 @@ def leave(status: int) -> None:
 
 
 def explains_itself(error: Exception) -> bool:
-    """Whether its message is all that a person needs."""
+    """Return whether its message is all that a person needs."""
     return isinstance(error, ModelLoadError | RankError | OSError)
 
 

@@ -60,7 +60,7 @@ def _nvtx_and_torch(name: str) -> Iterator[None]:
 
 
 def make_profile_folder(folder: Path) -> None:
-    """Raises ModelLoadError where there cannot be a folder, or no file in it.
+    """Raise ModelLoadError where there cannot be a folder, or no file in it.
 
     Imports no torch, so that a command can ask at once.
     """
@@ -96,7 +96,7 @@ class StepTrace:
         self._steps += 1
 
     def close(self) -> None:
-        """Writes what there is of a trace that was cut short."""
+        """Write what there is of a trace that was cut short."""
         if self._profile is not None:
             self._write()
         elif self._steps <= FIRST_STEP:

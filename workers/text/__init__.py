@@ -1,3 +1,3 @@
-"""Text on its way to the engine and back: chat templates, tokenising, incremental detokenising,
+"""Text on its way to the engine and back: chat templates, tokenizing, incremental detokenizing,
 stop strings.
 """

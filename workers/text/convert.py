@@ -1,7 +1,7 @@
 """`python -m workers.text.convert SOURCE TARGET`: writes the tokenizer.json that transformers makes
 of an older vocabulary.
 
-A process of its own, because transformers' tokenizer classes load torch, which the worker's front
+A process of its own, because transformers' tokenizer classes load torch, which the worker process
 process never does.
 """
 

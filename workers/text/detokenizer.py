@@ -6,7 +6,7 @@ through the tokenizer's own decoder over a window of the last tokens.
 
 Pieces put together are what the tokenizer decodes from all ids at once, with two differences: an
 incomplete character at the very end is dropped, and a broken byte sequence of a byte-fallback
-vocabulary does not take its sound neighbours with it.
+vocabulary does not take its sound neighbors with it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class EncodingError(Exception):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the tokenizers library gave up in its Rust code, such as on a text that its regular
-    expression cannot cope with.
+    """Return whether the tokenizers library gave up in its Rust code, such as on a text that its
+    regular expression cannot cope with.
 
     That is no `Exception`, so that it would end the process.
     """

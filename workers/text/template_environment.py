@@ -29,7 +29,7 @@ _REASONING = (
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Raises jinja2.TemplateSyntaxError."""
+    """Raise jinja2.TemplateSyntaxError."""
     return _environment().from_string(source)
 
 

@@ -1,4 +1,4 @@
-"""What a vocabulary says about texts before they are tokenised: how short they can become at
+"""What a vocabulary says about texts before they are tokenized: how short they can become at
 most.
 """
 
@@ -43,7 +43,7 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _grows(normalizer: dict[str, Any]) -> bool:
-    """Whether a text can only become longer by it."""
+    """Return whether a text can only become longer by it."""
     if normalizer["type"] == "Replace" and "String" in normalizer["pattern"]:
         return len(normalizer["pattern"]["String"].encode()) <= len(normalizer["content"].encode())
     return bool(normalizer["type"] == "Prepend")

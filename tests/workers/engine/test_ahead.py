@@ -86,7 +86,7 @@ def assert_own_answers(got: dict[int, tuple[list[int], Finish]], cases: list[Cas
 
 
 def in_company(seed: int, depth: int) -> int:
-    """Returns how often a request was preempted."""
+    """Return how often a request was preempted."""
     print(f"seed {seed}, depth {depth}")
     cases = random_cases(random.Random(seed), 16, 30, 60)
     alone = make_core("llama", depth=0, max_model_len=120, enable_prefix_caching=False)

@@ -53,7 +53,7 @@ def test_pieces_make_the_whole(kind: str, data: st.DataObject) -> None:
     whole = tokenizer.decode(token_ids, skip_special_tokens=skip)
     assert text == one_by_one
     if kind == "byte_fallback":
-        # A broken sequence spoils its neighbours in the library's decoder only, so what is not
+        # A broken sequence spoils its neighbors in the library's decoder only, so what is not
         # broken must agree.
         if "\ufffd" not in whole:
             assert text == whole

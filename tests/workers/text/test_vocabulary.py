@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, before it is tokenised."""
+"""How many tokens a text has at least, before it is tokenized."""
 
 from __future__ import annotations
 

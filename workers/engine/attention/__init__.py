@@ -110,7 +110,7 @@ class Attention(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: Metadata, scale: float, window: int | None
     ) -> Tensor:
-        """Writes k and v [T, kv_heads, d] to the cache, then attends q [T, heads, d] causally over
+        """Write k and v [T, kv_heads, d] to the cache, then attend q [T, heads, d] causally over
         each row's own context.
 
         `window` limits what a query sees to that many tokens, itself included. Returns [T, heads,
@@ -134,7 +134,7 @@ class Attention(Protocol):
 
 
 def make_attention(name: str, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention:
-    """Raises ModelLoadError for a backend that does not exist, or cannot run here."""
+    """Raise ModelLoadError for a backend that does not exist, or cannot run here."""
     if name == "torch":
         from workers.engine.attention.reference import TorchAttention
 

@@ -80,7 +80,7 @@ class PreparedStep:
 
 class CpuAttention:
     def __init__(self, shape: CacheShape, num_heads: int, dtype: torch.dtype) -> None:
-        """Raises NativeUnavailable."""
+        """Raise NativeUnavailable."""
         self._shape, self._heads, self._dtype = shape, num_heads, dtype
         self._pair = 4 // dtype.itemsize
         functions = _functions()

@@ -191,7 +191,7 @@ class TorchAttention:
         return visible // self._shape.block_size * self._shape.block_size
 
     def _cuts(self, spans: NDArray[np.int32]) -> list[tuple[int, int]]:
-        """Runs of ascending spans whose padded keys stay under the group size."""
+        """Run of ascending spans whose padded keys stay under the group size."""
         cuts: list[tuple[int, int]] = []
         start = 0
         for end in range(1, len(spans) + 1):

@@ -1,4 +1,4 @@
-"""The engine's handle in the front process: starts the core as a child, sends it requests, hands
+"""The engine's handle in the worker process: starts the core as a child, sends it requests, hands
 out its steps.
 """
 
@@ -155,7 +155,7 @@ class AsyncEngine:
         return status.rpartition(")")[2].split()[0] in "Tt"
 
     async def start(self, timeout: float = 600.0) -> None:
-        """Starts the core and waits until it has loaded the model.
+        """Start the core and wait until it has loaded the model.
 
         Raises EngineStartError, and leaves no process behind, if that fails.
         """
@@ -180,12 +180,12 @@ class AsyncEngine:
         self._tasks = [asyncio.create_task(self._watch(reader, core), name="engine-watch")]
 
     def add(self, requests: list[EngineRequest]) -> None:
-        """Hands requests to the core. Raises EngineDeadError if there is none any more."""
+        """Hand requests to the core. Raises EngineDeadError if there is none any more."""
         self._send(AddRequests(requests))
         self._unfinished += len(requests)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Ends requests wherever they are; each shows once more in a step, with Finish.ABORT,
+        """End requests wherever they are; each shows once more in a step, with Finish.ABORT,
         unless it has ended already.
         """
         self._send(AbortRequests(list(request_ids)))
@@ -230,7 +230,7 @@ class AsyncEngine:
                 self.abort([request_id])
 
     async def stop(self, timeout: float = 10.0) -> None:
-        """Lets the core finish its step and leave, and kills it after `timeout` seconds.
+        """Let the core finish its step and exit; kill it after `timeout` seconds.
 
         Requests under way get EngineDeadError.
 
@@ -391,7 +391,7 @@ class _CoreProcess:
         return self._process.returncode
 
     async def wait_ended(self, timeout: float) -> bool:
-        """Whether the process has ended after at most `timeout` seconds."""
+        """Return whether the process has ended after at most `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 await self.ended.wait()

@@ -46,7 +46,7 @@ class LaunchedCore:
 
 
 def launch_core(config: EngineConfig) -> LaunchedCore:
-    """Starts a core's process. Raises OSError."""
+    """Start a core's process. Raises OSError."""
     # Settled before the core is started with an OMP_NUM_THREADS of its own, of which its ranks
     # would else take shares again.
     config = replace(config, threads=config.compute_threads())

@@ -124,7 +124,7 @@ def unusable_gpu(error: str, cuda: str | None, visible: str | None) -> str:
 
 
 def check_gpu(device: torch.device, backend: str) -> None:
-    """Raises ModelLoadError for a GPU that this torch, or the kernels of `backend`, cannot run
+    """Raise ModelLoadError for a GPU that this torch, or the kernels of `backend`, cannot run
     on.
     """
     if device.type == "cuda":
@@ -173,7 +173,7 @@ def _too_old_for_kernels(gpu: str, capability: tuple[int, int]) -> str | None:
 
 
 def require_triton(device: torch.device) -> None:
-    """Raises ModelLoadError where Triton is absent, too old or unable to run a kernel on the
+    """Raise ModelLoadError where Triton is absent, too old or unable to run a kernel on the
     device.
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -222,7 +222,7 @@ def triton_trouble(error: Exception, installed: str, needed: str | None) -> str:
 
 
 def require_native(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ModelLoadError where the CPU's own kernels cannot do what is asked for."""
+    """Raise ModelLoadError where the CPU's own kernels cannot do what is asked for."""
     if device.type != "cpu":
         raise ModelLoadError(
             f"the cpu backend is for the device cpu, and the device is {device}; choose the attention backend auto"
@@ -267,7 +267,7 @@ def take_devices(config: EngineConfig) -> tuple[list[str], TakenGpus]:
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ModelLoadError for a GPU that is too old for `dtype`."""
+    """Raise ModelLoadError for a GPU that is too old for `dtype`."""
     if device.type == "cuda":
         why = unfit_for(dtype, *_gpu(device))
         if why is not None:

@@ -50,7 +50,7 @@ class DeviceInputs:
         self._counting = np.arange(self._rows + 1, dtype=np.int32)
 
     def take(self, plan: StepPlan) -> StepInputs:
-        """Brings in a step's new requests and blocks, which may be done twice, and makes its
+        """Bring in a step's new requests and blocks, which may be done twice, and make its
         inputs.
         """
         self.stage(plan, len(plan.slots))
@@ -60,7 +60,7 @@ class DeviceInputs:
         )
 
     def stage(self, plan: StepPlan, rows: int) -> None:
-        """Sends what the kernels need to know about a step, padded to `rows` rows; the padding
+        """Send what the kernels need to know about a step, padded to `rows` rows; the padding
         needs rows of one token.
         """
         for request in plan.added:
@@ -100,7 +100,7 @@ class DeviceInputs:
         return StepInputs(input_ids, positions, lengths, metadata, last[:num_sampling], slots, ends)
 
     def store(self, sampled: Tensor) -> None:
-        """Puts the sampled tokens [R] of the step staged last where later steps read them, and into
+        """Put the sampled tokens [R] of the step staged last where later steps read them, and into
         `result`. On the device alone.
         """
         kernels.store(self._ring.on_device, self._rows, sampled, self.tokens, self._results)

@@ -46,7 +46,7 @@ class TakenGpus:
     names: list[str]
 
     def release(self) -> None:
-        """Gives up this process' hold on the GPUs; children that were given the files have their
+        """Give up this process' hold on the GPUs; children that were given the files have their
         own.
         """
         for fd in self.fds:
@@ -59,7 +59,7 @@ class TakenGpus:
 def take_gpus(
     names: Sequence[str], count: int, folder: str | None, index: int | None = None, patience: float | None = None
 ) -> TakenGpus:
-    """Takes `count` free GPUs of those that the host calls `names`, or the one at `index`; waits
+    """Take `count` free GPUs of those that the host calls `names`, or the one at `index`; wait
     up to `patience` seconds for them.
 
     `names` are the same for everyone on the host, in whatever order. `folder` holds the locks
@@ -142,7 +142,7 @@ def _lock_anew(file: Path) -> int | None:
 
 
 def _flock(fd: int, kind: int) -> bool:
-    """Whether it could be had at once."""
+    """Return whether it could be had at once."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -158,7 +158,7 @@ def _is_at(fd: int, file: Path) -> bool:
 
 
 def _open(file: Path) -> int:
-    """Opens, or makes, a file that everybody may lock.
+    """Open, or makes, a file that everybody may lock.
 
     Not by O_CREAT where there is one already: in a folder that all users share (sticky, as /tmp),
     Linux refuses that for another user's file.

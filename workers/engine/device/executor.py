@@ -66,7 +66,7 @@ class Executor:
         return self.model_config.eos_token_ids
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may
+        """Raise StepOutOfMemory, after which the cache holds what it held before and the step may
         be launched again, in other parts; or RankError, after which nothing can be launched any
         more.
         """
@@ -79,5 +79,5 @@ class Executor:
             return self._rank.retire(launched)
 
     def close(self) -> None:
-        """Ends the other ranks and gives the GPUs back."""
+        """End the other ranks and release the GPUs."""
         self._undo.close()

@@ -66,7 +66,7 @@ class DecodeGraphs:
         self._short = False
 
     def run(self, variant: GraphVariant, rows: int) -> None:
-        """Does the step that is staged. Raises as it does."""
+        """Do the step that is staged. Raises as it does."""
         self.prepare(variant)
         size = self._size(variant, rows)
         if self._try_to_record(variant, size):
@@ -75,7 +75,7 @@ class DecodeGraphs:
             self._step(variant, size)
 
     def prepare(self, variant: GraphVariant) -> None:
-        """Records the largest size, which does the step that is staged."""
+        """Record the largest size, which does the step that is staged."""
         self._try_to_record(variant, self._sizes[-1])
 
     def _size(self, variant: GraphVariant, rows: int) -> int:
@@ -118,7 +118,7 @@ class CudaRecorder:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Work) -> Work:
-        """Does the work once, which has kernels compiled, tuned and loaded, and then records it."""
+        """Run the work once, so that kernels are compiled, tuned and loaded; then record it."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:

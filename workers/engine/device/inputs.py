@@ -40,13 +40,13 @@ class Inputs(Protocol):
     prompt_lengths: NDArray[np.int64]  # [slots]
 
     def take(self, plan: StepPlan) -> StepInputs:
-        """Brings in a step's new requests and blocks, which may be done twice, and makes its
+        """Bring in a step's new requests and blocks, which may be done twice, and make its
         inputs.
         """
         ...
 
     def store(self, sampled: Tensor) -> None:
-        """Puts the tokens [R] that the step taken last has sampled where later steps read them."""
+        """Put the tokens [R] that the step taken last has sampled where later steps read them."""
         ...
 
     def result(self, number: int) -> Tensor:

@@ -68,7 +68,7 @@ def load_model(name: str, dtype: str, device: torch.device, max_model_len: int |
 
 
 def open_checkpoint(name: str, model_impl: str = "auto") -> ModelCheckpoint:
-    """Finds the folder, reads its configuration and settles whose code runs it.
+    """Find the folder, read its configuration and select the code that runs it.
 
     Raises ModelLoadError.
     """
@@ -78,7 +78,7 @@ def open_checkpoint(name: str, model_impl: str = "auto") -> ModelCheckpoint:
     generation = _read_json(generation_file) if generation_file.is_file() else {}
     if raw.get("quantization_config"):
         raise ModelLoadError(
-            f"the model {name} is quantised, which is not supported; use its float16, bfloat16 or float32 version"
+            f"the model {name} is quantized, which is not supported; use its float16, bfloat16 or float32 version"
         )
     family: Family | TransformersClass | None = find_family(raw, model_impl)
     if family is None:
@@ -128,7 +128,7 @@ def load_weights(
     ops: Ops | None = None,
     parallel: Parallel | None = None,
 ) -> DecoderModel:
-    """Reads the tensors and builds the model for contexts of up to `max_model_len` tokens (default:
+    """Read the tensors and build the model for contexts of up to `max_model_len` tokens (default:
     the model's own).
 
     `ops` is what its layers compute with (default: plain torch). One rank of several in `parallel`
@@ -227,7 +227,7 @@ def _download(name: str) -> Path:
         )
     except GatedRepoError as error:
         raise ModelLoadError(
-            f"the model {name} needs an accepted licence; accept it on the hub and set HF_TOKEN"
+            f"the model {name} needs an accepted license; accept it on the hub and set HF_TOKEN"
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelLoadError(

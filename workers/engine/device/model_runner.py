@@ -104,13 +104,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Records the largest step of one token per row, in which no row is anybody's."""
+        """Record the largest step of one token per row, in which no row is anybody's."""
         if self.graphs is not None:
             self.stage_padding()
             self.graphs.prepare(GraphVariant.TOKENS)
 
     def stage_padding(self) -> None:
-        """Stages a step without rows: whatever is padded to is padding."""
+        """Stage a step without rows: whatever is padded to is padding."""
         assert self.device_inputs is not None
         nothing = np.zeros(0, np.int32)
         self.device_inputs.stage(
@@ -119,7 +119,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Computes a step's tokens and samples; the sampled tokens are in the token table when the
+        """Compute a step's tokens and samples; the sampled tokens are in the token table when the
         next launch reads it.
         """
         self._copies.make_room()
@@ -188,7 +188,7 @@ class ModelRunner:
         return self.model.forward(inputs.input_ids, inputs.positions, inputs.lengths, attend)
 
     def _draw(self, inputs: StepInputs, hidden: Tensor) -> None:
-        """Samples rows that ask for no more than a draw; on the device alone."""
+        """Sample rows that ask for no more than a draw; on the device alone."""
         assert self.device_inputs is not None
         sampled = self.sampler.draw_static(
             self.model.head(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths
@@ -216,7 +216,7 @@ class ModelRunner:
         return concatenated(parts)
 
     def _towards_host(self, number: int, sampled: Sampled | None, scores: list[Logprobs]) -> LaunchedStep:
-        """Starts the way to the host behind the step itself, so that reading it does not wait for a
+        """Start the way to the host behind the step itself, so that reading it does not wait for a
         step launched later.
         """
         copied = [*([sampled.logprobs] if sampled is not None and sampled.logprobs is not None else []), *scores]
@@ -230,7 +230,7 @@ class ModelRunner:
 
 
 def _decodes(plan: StepPlan) -> bool:
-    """Whether the step is one token for each row, and sampling.
+    """Return whether the step is one token for each row, and sampling.
 
     Scores are of a prompt's tokens before its last, so there are none.
     """

@@ -6,8 +6,8 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory for a tensor or an array could not be had, on the device, where cuBLAS takes
-    some at its first use, or on the host.
+    """Return whether memory for a tensor or an array could not be had, on the device, where cuBLAS
+    takes some at its first use, or on the host.
     """
     signs = (
         "out of memory",

@@ -25,8 +25,8 @@ from workers.engine.models.config import ModelConfig
 
 _LOOPBACK = "127.0.0.1"
 _GRAIN = 16
-# A rank that has died is noticed by its process' end, and a hung one by the front's watchdog, both
-# long before this.
+# A rank that has died is noticed by its process' end, and a hung one by the worker process'
+# watchdog, both long before this.
 _TIMEOUT = timedelta(hours=1)
 # torch 2.13 gave the one a new name and warns at the old one.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,7 +59,7 @@ class Parallel:
 
     @classmethod
     def join(cls, rank: int, size: int, device: torch.device, store: Store) -> Parallel:
-        """Meets the other ranks in `store`: NCCL on GPUs, gloo on CPUs.
+        """Meet the other ranks in `store`: NCCL on GPUs, gloo on CPUs.
 
         Returns when all are there. For one group in a process, whose end ends it: NCCL may wait for
         ranks that have ended when a group is destroyed.

@@ -78,7 +78,7 @@ class Rank:
         self.runner: ModelRunner
 
     def settle(self, parallel: Parallel) -> tuple[EngineConfig, int]:
-        """Loads and allocates as one of the ranks in `parallel`; returns when all have.
+        """Load and allocate as one of the ranks in `parallel`; return when all have.
 
         Returns the configuration with `max_model_len` settled, and the number of blocks, both the
         same on all ranks.
@@ -94,7 +94,7 @@ class Rank:
         return config, num_blocks
 
     def load(self) -> int:
-        """Reads the weights; returns how many bytes this rank has for its KV cache."""
+        """Read the weights; return how many bytes this rank has for its KV cache."""
         parallel = self._parallel
         config, model = self._config, self.model_config
         weights = weight_bytes(self._checkpoint, self.dtype) // parallel.size
@@ -145,7 +145,7 @@ class Rank:
         return max(0, self._memory.left)
 
     def allocate(self, config: EngineConfig, num_blocks: int) -> None:
-        """Makes the cache of `num_blocks` blocks; `config` has `max_model_len` settled."""
+        """Make the cache of `num_blocks` blocks; `config` has `max_model_len` settled."""
         assert config.block_size is not None
         cache = gib(num_blocks * block_bytes(self.model_config, self.dtype, config.block_size))
         advice = "lower kv_cache_memory_bytes or gpu_memory_utilization"
@@ -154,7 +154,7 @@ class Rank:
             self.runner.prepare()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Raises StepOutOfMemory, after which the cache holds what it held before and the step may
+        """Raise StepOutOfMemory, after which the cache holds what it held before and the step may
         be launched again, in other parts.
 
         Raises RankError for the same where there are other ranks: they may be in the middle of the
@@ -192,7 +192,7 @@ def open_shard(config: EngineConfig) -> ModelCheckpoint:
 
 @contextmanager
 def _refusing(why: str) -> Iterator[None]:
-    """Raises ModelLoadError for a want of memory."""
+    """Raise ModelLoadError for a want of memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -73,7 +73,7 @@ OnDeath = Callable[[RankDeath], None]
 
 
 def end_likewise(death: RankDeath) -> None:
-    """Ends this process as the rank ended: by the same signal, or with status 1."""
+    """End this process as the rank ended: by the same signal, or with status 1."""
     print(death.sentence, file=sys.stderr, flush=True)
     if death.returncode < 0:
         faulthandler.disable()
@@ -89,7 +89,7 @@ class Ranks:
     """
 
     def __init__(self, devices: Sequence[str], locks: Sequence[int], on_death: OnDeath) -> None:
-        """Starts them; the kernel ties them to the calling thread."""
+        """Start them; the kernel ties them to the calling thread."""
         self._on_death = on_death
         self._closing = self._joined = False
         self._devices = devices
@@ -139,7 +139,7 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        """Lets the ranks finish their steps and end, or ends them where there is nothing to finish;
+        """Let the ranks finish their steps and end, or ends them where there is nothing to finish;
         returns when they have.
         """
         self._closing = True
@@ -214,7 +214,7 @@ def rank_parallel(setup: RankSetup, device: torch.device) -> Parallel:
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Returns once it has ended, which is brought about at the deadline; whether it did so by
+    """Return once it has ended, which is brought about at the deadline; whether it did so by
     itself.
     """
     try:

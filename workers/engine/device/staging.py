@@ -55,7 +55,7 @@ class StagingRing:
         return self._arrays[self._at]
 
     def send(self, words: int) -> None:
-        """Copies so many words of the buffer that `next` gave, in the order of the current
+        """Copy so many words of the buffer that `next` gave, in the order of the current
         stream.
         """
         self.on_device[:words].copy_(self._hosts[self._at][:words], non_blocking=True)

@@ -79,7 +79,7 @@ class Weights:
         return target
 
     def _read(self, name: str, shape: Sequence[int], where: tuple[slice, ...], target: Tensor) -> None:
-        """Copies a tensor, or a part: a file that is replaced under a memory map would kill the
+        """Copy a tensor, or a part: a file that is replaced under a memory map would kill the
         process.
         """
         resolved = self._resolve(name)

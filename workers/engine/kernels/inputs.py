@@ -134,7 +134,7 @@ def _store(staged, sampled, number, tokens, columns, results, ROWS: tl.constexpr
 
 
 def apply_runs(staged: Tensor, rows: int, tokens: Tensor, block_tables: Tensor, prompt_lengths: Tensor) -> None:
-    """Writes the runs' values into the tables by slot; twice is as good as once."""
+    """Write the runs' values into the tables by slot; twice is as good as once."""
     _apply_runs[(_PROGRAMS,)](
         staged,
         tokens,
@@ -190,7 +190,7 @@ def build(
 
 
 def store(staged: Tensor, rows: int, sampled: Tensor, tokens: Tensor, results: Tensor) -> None:
-    """Puts the sampled tokens [R] behind what the slots of the step's sampling rows know, and into
+    """Put the sampled tokens [R] behind what the slots of the step's sampling rows know, and into
     the step's row of the results.
     """
     number = sampled.shape[0]

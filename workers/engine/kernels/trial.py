@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 def run_trial(device: torch.device) -> None:
-    """Raises whatever Triton does where it cannot run a kernel on the device."""
+    """Raise whatever Triton does where it cannot run a kernel on the device."""
     out = torch.zeros(1, dtype=torch.int32, device=device)
     _write_one[(1,)](out)
     if out.item() != 1:

@@ -80,7 +80,7 @@ class ChoiceCache:
         return next((choice for choice in among if asdict(choice) == known), None)
 
     def put(self, name: str, choice: TileChoice) -> None:
-        """Raises OSError."""
+        """Raise OSError."""
         content = json.dumps({**self._header, "choices": {**self._read(), name: asdict(choice)}}, indent=2)
         temporary = self.path.with_suffix(f".{os.getpid()}")
         temporary.write_text(content)

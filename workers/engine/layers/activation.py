@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(name: str) -> Activation:
-    """Raises ModelLoadError for a name that is not known."""
+    """Raise ModelLoadError for a name that is not known."""
     if name not in _ACTIVATIONS:
         raise ModelLoadError(
             f"config.json asks for the activation {name!r}; supported are {', '.join(sorted(_ACTIVATIONS))}"

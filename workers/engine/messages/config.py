@@ -1,4 +1,4 @@
-"""The engine's configuration: one frozen value that the front process sends to the core as its
+"""The engine's configuration: one frozen value that the worker process sends to the core as its
 first frame.
 """
 
@@ -82,7 +82,7 @@ class EngineConfig:
         """The same configuration with device, batch limits, block size, depth, threads and
         attention backend settled for this machine.
 
-        Imports torch, so it is called in the core and never in the front process.
+        Imports torch, so it is called in the core and never in the worker process.
         """
         device = self.device if self.device != "auto" else _device_module().default_device()
         cuda, backend = device.startswith("cuda"), self.attention_backend
@@ -133,6 +133,6 @@ def available_cpus() -> int:
 
 
 def _device_module() -> Any:
-    # By name, not by statement: this file is imported by the front process, which the import rules
+    # By name, not by statement: this file is imported by the worker process, which the import rules
     # keep free of torch.
     return importlib.import_module("workers.engine.device.device")

@@ -1,9 +1,9 @@
-"""What the front process and the engine core say to each other, as msgspec structs.
+"""Messages between the worker process and the engine core, as msgspec structs.
 
 
-The front's first frame is an `EngineConfig`; then come `ToCore` messages. The core answers with one
-`Ready` or `Failed`, then with one `StepOutput` per step; a `Failed` after `Ready` says why the core
-is about to end.
+The worker process' first frame is an `EngineConfig`; then come `ToCore` messages. The core answers
+with one `Ready` or `Failed`, then with one `StepOutput` per step; a `Failed` after `Ready` says why
+the core is about to end.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Frames between the front process and the engine core: 4 bytes of length, little-endian, then one
+"""Frames between the worker process and the engine core: 4 bytes of length, little-endian, then one
 message as msgpack.
 """
 
@@ -62,7 +62,7 @@ class FrameSender:
         self._messages.put(message)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Waits until everything has been sent, for at most `timeout` seconds."""
+        """Wait until everything has been sent, for at most `timeout` seconds."""
         self._messages.put(None)
         self._thread.join(timeout)
 

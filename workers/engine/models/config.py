@@ -32,7 +32,7 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a key's rotation depends on how long its request's prompt is, beyond the
+        """Return whether a key's rotation depends on how long its request's prompt is, beyond the
         position.
         """
         return self.kind in ("dynamic", "longrope")
@@ -87,7 +87,7 @@ class ModelConfig:
         return self.max_position_embeddings
 
     def prefix_cacheable(self, max_model_len: int) -> bool:
-        """Whether equal prefixes always have equal keys, so that requests may share cached
+        """Return whether equal prefixes always have equal keys, so that requests may share cached
         blocks.
         """
         return self.rope is None or not self.rope.depends_on_length or max_model_len <= self.rope.unscaled_length

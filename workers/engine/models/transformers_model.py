@@ -152,7 +152,7 @@ def refusal(name: str, why: str) -> ModelLoadError:
 
 @contextmanager
 def refused_as(sentence: str) -> Iterator[None]:
-    """Turns whatever a class of transformers raises into a ModelLoadError; a want of memory stays
+    """Turn whatever a class of transformers raises into a ModelLoadError; a want of memory stays
     what it is.
     """
     try:

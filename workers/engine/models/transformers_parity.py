@@ -49,7 +49,7 @@ def windows_by_masks(model: TransformersModel) -> tuple[int | None, ...]:
 
 @torch.inference_mode()
 def check_parity(model: TransformersModel) -> None:
-    """Raises ModelLoadError where a step's logits are further from those of the class itself than
+    """Raise ModelLoadError where a step's logits are further from those of the class itself than
     rounding accounts for.
     """
     generator = torch.Generator().manual_seed(0)
@@ -100,8 +100,8 @@ def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def replays(model: TransformersModel, record: Callable[[Work], Work]) -> bool:
-    """Whether a recording of the model's forward, everything but attention, does for other tokens
-    what the forward does.
+    """Return whether a recording of the model's forward, everything but attention, does for other
+    tokens what the forward does.
     """
     vocab, device = model.config.vocab_size, model.device
     first, second = torch.arange(4, device=device) % vocab, torch.arange(7, 3, -1, device=device) % vocab

@@ -16,7 +16,7 @@ from workers.engine.native.build import NativeUnavailable, built_library
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Raises NativeUnavailable, at every call anew."""
+    """Raise NativeUnavailable, at every call anew."""
     if platform.system() != "Linux":
         raise NativeUnavailable("it is for Linux")
     path = built_library()

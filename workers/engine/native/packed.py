@@ -32,7 +32,7 @@ class _Matrix(ctypes.Structure):
 
 
 def can_pack(dtype: torch.dtype, size_in: int) -> bool:
-    """Whether this processor multiplies with packed matrices of that dtype and row length.
+    """Return whether this processor multiplies with packed matrices of that dtype and row length.
 
     Raises NativeUnavailable.
     """

@@ -35,7 +35,7 @@ class FusedDraw:
         self._changed.add(slot)
 
     def upload(self) -> None:
-        """Sends the changed slots' parameters, all in one copy, behind which the table changes in
+        """Send the changed slots' parameters, all in one copy, behind which the table changes in
         the order of the stream.
         """
         if not self._changed:

@@ -103,7 +103,7 @@ def _kth_largest(values: NDArray[np.float32], k: int) -> float:
 
 
 def nucleus_floors(z: Tensor, floors: Tensor, top_p: Tensor) -> Tensor:
-    """Raises each row's floor to the smallest value of its nucleus: the fewest largest candidates
+    """Raise each row's floor to the smallest value of its nucleus: the fewest largest candidates
     whose probability reaches top_p.
 
     z [R, vocab] with no value far above 0, floors and top_p [R, 1].

@@ -3,7 +3,7 @@ tokens depend on nothing else.
 
 The integer part is exact and the same everywhere, in 64-bit arithmetic that wraps:
 
-    mix(z)  = SplitMix64's finaliser (Steele, Lea, Flood, 2014; constants of Stafford's variant 13)
+    mix(z)  = SplitMix64's finalizer (Steele, Lea, Flood, 2014; constants of Stafford's variant 13)
     key     = mix(mix(mix(seed + G) + choice * G) + index * G)
     bits    = mix(key + (token + 1) * G) >> 32
     v       = min(float32(bits) * 2^-32 + 2^-33, 1 - 2^-24), each step in float32

@@ -72,7 +72,7 @@ class Sampler:
             self._fused.upload()
 
     def fits_graph(self, slots: NDArray[np.int32]) -> bool:
-        """Whether `draw_static` does all that these slots ask for.
+        """Return whether `draw_static` does all that these slots ask for.
 
         `min_tokens` rules it out to a request's end.
         """
@@ -90,7 +90,7 @@ class Sampler:
         return self._fused.static(logits, slots, lengths, prompt_lengths)
 
     def sample(self, logits: Tensor, rows: SampledRows) -> Sampled:
-        """Draws from contiguous float32 logits [R, vocab], which it changes."""
+        """Draw from contiguous float32 logits [R, vocab], which it changes."""
         if not self._staged[rows.slots].any():
             return Sampled(self._draw.tokens(logits, rows), np.empty(0, np.int64), None)
         kept = self._logprobs.keep(logits, rows)

@@ -95,7 +95,7 @@ class Scheduler:
         return len(self._requests)
 
     def add(self, request: EngineRequest) -> None:
-        """Takes a request in; one that cannot run, or has nothing left to generate, ends at once
+        """Take a request in; one that cannot run, or has nothing left to generate, ends at once
         and shows in the next output.
         """
         if request.request_id in self._requests:
@@ -114,7 +114,7 @@ class Scheduler:
             self._wait(added)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Ends requests at once, whatever they are doing; unknown ids are ignored."""
+        """End requests at once, whatever they are doing; unknown ids are ignored."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -141,7 +141,7 @@ class Scheduler:
         return step.build()
 
     def undo(self, plan: StepPlan) -> list[int]:
-        """Takes back the step planned last, which could not be launched; returns the ids of its
+        """Take back the step planned last, which could not be launched; return the ids of its
         requests.
 
         They have computed what they had before, and those that it let in wait again. Those that
@@ -171,13 +171,13 @@ class Scheduler:
         return [request.id for request in requests]
 
     def fail(self, request_id: int, error: str) -> None:
-        """Ends a request that cannot be computed; `error` is a sentence."""
+        """End a request that cannot be computed; `error` is a sentence."""
         request = self._requests[request_id]
         self._end(request, Finish.ERROR)
         self._output.end(request, -1, error)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Takes in what came of the oldest launched step; returns all that happened since the last
+        """Take in what came of the oldest launched step; return all that happened since the last
         output.
         """
         launched = self._launched.popleft()
@@ -212,7 +212,7 @@ class Scheduler:
         return self._flush() if self._output.request_ids else None
 
     def check_idle(self) -> None:
-        """Raises RuntimeError when a slot or a block is still taken although no request is left and
+        """Raise RuntimeError when a slot or a block is still taken although no request is left and
         no step is launched.
         """
         if self._requests or self._launched:
@@ -236,7 +236,7 @@ class Scheduler:
                 self._fresh_scores[request.id] += scores
 
     def _advance(self, requests: list[RequestState], step: StepBuilder) -> None:
-        """Gives requests with a slot as many of their uncomputed tokens as the budget has left.
+        """Give requests with a slot as many of their uncomputed tokens as the budget has left.
 
         The loop that every row of every step goes through: what it does per row is what a step
         costs on the host.
@@ -291,7 +291,7 @@ class Scheduler:
         request.next_score = last if last < request.prompt_length else sys.maxsize
 
     def _extend(self, request: RequestState, end: int, step: StepBuilder) -> bool:
-        """Gives a request blocks for its first `end` tokens, if need be at the cost of less urgent
+        """Give a request blocks for its first `end` tokens, if need be at the cost of less urgent
         ones; False if it must wait.
         """
         if not self._make_room(self._kv_cache.blocks_for(end - request.capacity), request):
@@ -302,7 +302,7 @@ class Scheduler:
         return True
 
     def _admit(self, priority_class: "_PriorityClass", step: StepBuilder) -> None:
-        """Lets waiting requests in, in order of priority, as long as their known tokens fit beside
+        """Let waiting requests in, in order of priority, as long as their known tokens fit beside
         what the running ones may soon need.
         """
         while priority_class.waiting and step.budget and not step.short:
@@ -323,8 +323,8 @@ class Scheduler:
                 return
 
     def _has_room(self, request: RequestState, prefix: list[int], step: StepBuilder) -> bool:
-        """Whether a batch request is expected to fit until its end; the only one gets in whenever
-        it can begin.
+        """Return whether a batch request is expected to fit until its end; the only one gets in
+        whenever it can begin.
         """
         if not self._batch.running:
             return True
@@ -367,7 +367,7 @@ class Scheduler:
         self._advance([request], step)
 
     def _slot_for(self, request: RequestState, step: StepBuilder) -> bool:
-        """Whether a slot is free.
+        """Return whether a slot is free.
 
         For live requests batch ones are preempted, as many at once as the step's budget can let in.
         """
@@ -381,7 +381,7 @@ class Scheduler:
         return bool(self._free_slots)
 
     def _make_room(self, need: int, request: RequestState) -> bool:
-        """Preempts the least urgent until `need` blocks are free: a running request anyone behind
+        """Preempt the least urgent until `need` blocks are free: a running request anyone behind
         it and at last itself, a waiting live one only batch requests. False when the blocks are not
         free now; they may be once a launched step has been retired.
         """
@@ -439,7 +439,7 @@ class Scheduler:
         self._take_back()
 
     def _send_back(self, request: RequestState) -> None:
-        """Makes a request wait that no launched step knows of."""
+        """Make a request wait that no launched step knows of."""
         priority_class = self._class_of(request)
         del priority_class.running[bisect_left(priority_class.running, request.priority, key=_PRIORITY)]
         self._forecast.leave(request)
@@ -451,7 +451,7 @@ class Scheduler:
         request.leave()
 
     def _take_back(self) -> None:
-        """Frees the slots and blocks that no launched step uses any more."""
+        """Free the slots and blocks that no launched step uses any more."""
         due = [returning for returning in self._returning if returning.after <= self._retired_step]
         if not due:
             return

@@ -1,4 +1,4 @@
-"""The engine as the front process sees it: real core processes, started, used, killed and
+"""The engine as the worker process sees it: real core processes, started, used, killed and
 stopped.
 """
 
@@ -288,7 +288,7 @@ def test_a_core_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.M
 
 
 async def ended(engine: AsyncEngine) -> bool:
-    """Waits for the end of the core of one that did not start."""
+    """Wait for the end of the core of one that did not start."""
     return bool(
         await asyncio.to_thread(wait_until, lambda: not is_running(engine.pid), START_SECONDS, "the core's end")
     )
@@ -391,16 +391,16 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("when", ["ready", "loading"])
-def test_the_core_dies_with_its_front(when: str) -> None:
-    front = subprocess.Popen(
+def test_the_core_dies_with_its_client(when: str) -> None:
+    client = subprocess.Popen(
         [sys.executable, "-c", _FRONT, str(folder(MODEL)), when], stdout=subprocess.PIPE, text=True
     )
-    assert front.stdout is not None
-    with front:
-        pid, torch_imported = front.stdout.readline().split()
+    assert client.stdout is not None
+    with client:
+        pid, torch_imported = client.stdout.readline().split()
         assert torch_imported == "False"
         assert is_running(int(pid))
-        front.kill()
+        client.kill()
     wait_until(lambda: not is_running(int(pid)), START_SECONDS, "the core's end")
 
 

@@ -37,7 +37,7 @@ def copy_of(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Changes keys of a JSON file; None removes one."""
+    """Change keys of a JSON file; None removes one."""
     content = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
@@ -214,7 +214,7 @@ def test_quantised_checkpoint(copy_of: Callable[[str], Path]) -> None:
     edit(path / "config.json", quantization_config={"quant_method": "fp8"})
     assert (
         refusal(path)
-        == f"the model {path} is quantised, which is not supported; use its float16, bfloat16 or float32 version"
+        == f"the model {path} is quantized, which is not supported; use its float16, bfloat16 or float32 version"
     )
 
 

@@ -51,7 +51,7 @@ class Code:
 
 
 def compiled(variants: Sequence[KernelVariant], capability: int) -> list[Code]:
-    """Raises AssertionError with the compiler's words where a kernel does not compile."""
+    """Raise AssertionError with the compiler's words where a kernel does not compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     asked = json.dumps([asdict(variant) for variant in variants])
     command = [sys.executable, "-m", __spec__.name if __spec__ else __name__, str(capability)]

@@ -18,11 +18,11 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.layer_norm(x, size, weight.float(), bias.float(), 1e-6)
 
 
-def check(rows: int, size: int, dtype: torch.dtype, centred: bool) -> None:
+def check(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
     torch.manual_seed(size)
     x, residual = torch.randn(2, rows, size, device=DEVICE).mul(3).add(1).to(dtype)
     weight, bias = torch.randn(2, size, device=DEVICE).to(dtype)
-    shift = bias if centred else None
+    shift = bias if centered else None
     alone = normed(x, weight, shift, 1e-6)
     torch.testing.assert_close(alone.float(), expected(x, weight, shift), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     total = x + residual
@@ -36,11 +36,11 @@ def check(rows: int, size: int, dtype: torch.dtype, centred: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "size"), [(5, 16), (3, 576), (2, 1024), (1, 5120)])
-def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centred: bool) -> None:
-    check(rows, size, dtype, centred)
+def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
+    check(rows, size, dtype, centered)
 
 
 def test_heads_of_a_larger_tensor() -> None:
@@ -53,10 +53,10 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(
     ("rows", "size"), [(16384, 1024), (1024, 4096), (257, 8192), (33, 20_000), (7777, 128), (1, 576)]
 )
-def test_real_shapes(rows: int, size: int, dtype: torch.dtype, centred: bool) -> None:
-    check(rows, size, dtype, centred)
+def test_real_shapes(rows: int, size: int, dtype: torch.dtype, centered: bool) -> None:
+    check(rows, size, dtype, centered)

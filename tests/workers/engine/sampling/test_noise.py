@@ -76,7 +76,7 @@ def test_follows_the_gumbel_distribution() -> None:
         assert (drawn < x).float().mean().item() == pytest.approx(math.exp(-math.exp(-x)), abs=0.003)
 
 
-def test_neighbours_are_independent() -> None:
+def test_neighbors_are_independent() -> None:
     """Seeds, choices, indices and tokens that differ by one give unrelated noise."""
     count = 20_000
     zeros, steps = torch.zeros(count, dtype=torch.int64), torch.arange(count)

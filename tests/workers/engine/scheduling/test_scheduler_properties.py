@@ -127,7 +127,7 @@ class TokenDevice:
         return StepResult(np.array([token for _, token in sampled], dtype=np.int32), logprobs, scores)
 
     def fail(self, plan: StepPlan) -> None:
-        """Does as much of a step as leaves all that it was to write in disorder, and nothing to be
+        """Do as much of a step as leaves all that it was to write in disorder, and nothing to be
         retired.
         """
         self._take_in(plan)

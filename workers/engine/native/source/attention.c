@@ -114,7 +114,7 @@ static void attend_pairs(const attention_layer *layer, ptrdiff_t thread, ptrdiff
     attend(layer, thread, threads, 2);
 }
 
-/* Writes k and v to the cache, then attends q over it: q [num_tokens][heads], k and v [num_tokens][kv_heads], of
+/* Writes k and v to the cache, then attend q over it: q [num_tokens][heads], k and v [num_tokens][kv_heads], of
    head_dim numbers each, with the step's strides; out [num_tokens][heads][head_dim]. With a rotation, queries and keys
    are turned first and, where there are norms [head_dim], normed before that. */
 void attend_layer(const attention_step *step, uint32_t *cache, const void *q, const void *k, const void *v, void *out,

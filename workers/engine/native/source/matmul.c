@@ -1,7 +1,7 @@
 /* Products with a matrix of weights that was packed once: y = f(x w' + b), x [m, k] and w [n, k] in bf16, sums in
    float.
 
-   A packed matrix is panels of 32 rows of w. A panel holds, for each pair of neighbours along k, the pair of each of
+   A packed matrix is panels of 32 rows of w. A panel holds, for each pair of neighbors along k, the pair of each of
    its rows: what two vdpbf16ps take. The panel's columns of y are computed for up to 12 rows of x at a time, whose sums
    stay in registers; the last panel is padded with zeros. In a gated matrix the first 16 rows of a panel are gates and
    the other 16 what they let through. */
