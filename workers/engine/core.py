@@ -27,13 +27,14 @@ logger = logging.getLogger(__name__)
 
 # One admission batch is a 16th of the slots, where steps without a prompt are CUDA graphs
 _ADMISSION_BATCHES = 16
-_TRIES_ALONE = 3
-_PAUSE_ALONE = 0.2  # seconds
+_SINGLE_TOKEN_TRIES = 3
+_SINGLE_TOKEN_PAUSE = 0.2  # seconds
 
 
 class EngineCore:
-    """Takes requests in, schedules, launches, retires the step before and emits its tokens, over
-    and over; blocks when idle.
+    """Receives requests, then schedules, launches and retires steps and emits their tokens.
+
+    Blocks when idle.
     """
 
     def __init__(self, executor: "Executor") -> None:
@@ -50,7 +51,7 @@ class EngineCore:
         self._launched: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
         self._batch_size = AdaptiveBatchSize(config.max_num_batched_tokens)
-        self._tries_alone = 0
+        self._single_token_tries = 0
         self._trace = StepTrace(Path(config.profile), config.device) if config.profile else None
         if config.nvtx:
             mark_spans()
@@ -85,7 +86,7 @@ class EngineCore:
     def run(self, inbox: SimpleQueue[ToCore], emit: Callable[[StepOutput], None]) -> None:
         """Serve until a `Shutdown` comes.
 
-        Raises what the executor raises; then nothing of this core can be used any more.
+        Raises what the executor raises; the core is unusable afterwards.
         """
         while self._take_in(inbox):
             began = time.monotonic()
@@ -121,9 +122,9 @@ class EngineCore:
             try:
                 launched = self._executor.launch(plan)
             except StepOutOfMemory as error:
-                return self._make_do(plan, error)
+                return self._handle_out_of_memory(plan, error)
             self._launched.append((plan, launched))
-            self._tries_alone = 0
+            self._single_token_tries = 0
             self.scheduler.token_budget = self._batch_size.fitted()
         if self._launched and (plan is None or len(self._launched) > self._depth):
             return self._retire()
@@ -136,23 +137,24 @@ class EngineCore:
         with span("retire"):
             return self.scheduler.update(plan, self._executor.retire(launched))
 
-    def _make_do(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
-        """After a step that did not fit into memory: halves the steps to come; gives up a request
-        whose single token does not fit.
+    def _handle_out_of_memory(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
+        """Handle a step that did not fit into memory: halve the token budget.
+
+        A request whose single token does not fit fails.
         """
         request_ids, tokens = self.scheduler.undo(plan), int(plan.counts.sum())
         if tokens > 1:
             self.scheduler.token_budget = self._batch_size.did_not_fit(tokens)
-            logger.warning("a step of %d tokens does not fit into memory (%s): smaller ones are tried", tokens, error)
+            logger.warning("a step of %d tokens does not fit into memory (%s); trying smaller steps", tokens, error)
         elif not self._launched:
-            self._tries_alone += 1
-            time.sleep(_PAUSE_ALONE)  # someone else may have taken the memory for a moment
+            self._single_token_tries += 1
+            time.sleep(_SINGLE_TOKEN_PAUSE)  # another process may have used the memory for a moment
         if self._launched:
             return self._retire()
-        if self._tries_alone >= _TRIES_ALONE:
-            self._tries_alone = 0
+        if self._single_token_tries >= _SINGLE_TOKEN_TRIES:
+            self._single_token_tries = 0
             (request_id,) = request_ids
-            logger.error("request %d is given up: not even one token of it fits into memory (%s)", request_id, error)
+            logger.error("request %d failed: not even one token of it fits into memory (%s)", request_id, error)
             self.scheduler.fail(request_id, f"not even one token of this request fits into memory: {error}")
         return self.scheduler.ended()
 

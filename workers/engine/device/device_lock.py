@@ -20,7 +20,7 @@ from pathlib import Path
 
 from workers.engine.messages.errors import ModelLoadError
 
-PATIENCE_SECONDS = 20.0
+WAIT_SECONDS = 20.0
 """How long a GPU may take to be given back by a process that was killed: the driver first has to
 clear away what it held.
 """
@@ -57,12 +57,12 @@ class TakenGpus:
 
 
 def take_gpus(
-    names: Sequence[str], count: int, folder: str | None, index: int | None = None, patience: float | None = None
+    names: Sequence[str], count: int, folder: str | None, index: int | None = None, wait_seconds: float | None = None
 ) -> TakenGpus:
     """Take `count` free GPUs of those that the host calls `names`, or the one at `index`; wait
-    up to `patience` seconds for them.
+    up to `wait_seconds` seconds for them.
 
-    `names` are the same for everyone on the host, in whatever order. `folder` holds the locks
+    `names` are the same for all processes of the host, in any order. `folder` holds the locks
     (None: one that all users of the host share). A GPU that this process has counts as free.
     Raises ModelLoadError, with nothing taken, where there are fewer GPUs, or too few free ones.
     """
@@ -72,7 +72,7 @@ def take_gpus(
         raise ModelLoadError(
             f"{_gpus(count)} {'is' if count == 1 else 'are'} asked for, but there {_are(len(wanted))} here"
         )
-    deadline = time.monotonic() + (PATIENCE_SECONDS if patience is None else patience)
+    deadline = time.monotonic() + (WAIT_SECONDS if wait_seconds is None else wait_seconds)
     try:
         place.mkdir(parents=True, exist_ok=True)
         while (taken := _try(place, names, wanted, count)) is None:

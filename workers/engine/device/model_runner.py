@@ -104,7 +104,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Record the largest step of one token per row, in which no row is anybody's."""
+        """Record the largest step of one token per row, in which no row belongs to a request."""
         if self.graphs is not None:
             self.stage_padding()
             self.graphs.prepare(GraphVariant.TOKENS)

@@ -122,7 +122,7 @@ def tuned(
             try:
                 seconds[choice] = measure(choice)
             except (TritonError, torch.OutOfMemoryError) as error:
-                logger.info("passing over %s for %s: %s", choice, name, error)
+                logger.info("tuning: skipping %s for %s: %s", choice, name, error)
         if not seconds:
             return among[0]
         best = min(seconds, key=seconds.__getitem__)
@@ -130,5 +130,5 @@ def tuned(
         try:
             cache.put(name, best)
         except OSError as error:
-            logger.info("the choice is not kept: %s", error)
+            logger.info("the tuning result cannot be saved: %s", error)
         return best

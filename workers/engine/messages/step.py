@@ -63,7 +63,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What came of one step, on the host. Log probabilities are there for who asked."""
+    """What came of one step, on the host. Log probabilities only where requested."""
 
     tokens: NDArray[np.int32]  # one per row that samples, in row order
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in `tokens`

@@ -10,7 +10,7 @@ from workers.engine.messages.core import EngineRequest, Finish
 class RequestState:
     """A request's tokens, its slot and its blocks.
 
-    Three counts of tokens chase each other: `computed` (their keys and values are in the cache, or
+    It has three counts of tokens: `computed` (their keys and values are in the cache, or
     will be once the launched steps have run) <= `known` (the device knows them: the host's tokens
     and those that launched steps are about to sample) and `len(tokens)`, what the host has seen.
     `known - len(tokens)` steps that sample for this request have been launched and not yet retired.
@@ -57,7 +57,7 @@ class RequestState:
         self.limit = min(self.prompt_length + sampling.max_tokens, max_model_len)
         stops = frozenset(sampling.stop_token_ids)
         self.stop_token_ids: Set[int] = stops if sampling.ignore_eos else stops | eos_token_ids
-        # Whose outputs its own is expected to be like; None where nothing but its limit ends it.
+        # The batch whose outputs predict its own; None if only its limit can end it
         self.batch_id = request.batch_id if self.stop_token_ids or request.stop_strings else None
         self.finish = Finish.RUNNING
         self.cached_tokens = -1
@@ -70,7 +70,7 @@ class RequestState:
     def leave(self) -> None:
         """Forget slot and blocks; the tokens stay.
 
-        What a launched step is about to sample still comes in through `known`.
+        `known` still counts what a launched step is about to sample.
         """
         self.slot = -1
         self.blocks: list[int] = []

@@ -1,6 +1,6 @@
-"""Decides, step by step, which requests get how many tokens.
+"""Decide, step by step, which requests get how many tokens.
 
-Knows no prefill or decode phase.
+There are no prefill and decode phases.
 """
 
 import sys
@@ -24,19 +24,20 @@ _MAX_DEFERRED_STEPS = 32  # steps
 
 
 class Scheduler:
-    """Gives every step one budget of tokens: live requests first, and among live or batch ones
-    those that run before those that wait.
+    """Distributes a token budget in every step.
 
-    A request has tokens known and tokens computed, and a step computes some of the difference; when
-    it reaches the last known token it samples the next. When blocks run out, the least urgent
-    running request (batch before live, then the highest number for priority, then the newest) is
-    preempted: it keeps its tokens and waits for its turn, so the most urgent always goes on and no
-    equal starves.
+    Live requests come before batch requests, and within each class running requests before waiting
+    ones.
 
-    With `depth` 1, `schedule` may be called once more before `update` has brought the tokens of the
-    step before. Then slots and blocks given up by a request that a launched step still uses stay
-    taken until that step has been retired, and a token sampled for a request that had already ended
-    is dropped.
+    A request has known tokens and computed tokens, and a step computes some of the difference; at
+    the last known token it samples the next. When blocks run out, the running request of the lowest
+    priority is preempted: batch before live, then the highest priority number, then the newest. It
+    keeps its tokens and waits for its turn. So the request of the highest priority always goes on,
+    and none of equal priority starves.
+
+    With `depth` 1, `schedule` may be called once more before `update` has delivered the tokens of
+    the step before. Slots and blocks of a request that a launched step still uses then stay in use
+    until that step is retired, and a token sampled for a request that had already ended is dropped.
 
     With `admission_batch` above 1 and few free slots or blocks, batch requests wait until that many
     slots and their share of the blocks are free, for at most `_MAX_DEFERRED_STEPS` steps. Prompts
@@ -56,9 +57,7 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         admission_batch: int = 1,
     ) -> None:
-        """`max_model_len` is lowered to what the cache can hold for a request that has it to
-        itself.
-        """
+        """Lower `max_model_len` to what the cache can hold for a single request."""
         self.token_budget = max_num_batched_tokens
         self.max_model_len = min(max_model_len, kv_cache.max_tokens)
         self.depth = depth
@@ -95,8 +94,10 @@ class Scheduler:
         return len(self._requests)
 
     def add(self, request: EngineRequest) -> None:
-        """Take a request in; one that cannot run, or has nothing left to generate, ends at once
-        and shows in the next output.
+        """Add a request.
+
+        One that cannot run, or has nothing left to generate, ends at once and is part of the next
+        output.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
@@ -114,7 +115,7 @@ class Scheduler:
             self._wait(added)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End requests at once, whatever they are doing; unknown ids are ignored."""
+        """End requests at once, in any state; unknown ids are ignored."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -122,8 +123,9 @@ class Scheduler:
                 self._output.end(request, -1)
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can be computed before a launched step has been
-        retired, or at all.
+        """Return the next step, or None when nothing can be computed now.
+
+        More may become possible once a launched step is retired.
         """
         if len(self._launched) > self.depth:
             raise RuntimeError(f"{len(self._launched)} steps are launched and not retired at depth {self.depth}")
@@ -141,15 +143,14 @@ class Scheduler:
         return step.build()
 
     def undo(self, plan: StepPlan) -> list[int]:
-        """Take back the step planned last, which could not be launched; return the ids of its
-        requests.
+        """Undo the step planned last, which could not be launched; return its request ids.
 
-        They have computed what they had before, and those that it let in wait again. Those that
-        were preempted for it stay so.
+        The requests have the computed tokens of before, and those that it admitted wait again.
+        Those that were preempted for it stay so.
         """
         launched = self._launched.pop()
         if launched.step != plan.step:
-            raise RuntimeError(f"step {plan.step} was taken back in place of step {launched.step}")
+            raise RuntimeError(f"step {plan.step} was undone in place of step {launched.step}")
         by_slot = {
             request.slot: request for priority_class in (self._live, self._batch) for request in priority_class.running
         }
@@ -165,7 +166,7 @@ class Scheduler:
             request.cached_tokens = -1
             self._fresh_hits.pop(request.id, None)
         for added in plan.added:
-            self._send_back(by_slot[added.slot])
+            self._requeue(by_slot[added.slot])
         self._stats.steps -= 1
         self._stats.computed_tokens -= int(plan.counts.sum())
         return [request.id for request in requests]
@@ -177,9 +178,7 @@ class Scheduler:
         self._output.end(request, -1, error)
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Take in what came of the oldest launched step; return all that happened since the last
-        output.
-        """
+        """Record the result of the oldest launched step; return all since the last output."""
         launched = self._launched.popleft()
         if launched.step != plan.step or len(launched.sampling) != len(result.tokens):
             raise RuntimeError(
@@ -208,13 +207,11 @@ class Scheduler:
         return self._flush()
 
     def ended(self) -> StepOutput | None:
-        """The requests that ended without a step since the last output, if any."""
+        """Return the requests that ended without a step since the last output, if any."""
         return self._flush() if self._output.request_ids else None
 
     def check_idle(self) -> None:
-        """Raise RuntimeError when a slot or a block is still taken although no request is left and
-        no step is launched.
-        """
+        """Raise RuntimeError when slots or blocks are in use without requests or launched steps."""
         if self._requests or self._launched:
             raise RuntimeError(f"not idle: {len(self._requests)} requests, {len(self._launched)} launched steps")
         self._pool.check()
@@ -238,8 +235,7 @@ class Scheduler:
     def _advance(self, requests: list[RequestState], step: StepBuilder) -> None:
         """Give requests with a slot as many of their uncomputed tokens as the budget has left.
 
-        The loop that every row of every step goes through: what it does per row is what a step
-        costs on the host.
+        Every row of every step passes this loop: its cost per row is the host's cost of a step.
         """
         budget, number = step.budget, step.number
         add_slot, add_start, add_count, add_samples = (
@@ -291,8 +287,9 @@ class Scheduler:
         request.next_score = last if last < request.prompt_length else sys.maxsize
 
     def _extend(self, request: RequestState, end: int, step: StepBuilder) -> bool:
-        """Give a request blocks for its first `end` tokens, if need be at the cost of less urgent
-        ones; False if it must wait.
+        """Allocate blocks for a request's first `end` tokens; return False if it must wait.
+
+        Requests of lower priority are preempted if need be.
         """
         if not self._make_room(self._kv_cache.blocks_for(end - request.capacity), request):
             step.short = True
@@ -302,8 +299,9 @@ class Scheduler:
         return True
 
     def _admit(self, priority_class: "_PriorityClass", step: StepBuilder) -> None:
-        """Let waiting requests in, in order of priority, as long as their known tokens fit beside
-        what the running ones may soon need.
+        """Admit waiting requests in order of priority.
+
+        Their known tokens must fit beside what the running requests may soon need.
         """
         while priority_class.waiting and step.budget and not step.short:
             request = priority_class.waiting[0]
@@ -323,8 +321,9 @@ class Scheduler:
                 return
 
     def _has_room(self, request: RequestState, prefix: list[int], step: StepBuilder) -> bool:
-        """Return whether a batch request is expected to fit until its end; the only one gets in
-        whenever it can begin.
+        """Return whether a batch request is expected to fit until its end.
+
+        A single request is admitted whenever it can begin.
         """
         if not self._batch.running:
             return True
@@ -369,7 +368,7 @@ class Scheduler:
     def _slot_for(self, request: RequestState, step: StepBuilder) -> bool:
         """Return whether a slot is free.
 
-        For live requests batch ones are preempted, as many at once as the step's budget can let in.
+        For live requests batch ones are preempted, as many at once as the step's budget can admit.
         """
         if request.live and not self._free_slots:
             wanted = sum(
@@ -381,9 +380,11 @@ class Scheduler:
         return bool(self._free_slots)
 
     def _make_room(self, need: int, request: RequestState) -> bool:
-        """Preempt the least urgent until `need` blocks are free: a running request anyone behind
-        it and at last itself, a waiting live one only batch requests. False when the blocks are not
-        free now; they may be once a launched step has been retired.
+        """Preempt requests of the lowest priority until `need` blocks are free.
+
+        For a running request these are all behind it and at last itself; for a waiting live one,
+        batch requests alone. Returns False when the blocks are not free now; they may be once a
+        launched step is retired.
         """
         waits = request.slot < 0
         if (
@@ -438,8 +439,8 @@ class Scheduler:
         request.leave()
         self._take_back()
 
-    def _send_back(self, request: RequestState) -> None:
-        """Make a request wait that no launched step knows of."""
+    def _requeue(self, request: RequestState) -> None:
+        """Return a request that no launched step contains to the waiting ones."""
         priority_class = self._class_of(request)
         del priority_class.running[bisect_left(priority_class.running, request.priority, key=_PRIORITY)]
         self._forecast.leave(request)
@@ -475,7 +476,7 @@ class Scheduler:
 
 @dataclass(slots=True)
 class _PriorityClass:
-    """The live or the batch requests, each list with the most urgent first."""
+    """The live or the batch requests, each list with the highest priority first."""
 
     running: list[RequestState] = field(default_factory=list)
     waiting: list[RequestState] = field(default_factory=list)
@@ -486,7 +487,7 @@ class _Launched:
     step: int
     sampling: list[RequestState]
     scored: list[RequestState]
-    first_entries: list[RequestState]  # who was let in for the first time
+    first_entries: list[RequestState]  # requests admitted for the first time
 
 
 @dataclass(slots=True)

@@ -84,20 +84,20 @@ def test_pairs_that_race_wait_for_each_other_without_holding_half(tmp_path: Path
 
 
 def test_a_killed_holder_gives_its_gpu_back_once_its_children_have_ended(tmp_path: Path) -> None:
-    held = take_gpus(GPUS[:1], 1, str(tmp_path), patience=0)
+    held = take_gpus(GPUS[:1], 1, str(tmp_path), wait_seconds=0)
     child = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=held.fds
     )
     held.release()
     with pytest.raises(ModelLoadError, match="none of 1 is free"):
-        take_gpus(GPUS[:1], 1, str(tmp_path), patience=0)
+        take_gpus(GPUS[:1], 1, str(tmp_path), wait_seconds=0)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    take_gpus(GPUS[:1], 1, str(tmp_path), patience=0).release()
+    take_gpus(GPUS[:1], 1, str(tmp_path), wait_seconds=0).release()
 
 
 def test_a_process_may_take_again_what_it_has(tmp_path: Path) -> None:
-    first, second = (take_gpus(GPUS, 2, str(tmp_path), patience=0) for _ in range(2))
+    first, second = (take_gpus(GPUS, 2, str(tmp_path), wait_seconds=0) for _ in range(2))
     assert first.indices == second.indices == [0, 1]
     first.release()
     taker = Taker(tmp_path, 2)
@@ -113,23 +113,23 @@ def test_a_refusal_names_the_holders_and_takes_nothing(tmp_path: Path) -> None:
     taker = Taker(tmp_path, 3)
     assert taker.taken() == set(GPUS[:3])
     with pytest.raises(ModelLoadError) as refusal:
-        take_gpus(GPUS, 2, str(tmp_path), patience=0)
+        take_gpus(GPUS, 2, str(tmp_path), wait_seconds=0)
     holders = ", ".join(f"{gpu} is held by process {taker.process.pid} on {os.uname().nodename}" for gpu in GPUS[:3])
     expected = f"2 GPUs are asked for, but only 1 of 4 is free: {holders}; stop one of those workers, or start fewer"
     assert str(refusal.value) == expected
-    last = take_gpus(GPUS, 1, str(tmp_path), patience=0)
+    last = take_gpus(GPUS, 1, str(tmp_path), wait_seconds=0)
     assert last.indices == [3]
     last.release()
     taker.leave()
 
 
 def test_a_refusal_counts_what_is_free(tmp_path: Path) -> None:
-    held = take_gpus(GPUS, 1, str(tmp_path), patience=0)
+    held = take_gpus(GPUS, 1, str(tmp_path), wait_seconds=0)
     taker = Taker(tmp_path, 2)
     assert taker.taken() == {"GPU-b", "GPU-c"}
     held.release()
     with pytest.raises(ModelLoadError, match="3 GPUs are asked for, but only 2 of 4 are free: GPU-b is held by"):
-        take_gpus(GPUS, 3, str(tmp_path), patience=0)
+        take_gpus(GPUS, 3, str(tmp_path), wait_seconds=0)
     taker.leave()
 
 
@@ -137,17 +137,17 @@ def test_one_that_is_asked_for_by_number_is_that_one(tmp_path: Path) -> None:
     taker = Taker(tmp_path, 1, GPUS[2:])
     assert taker.taken() == {"GPU-c"}
     with pytest.raises(ModelLoadError, match="none of 1 is free: GPU-c is held"):
-        take_gpus(GPUS, 1, str(tmp_path), index=2, patience=0)
+        take_gpus(GPUS, 1, str(tmp_path), index=2, wait_seconds=0)
     with pytest.raises(ModelLoadError, match="2 GPUs are asked for, but there is one here"):
-        take_gpus(GPUS, 2, str(tmp_path), index=1, patience=0)
-    held = take_gpus(GPUS, 1, str(tmp_path), index=3, patience=0)
+        take_gpus(GPUS, 2, str(tmp_path), index=1, wait_seconds=0)
+    held = take_gpus(GPUS, 1, str(tmp_path), index=3, wait_seconds=0)
     assert held.indices == [3]
     held.release()
     taker.leave()
 
 
 def test_a_gpu_is_waited_for(tmp_path: Path) -> None:
-    held = take_gpus(GPUS[:1], 1, str(tmp_path), patience=0)
+    held = take_gpus(GPUS[:1], 1, str(tmp_path), wait_seconds=0)
     taker = Taker(tmp_path, 1, GPUS[:1], _LOUD_TAKER)
     # The second time because the first was in vain
     assert [taker.said(), taker.said()] == ["looks", "looks"]
@@ -158,7 +158,7 @@ def test_a_gpu_is_waited_for(tmp_path: Path) -> None:
 
 def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
     for _ in range(2):
-        take_gpus(GPUS[:1], 1, str(tmp_path), patience=0).release()
+        take_gpus(GPUS[:1], 1, str(tmp_path), wait_seconds=0).release()
         assert len(list(tmp_path.iterdir())) == 2
         for file in tmp_path.iterdir():
             file.unlink()
@@ -167,7 +167,7 @@ def test_a_lock_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
 def test_everybody_may_lock_what_one_has_made(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
-        take_gpus(GPUS[:1], 1, str(tmp_path), patience=0).release()
+        take_gpus(GPUS[:1], 1, str(tmp_path), wait_seconds=0).release()
     finally:
         os.umask(before)
     assert {stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()} == {0o666}
@@ -188,4 +188,4 @@ def test_all_real_gpus_can_be_taken_once(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelLoadError, match=r"GPUs cannot be locked in .*/file: .*--device-lock-folder"):
-        take_gpus(GPUS, 1, str(tmp_path / "file"), patience=0)
+        take_gpus(GPUS, 1, str(tmp_path / "file"), wait_seconds=0)
