@@ -1,4 +1,4 @@
 """The HTTP face of the pipeline.
 
-It holds no state: any number of these processes stand behind a load balancer.
+It holds no state: any number of these processes may run behind a load balancer.
 """

@@ -73,7 +73,7 @@ def batch_object(record: BatchRecord) -> dict[str, Any]:
 
 def _state(record: BatchRecord) -> Any:
     """The state as far as it ever came: a batch that is made again in an empty Redis is checked
-    again, which is nobody's business.
+    again, which clients need not see.
 
     One whose window has ended is in progress until its files are written: OpenAI's go from there to
     `expired`.

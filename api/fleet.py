@@ -59,9 +59,8 @@ class Fleet:
             raise ApiError(
                 503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading"
             )
-        if (
-            model in snapshot.models or not snapshot.models
-        ):  # no models at all: Redis is new, or came back empty a moment ago
+        # No models at all: Redis is new, or came back empty a moment ago
+        if model in snapshot.models or not snapshot.models:
             raise ApiError(
                 503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker"
             )

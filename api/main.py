@@ -13,14 +13,14 @@ from api.settings import ApiSettings
 
 _STOP_SECONDS = 10
 
-log = logging.getLogger("api")
+logger = logging.getLogger(__name__)
 
 
 def main(settings: ApiSettings) -> None:
     """Serves until SIGTERM or SIGINT. Raises OSError if the address cannot be listened on."""
     listener = listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
-    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     signal.signal(signal.SIGTERM, _exit)  # which uvicorn raises again when it has stopped
     config = uvicorn.Config(
         create_app(settings), http=HttpProtocol, ws="none", lifespan="on", log_config=None, access_log=False,
@@ -36,9 +36,8 @@ def _exit(number: int, frame: FrameType | None) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises OSError whose text names the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(
-        family, socket.SOCK_STREAM, socket.IPPROTO_TCP
-    )  # asyncio sets TCP_NODELAY only where TCP is named
+    # asyncio sets TCP_NODELAY only where TCP is named
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))

@@ -2,7 +2,7 @@
 the calls that wait.
 
 A call's queue is bounded. One that falls behind loses what came and reads the request's own token
-stream instead, so a slow client holds up nobody and misses nothing.
+stream instead, so a slow client delays no other and misses nothing.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ QUEUE_LENGTH = 256
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
 
-log = logging.getLogger("api")
+logger = logging.getLogger(__name__)
 
 
 class Inbox:
@@ -64,8 +64,8 @@ class Inbox:
         self._news.set()
 
     def look(self) -> None:
-        """Has `get` read the request's own stream, in case this process was not told of something
-        that stands there.
+        """Make `get` read the request's own stream, in case this process missed an entry that is
+        stored there.
         """
         self._missed = True
         self._news.set()
@@ -92,7 +92,7 @@ class Inbox:
     async def _catch_up(self) -> None:
         """Reads on from the request's own stream.
 
-        What arrives meanwhile stands behind it, and is dropped where it says the same again.
+        What arrives meanwhile follows it, and is dropped where it repeats it.
         """
         self._missed = False
         self._entries.clear()
@@ -197,6 +197,6 @@ class Reader:
         return last_id
 
     def _fail_all(self, error: Exception) -> None:
-        log.warning("redis has been away for too long, %d calls fail: %s", self.calls, error)
+        logger.warning("Redis unavailable for too long; failing %d calls: %s", self.calls, error)
         for inbox in list(self._inboxes.values()):
             inbox.fail(QueueUnavailable(str(error)))

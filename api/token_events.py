@@ -1,4 +1,4 @@
-"""What every event stream of tokens does: says that somebody reads, waits for a Redis that is away,
+"""What every event stream of tokens does: says that a client reads, waits for a Redis that is away,
 and ends in the same way.
 """
 
@@ -48,7 +48,7 @@ def last_event_id(request: Request) -> str | None:
 
 
 def shown(chunk: TokenChunk) -> dict[str, Any]:
-    """The text that a chunk adds to its choice, and where it stands there."""
+    """The text that a chunk adds to its choice, and its position there."""
     return {"index": chunk.choice, "token_offset": chunk.index, "text": chunk.text, "text_offset": chunk.text_offset}
 
 
@@ -92,7 +92,7 @@ async def patiently(state: ApiState, ask: Callable[[], Awaitable[T]]) -> T:
 
 
 class Watch:
-    """Says again and again that somebody reads the tokens of a request or of a batch."""
+    """Renew the note that a client reads the tokens of a request or of a batch."""
 
     def __init__(self, state: ApiState, target: RequestKey | str) -> None:
         self._state = state

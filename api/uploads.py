@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from api.http.multipart import MultipartReader, Part
+from api.http.multipart import FormPart, MultipartReader
 from api.http.request_body import chunks_of
 from api.settings import ApiSettings
 from jobs.protocol import fields
@@ -74,15 +74,15 @@ class _Form:
         self._tenant = tenant
         self._announced = announced
         self._fields: dict[str, bytes] = {}
-        self._part = Part("", None)
+        self._part = FormPart("", None)
         self._filename = ""
         self._upload: Upload | None = None
         self._buffer = bytearray()
         self._size = 0
 
-    async def take(self, piece: Part | bytes) -> None:
+    async def take(self, piece: FormPart | bytes) -> None:
         """The next piece of the body."""
-        if isinstance(piece, Part):
+        if isinstance(piece, FormPart):
             await self._begin(piece)
         elif self._part.name == "file":
             self._size += len(piece)
@@ -114,7 +114,7 @@ class _Form:
 
     async def commit(self) -> FileRecord:
         """The file as it is stored, once the form is whole."""
-        self._part = Part("", None)
+        self._part = FormPart("", None)
         if self._upload is None:
             fields.missing("file")
         self._check_fields()
@@ -135,7 +135,7 @@ class _Form:
         if self._upload is not None:
             self._upload.close()
 
-    async def _begin(self, part: Part) -> None:
+    async def _begin(self, part: FormPart) -> None:
         self._part = part
         if part.name in _FIELDS:
             if part.name in self._fields:

@@ -1,4 +1,4 @@
-"""Fixtures for everyone: `redis_url`, `redis_client` and `queue` stand on a real private server."""
+"""Fixtures for all tests: `redis_url`, `redis_client` and `queue` use a real private server."""
 
 import os
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _file_store(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Whatever names no file store of its own, in this process or in one that it starts, has one
-    that nobody else sees.
+    that no other test sees.
     """
     os.environ["FILE_STORE"] = str(tmp_path_factory.mktemp("store"))
 

@@ -34,7 +34,7 @@ class WorkerSettings:
     ] = ()  # none: the model as it was given, a folder's own name too, "demo" for the one that ships
     chat_template: str | None = None  # a file, or Jinja text
     start_timeout: float = 600.0
-    # What running requests get to finish in, before the rest is handed back
+    # How long running requests may go on before they are requeued
     shutdown_timeout: float = 10.0
 
     def __post_init__(self) -> None:

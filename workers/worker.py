@@ -1,8 +1,8 @@
 """A worker's process: requests come from Redis, go through the engine core in its own process, and
 return as tokens and results.
 
-`main(settings)` runs one until it is told to stop. What it answers for stands in Redis at any
-moment, so it may be killed at any moment.
+`main(settings)` runs one until it is ordered to stop. Redis stores at any moment what it is
+responsible for, so it may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 
 def main(settings: WorkerSettings, launched: LaunchedCore | None = None) -> int:
-    """Runs a worker to its end; returns the exit code: 0 when it was told to stop, 1 when it could
-    not go on or Redis was away, 2 when it could not start.
+    """Run a worker to its end; return the exit code: 0 when it was ordered to stop, 1 when it could
+    not go on or Redis was unavailable, 2 when it could not start.
 
     `launched`: its first core, if it was launched before all of this was imported.
     """
@@ -76,7 +76,7 @@ class Worker:
         self._stop_orders = 0
 
     async def run(self) -> None:
-        """Serves until told to stop (SIGTERM, SIGINT or an order through Redis).
+        """Serves until ordered to stop (SIGTERM, SIGINT or an order through Redis).
 
         Raises WorkerError.
         """
@@ -115,9 +115,9 @@ class Worker:
                 )
                 if deaths.in_a_row > MAX_ENGINE_RESTARTS:
                     raise WorkerError(
-                        f"{error}; {deaths.in_a_row} engine cores in a row have died, and no more are started"
+                        f"{error}; {deaths.in_a_row} engine cores in a row have died; not starting another"
                     ) from error
-                logger.warning("another engine core is started%s", f" in {pause:g} s" if pause else "")
+                logger.warning("starting another engine core%s", f" in {pause:g} s" if pause else "")
             finally:
                 self.was_ready = self.was_ready or replica.was_ready
 

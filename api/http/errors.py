@@ -22,12 +22,12 @@ from jobs.store.storage import StoreError
 
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
-log = logging.getLogger("api")
+logger = logging.getLogger(__name__)
 
 
 class Stoppable:
-    """Plain ASGI middleware: a call that the server has no time for any more, since it stops, is
-    told so.
+    """Plain ASGI middleware: a call that a stopping server has no time for gets an error that says
+    so.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -112,13 +112,13 @@ async def _invalid(_request: Request, error: Exception) -> Response:
 
 
 async def _unavailable(_request: Request, error: Exception) -> Response:
-    log.warning("the queue cannot be used: %s", error)
+    logger.warning("queue unavailable: %s", error)
     return error_response(queue_unavailable(), {"retry-after": "1"})
 
 
 async def _store_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, StoreError)
-    log.error("the file store cannot be used: %s", error)
+    logger.error("file store unavailable: %s", error)
     if error.full:
         refused = ApiError(
             507, "The file store has no room left; nothing was stored.", "server_error", code="insufficient_storage"
@@ -130,7 +130,7 @@ async def _store_error(_request: Request, error: Exception) -> Response:
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # no client reads it
 
 
 async def _unforeseen(request: Request, _error: Exception) -> Response:
@@ -138,6 +138,6 @@ async def _unforeseen(request: Request, _error: Exception) -> Response:
     the traceback.
     """
     request_id = request.state.request_id
-    log.error("%s failed: %s %s", request_id, request.method, request.url.path)
+    logger.error("request %s failed: %s %s", request_id, request.method, request.url.path)
     failure = ApiError(500, "The server had an error while handling the request.", "server_error")
     return error_response(failure, {"x-request-id": request_id})

@@ -16,12 +16,12 @@ from jobs.protocol.results import ApiError
 _MAX_PARTS = 64
 _EXTENDED_NAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
 
-# It warns of what a client did, which the client is told
+# It warns of what a client did, and the client gets an error for that
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True)
-class Part:
+class FormPart:
     """The beginning of a part; its content follows. A part without a file name is a field."""
 
     name: str
@@ -38,7 +38,7 @@ class MultipartReader:
             raise ApiError(400, "The body must be multipart/form-data.", code="invalid_content_type")
         if not boundary:
             _malformed("its Content-Type names no boundary")
-        self._found: list[Part | bytes] = []
+        self._found: list[FormPart | bytes] = []
         self._parts = 0
         self._ended = False
         self._header = b""
@@ -60,7 +60,7 @@ class MultipartReader:
         except FormParserError as error:
             _malformed(str(error))
 
-    def feed(self, data: bytes) -> list[Part | bytes]:
+    def feed(self, data: bytes) -> list[FormPart | bytes]:
         """What the next bytes of the body bring."""
         try:
             self._parser.write(data)
@@ -99,7 +99,7 @@ class MultipartReader:
             _malformed("a part of it has no name")
         filename = options.get(b"filename")
         name = options[b"name"].decode("utf-8", "replace")
-        self._found.append(Part(name, None if filename is None else filename.decode("utf-8", "replace")))
+        self._found.append(FormPart(name, None if filename is None else filename.decode("utf-8", "replace")))
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
         self._found.append(data[start:end])

@@ -1,6 +1,4 @@
-"""The OpenAPI document at `/openapi.json`: what no route says of itself, that every failure has one
-shape, stands here.
-"""
+"""The OpenAPI document at `/openapi.json`, with the shape of errors that routes do not declare."""
 
 from typing import Any
 
@@ -38,7 +36,7 @@ def query(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]
 
 
 def describe(app: FastAPI) -> None:
-    """Has the app tell its document; FastAPI's own names a 422 that nobody ever gets."""
+    """Replace the app's document: FastAPI's own lists a 422 that no client ever gets."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

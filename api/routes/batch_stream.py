@@ -2,10 +2,10 @@
 events.
 
 The batch's own stream in Redis holds what workers say about any of its requests, for as long as
-somebody reads. A reader that was cut goes on exactly where it was, on any API process, while the
-event that it saw last still stands there. Else, and at first, it is shown what the running requests
-have so far; the offsets say what of it is new. So a reader that is too slow falls behind, and holds
-up nothing.
+a client reads. A reader that lost its connection continues exactly where it was, on any API
+process, while the event that it saw last is still stored there. Else, and at first, it is shown
+what the running requests have so far; the offsets say what of it is new. A reader that is too slow
+falls behind and delays nothing.
 """
 
 import asyncio
@@ -124,17 +124,17 @@ class Follower:
             yield event(last, beginning.last_id)
 
     async def _values(self, entries: Sequence[BatchEntry]) -> list[tuple[dict[str, Any], str]]:
-        """What clients are told, and under which id."""
-        told = [
+        """Return what clients are shown, and under which id."""
+        visible = [
             (entry.key, entry)
             for entry in entries
             if entry.key is not None and (entry.chunks or entry.succeeded is not None)
         ]
-        unnamed = {key for key, _ in told} - self._custom_ids.keys()
+        unnamed = {key for key, _ in visible} - self._custom_ids.keys()
         if unnamed:
             self._custom_ids |= await asyncio.to_thread(self._find_custom_ids, sorted(unnamed))
         values = []
-        for key, entry in told:
+        for key, entry in visible:
             status = None if entry.succeeded is None else "completed" if entry.succeeded else "failed"
             choices = [shown(chunk) for chunk in entry.chunks]
             values.append(
@@ -143,7 +143,7 @@ class Follower:
                     entry.id,
                 )
             )
-        for key, entry in told:
+        for key, entry in visible:
             if entry.succeeded is not None:
                 self._custom_ids.pop(key, None)
         return values

@@ -17,7 +17,7 @@ from api.http.responses import json_response
 from api.settings import ApiSettings
 from api.state import ApiState, state_of
 from jobs.batch.client import BatchRecord, cancel_batch, list_batches
-from jobs.batch.submit import NewBatch, TooManyBatches, submit_batch
+from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.protocol import fields
 from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError
@@ -108,13 +108,13 @@ def cancel(request: Request, batch_id: str) -> Response:
     return json_response(batch_object(record))
 
 
-def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> NewBatch:
-    """What a client asks for; keys that nobody knows are ignored. Raises `ApiError` 400."""
+def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSubmission:
+    """Read what a client asks for; unknown keys are ignored. Raise `ApiError` 400."""
     body = fields.mapping(body, "body")
     input_file_id = fields.text(fields.required(body, "input_file_id"), "input_file_id", _MAX_ID)
     endpoint = _choice(body, "endpoint", ENDPOINTS)
     window = _choice(body, "completion_window", settings.completion_windows)
-    return NewBatch(
+    return BatchSubmission(
         input_file_id=input_file_id,
         endpoint=endpoint,
         completion_window=window,

@@ -122,9 +122,8 @@ def delete_file(request: Request, file_id: str) -> Response:
     """Removes a file. Batches that read it go on: they have their own."""
     record = _found(request, file_id)
     manifest = _manifest(_files(request), record)
-    if not record.complete or (
-        manifest is not None and manifest.state not in END_STATES
-    ):  # it would write the file again
+    # A batch that has not ended would write the file again
+    if not record.complete or (manifest is not None and manifest.state not in END_STATES):
         message = f"The batch {record.batch_id} is still writing the file {file_id}; cancel that first."
         return error_response(ApiError(409, message, param="id"), {"x-should-retry": "false"})
     try:

@@ -1,4 +1,4 @@
-"""`/health`: whether this process can do its work, and what stands behind it."""
+"""`/health`: whether this process can do its work, and the workers behind it."""
 
 from collections import Counter
 from typing import Any

@@ -66,7 +66,7 @@ _SAMPLING: dict[str, Any] = {  # the most used of docs/requests.md
     },
 }
 
-log = logging.getLogger("api")
+logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
@@ -124,7 +124,7 @@ class LiveCall:
         self._fleet: Fleet = state.fleet
         self._call = call
         self._inbox: Inbox | None = None
-        self._handing_in: asyncio.Task[None] | None = None
+        self._submitting: asyncio.Task[None] | None = None
         self._finished = False
         self._created = time.time()
 
@@ -140,7 +140,7 @@ class LiveCall:
             reply_to=self._reader.api_id,
         )
         try:
-            await self._hand_in()
+            await self._submit()
         except BaseException:
             await self.close()
             raise
@@ -177,14 +177,14 @@ class LiveCall:
         except ApiError as error:
             yield event(error.body())
         except (QueueUnavailable, redis.RedisError) as error:
-            log.warning("a stream ends early, the queue cannot be used: %s", error)
+            logger.warning("queue unavailable; ending a stream early: %s", error)
             yield event(queue_unavailable().body())
         yield event(None)
 
     async def close(self) -> None:
-        """Ends the call: a worker that still runs it is told to stop.
+        """End the call: a worker that still runs it is ordered to stop.
 
-        Waits until it is no longer being handed in.
+        Waits until its submission is over.
         """
         self._reader.close(self.key)
         if self._inbox is not None and not self._finished:
@@ -193,17 +193,17 @@ class LiveCall:
                 await asyncio.shield(self._cancel())
 
     async def _cancel(self) -> None:
-        if self._handing_in is not None:
-            await asyncio.wait({self._handing_in})
+        if self._submitting is not None:
+            await asyncio.wait({self._submitting})
         await asyncio.to_thread(self._queue.cancel, [self.key])
 
-    async def _hand_in(self) -> None:
-        """A thread cannot be cancelled: it may still hand the call in when nobody waits for that
-        any more.
+    async def _submit(self) -> None:
+        """Submit the call. A thread cannot be cancelled: it may still submit after the caller has
+        left.
         """
-        if self._handing_in is None or self._handing_in.done():
-            self._handing_in = asyncio.create_task(asyncio.to_thread(self._queue.submit, self.key.batch, self._request))
-        await asyncio.shield(self._handing_in)
+        if self._submitting is None or self._submitting.done():
+            self._submitting = asyncio.create_task(asyncio.to_thread(self._queue.submit, self.key.batch, self._request))
+        await asyncio.shield(self._submitting)
 
     async def _next(self) -> StreamEntry:
         assert self._inbox is not None
@@ -219,16 +219,15 @@ class LiveCall:
         return entry
 
     async def _ask_after(self, inbox: Inbox) -> None:
-        """Hands the call in again if Redis lost it and came back empty; the tokens that come again
-        are not shown twice.
+        """Submit the call again if Redis came back empty; the tokens that come again are not shown
+        twice.
         """
-        with contextlib.suppress(
-            redis.RedisError, OSError, QueueUnavailable
-        ):  # the reader sees to a Redis that stays away
+        # The reader handles a Redis that stays unavailable
+        with contextlib.suppress(redis.RedisError, OSError, QueueUnavailable):
             if await self._state.knows(self.key):
                 inbox.look()
             else:
-                await self._hand_in()
+                await self._submit()
 
 
 class Chunks:
@@ -277,7 +276,7 @@ class Chunks:
         return completion_chunk(self._id, self._call.model, "", *reasons, index=index)
 
     def _tokens(self, chunk: TokenChunk) -> dict[str, Any]:
-        """With the log probabilities of its tokens; an echoed prompt's stand before them."""
+        """Add the log probabilities of its tokens; an echoed prompt's come before them."""
         positions = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
         if self._call.endpoint == CHAT:
             logprobs = chat_logprobs(positions) if positions else None

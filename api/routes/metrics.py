@@ -72,7 +72,7 @@ def _of_queue(queue: Queue) -> Iterator[Metric]:
         for model, count in sorted(by_model.items()):
             waiting.add(count, model=model, kind=kind)
     yield waiting
-    batches = Metric("pipeline_batches", "gauge", "Batches that have not ended, by state.")
+    batches = Metric("pipeline_batches", "gauge", "Batches with work left for the control plane, by state.")
     for state, count in sorted(depths.batches.items()):
         batches.add(count, state=state)
     yield batches

@@ -3,7 +3,7 @@
 Synchronous; `redis` is a client of `jobs.queue.connection.connect`. `jobs.batch.submit` makes those
 that come through the API.
 
-What a batch is stands in its root folder (`jobs.batch.manifest`); the record in Redis follows it
+A batch is defined by its root folder (`jobs.batch.manifest`); the record in Redis follows it
 and can be made again.
 """
 
@@ -70,7 +70,7 @@ _UNREADABLE = LineProblem(
     "errors_unavailable", "The list of what is wrong with the input file cannot be read just now."
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class BatchRefused(Exception):
@@ -115,7 +115,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in END_STATES
 
 
-class Page(NamedTuple):
+class BatchPage(NamedTuple):
     """A part of a listing."""
 
     items: list[BatchRecord]
@@ -135,9 +135,8 @@ def create_batch(
     spec = _with_absolute_locations(spec)
     _check_locations(spec)
     queue = Queue(client)
-    if running := _running(
-        queue, spec, retry_failed
-    ):  # asked first without the lock, which a long job of its own may hold
+    # Asked first without the lock, which a long job of its own may hold
+    if running := _running(queue, spec, retry_failed):
         return get_batch(client, running)
     with exclusive(spec.root, _PATIENCE_SECONDS):
         if running := _running(queue, spec, retry_failed):
@@ -169,7 +168,7 @@ def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = 
     return record
 
 
-def list_batches(queue: Queue, tenant: str, after: str | None, limit: int) -> Page:
+def list_batches(queue: Queue, tenant: str, after: str | None, limit: int) -> BatchPage:
     """Batches that came through the API, newest first, from behind the id `after`; that batch need
     not be there any more.
     """
@@ -180,7 +179,7 @@ def list_batches(queue: Queue, tenant: str, after: str | None, limit: int) -> Pa
             break
         found += filter(None, _read_records(queue.redis, listed))
         after = listed[-1]
-    return Page(found[:limit], len(found) > limit)
+    return BatchPage(found[:limit], len(found) > limit)
 
 
 def _read_records(
@@ -233,7 +232,7 @@ def _problems(root: str) -> list[LineProblem]:
     try:
         manifest = load_manifest(root)
     except StoreError as error:
-        log.error("%s", error)
+        logger.error("%s", error)
         manifest = None
     return manifest.problems if manifest is not None else [_UNREADABLE]
 
@@ -317,7 +316,7 @@ def _with_absolute_locations(spec: BatchSpec) -> BatchSpec:
 def _check_locations(spec: BatchSpec) -> None:
     """What can be known to be wrong before anything runs. Raises `BatchRefused`."""
     if local_path(spec.root) is None:
-        raise BatchRefused(f"the batch's folder {spec.root} is remote: it must stand on a file system that has locks")
+        raise BatchRefused(f"the batch's folder {spec.root} is remote: it must be on a file system that has locks")
     try:
         if size_of(spec.input) is None:
             raise BatchRefused(f"there is no file {spec.input}")

@@ -1,9 +1,9 @@
 """The completion log of a batch: the output lines of its successes, in the order in which they were
 drained.
 
-Beside the lines stands an index of 12 bytes for each. Both files hold at least what the manifest
-counts (`Manifest.logged`); what stands behind that was left by a slice that was killed, is read by
-nobody, and is cut off by the next append.
+An index has 12 bytes for each line. Both files hold at least what the manifest counts
+(`Manifest.logged`); what follows was left by a slice that was killed, is never read, and is cut
+off by the next append.
 """
 
 import os

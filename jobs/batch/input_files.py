@@ -1,4 +1,4 @@
-"""Input files as lines: JSONL is read where it stands; compressed JSONL and Parquet are first
+"""Input files as lines: JSONL is read in place; compressed JSONL and Parquet are first
 written out as JSONL in the batch's root.
 """
 
@@ -35,7 +35,7 @@ _READER_ENVIRONMENT = {
 }
 _PARQUET_SUFFIXES = (".parquet", ".pq")
 _BOM = b"\xef\xbb\xbf"
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Bounds(NamedTuple):
@@ -173,8 +173,8 @@ def _decompressed(location: str, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _parquet_lines(location: str, bounds: Bounds) -> Iterator[bytes]:
-    """Read by a process of its own, which bounds what a few bytes can ask for, and whose crash is
-    nobody else's.
+    """Yield the lines of a Parquet file, read by a process of its own: that bounds what a few bytes
+    can demand, and a crash ends only that process.
     """
     with tempfile.TemporaryFile() as said:
         reader = subprocess.Popen(
@@ -205,7 +205,7 @@ def _parquet_lines(location: str, bounds: Bounds) -> Iterator[bytes]:
     if code == -signal.SIGXCPU:
         why = f"{location} takes more than {bounds.cpu_seconds} s of computing to be read"
     elif code not in (0, PARQUET_REFUSED):
-        log.error("the reader of %s ended with %s: %s", location, code, why[-_SHOWN_CHARACTERS:])
+        logger.error("Parquet reader of %s exited with %s: %s", location, code, why[-_SHOWN_CHARACTERS:])
         how = signal.Signals(-code).name if code < 0 else str(code)
         why = (
             f"{location} is not a readable Parquet file, or needs more memory than there is: its reader ended with"

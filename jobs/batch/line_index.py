@@ -1,4 +1,4 @@
-"""Where each line of a batch's source stands: 12 bytes for each number, zeros for a blank line.
+"""The offset of each line of a batch's source: 12 bytes for each number, zeros for a blank line.
 
 Written by validate beside the plan.
 """

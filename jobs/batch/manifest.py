@@ -24,7 +24,7 @@ from jobs.store.storage import (
 )
 
 NAME = "manifest.json"
-# A file of its own, since a long job may hold the folder when somebody cancels
+# A file of its own, since a long job may hold the folder when a client cancels
 _CANCEL_MARK = "cancelled"
 
 
@@ -35,7 +35,7 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     output: str | None = None  # default: output.jsonl (or .parquet, as the input) in the root
     error_output: str | None = None  # default: errors.jsonl in the root
-    # Inline: failures stand in the output, in their place
+    # Inline: failures are in the output, in their place
     error_file: Literal["separate", "inline"] = "separate"
     endpoint: str | None = None  # the only one allowed; None: either
     default_model: str | None = None  # for lines that name none; None: every line must
@@ -45,10 +45,9 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
     completion_window_seconds: float | None = None  # None: it never expires
     seed: int = 0  # from it and the line number comes the seed of a line that names none
-    input_file_id: str | None = (
-        # Of a batch that came through the API, whose lines are checked as OpenAI's are; so the rest
-        None
-    )
+    # Set for a batch that came through the API, whose lines are checked as OpenAI's are; so are the
+    # next fields
+    input_file_id: str | None = None
     output_file_id: str | None = None  # this and the next are set aside when the batch is made
     error_file_id: str | None = None
     completion_window: str | None = None  # as it was asked for
@@ -97,7 +96,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     completed: int = 0
     failed: int = 0
     usage: Usage | None = None
-    queued_tokens: int = 0  # about as many stand in the lines' bodies
+    queued_tokens: int = 0  # an estimate from the lines' bodies
     logged_lines: int = 0  # this and the next: how much of the completion log counts
     logged_bytes: int = 0
     output: str | None = None  # this and the next: known once the outputs are written
@@ -114,9 +113,7 @@ class Manifest(msgspec.Struct, kw_only=True):
         self.timestamps.setdefault(state, time.time())
 
     def end_cancelled(self) -> None:
-        """Makes an end that nobody was told of yet the one of a batch that was cancelled first; its
-        results stay as they are.
-        """
+        """Turn an end that no client has seen into "cancelled"; the results stay as they are."""
         self.timestamps.pop(self.state, None)
         self.outcome = "cancelled"
         self.enter("cancelling")
@@ -176,7 +173,7 @@ def mark_cancelled(root: str) -> None:
     path = local_path(join(root, _CANCEL_MARK))
     assert path is not None, "a batch's root is local"
     with named("cannot write", str(path)):
-        path.touch()  # not by a temporary file: whoever holds the folder sweeps those away
+        path.touch()  # not by a temporary file: the holder of the folder sweeps those away
         sync_folder(path.parent)
 
 
@@ -186,5 +183,5 @@ def unmark_cancelled(root: str) -> None:
 
 
 def is_marked_cancelled(root: str) -> bool:
-    """Whether somebody cancelled the batch."""
+    """Return whether the batch was cancelled."""
     return size_of(join(root, _CANCEL_MARK)) is not None

@@ -52,7 +52,7 @@ class PartDamaged(Exception):
 
 
 class Record(NamedTuple):
-    """One finished line; `order` tells the parts of a merge apart, so that the earlier one wins."""
+    """One finished line; `order` is the part's place in a merge, in which the earlier part wins."""
 
     line: int
     order: int
@@ -95,7 +95,7 @@ def read_part(root: str, name: str, order: int = 0) -> Iterator[Record]:
 
 
 def merge_parts(root: str, parts: list[Part]) -> Iterator[Record]:
-    """The records of all parts in line order, each line once; of a damaged part, what stands before
+    """The records of all parts in line order, each line once; of a damaged part, what precedes
     the damage.
     """
     with ExitStack() as stack:

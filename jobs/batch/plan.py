@@ -1,4 +1,4 @@
-"""The order in which a batch's lines run: lines that share a prompt prefix stand together, and long
+"""The order in which a batch's lines run: lines that share a prompt prefix run together, and long
 expected outputs come first.
 
 Both sorts spill to disk, so that memory grows by 24 bytes per line at most.
@@ -20,7 +20,7 @@ from jobs.store.storage import AtomicWriter, StoreError
 PLAN_NAME = "plan.bin"
 
 _PREFIX_CHARACTERS = (256, 1024, 8192)
-"""Lengths at which prompts are compared; a system message of any length stands in for the first."""
+"""Lengths at which prompts are compared; a system message of any length replaces the first."""
 _LEVELS = len(_PREFIX_CHARACTERS)
 _CHAT_TOKENS = 512  # expected where nothing bounds the answer
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
@@ -28,15 +28,14 @@ _MAX = 0xFFFFFFFF
 
 _ENTRY = struct.Struct("<IQI")
 _BY_PREFIX = struct.Struct(">IIIIIQI")  # three prefixes, longest first within, line, offset, length
-_BY_ORDER = struct.Struct(
-    ">IIIIIIIIQI"
-)  # three times (longest in group first, prefix), longest first, line, offset, length
+# Three times (longest in group first, prefix), longest first, line, offset, length
+_BY_ORDER = struct.Struct(">IIIIIIIIQI")
 _RUN_RECORDS = 100_000
 _FAN_IN = 24
 
 
 class PlanEntry(NamedTuple):
-    """One line of the source: its number and where its bytes stand."""
+    """One line of the source: its number and where its bytes are."""
 
     line: int
     offset: int

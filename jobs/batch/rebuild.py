@@ -15,7 +15,7 @@ from jobs.queue.request_queue import Queue
 from jobs.store.file_store import BATCHES_FOLDER
 from jobs.store.storage import Busy, StoreError, exclusive, join, list_names
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def unknown_folders(queue: Queue, file_store: str) -> list[str]:
@@ -44,7 +44,7 @@ def rebuild_all(
         except Busy:
             busy.append(name)
         except StoreError as error:
-            log.error("cannot rebuild a batch: %s", error)
+            logger.error("failed to rebuild a batch: %s", error)
         if time.monotonic() >= deadline:
             return count, [*names[place:], *busy]
     return count, busy
@@ -74,8 +74,8 @@ def rebuild(queue: Queue, root: str) -> bool:
 
 
 def _was_cancelled(manifest: Manifest) -> bool:
-    """Whether an ended batch of the API was cancelled before its end was told; the mark goes once
-    that is done (`retention.tidy`).
+    """Return whether an ended batch of the API was cancelled before its end was recorded; the mark
+    is removed afterwards (`retention.tidy`).
     """
     spec = manifest.spec
     return manifest.state != "cancelled" and spec.input_file_id is not None and is_marked_cancelled(spec.root)

@@ -14,7 +14,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import passing_reason
 from jobs.queue.tasks import enqueue
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def register(queue: Queue, manifest: Manifest) -> None:
@@ -25,7 +25,7 @@ def register(queue: Queue, manifest: Manifest) -> None:
     hold, and goes on.
     """
     state = _state_after(manifest)
-    # On one that has ended nobody works any more
+    # No process works on one that has ended
     if state not in END_STATES or state != manifest.state:
         manifest.enter(state)
         manifest.generation += 1
@@ -36,7 +36,7 @@ def register(queue: Queue, manifest: Manifest) -> None:
         queue.list_batch(manifest.spec.tenant, manifest.batch_id)
     if state not in END_STATES and manifest.spec.input_file_id is not None:
         queue.open_batch(manifest.spec.tenant, manifest.batch_id, None)
-    # Before there is a record, so that no kill leaves one that nobody looks after
+    # Before there is a record, so that no kill leaves a record without a batch in `ACTIVE`
     if state not in END_STATES:
         queue.activate(manifest.batch_id)
     total = manifest.total if manifest.plan_sha256 is not None else 0
@@ -49,10 +49,10 @@ def register(queue: Queue, manifest: Manifest) -> None:
         enqueue(
             queue.redis, "validate" if state == "validating" else "finalize", manifest.batch_id, manifest.generation
         )
-    except redis.RedisError as error:  # the batch is made: the ticker hands in its job when Redis takes one again
+    except redis.RedisError as error:  # the batch exists; the ticker enqueues its job later
         if passing_reason(error) is None:
             raise
-        log.warning("%s waits for the ticker: %s", manifest.batch_id, error)
+        logger.warning("Redis refused the job of batch %s; the ticker enqueues it later: %s", manifest.batch_id, error)
 
 
 def _state_after(manifest: Manifest) -> State:

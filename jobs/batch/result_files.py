@@ -17,7 +17,7 @@ from jobs.store.storage import make_folder, size_of
 
 
 class LoggedLines:
-    """Which lines stand in the completion log, as far as this process has read its index."""
+    """The lines in the completion log, as far as this process has read its index."""
 
     def __init__(self) -> None:
         self._lines = Bitmap()
@@ -43,7 +43,7 @@ def log_successes(
     Raises `StoreError`.
 
     Returns the results less those that are logged already: they came once more, since Redis lost
-    what it had been told.
+    that they had been drained.
     """
     root = manifest.spec.root
     extent = sound_extent(root, manifest.logged)
@@ -71,7 +71,7 @@ def begin_result_files(queue: Queue, manifest: Manifest) -> None:
 def publish_result_files(
     queue: Queue, manifest: Manifest, output: str | None, error_output: str | None, ended_at: float
 ) -> None:
-    """Makes the written files known to clients, and removes what stands for one that has no lines.
+    """Makes the written files known to clients, and removes the record of one that has no lines.
 
     Raises `StoreError`.
     """
@@ -84,13 +84,13 @@ def publish_result_files(
 
 
 def result_locations(store: FileStore, output_file_id: str, error_file_id: str, source: str) -> tuple[str, str]:
-    """Where the outputs of a batch will stand, of which a Parquet input gives Parquet."""
+    """Return where the outputs of a batch will be; a Parquet input gives Parquet outputs."""
     suffix = ".parquet" if is_parquet(source) else ".jsonl"
     return str(store.folder(output_file_id) / f"content{suffix}"), str(store.folder(error_file_id) / "content.jsonl")
 
 
 def _store(queue: Queue, manifest: Manifest) -> FileStore:
-    """The store that the batch's root stands in."""
+    """Return the store that contains the batch's root."""
     return FileStore(queue, os.path.dirname(os.path.dirname(manifest.spec.root)), forget_output)
 
 

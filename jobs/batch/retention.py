@@ -19,14 +19,11 @@ from jobs.queue.request_queue import Queue
 from jobs.store.file_store import BATCHES_FOLDER
 from jobs.store.storage import StoreError, delete, join, list_names
 
-_UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is nobody's
-_UNMADE_CHECKED_SECONDS = (
-    # For so long after that it is looked for, and then with what is old enough to have ended long
-    # ago
-    3600
-)
+_UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is abandoned
+# For so long after that it is searched for, and then only among what is old enough to have ended
+_UNMADE_CHECKED_SECONDS = 3600
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def tidy(root: str) -> None:
@@ -44,7 +41,7 @@ def tidy(root: str) -> None:
         if not manifest.logged_lines:
             _remove_log(root, manifest)
     except StoreError as error:
-        log.warning("%s is not tidied: %s", root, error)
+        logger.warning("failed to clean up batch folder %s: %s", root, error)
 
 
 def forget_output(root: str, file_id: str) -> None:
@@ -86,7 +83,7 @@ def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = mat
 
 
 def is_kept(queue: Queue, file_store: str, tenant: str, batch: str) -> bool:
-    """Whether the tenant's batch stands in the file store, so that its record is due there again.
+    """Return whether the tenant's batch is in the file store, so that its record is due again.
 
     Raises `StoreError`.
     """
@@ -100,7 +97,7 @@ def _remove_if_due(queue: Queue, batch: str, root: str, made: float, now: float)
     try:
         manifest = load_manifest(root)
     except StoreError as error:
-        log.error("cannot look after a batch: %s", error)
+        logger.error("failed to read the manifest of a stored batch: %s", error)
         return False
     if now < (
         made + _UNMADE_SECONDS if manifest is None else _kept_until(manifest, queue.settings.ended_batch_seconds)

@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 5.0
 _MAKING_SECONDS = 60  # in which a batch that was admitted gets its record
 
 
-class NewBatch(msgspec.Struct, frozen=True, kw_only=True):
+class BatchSubmission(msgspec.Struct, frozen=True, kw_only=True):
     """What a client asks for, and what it may: limits of None are none."""
 
     input_file_id: str
@@ -47,7 +47,7 @@ class TooManyBatches(Exception):
     """The tenant has as many open batches as it may have."""
 
 
-def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
+def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission) -> BatchRecord:
     """Makes a batch, which is durable when this returns.
 
     One whose input file cannot be used is made too, and fails in validation.
@@ -72,7 +72,7 @@ def submit_batch(queue: Queue, files: FileStore, new: NewBatch) -> BatchRecord:
         raise
 
 
-def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> BatchRecord:
+def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manifest) -> BatchRecord:
     """The record as it was made: the job that comes next may have moved it on as soon as it can
     take the folder.
     """
@@ -91,14 +91,14 @@ def _make(queue: Queue, files: FileStore, new: NewBatch, manifest: Manifest) -> 
             try:
                 register(queue, manifest)
             except (StoreError, QueueFull):
-                shutil.rmtree(root, ignore_errors=True)  # while nobody can take it up
+                shutil.rmtree(root, ignore_errors=True)  # while no process can take it up
                 raise
             return get_batch(queue.redis, manifest.batch_id)
     except Busy as error:
         raise StoreError(str(error)) from error
 
 
-def _open(queue: Queue, batch: str, new: NewBatch) -> bool:
+def _open(queue: Queue, batch: str, new: BatchSubmission) -> bool:
     if queue.open_batch(new.tenant, batch, new.open_batches):
         return True
     if gone := _gone(queue, new.tenant):
@@ -115,7 +115,7 @@ def _gone(queue: Queue, tenant: str) -> list[str]:
     ]
 
 
-def _spec(queue: Queue, files: FileStore, new: NewBatch, root: Path) -> BatchSpec:
+def _spec(queue: Queue, files: FileStore, new: BatchSubmission, root: Path) -> BatchSpec:
     """`input` is empty where the input file cannot be used. Raises `StoreError`."""
     source = _take_input(files, new, root)
     output_file_id, error_file_id = (new_id(FILE, queue.now()) for _ in range(2))
@@ -139,7 +139,7 @@ def _spec(queue: Queue, files: FileStore, new: NewBatch, root: Path) -> BatchSpe
     )
 
 
-def _take_input(files: FileStore, new: NewBatch, root: Path) -> str:
+def _take_input(files: FileStore, new: BatchSubmission, root: Path) -> str:
     """Links the input file into the batch's folder, so that it may be deleted meanwhile; "" where
     it is none for batches.
     """

@@ -3,7 +3,7 @@ part files.
 
 A slice lasts about a second, may be killed anywhere and run again. A drain writes the part, then
 (for a batch of the API) the completion log, then the manifest, which alone makes both count, then
-tells Redis; a kill between the last two leaves results in Redis that a part holds already, which
+updates Redis; a kill between the last two leaves results in Redis that a part holds already, which
 the next slice settles before anything else.
 """
 
@@ -39,11 +39,11 @@ _WINDOW_SECONDS = 20.0
 _WINDOW_LINES = 4096  # at least, whatever the rate
 _ALL_WINDOWS = 8  # all batches together may have as many times the bytes of one window
 _SMALLEST_WINDOW = 256 * 1024
-_MOST_PACES = 10_000
+_MOST_REMEMBERED = 10_000
 _MASK64 = (1 << 64) - 1
 
 
-class Pace:
+class BatchProgress:
     """What this process remembers of a batch between slices; forgetting it costs a little speed and
     nothing else.
     """
@@ -66,7 +66,7 @@ class Pace:
             self.measured_at, self.finished = now, finished
 
 
-_paces: dict[str, Pace] = {}
+_progress: dict[str, BatchProgress] = {}
 
 
 def run(batch: str, generation: int) -> None:
@@ -77,16 +77,16 @@ def run(batch: str, generation: int) -> None:
 def advance(held: Slice) -> None:
     """One slice. Moves the batch to `finalizing` when every line is done. Raises `StoreError`."""
     deadline = time.monotonic() + SLICE_SECONDS
-    if len(_paces) > _MOST_PACES:
-        _paces.clear()
-    pace = _paces.setdefault(held.batch, Pace())
+    if len(_progress) > _MOST_REMEMBERED:
+        _progress.clear()
+    progress = _progress.setdefault(held.batch, BatchProgress())
     while True:
         held.beat()
-        fed = feed(held, pace, deadline)
-        drained = drain(held, pace)
+        fed = feed(held, progress, deadline)
+        drained = drain(held, progress)
         fields = held.record()
         if all_done(fields) and not int(fields.get("result_bytes", 0)):
-            _paces.pop(held.batch, None)
+            _progress.pop(held.batch, None)
             held.move("finalizing", {"outcome": "completed"})
             enqueue(held.queue.redis, "finalize", held.batch, held.generation)
             return
@@ -98,15 +98,15 @@ def advance(held: Slice) -> None:
 
 
 def flush(queue: Queue) -> None:
-    """Drains every running batch that nobody else works on; what a process does before it stops."""
+    """Drain every running batch that no other process works on; called before a process stops."""
     for batch in sorted(member.decode() for member in _active(queue)):
         generation = int(queue.batch_fields(batch).get("generation", 0))
         run_slice(queue, batch, generation, ("in_progress",), _drain_all)
 
 
 def _drain_all(held: Slice) -> None:
-    pace = Pace()
-    while drain(held, pace, everything=True):
+    progress = BatchProgress()
+    while drain(held, progress, everything=True):
         pass
 
 
@@ -128,7 +128,7 @@ def all_done(fields: dict[str, str]) -> bool:
     return int(fields["completed"]) + int(fields["failed"]) == int(fields["total"])
 
 
-def feed(held: Slice, pace: Pace, deadline: float) -> bool:
+def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     """Fills the batch's window from the plan; False when there was nothing to add.
 
     Lines of a model that no worker serves may take their share of the window; those beyond it are
@@ -137,8 +137,8 @@ def feed(held: Slice, pace: Pace, deadline: float) -> bool:
     """
     queue, batch = held.queue, held.batch
     fields = held.record()
-    pace.measure(int(fields["completed"]) + int(fields["failed"]))
-    window = max(_WINDOW_LINES, int(pace.rate * _WINDOW_SECONDS))
+    progress.measure(int(fields["completed"]) + int(fields["failed"]))
+    window = max(_WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS))
     models = _feeding(queue, fields)
     if not models or min(ready_lengths(queue, batch, models).values()) > window // 2:
         return False
@@ -218,15 +218,15 @@ def _names(encoded: str) -> list[str]:
     return msgspec.json.decode(encoded, type=list[str])
 
 
-def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
+def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> bool:
     """Writes finished results to a part and takes them out of Redis; False when there were none, or
     too few yet.
     """
     queue, batch, manifest = held.queue, held.batch, held.manifest
-    settle(held, pace)
+    settle(held, progress)
     fields = held.record()
     waiting = int(fields.get("result_bytes", 0))
-    due = time.monotonic() - pace.drained_at >= DRAIN_SECONDS
+    due = time.monotonic() - progress.drained_at >= DRAIN_SECONDS
     if not waiting or not (everything or due or waiting >= _DRAIN_BYTES or all_done(fields)):
         return False
     results = queue.results(batch)
@@ -234,13 +234,15 @@ def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
         return False
     held.beat()
     part = write_part(held.root, _next_name(held), results)
-    fresh = results if manifest.spec.output_file_id is None else log_successes(queue, manifest, results, pace.logged)
+    fresh = (
+        results if manifest.spec.output_file_id is None else log_successes(queue, manifest, results, progress.logged)
+    )
     manifest.parts.append(part)
     count_results(manifest, (result for _, result in fresh))
     compacted = compact(held)
     save_manifest(manifest)
     queue.drained(batch, part.name, [line for line, _ in results])
-    pace.settled, pace.drained_at = part.name, time.monotonic()
+    progress.settled, progress.drained_at = part.name, time.monotonic()
     if compacted:
         drop_unlisted(held.root, manifest.parts)
         queue.set_parts(batch, {part.name: part.lines for part in manifest.parts})
@@ -248,19 +250,19 @@ def drain(held: Slice, pace: Pace, everything: bool = False) -> bool:
     return True
 
 
-def settle(held: Slice, pace: Pace) -> None:
+def settle(held: Slice, progress: BatchProgress) -> None:
     """Registers the last part again, in case the process that wrote it died before Redis knew; and
     removes what it left unlisted.
     """
     parts = held.manifest.parts
     last = parts[-1].name if parts else None
-    if pace.settled == last:
+    if progress.settled == last:
         return
     if last is not None and last not in held.queue.parts(held.batch):
         held.queue.drained(held.batch, last, [record.line for record in salvage(held.root, last)])
         held.note(progress_fields(held.manifest))
     drop_unlisted(held.root, parts)
-    pace.settled = last
+    progress.settled = last
 
 
 def compact(held: Slice) -> bool:

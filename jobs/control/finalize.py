@@ -15,7 +15,7 @@ from jobs.batch.parts import drop_unlisted, merge_parts
 from jobs.batch.recovery import repair, restore_progress
 from jobs.batch.result_files import begin_result_files, publish_result_files
 from jobs.batch.source import open_source
-from jobs.control.advance import Pace, drain
+from jobs.control.advance import BatchProgress, drain
 from jobs.control.slices import Slice, process_queue, run_long
 from jobs.protocol.lines import read_line
 from jobs.protocol.results import Result, Usage, batch_request_id, output_line, unanswered_line
@@ -30,7 +30,7 @@ _WHY_UNANSWERED = {
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
 }
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class ResultsMissing(Exception):
@@ -68,13 +68,13 @@ def finalize(held: Slice) -> None:
     manifest.timestamps.setdefault(held.state, float(held.fields[f"{held.state}_at"]))
     if manifest.outcome != "completed":
         held.queue.cancel_batch(held.batch)
-    pace = Pace()
-    while drain(held, pace, everything=True):
+    progress = BatchProgress()
+    while drain(held, progress, everything=True):
         held.beat()
     try:
         outcome = Outcome(0, 0, Usage(), None, None) if manifest.plan_sha256 is None else _write_results(held)
     except ResultsMissing as error:
-        log.error("%s: %s; they run again", held.batch, error)
+        logger.error("batch %s: %s; running them again", held.batch, error)
         run_again(held)
         return
     manifest.completed, manifest.failed, manifest.usage, manifest.output, manifest.error_output = outcome

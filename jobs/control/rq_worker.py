@@ -34,7 +34,7 @@ from jobs.queue.scripts import QueueUnavailable
 _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
 _RETRY_SECONDS = 0.5
 _LONG_JOBS = 8
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
         while not slices.stopping.is_set():
             _serve(options.queue, options.redis_url)
     except (_Stopped, StopRequested):
-        log.info("stopping")
+        logger.info("stopping")
     if options.queue == "advance":
         _flush()
 
@@ -97,13 +97,11 @@ class ControlWorker(SimpleWorker):
         slices.stopping.set()
 
     def handle_job_success(self, job: Job, queue: JobQueue, started_job_registry: StartedJobRegistry) -> None:
-        """A Redis that forgot the job while it ran has nothing of it but the last sign of life,
-        which nobody else would remove.
-        """
+        """Remove the last heartbeat of a job that Redis lost while it ran: nothing else would."""
         try:
             super().handle_job_success(job, queue, started_job_registry)
         except InvalidJobOperation:
-            log.info("Redis forgot %s while it ran", job.id)
+            logger.info("Redis lost job %s while it ran", job.id)
             with self.connection.pipeline() as pipeline:
                 self.cleanup_execution(job, pipeline=pipeline)
                 pipeline.unlink(job.key)
@@ -125,7 +123,7 @@ def _serve(queue: str, url: str) -> None:
         check_server(client)
         ControlWorker(queue, client).work(logging_level="WARNING")
     except (redis.RedisError, QueueUnavailable) as error:
-        log.warning("Redis cannot be used: %s", error)
+        logger.warning("Redis unavailable: %s", error)
     finally:
         client.close()
     if not slices.stopping.is_set():
@@ -138,11 +136,11 @@ def _flush() -> None:
     try:
         flush(slices.process_queue())
     except (redis.RedisError, QueueUnavailable) as error:
-        log.warning("finished lines stay in Redis: %s", error)
+        logger.warning("Redis unavailable; finished lines stay in Redis: %s", error)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """RQ shows a traceback for each outage of Redis, of which `_serve` tells in one line."""
+    """Drop RQ's traceback for each outage of Redis, which `_serve` logs in one line."""
     return record.exc_info is None or not isinstance(record.exc_info[1], redis.RedisError)
 
 

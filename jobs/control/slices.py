@@ -22,7 +22,7 @@ BEAT_SECONDS = 1.0
 STALE_SECONDS = 5.0
 """Without a heartbeat for this long, the job of a batch is taken for dead."""
 _PATIENCE_SECONDS = 2 * BEAT_SECONDS  # in which a job that lost its batch lets go of the folder
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Superseded(Exception):
@@ -36,7 +36,7 @@ class Stopping(Exception):
 
 
 stopping = threading.Event()
-"""Set when the process was told to end."""
+"""Set when the process was ordered to end."""
 _process_queue: Queue | None = None
 _slots: threading.Semaphore | None = None
 
@@ -56,7 +56,7 @@ def process_queue() -> Queue:
 class Slice:
     """A job's hold on one batch.
 
-    Nobody else works on its folder; `beat` says when the state or the generation moved on under it.
+    No other process works on its folder; `beat` raises when the state or the generation changed.
     """
 
     def __init__(self, queue: Queue, batch: str, generation: int, fields: dict[str, str], manifest: Manifest) -> None:
@@ -82,7 +82,7 @@ class Slice:
     def beat(self) -> None:
         """Cheap, to be called often.
 
-        Raises `Superseded`, or `Stopping` when the process was told to end.
+        Raises `Superseded`, or `Stopping` when the process was ordered to end.
         """
         if self._lost:
             raise Superseded(self.batch)
@@ -104,15 +104,15 @@ class Slice:
     def move(self, state: State, fields: dict[str, Any]) -> None:
         """Moves the state, in the manifest and then in Redis. Raises `Superseded`."""
         self._enter(state)
-        self._tell_state(fields)
+        self._record_state(fields)
 
     def end(self, state: State) -> None:
         """Moves to an end state, and leaves nothing of the batch in Redis but its record."""
         self._enter(state)
-        self._tell_end()
+        self._record_end()
 
     def end_again(self) -> None:
-        """Brings Redis to the end that the manifest names: it lost that, or was never told.
+        """Bring Redis to the end that the manifest names: it lost that, or never got it.
 
         Nothing is left to be done, nor the means for it. One that was cancelled since has ended so,
         with the results that it has.
@@ -124,7 +124,7 @@ class Slice:
             save_manifest(self.manifest)
         self.queue.cancel_batch(self.batch)  # lines that Redis takes for unfinished again
         self.note({"result_bytes": 0})  # of results that go with the end
-        self._tell_end()
+        self._record_end()
 
     def keep_beating(self) -> None:
         """Gives a sign of life each second, however long one step of the job takes; the body of a
@@ -143,11 +143,11 @@ class Slice:
         self.manifest.enter(state)
         save_manifest(self.manifest)
 
-    def _tell_end(self) -> None:
-        self._tell_state(end_fields(self.manifest))
+    def _record_end(self) -> None:
+        self._record_state(end_fields(self.manifest))
         clean_up(self.queue, self.batch)
 
-    def _tell_state(self, fields: dict[str, Any]) -> None:
+    def _record_state(self, fields: dict[str, Any]) -> None:
         state = self.manifest.state
         self._transition(state, {f"{state}_at": self.manifest.timestamps[state], "problem": "", **fields})
 
@@ -243,7 +243,7 @@ def run_slice(
     try:
         _run(queue, batch, generation, states, work, patience)
     except (QueueUnavailable, redis.RedisError) as error:
-        log.warning("%s: Redis cannot be used: %s", batch, error)
+        logger.warning("batch %s: Redis unavailable: %s", batch, error)
 
 
 def _run(
@@ -253,7 +253,7 @@ def _run(
         with hold(queue, batch, generation, states, patience) as held:
             if held.manifest.state in END_STATES:
                 held.end_again()
-            elif held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost it, or was never told
+            elif held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost that, or never got it
                 begin_cancel(queue, batch, generation)
                 return
             else:
@@ -261,14 +261,14 @@ def _run(
             if held.fields.get("problem"):
                 held.note({"problem": ""})
     except (Superseded, Stopping, Busy):
-        log.debug("%s is in other hands, or this process stops", batch)
+        logger.debug("batch %s: another process works on it, or this one stops", batch)
     except (StoreError, InputError) as error:
-        log.error("%s: %s", batch, error)
+        logger.error("batch %s: %s", batch, error)
         note_problem(queue, batch, str(error))
     except (QueueUnavailable, redis.RedisError):
         raise
     except Exception as error:
-        log.exception("%s", batch)
+        logger.exception("batch %s: internal error", batch)
         note_problem(queue, batch, f"internal error: {error!r}")
 
 

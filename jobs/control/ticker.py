@@ -68,7 +68,7 @@ _RECORD = (
     "passed_over",
 )
 _stopping = threading.Event()
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def main() -> None:
                 check_server(client)
                 ticker.run()
             except (redis.RedisError, QueueUnavailable) as error:
-                log.warning("Redis cannot be used: %s", error)
+                logger.warning("Redis unavailable: %s", error)
                 if is_full(error):
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
@@ -130,7 +130,7 @@ class Ticker:
         self._pending: dict[str, _Retry] = {}
 
     def run(self) -> None:
-        """Leads whenever it can, until the process is told to end."""
+        """Leads whenever it can, until the process is ordered to end."""
         while not _stopping.is_set():
             if not self.lead():
                 time.sleep(TICK_SECONDS)
@@ -159,7 +159,7 @@ class Ticker:
             if self._client.get(keys.LEADER) == self._token.encode():
                 self._client.delete(keys.LEADER)
         except redis.RedisError:
-            log.debug("Redis is away; the lead runs out by itself")
+            logger.debug("Redis unavailable; the leader lock expires by itself")
 
     def tick(self) -> None:
         """What is due once a second."""
@@ -181,7 +181,7 @@ class Ticker:
         try:
             flush(self._queue)
         except (redis.RedisError, QueueUnavailable) as error:
-            log.warning("no room could be made: %s", error)
+            logger.warning("failed to drain finished lines from a full Redis: %s", error)
 
     def listen(self, seconds: float) -> None:
         """Hands out slices for `seconds`, as soon as claims and commits ask for them."""
@@ -274,7 +274,7 @@ class Ticker:
             return
         state = fields["state"]
         if self._queue.transition(batch, [state], state, {"generation": generation + 1}, generation):
-            log.warning("%s gave no sign of life in %s: its job runs again", batch, state)
+            logger.warning("batch %s: no heartbeat in state %s; running its job again", batch, state)
             enqueue(self._client, job, batch, generation + 1)
 
     def _expire(self, batch: str, fields: dict[str, str]) -> bool:
@@ -302,22 +302,18 @@ class Ticker:
         }
 
     def _sweep(self, files: FileStore, now: float) -> None:
-        now = min(
-            now, time.time()
-        )  # what is removed is gone for good, and so must be over by the clock of this machine too
+        # Removal is final, so what is removed must have expired by the clock of this machine too
+        now = min(now, time.time())
         try:
-            swept, ended = (
-                files.sweep(now, MOMENT_SECONDS),
-                remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS),
-            )
-            self._unknown = unknown_folders(
-                self._queue, str(files.root)
-            )  # also of makers that were killed before Redis knew of it
+            swept = files.sweep(now, MOMENT_SECONDS)
+            ended = remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
+            # Also those of processes that were killed before they wrote the record in Redis
+            self._unknown = unknown_folders(self._queue, str(files.root))
         except StoreError as error:
-            log.error("%s", error)
+            logger.error("%s", error)
             return
         if swept or ended:
-            log.info("removed %d files and %d batches whose time was over", swept, ended)
+            logger.info("removed %d expired files and %d expired batches", swept, ended)
 
     def _restore(self, files: FileStore) -> None:
         """Brings back what Redis has lost, a moment's work of it at each tick."""
@@ -329,10 +325,10 @@ class Ticker:
             count, self._unknown = rebuild_all(self._queue, str(files.root), self._unknown, MOMENT_SECONDS)
             self._unlisted = files.reindex(self._unlisted, MOMENT_SECONDS)
         except StoreError as error:
-            log.error("%s", error)
+            logger.error("%s", error)
             return
         if count:
-            log.warning("rebuilt %d batches of which Redis did not know", count)
+            logger.warning("rebuilt %d batches that were missing from Redis", count)
 
 
 class _Stopped(Exception):
@@ -340,7 +336,7 @@ class _Stopped(Exception):
 
 
 def _stop(signum: int, frame: FrameType | None) -> Any:
-    _stopping.set()  # also heard where the exception ends unseen, as in a destructor of redis-py
+    _stopping.set()  # also seen where the exception is swallowed, as in a destructor of redis-py
     raise _Stopped
 
 

@@ -180,7 +180,7 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
 def known_models(held: Slice, patience: float) -> set[str]:
     """Models that are or were served.
 
-    Where there is none it waits for one: an emptied Redis hears of them as leases are renewed.
+    Where there is none it waits for one: an emptied Redis gets them as leases are renewed.
     """
     deadline = time.monotonic() + min(held.queue.settings.lease_seconds / 3, patience)
     while not (models := {model.name for model in held.queue.models()}) and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ _DIGITS = re.compile(rf"[0-9a-f]{{{_TIME_DIGITS + _RANDOM_DIGITS}}}")
 
 
 def new_id(prefix: str, now: float) -> str:
-    """An id that nobody has; `now` is unix seconds."""
+    """Return an unused id; `now` is unix seconds."""
     return f"{prefix}{int(now * 1e6):0{_TIME_DIGITS}x}{secrets.randbits(4 * _RANDOM_DIGITS):0{_RANDOM_DIGITS}x}"
 
 

@@ -1,7 +1,7 @@
 """The one reading of JSON from outside, used by every stage: strict UTF-8 first, then JSON with
 whatever values it holds.
 
-Whether a value makes sense is not decided here: what stands in a request's body is judged where the
+Whether a value makes sense is not decided here: the content of a request's body is judged where the
 request runs, and by then an odd line must be read just as it was when the file was accepted.
 """
 
@@ -32,7 +32,7 @@ class Line(NamedTuple):
     custom_id: str
     url: str
     model: str | None  # None: the line names none
-    body: bytes  # JSON for `decode_json`, as it stands in the line wherever that is possible
+    body: bytes  # JSON for `decode_json`, as the line has it wherever that is possible
 
 
 class _Line(msgspec.Struct):
@@ -124,7 +124,7 @@ def _integer(digits: str) -> int | float:
 
 def _reason(raw: bytes, error: Exception) -> str:
     if raw.startswith(_BOM):
-        return "a byte order mark may stand at the start of the file only"
+        return "a byte order mark is allowed at the start of the file only"
     if b"\0" in raw:
         return "it holds zero bytes; the file must be UTF-8, not UTF-16"
     return str(error)

@@ -61,7 +61,7 @@ def int32(value: Any, param: str) -> int:
 
 
 def most_likely(value: Any, param: str) -> int:
-    """How many of the most likely tokens are told at each position."""
+    """How many of the most likely tokens are returned at each position."""
     return fields.integer(value, param, 0, MOST_LOGPROBS)
 
 
@@ -134,7 +134,7 @@ def logit_bias(value: Any, param: str) -> dict[int, float]:
 
 
 def logprobs(body: dict[str, Any], chat: bool) -> int | None:
-    """How many of the most likely tokens are told beside each of the answer's own; None: no log
+    """How many of the most likely tokens are returned beside each generated one; None: no log
     probabilities at all.
     """
     if not chat:
@@ -189,7 +189,7 @@ def best_of(body: dict[str, Any], n: int, stream: bool) -> int:
 
 
 def include_usage(body: dict[str, Any], stream: bool) -> bool:
-    """Whether a stream ends with a chunk that tells the usage."""
+    """Whether a stream ends with a chunk that contains the usage."""
     options = body.get("stream_options")
     if options is None:
         return False

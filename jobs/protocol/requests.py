@@ -53,11 +53,11 @@ class RequestKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Request(msgspec.Struct):
-    """One call of the API as it stands in Redis."""
+    """One call of the API as Redis stores it."""
 
     endpoint: str  # "/v1/chat/completions" or "/v1/completions"
     model: str
-    body: bytes  # JSON as handed in
+    body: bytes  # JSON as submitted
     seed: int  # used when the body names none
     custom_id: str | None = None
     created: float = 0.0  # unix seconds
@@ -73,19 +73,19 @@ class ChoiceCheckpoint(msgspec.Struct):
     cached_tokens: int = 0
 
 
-class Checkpoint(msgspec.Struct):
+class RequestCheckpoint(msgspec.Struct):
     """What earlier workers published of a request: the forced prefix for the next one."""
 
     choices: dict[int, ChoiceCheckpoint]
 
 
 class Claim(msgspec.Struct):
-    """A request that a worker holds a lease on, until it commits, hands back or loses it."""
+    """A request that a worker holds a lease on, until it commits, requeues or loses it."""
 
     key: RequestKey
     fence: int
     request: Request
-    checkpoint: Checkpoint | None
+    checkpoint: RequestCheckpoint | None
     attempt: int  # 1 for the first worker
     live: bool
     watched: bool = False
@@ -103,11 +103,8 @@ class TokenChunk(msgspec.Struct, array_like=True):
     logprobs: list[PositionLogprobs] | None = None  # one per token, when asked for
     # With a choice's first chunk, when echo asks for them
     prompt_logprobs: list[PositionLogprobs] | None = None
-    cached_tokens: int = (
-        # With a choice's first chunk: tokens of the prompt that its first worker had in its prefix
-        # cache
-        0
-    )
+    # With a choice's first chunk: tokens of the prompt in the prefix cache of its first worker
+    cached_tokens: int = 0
 
 
 class Delta(msgspec.Struct):

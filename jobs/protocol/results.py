@@ -41,7 +41,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What stands at one position, and the most likely tokens there, as many as were asked for,
+    """The token at one position, and the most likely tokens there, as many as were asked for,
     best first.
     """
 

@@ -28,7 +28,7 @@ class LineRequest(msgspec.Struct, frozen=True):
     custom_id: str
     endpoint: str
     model: str
-    body: bytes  # JSON as it stands in the line, so without a model where the line names none
+    body: bytes  # JSON as in the line, so without a model where the line names none
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -70,9 +70,8 @@ class Call(msgspec.Struct, frozen=True):
     logprobs: int | None
     prompt_logprobs: int | None  # the same for the prompt's, in vLLM's field
     echo: bool
-    truncate_prompt_tokens: (
-        int | None
-    )  # how many of the prompt's last tokens are kept; -1: as many as the model can take
+    # How many of the prompt's last tokens are kept; -1: as many as the model can take
+    truncate_prompt_tokens: int | None
     priority: int  # lower ones first
     stream: bool
     include_usage: bool
@@ -127,7 +126,7 @@ def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Coll
 def parse_call(endpoint: str, body: Any) -> Call:
     """Reads the body of a call.
 
-    Raises `ApiError` 400 for a bad value, naming it; parameters that nobody knows are ignored.
+    Raises `ApiError` 400 for a bad value, naming it; unknown parameters are ignored.
     """
     body = fields.mapping(body, "body")
     model = fields.text(fields.required(body, "model"), "model")

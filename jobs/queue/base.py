@@ -1,4 +1,4 @@
-"""What every part of the queue stands on: a client, the scripts, the settings."""
+"""What every part of the queue needs: a client, the scripts, the settings."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar

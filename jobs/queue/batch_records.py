@@ -17,7 +17,7 @@ MAX_PART_LINES = 4000
 FORGOTTEN = "forgotten"
 """In place of a state: the batch's keys are being removed.
 
-Whoever finds it so takes it for a batch without a record.
+A reader that finds it so treats it as a batch without a record.
 """
 
 
@@ -83,8 +83,8 @@ class BatchQueue(QueueBase):
         """Adds lines to the ready list (at most 500) and moves the batch's cursor from `start` to
         `cursor`.
 
-        True when the cursor now stands at `cursor`, by this call or an earlier one; False when it
-        stands elsewhere or the batch is not in progress. Lines that are done or present already are
+        True when the cursor now is at `cursor`, by this call or an earlier one; False when it
+        is elsewhere or the batch is not in progress. Lines that are done or present already are
         skipped.
         """
         if len(requests) > MAX_ITEMS:
@@ -169,7 +169,7 @@ class BatchQueue(QueueBase):
         return {batch: text(state) for batch, state in zip(batches, states, strict=True)}
 
     def open_tokens(self, tenant: str) -> dict[str, int]:
-        """About how many tokens stand in each of the tenant's open batches, as far as they have
+        """Estimate how many tokens each of the tenant's open batches contains, as far as they have
         been checked.
         """
         batches = self.open_batches(tenant)
@@ -198,7 +198,7 @@ class BatchQueue(QueueBase):
         return [text(batch) for batch in rows]
 
     def cancel_batch(self, batch: str) -> None:
-        """Removes every waiting and running line; workers are told.
+        """Remove every waiting and running line and notify the workers.
 
         Move the state first, so that nothing is claimed or added meanwhile.
         """

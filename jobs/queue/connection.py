@@ -23,7 +23,7 @@ _CALL_TIMEOUT = 15.0
 _OLDEST_VERSION = (7, 0)
 
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def connect(url: str) -> redis.Redis:
@@ -70,9 +70,9 @@ def check_server(client: redis.Redis) -> None:
             f"The server may evict keys (maxmemory-policy {policy}), which loses requests: set it to noeviction."
         )
     if _config(client, "appendonly") == "no":
-        log.warning(
-            "the server keeps nothing on disk (appendonly no): what stands only in Redis is lost when it restarts, and"
-            " runs again"
+        logger.warning(
+            "the server keeps nothing on disk (appendonly no): when it restarts, requests and results that only Redis"
+            " stores are lost and run again"
         )
     # Asked first, because a server that is full refuses to be written to
     if not client.exists(keys.SCHEMA):

@@ -1,4 +1,4 @@
-"""What somebody who begins to read a batch is shown first: what its running requests have so
+"""What a client that begins to read a batch is shown first: what its running requests have so
 far.
 """
 
@@ -13,7 +13,7 @@ _AT_ONCE = 16
 
 
 class Beginning:
-    """Walk it once. Whoever reads on after `last_id` misses nothing, and reads nothing twice.
+    """Walk it once. Reading on after `last_id` misses nothing, and reads nothing twice.
 
     `first_id` is the batch's last entry when it was watched; `last_id` is None when the walk took
     so long that it was trimmed meanwhile.
@@ -34,7 +34,7 @@ class Beginning:
         yield from self._meanwhile()
 
     def _so_far(self, requests: Sequence[RequestKey], end: str = "+") -> list[BatchEntry]:
-        """One entry for all that stands in a request's own stream."""
+        """Return one entry for all that is stored in a request's own stream."""
         own = self._queue.read_ranges([(key, "-", end) for key in requests])
         sums = [_summed_up(entries) for entries in own if entries]
         self._seen |= {entry.key: position(entry.entry_id) for entry in sums if entry.key is not None}

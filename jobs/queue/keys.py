@@ -11,7 +11,7 @@ LEASES = "{q}:leases"  # zset: request key -> deadline, ms of Redis TIME
 LEASE = "{q}:lease"  # hash: request key -> "<fence> <attempt> <worker> <model>"
 # Hash: request key -> "<attempts> <deaths> <engine_crashes>", only once it was released unfinished
 TRIES = "{q}:tries"
-# Zset: request key or batch id -> until when somebody reads its tokens, ms of Redis TIME
+# Zset: request key or batch id -> until when a client reads its tokens, ms of Redis TIME
 WATCHED = "{q}:watched"
 TICK = "{q}:tick"  # hash: time, run_id, reap_after
 # Hash: model -> since when its quarantined requests have waited without one being taken, ms of
@@ -97,7 +97,7 @@ def tokens(key: str) -> str:
 
 def batch_tokens(batch_id: str) -> str:
     """Stream of the deltas of all requests of a batch: k request key, e id of the same entry in the
-    request's own stream, p chunks ('' when they are too large to stand here too), s '1' completed |
+    request's own stream, p chunks ('' when they are too large to repeat here), s '1' completed |
     '0' failed | ''. Without k: the state moved. Only while it is read.
     """
     return f"{{q}}:batch_tok:{batch_id}"
@@ -145,7 +145,7 @@ def ring(model: str, tenant: str) -> str:
 
 def level(ring: str) -> str:
     """Service that the last member of a ring to have its turn had received before it; the others
-    stand no lower. Lasts some minutes.
+    are no lower. Lasts some minutes.
     """
     return f"{{q}}:level:{ring}"
 

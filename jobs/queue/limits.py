@@ -15,7 +15,7 @@ class Admission(NamedTuple):
     full_seconds: float  # until all of a minute's requests are there again
 
 
-class Limits(QueueBase):
+class RateLimits(QueueBase):
     """A bucket for each key: it holds the requests of a minute, and fills evenly."""
 
     def admit(self, key_id: str, per_minute: int) -> Admission:

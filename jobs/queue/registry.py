@@ -52,8 +52,8 @@ class Registry(QueueBase):
         self._writing = threading.Lock()  # so that an older record never replaces a newer one
 
     def register_worker(self, record: WorkerRecord) -> None:
-        """Writes the record; a ready worker's models are registered too, and it hears of live calls
-        from then on.
+        """Write the record; a ready worker's models are registered too, and live calls wake it from
+        then on.
         """
         if not record.id or " " in record.id:
             raise ValueError(f"not a worker id: {record.id!r}")

@@ -1,7 +1,7 @@
 """The queue: requests go in, workers take them under leases, tokens and results come out.
 
 Synchronous and thread-safe. Every change is one Lua script (`jobs/queue/lua`) that may be repeated
-blindly; the rules that keep it right stand in their headers. Batches are in `batch_records.py`,
+blindly; their headers contain the rules that keep it right. Batches are in `batch_records.py`,
 streams in `streams.py`, workers and models in `registry.py`, limits in `limits.py`.
 """
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jobs.protocol.requests import (
-    Checkpoint,
     ChoiceCheckpoint,
     Claim,
     Delta,
     Finished,
     Request,
+    RequestCheckpoint,
     RequestKey,
     pack,
     unpack_chunks,
@@ -25,7 +25,7 @@ from jobs.queue import keys
 from jobs.queue.base import chunks, flat
 from jobs.queue.batch_records import BatchQueue
 from jobs.queue.gauges import Gauges
-from jobs.queue.limits import Limits
+from jobs.queue.limits import RateLimits
 from jobs.queue.registry import Registry
 from jobs.queue.scripts import MAX_ITEMS, QueueFull, QueueUnavailable
 from jobs.queue.streams import Streams
@@ -45,23 +45,23 @@ class TokenTotals(NamedTuple):
 
     What was generated and not delivered is in flight, was cancelled, or had to be computed again.
 
-    A worker says how many it generated with all that it publishes and commits, so a token that went
-    out has been counted. One that is killed takes along only those since it last published:
-    `generated` lacks at most one publish interval's for each kill.
+    A worker reports its count with every publish and commit, so each published token has been
+    counted. A kill loses only the tokens since the last publish: `generated` lacks at most one
+    publish interval's for each kill.
     """
 
     generated: int
     delivered: int
 
 
-class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
+class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
     """Everything that travels through Redis, for API, workers and control plane.
 
     All methods raise `QueueUnavailable`.
     """
 
     def submit(self, live_id: str, request: Request) -> None:
-        """Hands in a live call, whose key is `RequestKey(live_id, 0)`.
+        """Submit a live call, whose key is `RequestKey(live_id, 0)`.
 
         Repeating it changes nothing.
         """
@@ -72,7 +72,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
     def claim(
         self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None
     ) -> list[Claim]:
-        """Takes up to `limit` requests for one of `models`, live ones first; `live_limit` (default
+        """Claim up to `limit` requests for one of `models`, live ones first; `live_limit` (default
         `limit`) gives live calls more room.
 
         A worker that holds nothing may get quarantined requests (`Claim.engine_crashes` above 0),
@@ -101,7 +101,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         return self._each("publish", [worker, generated], (_delta_arguments(delta) for delta in deltas))
 
     def renew(self, worker: str, held: list[Held], generated: int = 0) -> list[RequestKey]:
-        """Prolongs the leases and the worker's place in the registry.
+        """Extend the leases and the worker's place in the registry.
 
         Returns the requests whose lease is lost.
         """
@@ -165,7 +165,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         self.reap(worker)
 
     def cancel(self, requests: list[RequestKey]) -> None:
-        """Ends requests without a result, wherever they are; their workers are told.
+        """End requests without a result, wherever they are, and notify their workers.
 
         For live calls (a batch has `cancel_batch`).
         """
@@ -178,8 +178,8 @@ class Queue(BatchQueue, Streams, Registry, Gauges, Limits):
         return TokenTotals(int(generated or 0), int(delivered or 0))
 
     def tokens_in_flight(self) -> int:
-        """Output tokens that unfinished requests have published; whoever runs them next goes on
-        from there.
+        """Return the output tokens that unfinished requests have published; the next worker
+        continues from there.
         """
         with self.redis.pipeline(transaction=False) as pipeline:
             for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}:
@@ -229,7 +229,7 @@ def _read_claim(row: list[Any]) -> Claim:
     )
 
 
-def _read_checkpoint(published: list[bytes]) -> Checkpoint | None:
+def _read_checkpoint(published: list[bytes]) -> RequestCheckpoint | None:
     """From the chunks of every entry of the token stream."""
     choices: dict[int, ChoiceCheckpoint] = {}
     for chunk in (chunk for entry in published for chunk in unpack_chunks(entry)):
@@ -238,4 +238,4 @@ def _read_checkpoint(published: list[bytes]) -> Checkpoint | None:
         choice.text_length = chunk.text_offset + len(chunk.text)
         choice.logprobs += chunk.logprobs or []
         choice.cached_tokens += chunk.cached_tokens
-    return Checkpoint(choices) if choices else None
+    return RequestCheckpoint(choices) if choices else None

@@ -32,14 +32,13 @@ class QueueSettings:
 
     redis_url: str | None = _setting(None)  # none: a private server is started
     lease_seconds: float = _setting(30.0)  # how long a claim lasts without being renewed
-    # Between the checkpoints of a request that nobody watches
+    # Between the checkpoints of a request that no client watches
     stream_interval: float = _setting(2.0)
-    redis_retry_seconds: float = _setting(
-        20.0, may_be_zero=True
-    )  # how long one call tries again while Redis cannot answer
-    # Folder under which files, manifests, parts and outputs stand
+    # How long one call retries while Redis cannot answer
+    redis_retry_seconds: float = _setting(20.0, may_be_zero=True)
+    # Folder of files, manifests, parts and outputs
     file_store: str = _setting("./store")
-    # Request bodies of one batch that stand in Redis at once
+    # Request bodies of one batch that Redis holds at once
     window_bytes: int = _setting(64 * 1024 * 1024)
     # Results of a batch in Redis above which none of its lines start
     undrained_bytes: int = _setting(64 * 1024 * 1024)

@@ -38,9 +38,9 @@ class Streams(QueueBase):
         """Entries of the requests' token streams after the given entry ids (`FIRST_ID` for all), in
         each stream's order.
 
-        Waits up to `timeout` seconds for the first one. A stream goes away some time after its
-        request ended, or at once if nobody watched a batch request (its result is then in `results`
-        or a part).
+        Waits up to `timeout` seconds for the first one. A stream is removed some time after its
+        request ended, or at once if no client watched a batch request (its result is then in
+        `results` or a part).
         """
         names = {keys.tokens(str(key)): key for key in positions}
         found = self._read_streams({name: positions[key] for name, key in names.items()}, timeout)
@@ -63,12 +63,12 @@ class Streams(QueueBase):
         return [_parse_control(entry_id, fields) for _, entry_id, fields in found]
 
     def drain(self, worker: str) -> None:
-        """Orders a worker to finish or hand back what it holds and to claim nothing more."""
+        """Order a worker to finish or requeue what it holds and to claim nothing more."""
         self._command("XADD", keys.control(worker), "MAXLEN", "~", 1000, "*", "k", "drain")
         self._command("EXPIRE", keys.control(worker), 600)
 
     def watch(self, target: RequestKey | str, seconds: int) -> str:
-        """Says that somebody reads the token stream of a request, or of every request of a batch:
+        """Record that a client reads the token stream of a request, or of every request of a batch:
         workers then publish at once.
 
         A batch has a stream of its own for as long, whose last entry this returns the id of ("" for
@@ -77,7 +77,7 @@ class Streams(QueueBase):
         return text(self._scripts.call("watch", [str(target), seconds]))
 
     def running(self, batch: str, limit: int | None = None) -> list[RequestKey]:
-        """Requests of a batch that workers began, whoever holds them now, to read along with
+        """Requests of a batch that workers began, wherever they are now, to read along with
         `read_tokens`; the first `limit` of them.
         """
         begun = (

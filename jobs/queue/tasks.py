@@ -60,7 +60,7 @@ def job_id(job: JobName, batch: str, generation: int) -> str:
 
 
 def is_waiting(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
-    """Whether the job stands in its queue and will run when a process is free."""
+    """Return whether the job is in its queue and will run when a process is free."""
     try:
         found = Job.fetch(job_id(job, batch, generation), connection=client, serializer=JSONSerializer)
     except NoSuchJobError:
@@ -70,7 +70,7 @@ def is_waiting(client: redis.Redis, job: JobName, batch: str, generation: int) -
 
 
 def waiting_jobs(client: redis.Redis) -> set[str]:
-    """The ids of all jobs that stand in a queue, for who would have to ask `is_waiting` often."""
+    """Return the ids of all jobs in a queue, which is cheaper than many calls of `is_waiting`."""
     queues = (JobQueue(name, connection=client, serializer=JSONSerializer) for name in set(QUEUES.values()))
     return {job for queue in queues for job in queue.get_job_ids()}
 
@@ -102,9 +102,8 @@ def forget_execution(client: redis.Redis, execution: Execution) -> None:
     with contextlib.suppress(NoSuchJobError):
         _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
     client.unlink(rq.executions.Execution(execution.run, execution.job, connection=client).key)
-    client.zrem(
-        _started(client, execution.queue).key, f"{execution.job}:{execution.run}"
-    )  # also where RQ's job is gone already
+    # Also where RQ's job is gone already
+    client.zrem(_started(client, execution.queue).key, f"{execution.job}:{execution.run}")
 
 
 def _delete(job: Job) -> None:

@@ -29,7 +29,7 @@ _RECHECK_SECONDS = 1.0
 # A folder that changed less long ago may change again under the same time stamp
 _SETTLED_NS = 2 * 10**9
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_LIMIT)]
 
@@ -49,7 +49,7 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeysUnreadable(StoreError):
-    """The folder of keys cannot be read, so nobody can be told from anybody."""
+    """The folder of keys cannot be read, so no request can be authenticated."""
 
 
 def create_key(
@@ -61,7 +61,7 @@ def create_key(
     queued_tokens: int | None = None,
     open_batches: int | None = None,
 ) -> tuple[KeyRecord, str]:
-    """A new key, on disk when this returns, and its secret, which nobody can find out later.
+    """A new key, on disk when this returns, and its secret, which is not stored.
 
     Raises ValueError and `StoreError`.
     """
@@ -85,7 +85,7 @@ def create_key(
     )
     folder = folder_of(store)
     content = msgspec.json.format(msgspec.json.encode(record), indent=1)
-    make_folder(str(folder))  # from then on nobody is let in without a key
+    make_folder(str(folder))  # from then on no request is admitted without a key
     write_bytes(str(folder / (record.id + _SUFFIX)), content)
     return record, secret
 
@@ -102,7 +102,7 @@ def list_keys(store: str) -> list[KeyRecord]:
     except OSError as error:
         raise KeysUnreadable(_unreadable(folder, error)) from error
     for problem in problems:
-        log.error("%s", problem)
+        logger.error("%s", problem)
     return records
 
 
@@ -124,7 +124,7 @@ def revoke_key(store: str, key_id: str) -> None:
 
 
 def folder_of(store: str) -> Path:
-    """Where the records of a file store's keys stand.
+    """Return the folder with the records of a file store's keys.
 
     Raises `StoreError` for a store that is not a local folder.
     """
@@ -135,8 +135,8 @@ class KeyRing:
     """The keys of a file store as a server knows them: read again when the folder changed, looked
     at once a second at most. Thread-safe.
 
-    Methods raise `KeysUnreadable` while a folder that is there, or was, cannot be read: then nobody
-    may be let in.
+    Methods raise `KeysUnreadable` while a folder that is there, or was, cannot be read: then no
+    request may be admitted.
     """
 
     def __init__(self, store: str) -> None:
@@ -193,7 +193,7 @@ class KeyRing:
         except OSError as error:
             return _unreadable(self._folder, error)
         for problem in set(problems) - set(self._problems):
-            log.error("%s", problem)
+            logger.error("%s", problem)
         self._by_hash, self._problems = {record.sha256: record for record in records}, problems
         settled = not problems and time.time_ns() - stamp > _SETTLED_NS
         self._stamp = stamp if settled else None
@@ -201,7 +201,7 @@ class KeyRing:
 
 
 def _read_folder(folder: Path) -> tuple[list[KeyRecord], list[str]]:
-    """The keys, the oldest first, and a sentence for each record that nobody can use.
+    """Return the keys, the oldest first, and a sentence for each unusable record.
 
     Raises OSError.
     """
@@ -214,7 +214,7 @@ def _read_folder(folder: Path) -> tuple[list[KeyRecord], list[str]]:
         except FileNotFoundError:  # revoked just now
             continue
         except (OSError, ValueError) as error:
-            problems.append(f"the key in {folder / name} lets nobody in: {error}")
+            problems.append(f"the key in {folder / name} is unusable: {error}")
     return records, problems
 
 

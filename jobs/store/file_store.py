@@ -28,7 +28,7 @@ PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
 """What a client may upload a file for."""
 RESULT_PURPOSE = "batch_output"
 BATCH_FILE_SECONDS = 30 * 24 * 3600
-"""How long files of batches, and their results, are kept unless somebody says otherwise; other
+"""How long files of batches, and their results, are kept unless the client says otherwise; other
 files stay.
 """
 MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 24 * 3600
@@ -45,12 +45,12 @@ _SUFFIXES = {
     ".pq": ".parquet",
 }
 _RETRY_SECONDS = 3600  # after which what could not be read or removed is looked at again
-_UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is nobody's
+_UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is abandoned
 _PLACE_SECONDS = 6 * 3600
 _BUFFER = 1 << 18
 _GROUP = 500  # records, or files to sweep, at once
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool = True
 
 
-class Page(msgspec.Struct, frozen=True):
+class FilePage(msgspec.Struct, frozen=True):
     """A part of a listing."""
 
     items: list[FileRecord]
@@ -131,15 +131,15 @@ class FileStore:
         return record
 
     def folder(self, file_id: str) -> Path:
-        """Where all of a file stands."""
+        """Return the folder of a file."""
         return self._folder / file_id
 
     def batch_root(self, batch_id: str) -> Path:
-        """Where all of a batch stands."""
+        """Return the folder of a batch."""
         return self.root / BATCHES_FOLDER / batch_id
 
     def content_path(self, record: FileRecord) -> Path:
-        """Where the bytes of a complete file stand."""
+        """Return where the bytes of a complete file are."""
         return self.folder(record.id) / f"content{record.suffix}"
 
     def delete(self, tenant: str, file_id: str) -> None:
@@ -172,8 +172,8 @@ class FileStore:
         """Removes files that have expired, and what uploads that were killed a day ago have left,
         some hundreds or for `seconds`.
 
-        Returns how many. What cannot be removed is tried again later, so that it stands in nobody's
-        way.
+        Returns how many. What cannot be removed is tried again later, so that it delays no other
+        file.
         """
         removed, deadline = 0, time.monotonic() + seconds
         [due] = self._queue.commands([("ZRANGE", keys.FILE_EXPIRY, "-inf", now, "BYSCORE", "LIMIT", 0, _GROUP)])
@@ -181,7 +181,7 @@ class FileStore:
             try:
                 removed += self._sweep_one(file_id, now)
             except StoreError as error:
-                log.error("a file cannot be removed: %s", error)
+                logger.error("failed to remove a file; retrying later: %s", error)
                 self._queue.commands([("ZADD", keys.FILE_EXPIRY, now + _RETRY_SECONDS, file_id)])
             if time.monotonic() >= deadline:
                 break
@@ -213,13 +213,13 @@ class FileStore:
         try:
             record = self._read(file_id)
         except StoreError as error:
-            log.error("a file cannot be listed: %s", error)
+            logger.error("failed to index a file; retrying later: %s", error)
             return [("ZADD", keys.FILE_EXPIRY, "NX", now + _RETRY_SECONDS, file_id)]
         return [("ZADD", keys.FILE_EXPIRY, "NX", now + _UPLOAD_SECONDS, file_id)] if record is None else _index(record)
 
     def list(
         self, tenant: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None
-    ) -> Page:
+    ) -> FilePage:
         """Complete files by creation, those behind `after`, which may be deleted by now.
 
         Raises KeyError if `after` is no file's id.
@@ -233,7 +233,7 @@ class FileStore:
                 break
             place = members[-1]
             found += self._present(name, members)
-        return Page(found[:limit], len(found) > limit)
+        return FilePage(found[:limit], len(found) > limit)
 
     def _members(self, name: str, behind: str | None, order: str, count: int) -> Any:
         """Members of a listing, in its order."""
@@ -254,7 +254,7 @@ class FileStore:
             try:
                 record = self._read(member.partition(":")[2])
             except StoreError as error:
-                log.error("a file is left out of a listing: %s", error)
+                logger.error("omitting a file from a listing: %s", error)
                 continue
             # Of a result that was finished twice, the first
             if record is None or member != _member(record):
@@ -279,7 +279,7 @@ class FileStore:
             with named("cannot read", str(path)):
                 return msgspec.json.decode(path.read_bytes(), type=FileRecord)
         except msgspec.DecodeError as error:
-            log.error("%s is no record of a file: %s", path, error)
+            logger.error("%s is not a valid file record: %s", path, error)
         except StoreError as error:
             if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
                 raise

@@ -1,4 +1,4 @@
-"""Where files stand: a local path or a URI that `pyarrow.fs` knows.
+"""Locations of files: a local path or a URI that `pyarrow.fs` knows.
 
 What is written here is either whole and on disk, or absent.
 """
@@ -150,7 +150,7 @@ class AtomicWriter:
     `close` without it leaves nothing.
 
     `sha256` and `bytes` describe what was written. `scratch` is a folder to write in until then,
-    used if it stands beside the file. Raises `StoreError`, also for a full disk.
+    used if it is beside the file. Raises `StoreError`, also for a full disk.
     """
 
     def __init__(self, location: str, scratch: str | None = None) -> None:
@@ -249,7 +249,7 @@ def exclusive(root: str, patience: float) -> Iterator[None]:
     """
     path = local_path(root)
     if path is None:
-        raise StoreError(f"{root} is remote: a batch's folder must stand on a file system that has locks")
+        raise StoreError(f"{root} is remote: a batch's folder must be on a file system that has locks")
     with named("cannot write to", root):
         handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

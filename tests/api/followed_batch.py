@@ -52,7 +52,7 @@ class Batch:
 
 
 class Steps:
-    """Gives every line its next piece only when told so."""
+    """Give every line its next piece only on demand."""
 
     def __init__(self) -> None:
         self._gates = {line: threading.Semaphore(0) for line in range(1, LINES + 1)}

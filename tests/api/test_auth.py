@@ -1,4 +1,4 @@
-"""Who is let in, as whom, and when nobody is."""
+"""Which requests are admitted, for which tenant, and when none is."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,7 +47,7 @@ def status(url: str, path: str = "/v1/models", **headers: str) -> int:
     return get(url, path, **headers).status_code
 
 
-def test_a_key_lets_its_holder_in_and_nobody_else(serve: Serve, tmp_path: Path) -> None:
+def test_only_requests_with_a_key_are_admitted(serve: Serve, tmp_path: Path) -> None:
     _, secret = create_key(str(tmp_path), tenant="a")
     url = serve()
     official_client(url, secret).models.list()
@@ -93,15 +93,15 @@ def test_a_revoked_key_is_refused_and_the_rest_stay(serve: Serve, tmp_path: Path
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "example.org"])
-def test_beyond_this_machine_nobody_is_served_without_a_key(serve: Serve, host: str) -> None:
+def test_beyond_this_machine_no_client_is_served_without_a_key(serve: Serve, host: str) -> None:
     """`host` is what the server believes to listen on; it is reached by another address here."""
     assert status(serve(host=host)) == 401
     assert status(serve(host=host, insecure=True)) == 200
     assert status(serve()) == 200
 
 
-def test_nobody_is_let_in_once_the_last_key_is_revoked(serve: Serve, tmp_path: Path) -> None:
-    """A proxy may stand before a server that listens on this machine only."""
+def test_no_client_is_admitted_once_the_last_key_is_revoked(serve: Serve, tmp_path: Path) -> None:
+    """A proxy may be in front of a server that listens on this machine only."""
     record, secret = create_key(str(tmp_path), tenant="a")
     url = serve()
     assert status(url, Authorization=f"Bearer {secret}") == 200
@@ -112,12 +112,12 @@ def test_nobody_is_let_in_once_the_last_key_is_revoked(serve: Serve, tmp_path: P
     assert status(serve(insecure=True)) == 200
 
 
-def test_nobody_is_let_in_while_keys_cannot_be_read(serve: Serve, tmp_path: Path) -> None:
+def test_no_client_is_admitted_while_keys_cannot_be_read(serve: Serve, tmp_path: Path) -> None:
     _, secret = create_key(str(tmp_path), tenant="a")
     url = serve()
     assert status(url, Authorization=f"Bearer {secret}") == 200
     (tmp_path / "keys").rename(tmp_path / "away")
-    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 503, 30, "nobody to be let in")
+    wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 503, 30, "all requests to be refused")
     assert get(url).json()["error"]["code"] == "keys_unavailable"
     (tmp_path / "away").rename(tmp_path / "keys")
     wait_until(lambda: status(url, Authorization=f"Bearer {secret}") == 200, 30, "keys to be read again")
@@ -140,7 +140,7 @@ def test_a_key_sends_no_more_requests_a_minute_than_it_may(serve: Serve, tmp_pat
     assert "x-ratelimit-limit-requests" not in get(urls[0], Authorization=f"Bearer {other}").headers
 
 
-def test_the_official_client_waits_as_long_as_it_is_told(serve: Serve, tmp_path: Path, queue: Queue) -> None:
+def test_the_official_client_waits_as_long_as_the_server_says(serve: Serve, tmp_path: Path, queue: Queue) -> None:
     record, secret = create_key(str(tmp_path), tenant="a", requests_per_minute=60)
     url = serve()
     while queue.admit(record.id, 60).admitted:
@@ -163,11 +163,11 @@ def test_a_live_stream_is_shown_to_its_tenant_alone(
 def test_the_lines_of_a_batch_are_shown_to_its_tenant_alone(serve: Serve, tmp_path: Path, queue: Queue) -> None:
     secrets = [create_key(str(tmp_path), tenant=tenant)[1] for tenant in ("a", "b")]
     url = serve()
-    for batch, tenant in (("batch_of_a", "a"), ("batch_of_nobody", "")):
+    for batch, tenant in (("batch_of_a", "a"), ("batch_of_none", "")):
         start_batch(queue, batch, 1, tenant=tenant)
     answers = [
         get(url, f"/v1/streams/{batch}/0", Authorization=f"Bearer {secret}")
-        for batch in ("batch_of_a", "batch_of_nobody", "batch_of_all")
+        for batch in ("batch_of_a", "batch_of_none", "batch_of_all")
         for secret in secrets
         if (batch, secret) != ("batch_of_a", secrets[0])
     ]

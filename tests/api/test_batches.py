@@ -67,7 +67,7 @@ def test_states_and_counts_go_forward_through_the_loss_of_redis(
     look()
     lose_all()
     while get_batch(redis_client, batch.id).state != "finalizing":
-        advance._paces.clear()
+        advance._progress.clear()
         step(redis_client, batch.id)
         look()
         answer_all(redis_client, failing(3, 17), most=7)
@@ -90,7 +90,7 @@ def test_states_and_counts_go_forward_through_the_loss_of_redis(
     assert (seen[-1].status, counts[-1]) == ("completed", (28, 2))
 
 
-def test_a_new_batch_is_told_as_it_was_made(
+def test_a_new_batch_is_shown_as_it_was_made(
     redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the control plane is faster than the answer."""
@@ -174,7 +174,7 @@ def test_a_cancel_that_meets_the_end(
     moment: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever comes first wins, and nobody is told two things."""
+    """The first to come wins, and no client gets two different answers."""
     batch = submit(redis_client, redis_url, tmp_path, lines_of(5))
     while step(redis_client, batch.id).state != "finalizing":
         answer_all(redis_client)

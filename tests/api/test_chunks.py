@@ -27,9 +27,8 @@ def chunks_of(endpoint: str, *entries: StreamEntry, **body: Any) -> list[dict[st
     for chunk in found:
         model = ChatCompletionChunk if endpoint == CHAT else Completion
         choices = chunk.get("choices", [])
-        if "error" not in chunk and all(
-            choice["finish_reason"] or endpoint == CHAT for choice in choices
-        ):  # Completion wants reasons
+        # Completion requires finish reasons
+        if "error" not in chunk and all(choice["finish_reason"] or endpoint == CHAT for choice in choices):
             model.model_validate_json(encode_json(chunk), strict=True)
     return found
 

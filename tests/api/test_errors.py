@@ -77,7 +77,7 @@ def test_a_body_that_stops_coming_is_given_up(redis_url: str, tmp_path: Path) ->
                 assert (answer.status, json.loads(answer.read())["error"]["code"]) == (408, "upload_timeout")
 
 
-def test_a_method_that_a_path_does_not_have_is_told_those_that_it_has(http: httpx.Client) -> None:
+def test_the_error_for_a_wrong_method_names_the_right_ones(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
     assert {"/v1/files", "/v1/files/{file_id}", "/v1/batches", "/v1/batches/{batch_id}/cancel"} <= set(paths)
     for path, operations in paths.items():
@@ -107,7 +107,7 @@ def test_what_the_framework_refuses_has_the_shape_too(tmp_path: Path) -> None:
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "number", "invalid_value")
 
 
-def test_an_error_of_our_own_has_the_shape_too_and_tells_nothing_of_itself(
+def test_an_error_of_our_own_has_the_shape_too_and_reveals_nothing_of_itself(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken() -> None:

@@ -46,7 +46,7 @@ def test_a_full_disk_is_a_507_and_leaves_nothing(redis_client: redis.Redis, redi
         shutil.which("unshare") is None
         or subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True).returncode
     ):
-        pytest.skip("this machine lets nobody mount a small file system")
+        pytest.skip("this machine does not allow mounting a small file system")
     with (
         api_process(redis_url, tmp_path / "store", "unshare", "-rm", "sh", "-c", f'{mount} && exec "$0" "$@"') as (
             url,

@@ -22,7 +22,7 @@ from api.http import lingering
 from api.settings import ApiSettings
 from jobs.batch.client import get_batch
 from jobs.batch.retention import forget_output
-from jobs.batch.submit import NewBatch, submit_batch
+from jobs.batch.submit import BatchSubmission, submit_batch
 from jobs.control import slices
 from jobs.protocol.ids import FILE, new_id
 from jobs.queue.registry import WorkerRecord
@@ -59,7 +59,7 @@ def api_on(redis_url: str, store: FileStore, **settings: Any) -> Iterator[str]:
 
 
 def left(store: FileStore) -> list[str]:
-    """What stands in the store."""
+    """What is in the store."""
     folder = store.root / "files"
     return sorted(os.listdir(folder)) if folder.exists() else []
 
@@ -412,7 +412,9 @@ def batch(
     source = write_input(tmp_path / "in.jsonl", 300)
     queue.register_worker(WorkerRecord("w", ["m"], "ready", 4096, 1.0, "test", 1))
     file = client.files.create(file=source, purpose="batch")
-    new = NewBatch(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", seconds=86400)
+    new = BatchSubmission(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", seconds=86400
+    )
     record = submit_batch(queue, store, new)
     assert step(redis_client, record.id).state == "in_progress"
     step(redis_client, record.id)
@@ -494,7 +496,7 @@ def test_results_are_not_deleted_before_the_end_is_known(
 
 
 class Socket:
-    """A client that says exactly what it is told to."""
+    """A client that sends exactly the given bytes."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -540,7 +542,7 @@ def test_a_client_that_stops_in_the_middle_leaves_nothing(bare: Socket, store: F
     wait_until(lambda: left(store) == [], 60, "nothing stays behind")
 
 
-def test_a_client_that_falls_silent_is_told_and_leaves_nothing(
+def test_a_client_that_falls_silent_gets_an_error_and_leaves_nothing(
     redis_url: str, store: FileStore, long_linger: None
 ) -> None:
     with api_on(redis_url, store, upload_silence_seconds=0.2) as url:
@@ -552,7 +554,7 @@ def test_a_client_that_falls_silent_is_told_and_leaves_nothing(
         assert left(store) == []
 
 
-def test_a_client_is_told_that_the_server_stops(redis_url: str, store: FileStore) -> None:
+def test_a_client_gets_an_error_when_the_server_stops(redis_url: str, store: FileStore) -> None:
     with ExitStack() as running:
         client = Socket(running.enter_context(api_on(redis_url, store)))
         client.begin(3_000_000)
@@ -578,7 +580,7 @@ def test_a_client_that_asks_before_it_sends_is_refused_before(bare: Socket) -> N
 
 
 def test_a_file_is_refused_while_it_comes(bare: Socket, store: FileStore, long_linger: None) -> None:
-    """The client has not been told anything of its size, and goes on sending."""
+    """The server has announced no size limit, and the client goes on sending."""
     bare.begin(None)
     bare.chunk(PURPOSE_PART + part("file", b"x" * 1_000_000, "in.jsonl")[:-2])
     wait_until(lambda: left(store) != [], 60, "the upload has begun")
@@ -603,7 +605,7 @@ def test_a_stranger_reads_why_it_is_turned_away(
     client: openai.OpenAI, store: FileStore, http: httpx.Client, long_linger: None
 ) -> None:
     """Also with a large body, of which nothing is looked at."""
-    create_key(str(store.root), tenant="somebody")
+    create_key(str(store.root), tenant="one")
     wait_until(lambda: http.get("/v1/files").status_code == 401, 30, "a key is asked for")
     with pytest.raises(openai.AuthenticationError):
         client.files.create(file=("in.jsonl", b"x" * 60_000_000), purpose="batch")

@@ -1,4 +1,4 @@
-"""Calls whose Redis goes away or comes back late, without HTTP around them: what the client hears,
+"""Calls whose Redis goes away or comes back late, without HTTP around them: what the client gets,
 and what is left of them.
 """
 
@@ -47,14 +47,14 @@ def test_a_stream_whose_catching_up_fails_ends_with_an_error(gone: bool) -> None
             call = live_call(server.url, Queue(client, QueueSettings(redis_retry_seconds=0.1)))
             await call.submit(RAW)
             events = call.events(StreamEntry(call.key, "1-0", [TokenChunk(0, 0, [5], "some", 0)]))
-            heard = [await anext(events)]
+            received = [await anext(events)]
             if gone:
                 server.stop()
             else:
                 client.set(keys.tokens(str(call.key)), "no stream")
             assert call._inbox is not None
             call._inbox.look()
-            return heard + [event async for event in events]
+            return received + [event async for event in events]
 
     text, error, end = asyncio.run(stream())
     assert b'"some"' in text

@@ -15,7 +15,7 @@ from tests.support.requests import request, start_batch
 _ODD = 'a"b\\c\n\\n{d="e"} 1'
 
 
-def test_everything_is_told_with_its_labels(http: httpx.Client, queue: Queue, redis_client: redis.Redis) -> None:
+def test_every_metric_is_reported_with_its_labels(http: httpx.Client, queue: Queue, redis_client: redis.Redis) -> None:
     for name, state in (("one", "ready"), ("two", "ready"), ("three", "loading")):
         queue.register_worker(WorkerRecord(name, ["m"], state, 128, time.time(), "host", 1))  # type: ignore[arg-type]
     queue.report_gauges(

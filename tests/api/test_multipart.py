@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.http.multipart import MultipartReader, Part
+from api.http.multipart import FormPart, MultipartReader
 
 BOUNDARY = b"--a-b"
 DELIMITER = b"\r\n--" + BOUNDARY
@@ -22,7 +22,7 @@ def read(body: bytes, cuts: list[int]) -> list[tuple[str, str | None, bytes]]:
     edges = sorted({0, len(body), *(cut % (len(body) + 1) for cut in cuts)})
     for start, end in itertools.pairwise(edges):
         for piece in reader.feed(body[start:end]):
-            if isinstance(piece, Part):
+            if isinstance(piece, FormPart):
                 found.append((piece.name, piece.filename, b""))
             else:
                 name, filename, content = found[-1]

@@ -1,5 +1,5 @@
-"""What a call hears of its worker: each choice in order and once, however much the stream of its
-API process lost or says again.
+"""What a call receives from its worker: each choice in order and once, however much the stream of
+its API process lost or repeats.
 """
 
 import asyncio
@@ -34,25 +34,27 @@ def arrived(queue: Queue) -> list[StreamEntry]:
     return [entry for _, entry in queue.read_api(API, "0-0", 0)]
 
 
-def hear(queue: Queue, key: RequestKey, entries: list[StreamEntry]) -> list[StreamEntry]:
+def receive(queue: Queue, key: RequestKey, entries: list[StreamEntry]) -> list[StreamEntry]:
     """What a reader gets that is behind by all of them, up to the result."""
 
     async def read() -> list[StreamEntry]:
         inbox = Inbox(key, queue)
         for entry in entries:
             inbox.put(entry)
-        heard = [await asyncio.wait_for(inbox.get(), 60)]
-        while heard[-1].result is None:
-            heard.append(await asyncio.wait_for(inbox.get(), 60))
-        return heard
+        received = [await asyncio.wait_for(inbox.get(), 60)]
+        while received[-1].result is None:
+            received.append(await asyncio.wait_for(inbox.get(), 60))
+        return received
 
     return asyncio.run(read())
 
 
-def check(heard: list[StreamEntry], tokens: int) -> None:
+def check(received: list[StreamEntry], tokens: int) -> None:
     for choice in range(2):
-        assert [token_id for entry in heard for token_id in entry.token_ids(choice)] == list(range(tokens))
-        assert "".join(entry.text(choice) for entry in heard) == "".join(f"{number % 10}" for number in range(tokens))
+        assert [token_id for entry in received for token_id in entry.token_ids(choice)] == list(range(tokens))
+        assert "".join(entry.text(choice) for entry in received) == "".join(
+            f"{number % 10}" for number in range(tokens)
+        )
 
 
 @pytest.mark.parametrize("missing", [slice(0, 0), slice(0, 3), slice(2, 4), slice(4, 6), slice(5, 6)])
@@ -60,20 +62,20 @@ def test_what_the_stream_lost_comes_from_the_requests_own(queue: Queue, claim: C
     publish(queue, claim, 6)
     entries = arrived(queue)
     del entries[missing]
-    check(hear(queue, claim.key, entries), 6)
+    check(receive(queue, claim.key, entries), 6)
 
 
 def test_a_slow_reader_misses_nothing(queue: Queue, claim: Claim) -> None:
     publish(queue, claim, QUEUE_LENGTH + 20)
-    check(hear(queue, claim.key, arrived(queue)), QUEUE_LENGTH + 20)
+    check(receive(queue, claim.key, arrived(queue)), QUEUE_LENGTH + 20)
 
 
 def test_what_comes_again_is_dropped(queue: Queue, claim: Claim) -> None:
     publish(queue, claim, 5)
     entries = arrived(queue)
-    heard = hear(queue, claim.key, [*entries[:3], *entries[1:4], *entries[2:]])
-    check(heard, 5)
-    assert len(heard) == len(entries)
+    received = receive(queue, claim.key, [*entries[:3], *entries[1:4], *entries[2:]])
+    check(received, 5)
+    assert len(received) == len(entries)
 
 
 def test_a_server_that_was_rolled_back_says_the_end_again_and_differently_cut(queue: Queue, claim: Claim) -> None:
@@ -81,13 +83,13 @@ def test_a_server_that_was_rolled_back_says_the_end_again_and_differently_cut(qu
     *entries, last = arrived(queue)
     chunks = [TokenChunk(choice, 2, [2, 3, 4, 5], "2345", 2) for choice in range(2)]
     again = [StreamEntry(claim.key, "12-0", chunks), StreamEntry(claim.key, "12-2", [], result=last.result)]
-    check(hear(queue, claim.key, [*entries, *again]), 6)
+    check(receive(queue, claim.key, [*entries, *again]), 6)
 
 
 def test_a_call_that_ends_with_less_than_was_seen_still_ends(queue: Queue, claim: Claim) -> None:
     """Its last tokens were lost with the server's last second, and then its last worker was."""
     publish(queue, claim, 4)
     *entries, last = arrived(queue)
-    heard = hear(queue, claim.key, [*entries, StreamEntry(claim.key, "4-2", [], result=last.result)])
-    check(heard, 4)
-    assert heard[-1].result is not None
+    received = receive(queue, claim.key, [*entries, StreamEntry(claim.key, "4-2", [], result=last.result)])
+    check(received, 4)
+    assert received[-1].result is not None

@@ -42,10 +42,10 @@ def check_chat(client: openai.OpenAI) -> None:
         assert texts[choice.index] == choice.message.content
         assert reasons[choice.index] == choice.finish_reason == "length"
         assert choice.logprobs is not None
-        expected, told = choice.logprobs.content or [], tokens[choice.index]
-        assert [one.token for one in told] == [one.token for one in expected]
-        assert [one.logprob for one in told] == pytest.approx([one.logprob for one in expected], abs=1e-3)
-        assert [len(one.top_logprobs) for one in told] == [2] * 40
+        expected, streamed = choice.logprobs.content or [], tokens[choice.index]
+        assert [one.token for one in streamed] == [one.token for one in expected]
+        assert [one.logprob for one in streamed] == pytest.approx([one.logprob for one in expected], abs=1e-3)
+        assert [len(one.top_logprobs) for one in streamed] == [2] * 40
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 3 * 40
 

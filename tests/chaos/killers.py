@@ -33,7 +33,7 @@ class Kind:
 
 
 class Killers:
-    """Draws from a deck in which each kind stands as often as it weighs; the first time round once
+    """Draws from a deck that contains each kind as often as it weighs; the first time round once
     each.
     """
 
@@ -122,7 +122,7 @@ def kill_core(killers: Killers) -> str:
 
 
 def break_core(killers: Killers) -> str | None:
-    """Not again soon: a request that three cores in a row ended with is dead_letter by right."""
+    """Wait between kills: a request with which three cores in a row crash is dead-lettered."""
     if killers.now < killers.next_segv:
         return None
     killers.next_segv = killers.now + 30

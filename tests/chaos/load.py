@@ -130,7 +130,7 @@ class Load:
         return self._stopping.is_set() and not self.unfinished and not any(thread.is_alive() for thread in callers)
 
     def token_totals(self) -> tuple[int, int]:
-        """Tokens generated and delivered, over all lives of Redis, as far as it was told of
+        """Tokens generated and delivered, over all lives of Redis, as far as it got reports of
         them.
         """
         generated, delivered = self._fleet.queue.token_totals()
@@ -143,14 +143,14 @@ class Load:
         self.lives += 1
 
     def note_empty(self) -> None:
-        """The same, where it loses everything; workers that live on will tell the next one of all
+        """The same, where it loses everything; workers that live on will report to the next one all
         their tokens again.
         """
         generated, delivered = self.token_totals()
-        told_again = sum(
+        reported_again = sum(
             int(self._fleet.client.get(keys.counted(worker.id)) or 0) for worker in self._fleet.queue.workers()
         )
-        self._lost_totals = generated - told_again, delivered
+        self._lost_totals = generated - reported_again, delivered
         self.note_loss()
 
     def _feed(self) -> None:

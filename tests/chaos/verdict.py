@@ -77,7 +77,7 @@ def judge(
     # While the control plane still clears away what stopped workers leave
     found += leftovers(fleet.client)
     codes |= fleet.stop("jobs")
-    found += [f"{name} ended with exit code {code} when it was told to stop" for name, code in codes.items() if code]
+    found += [f"{name} ended with exit code {code} when it was ordered to stop" for name, code in codes.items() if code]
     found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
     found += [f"left running: {command_line(pid)}" for pid in _left_running({*others, fleet.redis.pid})]
     found += faults(fleet.client)
@@ -114,7 +114,7 @@ def _batch_faults(batch: Batch) -> list[str]:
     counts = Counter(result["custom_id"] for result in [*answered, *failed])
     answers = dict(batch.answers)
     found += [
-        f"{name}: {custom_id} stands there {counts[custom_id]} times"
+        f"{name}: {custom_id} is there {counts[custom_id]} times"
         for custom_id in {*counts, *answers}
         if counts[custom_id] != 1
     ]

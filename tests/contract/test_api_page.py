@@ -1,4 +1,4 @@
-"""docs/api.md: its examples run as they stand, one after the other, and it names every route that
+"""docs/api.md: its examples run as printed, one after the other, and it names every route that
 there is.
 """
 
@@ -118,7 +118,7 @@ def test_the_python_examples_run(
         client.files.retrieve(names["file"].id)
 
 
-def test_the_difference_in_lines_that_never_ran_is_as_told(stack: BatchStack, client: openai.OpenAI) -> None:
+def test_the_difference_in_lines_that_never_ran_is_as_documented(stack: BatchStack, client: openai.OpenAI) -> None:
     batch = client.batches.cancel(waiting_batch(stack, client))
     batch = wait(client, batch.id)
     assert batch.request_counts is not None
@@ -149,9 +149,9 @@ def finishing(stack: BatchStack, route: str, batch_id: str) -> Iterator[None]:
 
 
 def finish_once_watched(stack: BatchStack, batch_id: str) -> None:
-    """Has the batch's line answered when somebody reads its tokens, or those of the whole batch."""
+    """Has the batch's line answered when a client reads its tokens, or those of the whole batch."""
     with contextlib.closing(connect(stack.redis_url)) as redis:
-        wait_until(lambda: any(redis.zmscore(keys.WATCHED, [batch_id, f"{batch_id}/1"])), 60, "somebody to watch")
+        wait_until(lambda: any(redis.zmscore(keys.WATCHED, [batch_id, f"{batch_id}/1"])), 60, "a client to watch")
         with serving_the_away(stack):
             wait_until(lambda: get_batch(redis, batch_id).ended, 60, "the batch to end")
 

@@ -245,7 +245,7 @@ def test_ids_of_no_batch_are_unknown(http: httpx.Client, batch_id: str, method: 
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_an_unknown_batch_is_told_as_the_hosted_service_does(client: openai.OpenAI) -> None:
+def test_an_unknown_batch_gets_the_error_of_the_hosted_service(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.batches.retrieve("batch_0123456789abcdef01234567")
     assert re.search("no batch found|not found", str(caught.value).lower())

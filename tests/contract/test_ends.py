@@ -96,16 +96,15 @@ def test_a_window_that_ends_leaves_a_line_for_the_rest(client: openai.OpenAI) ->
     assert batch.expired_at is not None
     assert batch.expired_at >= batch.created_at + 4
     assert batch.request_counts is not None
-    if (
-        batch.request_counts.total
-    ):  # how far a busy machine comes in that time is not said, nor whether it reads the file
+    # A busy machine may not even read the file in that time
+    if batch.request_counts.total:
         check_rest(client, batch, "batch_expired", set())
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(batch.id)
 
 
 def check_rest(client: openai.OpenAI, batch: Batch, code: str, ran: set[str]) -> None:
-    """Each of the four lines stands in one file, those that `ran` with their end, those without a
+    """Each of the four lines is in one file, those that `ran` with their end, those without a
     worker with the code.
     """
     assert batch.request_counts is not None

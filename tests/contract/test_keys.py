@@ -1,4 +1,4 @@
-"""Keys through the official client: who has none is not let in, and nobody sees what belongs to
+"""Keys through the official client: a client without one is refused, and none sees what belongs to
 another tenant.
 """
 
@@ -32,7 +32,7 @@ def secrets(store: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def api_url(store: Path, secrets: dict[str, str]) -> Iterator[str]:
-    """An API whose batches nobody works on."""
+    """An API whose batches no worker runs."""
     with running_server() as server, running_api(ApiSettings(redis_url=server.url, file_store=str(store))) as url:
         yield url
 

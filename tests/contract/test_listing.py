@@ -12,7 +12,7 @@ from tests.contract.test_files import refused
 
 @pytest.fixture(scope="module")
 def files(module_client: openai.OpenAI) -> list[str]:
-    """Five files, oldest first; nobody else has files of this purpose."""
+    """Five files, oldest first; no other test has files of this purpose."""
     return [module_client.files.create(file=(f"{number}.bin", b"x"), purpose="vision").id for number in range(5)]
 
 

@@ -103,7 +103,7 @@ def test_a_model_without_a_worker_is_accepted(client: openai.OpenAI, stack: Batc
 
 
 def entries(batch: Batch) -> list[Entry]:
-    """What `errors` tells, without its words."""
+    """What `errors` reports, without its words."""
     assert batch.status == "failed", batch
     assert batch.errors is not None
     assert batch.errors.data is not None

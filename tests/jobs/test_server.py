@@ -43,7 +43,7 @@ def test_a_long_path_gets_a_short_socket(tmp_path: Path) -> None:
 
 
 def test_nothing_is_lost_when_the_server_is_killed(tmp_path: Path) -> None:
-    """Waiting, running and finished requests, checkpoints, counts and fences stand as they
+    """Waiting, running and finished requests, checkpoints, counts and fences are as they
     stood.
     """
     with PrivateServer(tmp_path / "redis") as server:

@@ -76,7 +76,7 @@ def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: s
         assert run.wait(120) == 0, run.output
         wait_until(lambda: not any(map(is_running, children)), 60, "all children to end")
         assert re.search(r"the worker-[01] process was killed by SIGKILL; it is started again", run.output)
-        assert len(re.findall(r"^worker-[01]: .* stopped; 0 requests were handed back", run.output, re.MULTILINE)) == 2
+        assert len(re.findall(r"^worker-[01]: .* stopped; requeued 0 requests", run.output, re.MULTILINE)) == 2
 
 
 @pytest.mark.proof

@@ -693,18 +693,18 @@ def _sizes() -> Iterator[BadRequest]:
     )
     yield _of(CHAT, message(content="word " * 2_000_000), "a message of 10 MB", "messages", words=words, **too_long)
     yield _of(CHAT, message(content="🙂" * 2000), "a message of 2000 emoji", "messages", words=words, **too_long)
-    told = {"code": "invalid_value", "words": "at most 524288 can be given", "needs_model": True}
+    fields = {"code": "invalid_value", "words": "at most 524288 can be given", "needs_model": True}
     yield _of(
-        CHAT, chat(n=128, max_tokens=1000, logprobs=True, top_logprobs=20), "2.7 million logprobs", "logprobs", **told
+        CHAT, chat(n=128, max_tokens=1000, logprobs=True, top_logprobs=20), "2.7 million logprobs", "logprobs", **fields
     )
     body = without(chat(n=128, logprobs=True, top_logprobs=20), "max_tokens")
-    yield _of(CHAT, body, "logprobs of 128 answers without a limit", "logprobs", **told)
+    yield _of(CHAT, body, "logprobs of 128 answers without a limit", "logprobs", **fields)
     yield _of(
         COMPLETIONS,
         completion(prompt=[[5] * 2000] * 100, prompt_logprobs=20),
         "4 million of prompts",
         "prompt_logprobs",
-        **told,
+        **fields,
     )
     yield _of(
         CHAT,

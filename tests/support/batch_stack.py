@@ -68,7 +68,7 @@ def echo_or_fail(claim: Claim) -> Result:
 def serving(redis_url: str, model: str) -> Iterator[None]:
     """A worker for a model.
 
-    When it has gone nobody waits for it, as for one whose record lasts some leases longer.
+    When it has gone no process waits for it, as for one whose record lasts some leases longer.
     """
     with Answering(redis_url, echo_or_fail, models=(model,)) as worker:
         yield

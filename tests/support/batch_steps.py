@@ -16,7 +16,7 @@ JOBS = {"validating": validate.run, "in_progress": advance.run, "finalizing": fi
 
 
 def begin(client: redis.Redis, url: str, source: Path, **options: Any) -> BatchRecord:
-    """A batch beside its input; models default to `m`, failures to standing inline."""
+    """A batch beside its input; models default to `m`, failures to inline ones."""
     slices.use_server(url)
     options = {"models": ("m",), "error_file": "inline", "output": str(source.with_name("out.jsonl"))} | options
     retry_failed = options.pop("retry_failed", False)

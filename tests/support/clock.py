@@ -18,7 +18,7 @@ class Clock:
     """
 
     def __init__(self, file: Path) -> None:
-        """`file` holds the offset; the folder it stands in must be there."""
+        """`file` holds the offset; its folder must exist."""
         self._file = file
         self.offset = 0.0
         file.write_bytes(struct.pack("q", 0))

@@ -1,4 +1,4 @@
-/* Preloaded into a process, it moves the wall clock that the process sees by as many nanoseconds as stand in the file that
+/* Preloaded into a process, it moves the wall clock that the process sees by as many nanoseconds as are written in the file that
    CLOCK_OFFSET_FILE names, at any moment. Monotonic clocks go on as they are, as they do on a machine whose clock is set. */
 
 #define _GNU_SOURCE

@@ -34,7 +34,7 @@ def run_pipeline(
 def running_pipeline(
     *arguments: object, redis_url: str | None = None, **environment: str
 ) -> Iterator["RunningCommand"]:
-    """Starts the command; at the end it is told to stop and waited for."""
+    """Starts the command; at the end it is stopped and waited for."""
     started = RunningCommand(command(*arguments), command_environment(redis_url, environment))
     try:
         yield started
@@ -60,9 +60,8 @@ class RunningCommand:
     def output(self) -> str:
         """What it printed so far."""
         file = self._output.fileno()
-        return os.pread(file, os.fstat(file).st_size, 0).decode(
-            errors="replace"
-        )  # at no cost to where the command writes
+        # pread does not move the offset at which the command writes
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
     def wait_for(self, text: str, timeout: float = 150) -> str:
         """Waits until `text` was printed; returns everything so far."""

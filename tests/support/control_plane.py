@@ -1,4 +1,4 @@
-"""The control plane as real processes, and a stand-in for the workers that answers what it
+"""The control plane as real processes, and a substitute for the workers that answers what it
 claims.
 """
 
@@ -110,7 +110,7 @@ class Answering:
         self._thread.join()
 
     def stop(self) -> None:
-        """Tells it to end; a server that is gone holds it up for as long as the queue tries
+        """Order it to end; a server that is gone holds it up for as long as the queue tries
         again.
         """
         self._stop.set()
@@ -166,9 +166,9 @@ class ControlPlane:
         process.wait()
 
     def stop(self) -> None:
-        """SIGTERM to all, once they can hear it; fails if one does not end in time."""
+        """SIGTERM to all, once they handle it; fails if one does not end in time."""
         for name, process in self.processes.items():
-            wait_until(partial(_hears_or_ended, process), 60, f"{name} to be up")
+            wait_until(partial(_handles_it_or_ended, process), 60, f"{name} to be up")
         for process in self.processes.values():
             process.terminate()
         codes = {name: process.wait(timeout=60) for name, process in self.processes.items()}
@@ -176,7 +176,7 @@ class ControlPlane:
         assert set(codes.values()) <= {0}, codes
 
 
-def _hears_or_ended(process: subprocess.Popen[bytes]) -> bool:
+def _handles_it_or_ended(process: subprocess.Popen[bytes]) -> bool:
     return process.poll() is not None or catches(process.pid, signal.SIGTERM)
 
 

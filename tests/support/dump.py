@@ -29,7 +29,7 @@ return found
 
 
 class Dump:
-    """Every key at one moment, whoever else is at work."""
+    """Every key at one moment, whatever else is running."""
 
     def __init__(self, client: redis.Redis) -> None:
         found: Any = sorted(client.eval_ro(_READ_ALL, 0))

@@ -89,7 +89,7 @@ def parse_events(lines: Iterator[str]) -> Iterator[Event]:
 
 
 def batch_texts(events: Iterable[Event]) -> dict[str, str]:
-    """What each request was told to have generated; fails where something is missing, or comes
+    """What the stream says that each request generated; fails where something is missing, or comes
     twice but for a new beginning.
     """
     pieces: defaultdict[str, list[str]] = defaultdict(list)

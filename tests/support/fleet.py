@@ -58,7 +58,7 @@ class Member:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it is past its start, and nobody has told it to stop: another order would then be
+        """Whether it is past its start, and it was not ordered to stop: another order would then be
         its first.
         """
         return self.is_running and not self._is_leaving and catches(self.pid, signal.SIGTERM)
@@ -156,7 +156,7 @@ class Fleet:
         return {name: member.exits for name, member in self.members.items() if member.exits}
 
     def look_after(self) -> None:
-        """Starts again what ended; Redis is started again by whoever stopped it."""
+        """Starts again what ended; the test that stopped Redis starts it again."""
         for member in self.members.values():
             member.look_after()
 

@@ -101,7 +101,7 @@ class _Check:
         known = {worker.decode() for worker in self.hash(keys.WORKERS)}
         listed = [("waits for", keys.waiting("")), ("serves", keys.serving(""))]
         return [
-            f"{worker}: {what} {model}, and nobody knows it"
+            f"{worker}: {what} {model}, which is not registered"
             for what, prefix in listed
             for model in self.dump.starting(prefix)
             for worker in sorted(self.members(prefix + model) - known)

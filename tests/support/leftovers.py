@@ -14,7 +14,7 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:batch:.*": 30 * 24 * 3600,  # records of ended batches
     r"\{q\}:tok:live_.*": 300,  # streams of ended live calls, for those who were cut
     r"\{q\}:api:.*": 300,
-    r"\{q\}:batch_tok:.*": 180,  # of batches that somebody read
+    r"\{q\}:batch_tok:.*": 180,  # of batches that a client read
     r"\{q\}:claim:.*": 120,
     r"\{q\}:counted:.*": 24 * 3600,
     r"\{q\}:ctl:.*": 600,
@@ -30,7 +30,7 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
 
 
 def leftovers(client: Any, patience: float = 60.0) -> list[str]:
-    """Sentences about keys that nobody accounts for; those of workers that just stopped get the
+    """Sentences about unexpected keys; those of workers that just stopped get the
     time to go away.
     """
     deadline = time.monotonic() + patience
@@ -43,7 +43,7 @@ def leftovers(client: Any, patience: float = 60.0) -> list[str]:
 
 def _fault(client: Any, raw: bytes) -> str | None:
     key, left = raw.decode(errors="replace"), client.ttl(raw)
-    if key == keys.WATCHED:  # its members go when nobody watches any more
+    if key == keys.WATCHED:  # its members go when no client watches any more
         last = client.zrange(raw, -1, -1, withscores=True)
         left = int(last[0][1] / 1000 - client.time()[0]) if last else -2
     if key.startswith("rq:failed:"):  # RQ takes out what such jobs left when its time has come
@@ -54,4 +54,4 @@ def _fault(client: Any, raw: bytes) -> str | None:
     for pattern, seconds in _GO_AWAY.items():
         if re.fullmatch(pattern, key, re.DOTALL):
             return None if 0 <= left <= seconds else f"the key {key} lasts for {left} s"
-    return f"nobody accounts for the key {key}"
+    return f"unexpected key {key}"

@@ -1,4 +1,4 @@
-"""Ports that nobody else is given while a test has need of them."""
+"""Ports that no other test gets while a test needs them."""
 
 import socket
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ def reserved_port() -> Iterator[int]:
     """One for a server that is started later, or again.
 
     It is bound here, and so given to none who asks for just any; the server may bind it all the
-    same, because nobody listens here and both set SO_REUSEADDR.
+    same, because no process listens here and both set SO_REUSEADDR.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

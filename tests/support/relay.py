@@ -10,7 +10,7 @@ _CHUNK = 1 << 16
 
 
 class Relay:
-    """Listens on a port of its own and passes on what it hears; `url` is the server's, by way of
+    """Listens on a port of its own and passes on what it receives; `url` is the server's, by way of
     it.
     """
 

@@ -1,4 +1,4 @@
-"""An input that takes as long to be read as a test wants, so that whoever reads it is found in the
+"""An input that takes as long to be read as a test needs, so that its reader is found in the
 middle, however fast the machine is.
 """
 

@@ -12,7 +12,7 @@ from jobs.batch.client import BatchRecord
 from jobs.batch.completion_log import read_log
 from jobs.batch.manifest import Manifest, load_manifest
 from jobs.batch.retention import forget_output
-from jobs.batch.submit import NewBatch, submit_batch
+from jobs.batch.submit import BatchSubmission, submit_batch
 from jobs.control import slices
 from jobs.protocol.validation import CHAT
 from jobs.queue.registry import WorkerRecord
@@ -51,7 +51,7 @@ def submit(
 ) -> BatchRecord:
     """A new batch of a file that is uploaded first; `m` is served.
 
-    `asked` are fields of `NewBatch`.
+    `asked` are fields of `BatchSubmission`.
     """
     serve(client, url, "m")
     return submit_file(
@@ -62,11 +62,11 @@ def submit(
 def submit_file(client: redis.Redis, folder: Path, file_id: str, **asked: Any) -> BatchRecord:
     """A new batch of a file that is there, or not."""
     asked = {"endpoint": CHAT, "completion_window": "24h", "seconds": 86400.0} | asked
-    return submit_batch(Queue(client), store_of(client, folder), NewBatch(input_file_id=file_id, **asked))
+    return submit_batch(Queue(client), store_of(client, folder), BatchSubmission(input_file_id=file_id, **asked))
 
 
 def manifest_of(record: BatchRecord) -> Manifest:
-    """What stands on disk."""
+    """What is on disk."""
     manifest = load_manifest(record.spec.root)
     assert manifest is not None
     return manifest

@@ -15,8 +15,8 @@ def wait_until(condition: Callable[[], T], timeout: float, what: str) -> T:
     """Polls `condition` until it is truthy and returns its value; fails the test after `timeout`
     seconds, naming `what`.
 
-    The last look begins after the deadline, so that whoever was held up until then still sees what
-    is true by now.
+    The last look begins after the deadline, so that a test that was held up until then still sees
+    what is true by now.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001

@@ -46,7 +46,7 @@ class WorkerProcess:
     def wait_ready(self, instead_of: WorkerRecord | None = None) -> WorkerRecord:
         """Its record once that says ready.
 
-        After the death of a core, only what is not `instead_of` tells of the next one.
+        After the death of a core, only a record that is not `instead_of` is the next one's.
         """
 
         def ready() -> WorkerRecord | None:

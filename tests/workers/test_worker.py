@@ -77,7 +77,7 @@ def submit_batch(
 
 
 def submit_live(queue: Queue, body: dict[str, Any], endpoint: str = CHAT) -> tuple[RequestKey, str]:
-    """A live call and the API process that hears of it."""
+    """A live call and the API process that gets its tokens."""
     number = next(_numbers)
     live_id, api = f"live_{number}", f"api_{number}"
     queue.submit(live_id, Request(endpoint, body["model"], json.dumps(body).encode(), seed=1, reply_to=api))
@@ -85,7 +85,7 @@ def submit_live(queue: Queue, body: dict[str, Any], endpoint: str = CHAT) -> tup
 
 
 def follow(queue: Queue, api: str, until: int | None = None, timeout: float = 120.0) -> list[StreamEntry]:
-    """What an API process hears, up to the result or the given number of entries."""
+    """What an API process receives, up to the result or the given number of entries."""
     entries: list[StreamEntry] = []
     last = FIRST_ID
     deadline = time.monotonic() + timeout
@@ -292,7 +292,7 @@ def test_an_idle_worker_uses_next_to_nothing(shared: tuple[Queue, WorkerProcess]
     wait_for_rest([worker.pid, worker.core_pid], 0.01)
 
 
-def test_a_worker_tells_what_its_engine_does(shared: tuple[Queue, WorkerProcess]) -> None:
+def test_a_worker_reports_what_its_engine_does(shared: tuple[Queue, WorkerProcess]) -> None:
     """Every few seconds; on a CPU no GPU is reported."""
     queue, worker = shared
     worker_id = worker.wait_ready().id

@@ -114,7 +114,7 @@ def test_a_core_that_cannot_be_replaced_at_once_is_replaced_later(queue: Queue, 
         record = worker.wait_ready()
         model.unlink()
         os.kill(worker.core_pid, signal.SIGKILL)
-        wait_until(lambda: "another engine core is started in 1 s" in worker.log(), 60, "a core that cannot start")
+        wait_until(lambda: "starting another engine core in 1 s" in worker.log(), 60, "a core that cannot start")
         model.symlink_to(DEMO_MODEL)
         worker.wait_ready(instead_of=record)
         assert worker.stop() == 0
@@ -123,7 +123,7 @@ def test_a_core_that_cannot_be_replaced_at_once_is_replaced_later(queue: Queue, 
 @pytest.mark.proof
 def test_a_core_that_refuses_the_workers_own_request_is_replaced(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, ready=False, **poisoned_environment(Poison("", "memory"))) as worker:
-        wait_until(lambda: "another engine core is started in 1 s" in worker.log(), 120, "two cores that fail")
+        wait_until(lambda: "starting another engine core in 1 s" in worker.log(), 120, "two cores that fail")
         assert worker.stop() == 0
         assert "failed at the first request" in worker.log()
         assert "Traceback" not in worker.log()
@@ -145,9 +145,9 @@ def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) 
                 )
         assert worker.process.wait(60) == 1
         log = worker.log()
-        assert "6 engine cores in a row have died, and no more are started" in log
+        assert "6 engine cores in a row have died; not starting another" in log
         pauses = ("\n", " in 1 s\n", " in 2 s\n", " in 4 s\n", " in 8 s\n")
-        assert [log.count(f"another engine core is started{pause}") for pause in pauses] == [1] * 5
+        assert [log.count(f"starting another engine core{pause}") for pause in pauses] == [1] * 5
         assert "Traceback" not in log
         assert worker.record is None
         assert queue.ready_length(batch) == 1
@@ -219,8 +219,8 @@ def test_a_rolling_restart_loses_no_token_and_computes_none_again(queue: Queue, 
         assert [published(queue, key) for key in keys] == [150] * len(bodies)
         assert all(worker.stop() == 0 for worker in workers)
     totals = queue.token_totals()
-    # A stopping worker has some steps under way, whose tokens nobody waits for. Who began again
-    # would compute a thousand tokens twice.
+    # A stopping worker has some steps under way, whose tokens no client waits for. A request that
+    # began again would compute a thousand tokens twice.
     assert 0 <= totals.generated - totals.delivered <= 16 * len(bodies)
 
 

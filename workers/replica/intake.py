@@ -15,13 +15,13 @@ from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.scripts import MAX_ITEMS
 from workers.replica.leases import Leases
 from workers.replica.preparation import Preparation
-from workers.replica.prepared import Prepared
+from workers.replica.prepared import PreparedRequest
 from workers.replica.running import Load
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-"""How often an idle worker asks for work without having been told that there is some."""
+"""How often an idle worker asks for work without a notification."""
 
 _PAUSE_AFTER_ERROR = 0.5
 _FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
@@ -42,7 +42,7 @@ class Intake:
         leases: Leases,
         preparation: Preparation,
         load: Callable[[], Load],
-        start: Callable[[list[Prepared], list[Finished]], None],
+        start: Callable[[list[PreparedRequest], list[Finished]], None],
     ) -> None:
         """`load` is what the engine has; `start` takes what was prepared, and the results of what
         cannot run.
@@ -66,9 +66,8 @@ class Intake:
         self._rung = True
         self._more = True
         self._failing = False
-        self._seq = (
-            time.time_ns() // 1000
-        )  # rises over the life of the worker's name, whatever happened to earlier claims
+        # Rises over the life of the worker's name, whatever happened to earlier claims
+        self._seq = time.time_ns() // 1000
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
 
     def bell(self) -> None:
@@ -144,10 +143,8 @@ class Intake:
         """Claims once, and hands on what was given; False when Redis cannot answer."""
         loop = asyncio.get_running_loop()
         load = self._load()
-        room, live_room = (
-            self._requests_for(self._free(load), load),
-            self._requests_for(self._free_for_live(load), load),
-        )
+        room = self._requests_for(self._free(load), load)
+        live_room = self._requests_for(self._free_for_live(load), load)
         self._idle.clear()
         try:
             rung, self._rung = self._rung, False
@@ -171,7 +168,7 @@ class Intake:
             claims = self._queue.claim(self._worker, self._seq, room, models=self._models, live_limit=live_room)
         except QueueUnavailable as error:
             if not self._failing:
-                logger.warning("no work can be claimed until Redis is back: %s", error)
+                logger.warning("Redis unavailable; not claiming requests: %s", error)
             self._failing = True
             return None
         self._failing = False
@@ -182,9 +179,8 @@ class Intake:
 
     async def _sleep(self, seconds: float) -> None:
         try:
-            async with asyncio.timeout(
-                seconds
-            ):  # Python 3.11's wait_for may lose a cancellation that comes with the bell
+            # Python 3.11's wait_for may lose a cancellation that comes with the bell
+            async with asyncio.timeout(seconds):
                 await self._wake.wait()
         except TimeoutError:
             self._rung = True

@@ -70,14 +70,14 @@ class Leases:
                 lost = set(self._queue.renew(self._worker, held, self._generated()))
             except QueueUnavailable as error:
                 if not failing:
-                    logger.warning("leases cannot be renewed: %s", error)
+                    logger.warning("Redis unavailable; cannot renew leases: %s", error)
                 failing = True
                 continue
             except Exception:
-                logger.exception("leases cannot be renewed")
+                logger.exception("failed to renew leases")
                 continue
             if failing:
-                logger.info("leases are renewed again")
+                logger.info("Redis available again; renewing leases")
                 failing = False
             if lost and not self._stopped.is_set():
                 self._on_lost([(key, fence) for key, fence in held if key in lost])

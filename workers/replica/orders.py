@@ -44,7 +44,7 @@ class Control:
                 self._stopped.wait(_PAUSE_AFTER_ERROR)
                 continue
             except Exception:
-                logger.exception("orders cannot be read")
+                logger.exception("failed to read control messages")
                 self._stopped.wait(_PAUSE_AFTER_ERROR)
                 continue
             if orders and not self._stopped.is_set():

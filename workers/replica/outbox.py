@@ -43,7 +43,7 @@ class Outbox:
         """`generated` says how many tokens the worker has generated in its life, in the sending
         thread.
 
-        `on_ended` hears of leases that ended with a result, `on_lost` of those that were lost.
+        `on_ended` is called with leases that ended with a result, `on_lost` with lost ones.
         """
         self._queue = queue
         self._worker = worker
@@ -133,14 +133,14 @@ class Outbox:
                 self._closed.wait(_PAUSE_AFTER_ERROR)
                 continue
             if self._failing and not self._refused:
-                logger.info("Redis is back")
+                logger.info("Redis available again; publishing results")
                 self._failing = False
             return [(delta.key, delta.fence) for delta in deltas if delta.key in lost]
         return None
 
     def _warn(self, error: QueueUnavailable) -> None:
         if not self._failing:
-            logger.warning("tokens and results wait until Redis is back: %s", error)
+            logger.warning("Redis unavailable; holding tokens and results: %s", error)
         self._failing = True
 
     def _wake_at(self, when: float) -> None:

@@ -14,9 +14,16 @@ from jobs.protocol import fields
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import CHAT, Call, decode_body, parse_call
-from workers.replica.prepared import Prepared, Prompt
+from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.requests_in_flight import rejected
-from workers.replica.sampling_params import Limits, SamplingMaker, check_logprobs, check_token, prompt_name, too_long
+from workers.replica.sampling_params import (
+    ModelLimits,
+    SamplingMaker,
+    check_logprobs,
+    check_token,
+    prompt_name,
+    too_long,
+)
 from workers.text.errors import EncodingError, TemplateError
 from workers.text.tokenizer import TextTokenizer
 
@@ -47,13 +54,13 @@ class _Pending:
 class Preparation:
     """Prepares requests in bulk; thread-safe."""
 
-    def __init__(self, tokenizer: TextTokenizer, models: Sequence[str], limits: Limits) -> None:
+    def __init__(self, tokenizer: TextTokenizer, models: Sequence[str], limits: ModelLimits) -> None:
         self._tokenizer = tokenizer
         self._models = frozenset(models)
         own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._limits = dataclasses.replace(limits, eos_token_ids=tuple(dict.fromkeys((*limits.eos_token_ids, *own))))
 
-    def prepare(self, claims: Sequence[Claim]) -> tuple[list[Prepared], list[Finished]]:
+    def prepare(self, claims: Sequence[Claim]) -> tuple[list[PreparedRequest], list[Finished]]:
         """What can run, in order, and the error results of what cannot."""
         pending: list[_Pending] = []
         errors: list[Finished] = []
@@ -66,7 +73,7 @@ class Preparation:
             self._tokenise(
                 [item for item in pending if (item.call.endpoint == CHAT) == chats], special_tokens=not chats
             )
-        prepared: list[Prepared] = []
+        prepared: list[PreparedRequest] = []
         for item in pending:
             try:
                 prepared.append(self._check(item))
@@ -144,13 +151,13 @@ class Preparation:
         for item in pending:
             item.token_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in item.given]
 
-    def _check(self, item: _Pending) -> Prepared:
+    def _check(self, item: _Pending) -> PreparedRequest:
         if item.error is not None:
             param = prompt_name(item.call)
             raise ApiError(400, f"Invalid '{param}': {item.error}", param=param, code="invalid_value")
         prompts = [self._prompt(item, number, token_ids) for number, token_ids in enumerate(item.token_ids)]
         check_logprobs(item.call, prompts)
-        return Prepared(item.claim, item.call, prompts, self._tokenizer)
+        return PreparedRequest(item.claim, item.call, prompts, self._tokenizer)
 
     def _prompt(self, item: _Pending, number: int, token_ids: list[int]) -> Prompt:
         call, param = item.call, item.param(number)
@@ -190,9 +197,9 @@ class Preparation:
 
 
 def _answer_for(error: Exception, claim: Claim) -> ApiError:
-    """What the caller hears of an error; one that nobody foresaw ends this request alone."""
+    """Return the caller's error; an unforeseen one ends this request alone."""
     if isinstance(error, ApiError):
         return error
-    logger.error("%s cannot be prepared", claim.key, exc_info=error)
+    logger.error("failed to prepare request %s", claim.key, exc_info=error)
     reason = " ".join(str(error).split())[:500] or type(error).__name__
     return ApiError(500, f"The request cannot be prepared: {reason}", "server_error", code="internal_error")

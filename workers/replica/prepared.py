@@ -22,11 +22,11 @@ class Prompt:
 
     token_ids: list[int]
     sampling: SamplingParams
-    text: str = ""  # with echo: what stands before every choice's text
+    text: str = ""  # with echo: what precedes every choice's text
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRequest:
     """A claimed request that can run: parsed, rendered, tokenised and checked against the model's
     limits.
     """

@@ -33,29 +33,29 @@ from workers.replica.leases import Leases
 from workers.replica.orders import Control
 from workers.replica.outbox import Outbox
 from workers.replica.preparation import Preparation
-from workers.replica.prepared import Prepared
+from workers.replica.prepared import PreparedRequest
 from workers.replica.quarantine import HARMLESS_TOKENS, Quarantine
 from workers.replica.running import Running
-from workers.replica.sampling_params import Limits
+from workers.replica.sampling_params import ModelLimits
 from workers.settings import WorkerSettings
 from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 5.0
-"""How long a stopping worker waits for Redis to take its last results, and to hear what it hands
-back.
+"""How long a stopping worker waits for Redis to take its last results and the requests that it
+requeues.
 """
 
 PACE_SECONDS = 0.5
-"""How long a draining worker looks at its requests, at least, before it tells which of them cannot
-finish in time.
+"""How long a draining worker measures, at least, before it decides which requests cannot finish in
+time.
 """
 
 PACE_STEPS = 2
 """How many steps it sees meanwhile, at least, unless the core's process is stopped."""
 
-_TELL_AGAIN_SECONDS = 0.5
+_RETRY_SECONDS = 0.5
 _TRY_LENGTH = 15  # tokens; fewer than a block of the KV cache, so that nothing of it stays there
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class Replica:
         return self._intake is not None and self._intake.isolated
 
     async def run(self, pause: float = 0.0) -> None:
-        """Serves until told to stop; the core is started after `pause` seconds, in which the
+        """Serves until ordered to stop; the core is started after `pause` seconds, in which the
         registry has the worker already.
 
         Raises WorkerError or EngineStartError when it cannot start, and EngineDeadError, everything
@@ -140,14 +140,14 @@ class Replica:
             await self._end()
 
     async def _pause(self, seconds: float) -> bool:
-        """False when told to stop meanwhile."""
+        """False when ordered to stop meanwhile."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
         return not self._stopping.is_set()
 
     async def _load(self) -> bool:
-        """Tokenizer and engine, side by side; False when told to stop meanwhile."""
+        """Tokenizer and engine, side by side; False when ordered to stop meanwhile."""
         started = time.monotonic()
         engine = asyncio.create_task(self._load_engine())
         stopping = asyncio.create_task(self._stopping.wait())
@@ -221,7 +221,7 @@ class Replica:
     async def _become_ready(self, tokenizer: TextTokenizer) -> None:
         info, models = self._engine.info, self._settings.models
         preparation = Preparation(
-            tokenizer, models, Limits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
+            tokenizer, models, ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
         )
         leases, running = self._leases, self._running
         self._intake = Intake(
@@ -253,7 +253,7 @@ class Replica:
         ]
 
     async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Returns when told to stop; raises what ended a task."""
+        """Returns when ordered to stop; raises what ended a task."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -270,7 +270,7 @@ class Replica:
             if any(output.finish):
                 self._intake.room_made()
 
-    def _start_requests(self, prepared: list[Prepared], errors: list[Finished]) -> None:
+    def _start_requests(self, prepared: list[PreparedRequest], errors: list[Finished]) -> None:
         assert self._intake is not None
         assert self._quarantine is not None
         self._running.start(prepared)
@@ -289,7 +289,7 @@ class Replica:
         await self._requeue(unstarted)
         if len(self._running):
             logger.info(
-                "draining: %d requests have %.0f s to finish",
+                "draining: %d requests may run for up to %.0f s",
                 len(self._running.keys()),
                 self._settings.shutdown_timeout,
             )
@@ -309,7 +309,7 @@ class Replica:
         if steps.done() and isinstance(death := steps.exception(), EngineDeadError) and death.by_itself:
             raise death
         begun += await self._give_up(self._running.keys())
-        logger.info("stopped; %d requests were handed back, %d of them with a beginning", len(unstarted) + begun, begun)
+        logger.info("stopped; requeued %d requests, %d of them partly generated", len(unstarted) + begun, begun)
 
     async def _take_nothing_more(self) -> None:
         if self._intake is not None and self._quarantine is not None:
@@ -345,18 +345,18 @@ class Replica:
 
     async def _deliver_last(self, deltas: list[Delta]) -> None:
         if not await self._in_time(self._outbox.deliver(deltas)):
-            logger.warning("Redis is away: the last results are lost, and their requests will run again")
+            logger.warning("Redis unavailable; the last results are lost and their requests run again")
 
     async def _requeue(self, held: list[Held], cleared: bool = False) -> None:
         await self._let_go(held, lambda: self._queue.requeue(self.id, held, cleared=cleared))
 
     async def _let_go(self, held: list[Held], action: Callable[[], object]) -> None:
-        """Leases are renewed until Redis has heard what becomes of the requests: run out, they
-        would count as a worker's death.
+        """Run `action` and drop the leases. They are renewed until Redis has recorded it: expired,
+        they would count as a worker's death.
         """
         if held:
-            if not await self._in_time(self._until_heard(action)):
-                logger.warning("Redis is away: %d requests wait there until their leases have run out", len(held))
+            if not await self._in_time(self._until_recorded(action)):
+                logger.warning("Redis unavailable; %d requests wait until their leases expire", len(held))
             self._leases.drop(held)
 
     def _generated(self) -> int:
@@ -393,7 +393,7 @@ class Replica:
         running = self._running.lose(held)
         self._leases.drop(held)
         if running:
-            logger.warning("%d requests were taken away: their leases ran out or they were cancelled", running)
+            logger.warning("lost %d requests: their leases expired or they were cancelled", running)
 
     def _from_thread(self, action: Callable[[T], None]) -> Callable[[T], None]:
         """The same action, called from another thread, runs in the event loop."""
@@ -424,7 +424,7 @@ class Replica:
             task.cancel()
             stopping.cancel()
 
-    async def _until_heard(self, action: Callable[[], object]) -> None:
+    async def _until_recorded(self, action: Callable[[], object]) -> None:
         failing = False
         while True:
             try:
@@ -432,24 +432,20 @@ class Replica:
                 return
             except QueueUnavailable as error:
                 if not failing:
-                    logger.warning("Redis did not hear of it, and is told again: %s", error)
+                    logger.warning("Redis unavailable; retrying requeue every %.1f s: %s", _RETRY_SECONDS, error)
                 failing = True
-                await asyncio.sleep(_TELL_AGAIN_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _call(self, action: Callable[[], object]) -> None:
-        """A call to Redis that is not worth failing for: leases run out by themselves, and records
-        too.
-        """
+        """Call Redis and ignore outages: leases and records expire by themselves."""
         try:
             await asyncio.to_thread(action)
         except QueueUnavailable as error:
-            logger.warning("Redis did not hear of it: %s", error)
+            logger.warning("Redis unavailable: %s", error)
 
 
 def _unfit(error: EngineDeadError, tokens: int) -> EngineDeadError:
-    """What is to be said of a core that ended by itself at a request of `tokens` tokens which is
-    nobody's.
-    """
+    """Return the error of a core that crashed at the worker's own request of `tokens` tokens."""
     blame = (
         f"an engine core failed at a harmless request of {tokens} tokens, so the device or the installation is at"
         " fault, not a request"

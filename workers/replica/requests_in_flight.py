@@ -11,7 +11,7 @@ from jobs.protocol.bodies import new_body_id, response_body
 from jobs.protocol.requests import Claim, Delta, Finished, TokenChunk
 from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
 from workers.engine.messages.core import EngineRequest, TokenLogprobs
-from workers.replica.prepared import Prepared
+from workers.replica.prepared import PreparedRequest
 from workers.replica.sequence import Sequence, at_most, positions
 
 
@@ -37,7 +37,7 @@ class RequestInFlight:
         "waiting",
     )
 
-    def __init__(self, prepared: Prepared, ids: Iterator[int], next_publish: float) -> None:
+    def __init__(self, prepared: PreparedRequest, ids: Iterator[int], next_publish: float) -> None:
         """Takes an id for each choice that needs the engine; `next_publish` is when its first
         tokens are due, on the monotonic clock.
         """

@@ -18,14 +18,14 @@ from jobs.queue.request_queue import Held
 from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import EngineDeadError
 from workers.engine.messages.core import EngineRequest, Finish, StepOutput
-from workers.replica.prepared import Prepared
+from workers.replica.prepared import PreparedRequest
 from workers.replica.requests_in_flight import RequestInFlight, rejected
 from workers.replica.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 WATCHED_SECONDS = 60.0
-"""How long a request counts as watched that was when it was claimed; whoever watches says so again
+"""How long a request counts as watched that was when it was claimed; its reader says so again
 before that.
 """
 
@@ -85,7 +85,7 @@ class Running:
         live = sum(len(request.running) for request in self._requests.values() if request.claim.live)
         return Load(len(self._requests), len(self._sequences) - live, live)
 
-    def start(self, prepared: Iterable[Prepared]) -> None:
+    def start(self, prepared: Iterable[PreparedRequest]) -> None:
         """Hands requests to the engine, with what earlier workers generated as a forced
         beginning.
         """
@@ -193,7 +193,7 @@ class Running:
         return [key for key, now in left.items() if not key.live and now > max(0, before.get(key, now) - now) * times]
 
     def watch(self, order: ControlMessage) -> None:
-        """Somebody reads the tokens of these requests, or of every request of a batch, for a
+        """A client reads the tokens of these requests, or of every request of a batch, for a
         while.
         """
         until = self._clock() + order.seconds
@@ -232,9 +232,8 @@ class Running:
 
     def _add(self, requests: list[EngineRequest]) -> None:
         if requests:
-            with contextlib.suppress(
-                EngineDeadError
-            ):  # whoever takes its steps hears of that, and gives all of this up
+            # The task that takes the engine's steps gets the same error and ends the replica
+            with contextlib.suppress(EngineDeadError):
                 self._engine.add(requests)
 
     def _abort(self, request_ids: list[int]) -> None:
@@ -242,7 +241,7 @@ class Running:
             with contextlib.suppress(EngineDeadError):
                 self._engine.abort(request_ids)
 
-    def _begin(self, item: Prepared, now: float) -> list[EngineRequest]:
+    def _begin(self, item: PreparedRequest, now: float) -> list[EngineRequest]:
         """What the engine is to have of a request at once; nothing if what was published is the
         whole of it.
         """
@@ -305,8 +304,8 @@ class Running:
 
 
 def _unforeseen(claim: Claim, error: Exception) -> ApiError:
-    """What nobody foresaw ends one request, not the worker with all of them."""
-    logger.error("%s cannot go on", claim.key, exc_info=error)
+    """Return the error of a request that failed for an unforeseen reason; the worker goes on."""
+    logger.error("request %s failed", claim.key, exc_info=error)
     return ApiError(
         500, f"The answer cannot be made: {' '.join(str(error).split())[:500]}", "server_error", code="internal_error"
     )

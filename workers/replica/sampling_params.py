@@ -17,7 +17,7 @@ from workers.text.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ModelLimits:
     """What the engine can take, tokens of prompt and output together and token ids, and which of
     these end a text.
     """
@@ -34,7 +34,7 @@ worker and its answer hold all at once.
 
 _NOMINAL_TOKENS = 4096
 """What a choice counts for that may take the rest of the context: few take it, and a long context
-alone should refuse nobody.
+alone should refuse no request.
 """
 
 
@@ -45,7 +45,7 @@ MOST_BAD_WORD_TOKENS = 8192
 class SamplingMaker:
     """Makes the parameters of one call's prompts."""
 
-    def __init__(self, call: Call, seed: int, tokenizer: TextTokenizer, limits: Limits) -> None:
+    def __init__(self, call: Call, seed: int, tokenizer: TextTokenizer, limits: ModelLimits) -> None:
         """`seed` is for a call that names none.
 
         Raises ApiError for a parameter that the model cannot honour.

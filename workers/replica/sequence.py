@@ -57,9 +57,8 @@ class Sequence:
         self.number = number
         self.token_ids: list[int] = [] if checkpoint is None else list(checkpoint.token_ids)
         self.published_tokens = self._resumed_tokens = len(self.token_ids)
-        self.cached_tokens = (
-            0 if checkpoint is None else checkpoint.cached_tokens
-        )  # of the prompt, from its first engine's prefix cache
+        # Of the prompt, from its first engine's prefix cache
+        self.cached_tokens = 0 if checkpoint is None else checkpoint.cached_tokens
         self._prompt = prompt
         self._call = call
         self._sampling = prompt.sampling

@@ -340,7 +340,7 @@ def test_waiting_reports_changes_and_stops_in_time(redis_client: redis.Redis, re
 
 @pytest.mark.parametrize("step_of_it", ["cancel_batch", "_command"])
 @pytest.mark.parametrize("by", ["start", "rebuild"])
-def test_a_kill_while_a_record_is_removed_holds_nobody_up(
+def test_a_kill_while_a_record_is_removed_delays_no_other(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_of_it: str, by: str
 ) -> None:
     class Killed(BaseException):
@@ -409,7 +409,7 @@ def test_the_completion_window_counts_by_the_clock_of_redis(
 
 
 def test_the_caller_decides_how_long_a_look_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = connect(f"unix://{tmp_path}/nobody.sock")
+    client = connect(f"unix://{tmp_path}/missing.sock")
     started = time.monotonic()
     with pytest.raises(QueueUnavailable):
         get_batch(client, "batch_x", retry_seconds=0)

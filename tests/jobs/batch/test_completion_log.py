@@ -35,7 +35,7 @@ SEED = 20261121
 
 
 class Killed(BaseException):
-    """Stands for a kill at one exact point."""
+    """A kill at one exact point."""
 
 
 def joined(root: Path, extent: Extent, offset: int, limit: int | None = None) -> tuple[bytes, int]:
@@ -145,7 +145,7 @@ def test_a_drain_killed_anywhere_logs_each_success_once(
 
 def drain(client: redis.Redis, batch: str) -> BatchRecord:
     """A slice of a process that knows nothing of the batch."""
-    advance._paces.clear()
+    advance._progress.clear()
     return step(client, batch)
 
 

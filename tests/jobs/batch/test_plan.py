@@ -57,7 +57,7 @@ def open_files(folder: Path) -> int:
     return found
 
 
-def test_lines_of_one_system_prompt_stand_together_long_ones_first(tmp_path: Path) -> None:
+def test_lines_of_one_system_prompt_run_together_long_ones_first(tmp_path: Path) -> None:
     rng = random.Random(SEED)
     systems = [f"You are helper number {n}. " * 20 for n in range(7)]
     bodies = [chat(rng.choice(systems), f"question {n}", rng.randrange(1, 500)) for n in range(300)]

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from jobs.batch import register as register_module
 from jobs.batch.client import BatchRecord, list_batches
 from jobs.batch.line_index import LineIndex
-from jobs.batch.submit import NewBatch, TooManyBatches, submit_batch
+from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.control import validate
 from jobs.control.ticker import Ticker
 from jobs.protocol.validation import CHAT, COMPLETIONS
@@ -44,7 +44,7 @@ from tests.support.store_batches import (
 
 
 class Killed(BaseException):
-    """Stands for a kill at one exact point."""
+    """A kill at one exact point."""
 
 
 def codes(record: BatchRecord) -> list[tuple[str, int | None, str | None]]:
@@ -98,7 +98,7 @@ def test_a_full_disk_makes_no_batch(
 def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     serve(redis_client, redis_url, "m")
     file_id = put(store_of(redis_client, tmp_path), lines_of(1))
-    new = NewBatch(input_file_id=file_id, endpoint=CHAT, completion_window="24h", seconds=60.0)
+    new = BatchSubmission(input_file_id=file_id, endpoint=CHAT, completion_window="24h", seconds=60.0)
     queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0))
     redis_client.config_set("maxmemory", "1")
     try:
@@ -119,7 +119,7 @@ def test_a_redis_that_fills_up_while_a_batch_is_made(
     """
     serve(redis_client, redis_url, "m")
     store = store_of(redis_client, tmp_path)
-    new = NewBatch(input_file_id=put(store, lines_of(3)), endpoint=CHAT, completion_window="24h", seconds=60.0)
+    new = BatchSubmission(input_file_id=put(store, lines_of(3)), endpoint=CHAT, completion_window="24h", seconds=60.0)
     queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0.0))
     owner: Any = register_module if refused == "enqueue" else redis.Redis
     real = getattr(owner, name := "enqueue" if refused == "enqueue" else "execute_command")
@@ -345,16 +345,16 @@ def test_a_model_without_a_worker_is_known_and_waited_for(
     assert step(redis_client, record.id).state == "in_progress"
 
 
-def test_a_model_that_is_first_heard_of_while_the_file_is_checked(
+def test_a_model_that_is_registered_while_the_file_is_checked(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
-    """An emptied Redis hears of models as their workers renew their leases."""
+    """Models come back to an emptied Redis as their workers renew their leases."""
     record = submit(redis_client, redis_url, tmp_path, lines_of(3))
     redis_client.delete("{q}:models")
-    heard = threading.Timer(0.3, serve, (redis_client, redis_url, "m"))
-    heard.start()
+    served = threading.Timer(0.3, serve, (redis_client, redis_url, "m"))
+    served.start()
     assert step(redis_client, record.id).state == "in_progress"
-    heard.join()
+    served.join()
 
 
 def test_tokens_that_may_be_queued(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ MONTH = 30 * 24 * 3600
 
 
 class Killed(BaseException):
-    """Stands for a kill at one exact point."""
+    """A kill at one exact point."""
 
 
 @pytest.mark.parametrize(("failures", "files"), [((), (True, False)), ((1, 2), (False, True))])

@@ -26,7 +26,7 @@ from tests.support.integrity import faults
 
 
 class Killed(BaseException):
-    """Stands for a kill at one exact point; nothing may catch it on the way out."""
+    """A kill at one exact point; nothing may catch it on the way out."""
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -65,7 +65,7 @@ def test_seeds_are_spread_and_fixed() -> None:
     assert seed_of(0, 1) == 0xE220A8397B1DCDAF >> 1  # the first output of splitmix64 seeded with 0
 
 
-def test_the_window_bounds_what_stands_in_redis(
+def test_the_window_bounds_what_redis_holds(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 400, user="x" * 20_000)
@@ -177,12 +177,12 @@ def test_a_drain_killed_anywhere_loses_and_doubles_nothing(
         real(*arguments, **options)
         raise Killed
 
-    advance._paces.clear()
+    advance._progress.clear()
     with monkeypatch.context() as patch:
         patch.setattr(owner, point, run_then_die if after else die)
         with pytest.raises(Killed):
             step(redis_client, batch)
-    advance._paces.clear()  # a new process remembers nothing
+    advance._progress.clear()  # a new process remembers nothing
     answer_all(redis_client, most=15)
     record = run_to_end(redis_client, batch)
     assert (record.completed, record.failed) == (60, 0)
@@ -301,7 +301,7 @@ def test_a_slice_ends_quietly_when_redis_forgets_the_batch_under_it(
         return real(*arguments)
 
     monkeypatch.setattr(advance, point, forget)
-    advance._paces.clear()
+    advance._progress.clear()
     advance.run(batch, 1)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert "problem" not in Queue(redis_client).batch_fields(batch)

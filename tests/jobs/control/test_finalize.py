@@ -34,7 +34,7 @@ def ready_to_finalize(client: redis.Redis, url: str, source: Path, **options: An
     return batch
 
 
-def test_inline_failures_stand_in_their_place(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_inline_failures_are_in_their_place(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 10)).id
     record = run_to_end(redis_client, batch, failing(3, 8))
     assert (record.state, record.total, record.completed, record.failed) == ("completed", 10, 8, 2)
@@ -123,7 +123,7 @@ def test_an_empty_parquet_output_has_its_columns(redis_client: redis.Redis, redi
 
 
 class Killed(BaseException):
-    """Stands for a kill at one exact point."""
+    """A kill at one exact point."""
 
 
 @pytest.mark.parametrize("call", ["write_outputs", "commit", "save_manifest", "transition", "clean_up"])

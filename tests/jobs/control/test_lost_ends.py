@@ -1,4 +1,4 @@
-"""Batches whose end stands on disk, while Redis lost it or was never told: nothing that was
+"""Batches whose end is on disk, while Redis lost it or never got it: nothing that was
 published is taken back.
 """
 
@@ -30,7 +30,7 @@ from tests.support.store_batches import (
 
 
 class Killed(BaseException):
-    """Stands for a kill at one exact point."""
+    """A kill at one exact point."""
 
 
 def roll_back(client: redis.Redis, saved: dict[bytes, tuple[bytes, int]]) -> None:
@@ -133,7 +133,7 @@ def test_an_output_that_is_deleted_before_redis_knows_of_the_end(
         store_of(redis_client, tmp_path).get("", str(record.output_file_id))
 
 
-def test_every_bad_line_is_told_after_a_kill(
+def test_every_bad_line_is_reported_after_a_kill(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = submit(redis_client, redis_url, tmp_path, b"nonsense\n" * 5)
@@ -175,9 +175,8 @@ def test_a_redis_that_lost_the_cancel(redis_client: redis.Redis, redis_url: str,
     cancel_batch(redis_client, record.id)
     for generations in (5, 10):  # while it is cancelling, and when it has ended
         roll_back(redis_client, saved)
-        redis_client.hincrby(
-            keys.batch(record.id), "generation", generations
-        )  # as the ticker does until it is beyond the manifest's
+        # As the ticker does until it is beyond the manifest's
+        redis_client.hincrby(keys.batch(record.id), "generation", generations)
         while not (ended := step(redis_client, record.id)).ended:
             assert ended.state == "cancelling"
         assert ended.state == "cancelled"

@@ -214,7 +214,7 @@ def test_retention_reads_no_batch_that_is_too_young_to_be_due(
     assert manifest_of(record).batch_id == record.id
 
 
-def test_files_that_cannot_be_removed_stand_in_no_others_way(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_removed_delay_no_others(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     stuck, other = (put(store, lines_of(1)) for _ in range(2))
     (store.folder(stuck) / "folder").mkdir()
     monkeypatch.setattr(file_store, "_GROUP", 1)
@@ -236,9 +236,7 @@ def test_a_clock_of_redis_that_ran_ahead_removes_nothing(
     assert store_of(redis_client, tmp_path).get("", str(record.output_file_id)).complete
 
 
-def test_what_is_wrong_with_a_file_stands_on_disk_alone(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_a_file_is_on_disk_alone(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"nonsense\n" * 1200).id)
     assert (record.state, len(record.errors)) == ("failed", 1001)
     size: Any = redis_client.memory_usage(keys.batch(record.id))

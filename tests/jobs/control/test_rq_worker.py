@@ -37,7 +37,7 @@ def spec_of(source: Path) -> BatchSpec:
 
 
 def test_a_small_batch_runs_through_without_waiting(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    """Whoever waits for a tick, or for RQ to look, waits each time, and so one of many that did not
+    """A run that waits for a tick, or for RQ's poll, waits each time, so one of many that did not
     is enough.
     """
     seconds: list[float] = []
@@ -121,7 +121,7 @@ def test_sigterm_ends_a_long_job_at_its_next_beat(redis_client: redis.Redis, red
 
 
 @pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])
-def test_sigterm_is_heard_from_the_start(redis_url: str, name: str) -> None:
+def test_sigterm_is_handled_from_the_start(redis_url: str, name: str) -> None:
     plane = ControlPlane(redis_url)
     plane.start(name)
     plane.stop()
@@ -146,7 +146,7 @@ def test_children_die_with_their_parent(redis_client: redis.Redis, redis_url: st
     wait_until(lambda: not is_running(child), 60, "the child is gone")
 
 
-def test_an_outage_of_redis_stops_nobody(tmp_path: Path) -> None:
+def test_an_outage_of_redis_stops_no_process(tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 2000)
     with running_server() as server, control_plane(server.url) as plane, Answering(server.url, limit=16, pause=0.005):
         url, client = server.url, connect(server.url)

@@ -61,7 +61,7 @@ def test_one_leads_and_the_next_takes_over(redis_client: redis.Redis, monkeypatc
     assert first.lead()
 
 
-def test_a_stop_whose_exception_was_lost_is_heard(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_whose_exception_was_lost_is_obeyed(redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch) -> None:
     """Signals come at any moment, also in a destructor, out of which no exception gets."""
     monkeypatch.setattr(ticker, "_stopping", threading.Event())
     with contextlib.suppress(Exception):

@@ -121,7 +121,7 @@ def test_a_line_too_long_is_named(
     assert codes(record) == [(2, "line_too_long", None)]
 
 
-def test_the_default_model_stands_in(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_the_default_model_is_filled_in(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(chat_line("a", model=None) + chat_line("b", model="m"))
     record = run_to_end(redis_client, begin(redis_client, redis_url, source, default_model="m").id)
@@ -140,7 +140,7 @@ def judge(claim: Claim) -> Result:
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
 @pytest.mark.parametrize("default_model", [None, "m"])
-def test_odd_lines_go_all_the_way_and_stop_nobody(
+def test_odd_lines_go_all_the_way_and_stop_no_process(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, output: str, default_model: str | None
 ) -> None:
     """What validation lets pass, every later stage reads; a bad value in a body costs that line

@@ -122,7 +122,7 @@ def test_the_first_token_of_an_echoed_prompt_has_no_logprob() -> None:
     assert (logprobs["top_logprobs"], logprobs["text_offset"]) == ([None, {"a": -0.5}], [0, 1])
 
 
-def test_tokens_behind_a_stop_string_stand_at_the_end_of_the_text() -> None:
+def test_tokens_behind_a_stop_string_are_at_the_end_of_the_text() -> None:
     body = completion_body("cmpl-1", "m", [Choice(0, "abc", "stop", "def", tokens(b"ab", b"c", b"d", b"ef"))], USAGE, 1)
     assert body["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3, 3]
 
@@ -192,7 +192,7 @@ def test_offsets_go_on_from_chunk_to_chunk() -> None:
         9,
         10,
         11,
-    ]  # a held back text cannot tell that a token left nothing in it
+    ]  # a held back text does not show that a token left nothing in it
     assert offsets.of(tokens(b"g", b"h"), "defgh") == [7, 8]
 
 

@@ -1,4 +1,4 @@
-"""What one reader of JSON takes, all of them take, however deep in the program they stand."""
+"""What one reader of JSON takes, all of them take, however deep in the program they are."""
 
 import contextlib
 import json

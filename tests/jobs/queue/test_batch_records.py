@@ -119,19 +119,19 @@ class TestDrain:
             queue.drained("batch_a", "part-1", range(MAX_PART_LINES + 1))
 
 
-def test_low_water_is_told_once_for_each_crossing(queue: Queue) -> None:
+def test_low_water_is_reported_once_for_each_crossing(queue: Queue) -> None:
     start_batch(queue, "batch_a", 10)
     queue.transition("batch_a", ["in_progress"], "in_progress", {"low_water": 4})
 
-    def told() -> int:
+    def reports() -> int:
         return len(queue.control_messages(keys.JOBS_CONTROL, "0-0", 0))
 
     queue.claim("w1", 1, 5, models=[MODEL])
-    assert told() == 0
+    assert reports() == 0
     queue.claim("w1", 2, 2, models=[MODEL])
-    assert told() == 1
+    assert reports() == 1
     queue.claim("w1", 3, 9, models=[MODEL])
-    assert told() == 1
+    assert reports() == 1
 
 
 def test_forget_leaves_nothing(queue: Queue, redis_client: redis.Redis) -> None:

@@ -1,4 +1,4 @@
-"""The stream of a batch that somebody reads: what workers say about all of its requests, in one
+"""The stream of a batch that a client reads: what workers say about all of its requests, in one
 place.
 """
 
@@ -35,10 +35,10 @@ def test_holds_what_all_requests_of_the_batch_were_given(queue: Queue, redis_cli
     queue.commit("w1", [finished(one, last=delta(one, 3, [5], "e", 3)), finished(two, status=500)])
     queue.requeue("w1", [(three.key, three.fence)])
     entries = read(queue, last_id)
-    told = [
+    published = [
         (entry.key, [(chunk.token_ids, chunk.text) for chunk in entry.chunks], entry.succeeded) for entry in entries
     ]
-    assert told == [
+    assert published == [
         (one.key, [([1, 2], "ab")], None), (two.key, [([3], "c")], None), (one.key, [([4], "d")], None),
         (one.key, [([5], "e")], True), (two.key, [], False),
     ]  # fmt: skip
@@ -49,7 +49,7 @@ def test_holds_what_all_requests_of_the_batch_were_given(queue: Queue, redis_cli
     assert faults(redis_client) == []
 
 
-def test_there_is_none_where_nobody_reads(queue: Queue, redis_client: redis.Redis) -> None:
+def test_there_is_none_where_no_client_reads(queue: Queue, redis_client: redis.Redis) -> None:
     one, two, _ = begin(queue)
     queue.watch(two.key, 60)
     queue.publish("w1", [delta(one, 0, [1], "a"), delta(two, 0, [1], "a")])
@@ -101,7 +101,7 @@ def test_a_position_that_was_trimmed_or_is_of_another_stream_is_none(queue: Queu
     assert queue.read_batch("batch_a", last) is None
 
 
-def test_what_is_large_stands_in_the_stream_of_its_request_only(queue: Queue) -> None:
+def test_what_is_large_is_in_the_stream_of_its_request_only(queue: Queue) -> None:
     one, _, _ = begin(queue)
     last_id = queue.watch("batch_a", 60)
     queue.publish("w1", [delta(one, 0, [1], LARGE)])

@@ -63,7 +63,7 @@ class Workers(threading.Thread):
 
 
 class Reading:
-    """What one reader was told."""
+    """What one reader received."""
 
     def __init__(self) -> None:
         self.tokens: defaultdict[RequestKey, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""What workers tell of themselves, and how much waits."""
+"""What workers report of themselves, and how much waits."""
 
 import redis
 
@@ -55,4 +55,4 @@ def test_ended_batches_cost_no_command(queue: Queue, redis_client: redis.Redis) 
 
 def _commands(client: redis.Redis) -> int:
     stats: dict[str, dict[str, int]] = client.info("commandstats")  # type: ignore[assignment]
-    return sum(told["calls"] for name, told in stats.items() if name != "cmdstat_info")
+    return sum(entry["calls"] for name, entry in stats.items() if name != "cmdstat_info")

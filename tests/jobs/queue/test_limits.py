@@ -1,4 +1,4 @@
-"""Requests per minute of a key: never more than its bucket gives, whoever counts."""
+"""Requests per minute of a key: never more than its bucket gives, whichever process counts."""
 
 import threading
 import time
@@ -44,7 +44,7 @@ def test_a_limit_may_change_at_any_time(queue: Queue) -> None:
     assert queue.admit("k", 1).wait_seconds > 50
 
 
-def test_a_clock_that_went_back_holds_nobody_up_for_more_than_a_minute(queue: Queue, redis_client: redis.Redis) -> None:
+def test_a_clock_that_went_back_blocks_no_key_for_more_than_a_minute(queue: Queue, redis_client: redis.Redis) -> None:
     queue.admit("k", 2)
     age(redis_client, "k", -10_000)
     assert queue.admit("k", 2).wait_seconds <= 30

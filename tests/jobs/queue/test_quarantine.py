@@ -136,9 +136,9 @@ class TestSuspect:
             quarantine(queue, f"w{number}", take(queue, f"w{number}", 1))
         fields = queue.batch_fields("batch_a")
         assert (fields["completed"], fields["failed"], fields["body_bytes"]) == ("0", "1", "0")
-        told = queue.control_messages(keys.JOBS_CONTROL, "0-0", 0)
+        messages = queue.control_messages(keys.JOBS_CONTROL, "0-0", 0)
         # Its list ran empty, and it ended
-        assert [message.batch for message in told] == ["batch_a", "batch_a"]
+        assert [message.batch for message in messages] == ["batch_a", "batch_a"]
 
     def test_hands_the_checkpoint_along(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 1)
@@ -304,7 +304,7 @@ class TestCancel:
 
 
 class TestBellsAndOrders:
-    def test_idle_workers_hear_of_each_group(self, queue: Queue) -> None:
+    def test_idle_workers_are_woken_for_each_group(self, queue: Queue) -> None:
         for worker in ("idle1", "idle2", "busy"):
             ready(queue, worker)
         start_batch(queue, "batch_a", 41)
@@ -323,7 +323,9 @@ class TestBellsAndOrders:
         assert take(queue, "w2", 2) == []
         assert not redis_client.sismember(keys.waiting(MODEL), "w2")
 
-    def test_one_worker_is_told_to_make_room_when_none_has_any(self, queue: Queue, redis_client: redis.Redis) -> None:
+    def test_one_worker_is_ordered_to_make_room_when_none_has_any(
+        self, queue: Queue, redis_client: redis.Redis
+    ) -> None:
         for worker in ("w1", "w2", "w3"):
             ready(queue, worker)
         start_batch(queue, "batch_a", 100)
@@ -336,10 +338,10 @@ class TestBellsAndOrders:
         wait_in_vain(redis_client)
         for _ in range(2):
             tick(queue)
-        [told] = [worker for worker in ("w2", "w3") if orders(queue, worker) == ["trial"]]
+        [ordered] = [worker for worker in ("w2", "w3") if orders(queue, worker) == ["trial"]]
         assert sorted(orders(queue, worker) for worker in ("w1", "w2", "w3")) == [[], [], ["trial"]]
-        queue.requeue(told, held(busy[told]))
-        assert {claim.engine_crashes for claim in take(queue, told, 2)} == {1}
+        queue.requeue(ordered, held(busy[ordered]))
+        assert {claim.engine_crashes for claim in take(queue, ordered, 2)} == {1}
         wait_in_vain(redis_client)
         tick(queue)
         assert [orders(queue, worker) for worker in ("w2", "w3")] == [

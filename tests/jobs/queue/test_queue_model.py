@@ -49,7 +49,7 @@ class Known:
     """What the model knows of one request."""
 
     waiting: bool = True  # for anyone, in its list
-    fence: int = 0  # of the lease; 0 when nobody holds it
+    fence: int = 0  # of the lease; 0 when no worker holds it
     worker: str = ""
     attempts: int = 0  # that count
     engine_crashes: int = 0
@@ -272,11 +272,11 @@ class QueueModel(RuleBasedStateMachine):
     def renew(self, worker: str, chosen: list[Claim], lost: list[RequestKey], generated: int) -> None:
         assert self.queue.renew(worker, held(chosen), self.say_count(worker, generated)) == lost
 
-    def say_count(self, worker: str, generated: int, heard: bool = True) -> int:
+    def say_count(self, worker: str, generated: int, delivered: bool = True) -> int:
         """What a worker says that it generated in its life."""
         # A late one says less than was said before
         count = max(0, self.counts.get(worker, 0) + generated)
-        if heard:
+        if delivered:
             self.counts[worker] = max(count, self.counts.get(worker, 0))
         return count
 

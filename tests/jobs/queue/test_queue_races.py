@@ -36,7 +36,7 @@ class Race:
     def __init__(self, server: PrivateServer, proxy: LossyProxy, batches: list[str], seed: int) -> None:
         self.server, self.proxy, self.batches, self.seed = server, proxy, batches, seed
         self.over = threading.Event()
-        # Commits that the queue accepted, by what their callers were told
+        # Commits that the queue accepted, by the replies that their callers got
         self.won: Counter[RequestKey] = Counter()
         self.errors: list[BaseException] = []
         self.lock = threading.Lock()

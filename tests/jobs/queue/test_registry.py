@@ -129,22 +129,22 @@ class TestBell:
         queue.reap("w2")
         assert [order.kind for order in orders(queue, "w1")] == ["bell"]
 
-    def test_a_live_call_reaches_busy_workers_when_nobody_waits(self, queue: Queue) -> None:
+    def test_a_live_call_reaches_busy_workers_when_none_waits(self, queue: Queue) -> None:
         queue.register_worker(record("w1"))
         queue.register_worker(record("w2", models=["other"]))
         queue.submit("live_a", request())
         assert [order.kind for order in orders(queue, "w1")] == ["bell"]
         assert orders(queue, "w2") == []
 
-    def test_a_blocking_read_hears_it_at_once(self, queue: Queue) -> None:
+    def test_a_blocking_read_returns_it_at_once(self, queue: Queue) -> None:
         queue.register_worker(record())
         queue.claim("w1", 1, 1, models=[MODEL])
-        heard: list[ControlMessage] = []
-        thread = threading.Thread(target=lambda: heard.extend(queue.control_messages("w1", FIRST_ID, 5)))
+        received: list[ControlMessage] = []
+        thread = threading.Thread(target=lambda: received.extend(queue.control_messages("w1", FIRST_ID, 5)))
         thread.start()
         queue.submit("live_a", request())
         thread.join(60)
-        assert [order.kind for order in heard] == ["bell"]
+        assert [order.kind for order in received] == ["bell"]
 
     def test_a_draining_worker_is_left_alone(self, queue: Queue) -> None:
         queue.register_worker(record())
@@ -163,7 +163,7 @@ def test_drain_order(queue: Queue, redis_client: redis.Redis) -> None:
 
 
 class TestWatch:
-    def test_tells_the_worker_and_keeps_the_finished_stream(self, queue: Queue) -> None:
+    def test_notifies_the_worker_and_keeps_the_finished_stream(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 2)
         claims = queue.claim("w1", 1, 2, models=[MODEL])
         key = claims[0].key

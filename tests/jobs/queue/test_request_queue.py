@@ -7,7 +7,7 @@ import itertools
 import pytest
 import redis
 
-from jobs.protocol.requests import Checkpoint, ChoiceCheckpoint, Finished, RequestKey
+from jobs.protocol.requests import ChoiceCheckpoint, Finished, RequestCheckpoint, RequestKey
 from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
@@ -41,8 +41,8 @@ def take(
     return queue.claim(worker, seq, limit, models=models or [MODEL], live_limit=live_limit)
 
 
-def checkpoint(token_ids: list[int], text_length: int) -> Checkpoint:
-    return Checkpoint({0: ChoiceCheckpoint(token_ids, text_length)})
+def checkpoint(token_ids: list[int], text_length: int) -> RequestCheckpoint:
+    return RequestCheckpoint({0: ChoiceCheckpoint(token_ids, text_length)})
 
 
 def commit_all(queue: Queue, worker: str, claims) -> None:
@@ -200,7 +200,7 @@ class TestFairness:
         claims = [claim for seq in range(10) for claim in take(queue, "w1", 50 + seq, 32)]
         assert 140 <= sum(claim.key.batch == "batch_old" for claim in claims) <= 180
 
-    def test_lines_that_none_has_told_the_cost_of_go_by_their_size(self, queue: Queue) -> None:
+    def test_lines_whose_cost_is_unknown_go_by_their_size(self, queue: Queue) -> None:
         for batch, size in (("batch_short", 0), ("batch_long", 16 * 1024 - 4 * 256)):
             queue.create_batch(batch, 400, tenant=batch, state="in_progress")
             queue.ingest(batch, [(line, request(body=b"x" * size)) for line in range(400)], 0, 400)
@@ -360,7 +360,7 @@ class TestCommit:
         assert entry.result is not None
         assert entry.result.status == 400
 
-    def test_tells_the_control_plane_of_the_last_line(self, queue: Queue) -> None:
+    def test_notifies_the_control_plane_of_the_last_line(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 2)
         claims = take(queue, "w1", 1)
         seen = queue.control_messages(keys.JOBS_CONTROL, "0-0", 0)

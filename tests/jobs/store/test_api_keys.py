@@ -73,7 +73,7 @@ def test_what_is_no_name_of_a_tenant_is_refused(tmp_path: Path, tenant: str) -> 
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"id": 1}', None])
-def test_a_damaged_record_lets_nobody_in_and_leaves_the_door_shut(tmp_path: Path, content: bytes | None) -> None:
+def test_a_damaged_record_admits_no_request_and_still_requires_a_key(tmp_path: Path, content: bytes | None) -> None:
     record, secret = create_key(str(tmp_path), tenant="a")
     path = tmp_path / "keys" / f"{record.id}.json"
     damaged = path.read_bytes().replace(record.id.encode(), b"key_" + b"0" * 24) if content is None else content
@@ -86,7 +86,7 @@ def test_a_damaged_record_lets_nobody_in_and_leaves_the_door_shut(tmp_path: Path
     wait_until(lambda: not ring.required(), 30, "the damaged record to be gone")
 
 
-def test_a_folder_that_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_read_admits_no_request(tmp_path: Path) -> None:
     _, secret = create_key(str(tmp_path), tenant="a")
     ring = KeyRing(str(tmp_path))
     assert ring.find(secret)
@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
         except KeysUnreadable as error:
             return "is gone" in str(error)
 
-    wait_until(refused, 30, "nobody to be let in")
+    wait_until(refused, 30, "all requests to be refused")
     (tmp_path / "keys").write_text("a file")
     wait_until(lambda: "cannot be read" in failure(ring), 30, "the file to be no folder")
     with pytest.raises(KeysUnreadable):

@@ -1,4 +1,4 @@
-"""Files stand in the store whole or not at all, are listed in order, and go when their time has
+"""Files are in the store whole or not at all, are listed in order, and go when their time has
 come.
 """
 
@@ -19,7 +19,7 @@ from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.settings import QueueSettings
-from jobs.store.file_store import BATCH_FILE_SECONDS, FileRecord, FileStore, Page, batch_suffix
+from jobs.store.file_store import BATCH_FILE_SECONDS, FilePage, FileRecord, FileStore, batch_suffix
 from jobs.store.storage import StoreError
 from tests.support.control_plane import ROOT
 from tests.support.integrity import faults
@@ -61,11 +61,11 @@ def listed(
     return ids(store.list(tenant, after=after, limit=limit, order=order, purpose=purpose))
 
 
-def ids(page: Page) -> list[str]:
+def ids(page: FilePage) -> list[str]:
     return [record.id for record in page.items]
 
 
-def test_ids_sort_by_time_and_tell_it() -> None:
+def test_ids_sort_by_time_and_contain_it() -> None:
     now = time.time()
     made = [new_id(FILE, now + step * 1e-5) for step in range(100)]
     assert made == sorted(made)

@@ -177,7 +177,7 @@ def test_a_batch_whose_files_are_remote(
     source = write_input(tmp_path / "in.jsonl", 50)
     begin(redis_client, redis_url, write_input(tmp_path / "other" / "in.jsonl", 1))
     store = f"store://{tmp_path}"
-    with pytest.raises(BatchRefused, match="is remote: it must stand on a file system that has locks"):
+    with pytest.raises(BatchRefused, match="is remote: it must be on a file system that has locks"):
         create_batch(redis_client, BatchSpec(input=f"{store}/in.jsonl", root=f"{store}/b", models=("m",)))
     spec = BatchSpec(
         input=f"{store}/in.jsonl",

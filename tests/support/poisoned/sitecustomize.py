@@ -1,7 +1,7 @@
 """Makes engine cores ill that are started with this folder on PYTHONPATH: a step with certain
 tokens ends, stops, holds or slows the core.
 
-Python imports this file when it starts. What does harm stands in the environment, see
+Python imports this file when it starts. What does harm is named in the environment, see
 `tests/support/poison.py`; processes other than engine cores, and every step without such tokens,
 are left as they are.
 """

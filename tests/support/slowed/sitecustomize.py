@@ -2,7 +2,7 @@
 
 Python imports this when it starts.
 
-Which file, and how long each read of it takes, stands in the environment, see
+Which file, and how long each read of it takes, is set in the environment, see
 `tests/support/slow_file.py`.
 """
 

@@ -111,8 +111,8 @@ def test_lists_of_prompts_are_answered_in_their_order(queue: Queue) -> None:
 
 
 def test_chats_have_several_choices_too(queue: Queue) -> None:
-    told = {"logprobs": True, "top_logprobs": 2, "skip_special_tokens": False}
-    (result,) = run_batch(queue, [endless(20, n=3, temperature=1.0, seed=3, **told)], CHAT)
+    asked = {"logprobs": True, "top_logprobs": 2, "skip_special_tokens": False}
+    (result,) = run_batch(queue, [endless(20, n=3, temperature=1.0, seed=3, **asked)], CHAT)
     found = choices(result)
     assert [choice["index"] for choice in found] == [0, 1, 2]
     assert len({choice["message"]["content"] for choice in found}) > 1
@@ -213,7 +213,7 @@ def test_only_the_likeliest_pass_a_min_p_of_one(queue: Queue) -> None:
     assert texts(greedy) == texts(strict)
 
 
-def test_special_tokens_are_told_when_asked_for(queue: Queue) -> None:
+def test_special_tokens_are_returned_when_asked_for(queue: Queue) -> None:
     end = TOKENIZER.eos_token_id
     hidden, shown = complete(queue, {}, {"skip_special_tokens": False}, logit_bias={str(end): 100}, max_tokens=3)
     assert texts(hidden) == [""]
@@ -227,7 +227,7 @@ def test_a_prompt_is_cut_to_its_last_tokens(queue: Queue) -> None:
     assert cut.usage.prompt_tokens == 5
 
 
-def test_a_stream_tells_every_choice(queue: Queue) -> None:
+def test_a_stream_contains_every_choice(queue: Queue) -> None:
     body = {
         "model": "demo",
         "prompt": PROMPTS[:2],
@@ -253,6 +253,6 @@ def test_a_stream_tells_every_choice(queue: Queue) -> None:
         )
 
 
-def test_chat_answers_do_not_change_because_log_probabilities_are_told(queue: Queue) -> None:
-    plain, told = run_batch(queue, [endless(40), endless(40, logprobs=True, top_logprobs=5)])
-    assert text_of(plain) == text_of(told)
+def test_chat_answers_do_not_change_because_log_probabilities_are_returned(queue: Queue) -> None:
+    plain, detailed = run_batch(queue, [endless(40), endless(40, logprobs=True, top_logprobs=5)])
+    assert text_of(plain) == text_of(detailed)

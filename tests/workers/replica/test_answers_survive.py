@@ -57,8 +57,8 @@ def choices(result: Result | None) -> list[dict[str, Any]]:
 
 def numbers(result: Result | None, choice: int) -> list[float]:
     assert result is not None
-    told: list[float] = answer(result)["choices"][choice]["logprobs"]["token_logprobs"]
-    return told
+    found: list[float] = answer(result)["choices"][choice]["logprobs"]["token_logprobs"]
+    return found
 
 
 def of_choice(entries: list[StreamEntry], choice: int) -> tuple[list[int], str]:

@@ -15,9 +15,9 @@ from jobs.queue.request_queue import Queue
 from workers.replica.intake import Intake
 from workers.replica.leases import Leases
 from workers.replica.preparation import Preparation
-from workers.replica.prepared import Prepared
+from workers.replica.prepared import PreparedRequest
 from workers.replica.running import Load
-from workers.replica.sampling_params import Limits
+from workers.replica.sampling_params import ModelLimits
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 
@@ -26,10 +26,10 @@ BODY = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "Wh
 
 
 class Collector:
-    """Stands where the engine would: keeps what is handed on."""
+    """Takes the place of the engine: keeps what is handed on."""
 
     def __init__(self) -> None:
-        self.taken: list[Prepared] = []
+        self.taken: list[PreparedRequest] = []
         self.refused: list[Finished] = []
 
     def load(self) -> Load:
@@ -40,7 +40,7 @@ class Collector:
             sum(count for live, count in choices if live),
         )
 
-    def start(self, prepared: list[Prepared], errors: list[Finished]) -> None:
+    def start(self, prepared: list[PreparedRequest], errors: list[Finished]) -> None:
         self.taken += prepared
         self.refused += errors
 
@@ -60,7 +60,7 @@ def with_intake(
     async def run() -> None:
         collector = Collector()
         leases = Leases(queue, "worker", 30.0, lambda: 0, lambda lost: None)
-        preparation = Preparation(TOKENIZER, ["demo"], Limits(2048, TOKENIZER.vocabulary_size))
+        preparation = Preparation(TOKENIZER, ["demo"], ModelLimits(2048, TOKENIZER.vocabulary_size))
         intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, collector.load, collector.start)
         task = asyncio.create_task(intake.run())
         try:

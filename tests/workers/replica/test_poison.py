@@ -1,4 +1,4 @@
-"""Requests that kill or hang the engine core: each is found and gets its error, and nobody else
+"""Requests that kill or hang the engine core: each is found and gets its error, and no other
 notices more than a pause.
 """
 
@@ -115,7 +115,7 @@ def find_one(
         assert_found(queue, batch, expected, {count // 2: poison})
         assert faults(queue.redis) == []
         assert worker.stop() == 0
-        deaths = worker.log().count("another engine core is started")
+        deaths = worker.log().count("starting another engine core")
         silences = [float(silence) for silence in re.findall(r"nothing came in ([\d.]+) s", worker.log())]
     assert all(silence <= MOST_LEARNED for silence in silences), silences
     return seconds - deaths * starting - sum(max(0.0, silence - MIN_TIMEOUT) for silence in silences)
@@ -174,7 +174,7 @@ def test_deaths_in_isolation_come_more_slowly_the_longer_none_is_released(queue:
         assert_found(queue, batch, [], {0: SEGFAULT, 1: SEGFAULT})
         log = worker.log()
         pauses = ("\n", " in 1 s\n", " in 2 s\n")
-        assert [log.count(f"another engine core is started{pause}") for pause in pauses] == [2, 1, 1]
+        assert [log.count(f"starting another engine core{pause}") for pause in pauses] == [2, 1, 1]
         assert worker.stop() == 0
 
 
@@ -288,7 +288,7 @@ def test_a_release_from_quarantine_is_repeated_until_redis_has_it(tmp_path: Path
             server.start()
             wait_done(queue, batch, 3)
             assert int(queue.batch_fields(batch)["failed"]) == 0
-            assert "were taken away" not in worker.log()
+            assert "their leases expired" not in worker.log()
             assert worker.stop() == 0
 
 

@@ -1,4 +1,4 @@
-"""From claims to what the engine takes, and what the caller hears where that fails."""
+"""From claims to what the engine takes, and what the caller gets where that fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jobs.protocol.validation import CHAT
 from tests.support.small_tokenizers import byte_level, panicking, write_folder
 from workers.engine.messages.core import SamplingParams
 from workers.replica.preparation import Preparation
-from workers.replica.sampling_params import Limits
+from workers.replica.sampling_params import ModelLimits
 from workers.settings import DEMO_MODEL
 from workers.text.tokenizer import TextTokenizer
 
@@ -34,7 +34,7 @@ def word_level(folder: Path, eos: str | None = None) -> TextTokenizer:
 
 
 def demo(max_model_len: int = 100) -> Preparation:
-    return Preparation(TextTokenizer.load(DEMO_MODEL), ["m"], Limits(max_model_len, 1024))
+    return Preparation(TextTokenizer.load(DEMO_MODEL), ["m"], ModelLimits(max_model_len, 1024))
 
 
 def refused(preparation: Preparation, *claims: Claim) -> list[tuple[int, str | None, str | None, str]]:
@@ -49,7 +49,7 @@ def refused(preparation: Preparation, *claims: Claim) -> list[tuple[int, str | N
 
 
 def test_a_text_that_the_tokenizer_fails_on_ends_its_own_request_alone(tmp_path: Path) -> None:
-    preparation = Preparation(word_level(tmp_path), ["m"], Limits(100, 3))
+    preparation = Preparation(word_level(tmp_path), ["m"], ModelLimits(100, 3))
     claims = [
         claim(0, prompt="one two"),
         claim(1, prompt="one three"),
@@ -66,7 +66,9 @@ def test_a_text_that_the_tokenizer_fails_on_ends_its_own_request_alone(tmp_path:
 
 
 def test_a_tokenizer_that_panics_hurts_one_request(tmp_path: Path) -> None:
-    preparation = Preparation(TextTokenizer.load(str(write_folder(tmp_path, panicking()))), ["m"], Limits(100, 1000))
+    preparation = Preparation(
+        TextTokenizer.load(str(write_folder(tmp_path, panicking()))), ["m"], ModelLimits(100, 1000)
+    )
     prepared, errors = preparation.prepare([claim(0, prompt="fox"), claim(1, prompt="x" * 60), claim(2, prompt="fox")])
     assert [item.claim.key.line for item in prepared] == [0, 2]
     assert [item.result.status for item in errors] == [400]
@@ -186,7 +188,7 @@ def test_a_prompt_that_is_cut_keeps_the_token_that_begins_a_text(tmp_path: Path)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
     )
-    preparation = Preparation(TextTokenizer.load(str(write_folder(tmp_path, tokenizer))), ["m"], Limits(50, 1000))
+    preparation = Preparation(TextTokenizer.load(str(write_folder(tmp_path, tokenizer))), ["m"], ModelLimits(50, 1000))
     text = "the fox " * 1000
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     for kept, expected in ((4, [begin, *ids[-3:]]), (1, ids[-1:])):
@@ -275,7 +277,7 @@ def test_a_long_text_of_a_vocabulary_that_says_nothing_is_not_tokenised_whole(
 ) -> None:
     tokenizer = byte_level()
     tokenizer.add_tokens([AddedToken("<x>", lstrip=True)])
-    preparation = Preparation(TextTokenizer.load(str(write_folder(tmp_path, tokenizer))), ["m"], Limits(100, 1000))
+    preparation = Preparation(TextTokenizer.load(str(write_folder(tmp_path, tokenizer))), ["m"], ModelLimits(100, 1000))
     assert preparation._tokenizer.longest_token is None
     prepared, errors = preparation.prepare([claim(0, prompt=text, max_tokens=1)])
     assert (len(prepared), len(errors)) == (fits, not fits)
@@ -284,7 +286,7 @@ def test_a_long_text_of_a_vocabulary_that_says_nothing_is_not_tokenised_whole(
 
 
 def test_a_long_text_of_few_tokens_fits(tmp_path: Path) -> None:
-    preparation = Preparation(word_level(tmp_path), ["m"], Limits(100, 3))
+    preparation = Preparation(word_level(tmp_path), ["m"], ModelLimits(100, 3))
     (item,), _ = preparation.prepare([claim(0, prompt=" " * 100_000 + "one two")])
     assert item.prompts[0].token_ids == [0, 1]
 
@@ -298,7 +300,7 @@ def test_messages_that_cannot_fit_are_not_tokenised() -> None:
 
 
 def test_the_tokenizers_own_end_ends_an_answer(tmp_path: Path) -> None:
-    preparation = Preparation(word_level(tmp_path, eos="end"), ["m"], Limits(100, 3))
+    preparation = Preparation(word_level(tmp_path, eos="end"), ["m"], ModelLimits(100, 3))
     ends_at_two = {"prompt": "one", "stop_token_ids": [1]}
     claims = [claim(0, prompt="one"), claim(1, **ends_at_two), claim(2, **ends_at_two, ignore_eos=True)]
     prepared, errors = preparation.prepare(claims)
@@ -308,7 +310,7 @@ def test_the_tokenizers_own_end_ends_an_answer(tmp_path: Path) -> None:
 
 
 def test_a_seed_of_the_request_goes_before_the_stored_one() -> None:
-    preparation = Preparation(TextTokenizer.load(DEMO_MODEL), ["m"], Limits(100, 1000))
+    preparation = Preparation(TextTokenizer.load(DEMO_MODEL), ["m"], ModelLimits(100, 1000))
     prepared, _ = preparation.prepare(
         [claim(7, prompt="x"), claim(7, prompt="x", seed=3), claim(7, prompt="x", seed=-1)]
     )

@@ -18,7 +18,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.streams import FIRST_ID, ControlMessage
 from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
 from workers.engine.messages.core import SamplingParams
-from workers.replica.prepared import Prepared, Prompt
+from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.running import Running
 from workers.settings import DEMO_MODEL
 from workers.text.detokenizer import Detokenizer
@@ -77,11 +77,11 @@ class Bench:
         return deltas
 
     def leave(self) -> None:
-        """Its requests go to whoever claims next; what was not published is lost."""
+        """Its requests go to the next worker that claims; what was not published is lost."""
         self.queue.requeue(self.worker, self.running.drop(self.running.keys()))
 
 
-def prepare(claim: Claim) -> Prepared:
+def prepare(claim: Claim) -> PreparedRequest:
     call = parse_call(claim.request.endpoint, json.loads(claim.request.body))
     assert call.max_tokens is not None
     sampling = SamplingParams(
@@ -100,7 +100,7 @@ def prepare(claim: Claim) -> Prepared:
         for ids in call.prompts
         if isinstance(ids, list)
     ]
-    return Prepared(claim, call, prompts, TOKENIZER)
+    return PreparedRequest(claim, call, prompts, TOKENIZER)
 
 
 def submit(queue: Queue, name: str, **body: Any) -> RequestKey:
@@ -123,7 +123,7 @@ def answer(bench: Bench) -> dict[str, Any]:
 
 
 def stream(queue: Queue, name: str) -> list[StreamEntry]:
-    """What the API process heard."""
+    """What the API process received."""
     return [entry for _, entry in queue.read_api(name, FIRST_ID, 0.001)]
 
 
@@ -269,7 +269,7 @@ class BrokenTokenizer(TextTokenizer):
 
 
 @pytest.mark.parametrize("body", [{}, {"stop": ["never"]}, {"max_tokens": 6}], ids=str)
-def test_what_nobody_foresaw_ends_one_request_alone(queue: Queue, body: dict[str, Any]) -> None:
+def test_an_unforeseen_error_ends_one_request_alone(queue: Queue, body: dict[str, Any]) -> None:
     """At a step, when its tokens are due, or at its end."""
     bench = Bench(queue)
     submit(queue, "bad", n=2, **body)
@@ -307,7 +307,7 @@ def test_a_stop_string_takes_its_choice_out_of_the_engine(queue: Queue) -> None:
     assert len(bench.engine.running) == 0
 
 
-def test_what_has_not_begun_is_told_apart(queue: Queue) -> None:
+def test_what_has_not_begun_is_listed_apart(queue: Queue) -> None:
     bench = begun(queue, 1, n=2)
     submit(queue, "b", n=2)
     bench.claim()

@@ -48,7 +48,7 @@ class Engine:
 def test_what_fails_is_logged_once_and_tried_again(
     queue: Queue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def until_told() -> None:
+    async def until_logged() -> None:
         task = asyncio.create_task(statistics.report_gauges("w", Engine(failures=3), queue))
         async with asyncio.timeout(60):
             while not redis_client.exists(keys.gauges("w")):
@@ -57,6 +57,6 @@ def test_what_fails_is_logged_once_and_tried_again(
 
     monkeypatch.setattr(statistics, "GAUGES_INTERVAL", 0.01)
     with caplog.at_level(logging.WARNING):
-        asyncio.run(until_told())
+        asyncio.run(until_logged())
     assert queue.gauges(["w"])["w"].num_blocks == 40
     assert [record.getMessage() for record in caplog.records] == ["failed to report engine metrics"]
