@@ -76,7 +76,7 @@ def caller_of(request: Request) -> Caller:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine alone."""
+    """Return whether an address to listen on can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -84,7 +84,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _caller(ring: KeyRing, settings: ApiSettings, secret: str) -> Caller:
-    """Raises `ApiError` for one who may not come in, and `KeysUnreadable`."""
+    """Raise `ApiError` for a request that is refused, and `KeysUnreadable`."""
     if not ring.required() and (settings.insecure or (is_loopback(settings.host) and not ring.known())):
         return Caller()
     if not secret:

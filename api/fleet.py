@@ -47,7 +47,7 @@ class Fleet:
             return self._snapshot
 
     async def require(self, model: str, fresh: bool = False) -> None:
-        """Raises `ApiError` unless a worker serves the model: 503 while none is ready that did or
+        """Raise `ApiError` unless a worker serves the model: 503 while none is ready that did or
         will, else 404.
         """
         snapshot = await self.snapshot(fresh)

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(settings: ApiSettings) -> None:
-    """Serves until SIGTERM or SIGINT. Raises OSError if the address cannot be listened on."""
+    """Serve until SIGTERM or SIGINT. Raise OSError if the address cannot be listened on."""
     listener = listen(settings.host, settings.port)
     host, port = listener.getsockname()[:2]
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)

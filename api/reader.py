@@ -59,7 +59,7 @@ class Inbox:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends the call: `get` raises `error` from now on."""
+        """End the call: `get` raises `error` from now on."""
         self._failure = error
         self._news.set()
 
@@ -90,7 +90,7 @@ class Inbox:
             await self._news.wait()
 
     async def _catch_up(self) -> None:
-        """Reads on from the request's own stream.
+        """Read on from the request's own stream.
 
         What arrives meanwhile follows it, and is dropped where it repeats it.
         """
@@ -155,15 +155,15 @@ class Reader:
         return inbox
 
     def close(self, key: RequestKey) -> None:
-        """Drops the inbox; what still comes for the call is ignored."""
+        """Drop the inbox; what still comes for the call is ignored."""
         self._inboxes.pop(key, None)
         if not self._inboxes:
             self._wanted.clear()
 
     async def run(self) -> None:
-        """Reads until cancelled.
+        """Read until cancelled.
 
-        While Redis is away it tries again; calls fail when that takes longer than the queue's
+        While Redis is unavailable it retries; calls fail when that takes longer than the queue's
         patience.
         """
         last_id, pause, away_since = FIRST_ID, _FIRST_PAUSE, 0.0

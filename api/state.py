@@ -29,14 +29,14 @@ class ApiState:
     keys: KeyRing
 
     async def knows(self, key: RequestKey) -> bool:
-        """Whether the request waits, runs, or left a stream."""
+        """Return whether the request waits, runs, or left a stream."""
         client = self.stream_client
         return bool(await client.exists(keys.tokens(str(key)))) or bool(
             await client.hexists(keys.bodies(key.batch), str(key.line))
         )
 
     async def is_of(self, tenant: str, key: RequestKey) -> bool:
-        """Whether the request may be shown to this tenant's callers."""
+        """Return whether the request may be shown to this tenant's callers."""
         if key.live:
             return is_live_id_of(tenant, key.batch)
         owner: Any = await self.stream_client.hget(keys.batch(key.batch), "tenant")

@@ -1,4 +1,4 @@
-"""What every event stream of tokens does: says that a client reads, waits for a Redis that is away,
+"""What every event stream of tokens does: reports that a client reads, waits for an unavailable Redis,
 and ends in the same way.
 """
 
@@ -100,12 +100,12 @@ class Watch:
         self._until = 0.0
 
     async def renew(self) -> None:
-        """Says so if half of the time is over for which it was said last."""
+        """Record it again if half of the recorded time is over."""
         if asyncio.get_running_loop().time() > self._until:
             await self.begin()
 
     async def begin(self) -> str:
-        """Says so now. Returns what `Queue.watch` does."""
+        """Record it now. Return what `Queue.watch` does."""
         last_id = await asyncio.to_thread(self._state.queue.watch, self._target, self._state.settings.watch_seconds)
         self._until = asyncio.get_running_loop().time() + self._state.settings.watch_seconds / 2
         return last_id

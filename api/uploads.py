@@ -45,7 +45,7 @@ _FIELDS = ("purpose", ANCHOR, SECONDS)
 
 
 async def receive_file(request: Request, files: FileStore, settings: ApiSettings, tenant: str) -> FileRecord:
-    """Stores the file of a form. Raises `ApiError`, `StoreError`, and `ClientDisconnect`."""
+    """Store the file of a form. Raise `ApiError`, `StoreError`, and `ClientDisconnect`."""
     reader = MultipartReader(request.headers.get("content-type", ""))
     form = _Form(files, settings, tenant, _announced(request))
     try:
@@ -100,9 +100,7 @@ class _Form:
                 )
 
     def check_size(self) -> None:
-        """Raises the 413 as soon as it is certain: by what the client announced, or by what
-        came.
-        """
+        """Raise the 413 as soon as it is certain: by what the client announced, or by what came."""
         limit = self._limit()
         if max(self._announced, self.received) > limit + _FORM_BYTES or self._size > limit:
             raise ApiError(
@@ -131,7 +129,7 @@ class _Form:
         return await _on_disk(self._upload.commit)
 
     def close(self) -> None:
-        """Drops what was not committed."""
+        """Drop what was not committed."""
         if self._upload is not None:
             self._upload.close()
 

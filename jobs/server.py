@@ -63,9 +63,9 @@ class PrivateServer:
         return self._process.pid
 
     def start(self, timeout: float = 60.0) -> None:
-        """Starts the server and returns once it answers, its append-only file loaded.
+        """Start the server and return once it answers, its append-only file loaded.
 
-        Raises `ServerError`.
+        Raise `ServerError`.
         """
         binary = find_server()
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -86,11 +86,11 @@ class PrivateServer:
             raise
 
     def is_running(self) -> bool:
-        """Whether the server process is there."""
+        """Return whether the server process is there."""
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """Ends the server, which writes out its append-only file first; removes the socket."""
+        """End the server, which writes out its append-only file first; remove the socket."""
         if self._process is not None:
             self._process.terminate()
             try:

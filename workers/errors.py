@@ -1,10 +1,10 @@
-"""What a person meets when a worker cannot go on."""
+"""Errors that end a worker with one sentence for its operator."""
 
 
 class WorkerError(Exception):
-    """The worker cannot start or go on; one sentence that says why.
+    """The worker cannot start or continue; the message is one sentence.
 
-    `passing`: a later start may do better, with nothing changed.
+    `passing`: a later start may succeed with nothing changed.
     """
 
     def __init__(self, message: str, *, passing: bool = False) -> None:

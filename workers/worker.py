@@ -76,9 +76,9 @@ class Worker:
         self._stop_orders = 0
 
     async def run(self) -> None:
-        """Serves until ordered to stop (SIGTERM, SIGINT or an order through Redis).
+        """Serve until ordered to stop (SIGTERM, SIGINT or an order through Redis).
 
-        Raises WorkerError.
+        Raise WorkerError.
         """
         loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
@@ -122,8 +122,8 @@ class Worker:
                 self.was_ready = self.was_ready or replica.was_ready
 
     def _may_start_yet(self, error: EngineStartError) -> bool:
-        """Whether another try is worth it: a signal says nothing about the model, and who was ready
-        once may lack memory for a moment.
+        """Return whether another try is worth it: a signal says nothing about the model, and who
+        was ready once may lack memory for a moment.
         """
         return self.was_ready or (error.returncode is not None and error.returncode < 0)
 

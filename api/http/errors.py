@@ -51,7 +51,7 @@ class Stoppable:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes the app answer every failure in OpenAI's shape."""
+    """Make the app answer every failure in OpenAI's shape."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(RequestValidationError, _invalid)

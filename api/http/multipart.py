@@ -70,7 +70,7 @@ class MultipartReader:
         return found
 
     def finish(self) -> None:
-        """Says that the body has ended, which its last boundary must have said before."""
+        """Say that the body has ended, which its last boundary must have said before."""
         if not self._ended:
             _malformed("it ends before its last boundary")
 

@@ -107,7 +107,7 @@ class Follower:
         yield event(batch_object(self._record))
 
     async def close(self) -> None:
-        """Gives back what was opened."""
+        """Give back what was opened."""
         if self._lines is not None:
             self._lines.close()
 
@@ -160,7 +160,7 @@ class Follower:
         return {}
 
     async def _look(self) -> None:
-        """Reads the record anew.
+        """Read the record anew.
 
         An empty Redis gets it back from the file store within some seconds. Raises `ApiError` if it
         is gone.

@@ -68,7 +68,7 @@ router = APIRouter()
 
 @router.post("/v1/batches", responses={200: {"model": Batch}}, openapi_extra=_BODY)
 async def create_batch(request: Request) -> Response:
-    """Makes a batch of an uploaded file; what is wrong with that file, the batch says once it was
+    """Make a batch of an uploaded file; what is wrong with that file, the batch says once it was
     validated.
     """
     raw = await read_body(request, _MAX_BODY)
@@ -94,7 +94,7 @@ def retrieve_batch(request: Request, batch_id: str) -> Response:
 
 @router.post("/v1/batches/{batch_id}/cancel", responses={200: {"model": Batch}})
 def cancel(request: Request, batch_id: str) -> Response:
-    """Ends a batch early.
+    """End a batch early.
 
     What is finished stays, what runs is stopped; every other line gets an error line.
     """

@@ -89,7 +89,7 @@ _BYTES: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/files", responses={200: {"model": FileObject}}, openapi_extra={"requestBody": _FORM})
 async def upload_file(request: Request) -> Response:
-    """Stores a file; its parts may come in any order."""
+    """Store a file; its parts may come in any order."""
     state = state_of(request)
     return json_response(_as_openai(await receive_file(request, state.files, state.settings, _tenant(request))))
 
@@ -119,7 +119,7 @@ def retrieve_file(request: Request, file_id: str) -> Response:
 
 @router.delete("/v1/files/{file_id}", responses={200: {"model": FileDeleted}})
 def delete_file(request: Request, file_id: str) -> Response:
-    """Removes a file. Batches that read it go on: they have their own."""
+    """Remove a file. Batches that read it go on: they have their own."""
     record = _found(request, file_id)
     manifest = _manifest(_files(request), record)
     # A batch that has not ended would write the file again

@@ -76,7 +76,7 @@ router = APIRouter()
     openapi_extra=json_body(["model", "prompt"], {**_SAMPLING, "prompt": _PROMPT, "best_of": _COUNT}),
 )
 async def completions(request: Request) -> Response:
-    """Continues a prompt."""
+    """Continue a prompt."""
     return await answer(request, COMPLETIONS)
 
 
@@ -88,7 +88,7 @@ async def completions(request: Request) -> Response:
     ),
 )
 async def chat_completions(request: Request) -> Response:
-    """Answers a conversation."""
+    """Answer a conversation."""
     return await answer(request, CHAT)
 
 

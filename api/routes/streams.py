@@ -50,7 +50,7 @@ async def stream(request: Request, name: str) -> Response:
 
 
 async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator[bytes]:
-    """Reads on until the request's end.
+    """Read until the request's end.
 
     A request that was not watched loses its stream when it ends: then so does this one.
     """

@@ -10,7 +10,7 @@ class Bitmap:
         self.bits = bytearray(bits)
 
     def add(self, line: int) -> None:
-        """Puts a line in."""
+        """Add a line."""
         byte = line >> 3
         if byte >= len(self.bits):
             self.bits.extend(bytes(byte + 1 - len(self.bits)))

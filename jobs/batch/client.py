@@ -107,7 +107,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     error_output: str | None
     output_file_id: str | None  # once it can be read: from the first success that was logged
     error_file_id: str | None
-    problem: str | None  # why it does not get on: a full disk, a missing file; it is tried again
+    problem: str | None  # why it makes no progress: a full disk, a missing file; it is retried
 
     @property
     def ended(self) -> bool:
@@ -125,7 +125,7 @@ class BatchPage(NamedTuple):
 def create_batch(
     client: redis.Redis, spec: BatchSpec, batch_id: str | None = None, retry_failed: bool = False
 ) -> BatchRecord:
-    """Makes a batch, or takes up the one in `spec.root`: what is done of it stays done, except
+    """Make a batch, or take up the one in `spec.root`: what is done of it stays done, except
     answers of status 500 and above.
 
     With `retry_failed` every failed line runs again. A batch that runs already is returned as it
@@ -157,10 +157,10 @@ def create_batch(
 
 
 def get_batch(client: redis.Redis, batch_id: str, retry_seconds: float | None = None) -> BatchRecord:
-    """Tries for `retry_seconds` (default: the setting) while Redis cannot answer, then raises
+    """Try for `retry_seconds` (default: the setting) while Redis cannot answer, then raise
     `QueueUnavailable`.
 
-    Raises KeyError if there is no such batch.
+    Raise KeyError if there is no such batch.
     """
     [record] = _read_records(client, [batch_id], retry_seconds)
     if record is None:
@@ -258,11 +258,11 @@ def _models(fields: dict[str, str]) -> list[str]:
 
 
 def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
-    """Asks a batch to end; finished lines stay, the rest get error lines.
+    """Ask a batch to end; finished lines stay, the rest get error lines.
 
     Changes nothing in a batch that is cancelled already, or ended.
 
-    Raises KeyError if there is no such batch, and `StoreError`.
+    Raise KeyError if there is no such batch, and `StoreError`.
     """
     queue = Queue(client)
     record = get_batch(client, batch_id)
@@ -285,7 +285,7 @@ def wait_for(
     timeout: float | None = None,
     retry_seconds: float | None = None,
 ) -> BatchRecord:
-    """Waits for the end of a batch, calling `on_progress` each time something changed; it may raise
+    """Wait for the end of a batch, calling `on_progress` each time something changed; it may raise
     to stop waiting.
 
     Looks often while the batch moves and four times a second while it does not. Raises KeyError if
@@ -369,7 +369,7 @@ def _generation(queue: Queue, batch_id: str) -> int:
 
 
 def _check_same(found: Manifest, spec: BatchSpec) -> None:
-    """Raises `InputChanged` if results in the folder would not fit what is asked now."""
+    """Raise `InputChanged` if results in the folder would not fit what is asked now."""
     size = size_of(spec.input)
     if found.input_sha256 is not None and (size != found.input_bytes or sha256_of(spec.input) != found.input_sha256):
         raise InputChanged(
@@ -402,7 +402,7 @@ def _taken_up(found: Manifest, spec: BatchSpec, retry_failed: bool, now: float) 
 
 
 def _drop_failures(manifest: Manifest, status: int) -> None:
-    """Takes results of `status` and above out of the parts, so that their lines run again."""
+    """Take results of `status` and above out of the parts, so that their lines run again."""
     root = manifest.spec.root
     failed = Bitmap()
     for record in merge_parts(root, manifest.parts):

@@ -35,9 +35,9 @@ class Entry(NamedTuple):
 
 
 def append_log(root: str, extent: Extent, entries: Sequence[Entry]) -> Extent:
-    """Puts entries behind `extent`, durably; they count once the manifest holds what this returns.
+    """Put entries behind `extent`, durably; they count once the manifest holds what this returns.
 
-    Raises `StoreError`.
+    Raise `StoreError`.
     """
     index, size = bytearray(), extent.bytes
     for line, output in entries:
@@ -91,7 +91,7 @@ def sound_extent(root: str, extent: Extent) -> Extent:
 
 
 def remove_log(root: str) -> None:
-    """Removes the log of a batch whose output has expired. Raises `StoreError`."""
+    """Remove the log of a batch whose output has expired. Raise `StoreError`."""
     delete(join(root, INDEX_NAME))
     delete(join(root, LOG_NAME))
 

@@ -14,7 +14,7 @@ from jobs.queue.tasks import enqueue
 
 
 def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
-    """Moves a batch to `cancelling`; False if it moved on meanwhile.
+    """Move a batch to `cancelling`; False if it moved on meanwhile.
 
     The generation rises, so that a job which writes the results of a finished batch just now gives
     way to one of the cancelled one.
@@ -28,7 +28,7 @@ def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
 
 
 def clean_up(queue: Queue, batch: str) -> None:
-    """Leaves nothing of a batch that ended in Redis but its record, for some days; of the folder of
+    """Leave nothing of a batch that ended in Redis but its record, for some days; of the folder of
     one that came through the API, little.
 
     Does nothing while it runs, or is just begun again.

@@ -66,12 +66,12 @@ class InputLine(NamedTuple):
 
 
 def is_parquet(location: str) -> bool:
-    """Whether a file's name says Parquet."""
+    """Return whether a file's name says Parquet."""
     return location.lower().endswith(_PARQUET_SUFFIXES)
 
 
 def needs_spool(location: str) -> bool:
-    """Whether lines of the file cannot be read at an offset."""
+    """Return whether lines of the file cannot be read at an offset."""
     return location.lower().endswith((*_PARQUET_SUFFIXES, ".gz", ".zst"))
 
 
@@ -108,10 +108,10 @@ def read_lines(
 
 
 def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, beat: Callable[[], object] = int) -> str:
-    """Writes the lines of a Parquet or compressed file as JSONL, and returns the hash of that;
-    calls `beat` often.
+    """Write the lines of a Parquet or compressed file as JSONL, and return the hash of that; calls
+    `beat` often.
 
-    Raises `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `beat`
+    Raise `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `beat`
     raises.
     """
     with (

@@ -31,11 +31,11 @@ class LineIndexWriter:
         self._next = entry.line + 1
 
     def commit(self) -> None:
-        """Makes the file appear."""
+        """Make the file appear."""
         self._file.commit()
 
     def close(self) -> None:
-        """Drops what was not committed."""
+        """Drop what was not committed."""
         self._file.close()
 
 
@@ -67,7 +67,7 @@ class LineIndex:
         return read_line(os.pread(self._source.fileno(), length, offset))
 
     def close(self) -> None:
-        """Closes both files."""
+        """Close both files."""
         self._index.close()
         self._source.close()
 

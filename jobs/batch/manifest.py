@@ -138,9 +138,9 @@ def load_manifest(root: str) -> Manifest | None:
 
 
 def save_manifest(manifest: Manifest) -> None:
-    """Replaces the manifest durably; only for the holder of `storage.exclusive`.
+    """Replace the manifest durably; only for the holder of `storage.exclusive`.
 
-    Raises `StoreError`.
+    Raise `StoreError`.
     """
     encoded = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     write_bytes(join(manifest.spec.root, NAME), encoded)
@@ -178,7 +178,7 @@ def mark_cancelled(root: str) -> None:
 
 
 def unmark_cancelled(root: str) -> None:
-    """Takes the note back."""
+    """Take the note back."""
     delete(join(root, _CANCEL_MARK))
 
 

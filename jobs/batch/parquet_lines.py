@@ -58,7 +58,7 @@ _BODY_COLUMNS = (
 
 
 def main() -> None:
-    """Ends with `PARQUET_REFUSED` where the file is at fault, with `PARQUET_UNREADABLE` where it
+    """End with `PARQUET_REFUSED` where the file is at fault, with `PARQUET_UNREADABLE` where it
     cannot be reached.
     """
     location, (most_rows, memory, seconds) = sys.argv[1], map(int, sys.argv[2:])

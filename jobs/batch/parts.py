@@ -65,7 +65,7 @@ class Record(NamedTuple):
 
 
 def write_part(root: str, name: str, results: Iterable[tuple[int, Result]]) -> Part:
-    """Makes a durable part of results sorted by line. Raises `StoreError`."""
+    """Make a durable part of results sorted by line. Raise `StoreError`."""
     return write_records(root, name, (Record(line, 0, pack(result)) for line, result in results))
 
 
@@ -108,7 +108,7 @@ def merge_parts(root: str, parts: list[Part]) -> Iterator[Record]:
 
 
 def verify(root: str, part: Part) -> bool:
-    """Whether a part's file is the one that was registered."""
+    """Return whether a part's file is the one that was registered."""
     location = join(root, FOLDER, part.name)
     return size_of(location) == part.bytes and sha256_of(location) == part.sha256
 
@@ -135,7 +135,7 @@ def to_compact(parts: list[Part]) -> list[Part]:
 
 
 def drop_unlisted(root: str, parts: list[Part]) -> None:
-    """Removes part files that no manifest vouches for."""
+    """Remove part files that no manifest vouches for."""
     listed = {part.name for part in parts}
     for name in list_names(join(root, FOLDER)):
         if name not in listed:

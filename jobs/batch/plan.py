@@ -55,7 +55,7 @@ class Sorter:
         self._levels: list[list[BinaryIO]] = []
 
     def add(self, record: bytes) -> None:
-        """Takes one record in any order. Raises `StoreError`."""
+        """Take one record in any order. Raise `StoreError`."""
         self._records.append(record)
         if len(self._records) >= self._run_records:
             self._records.sort()
@@ -69,7 +69,7 @@ class Sorter:
         return heapq.merge(self._records, *map(self._read, runs)) if runs else iter(self._records)
 
     def close(self) -> None:
-        """Frees memory and disk."""
+        """Free memory and disk."""
         self._records = []
         for level in self._levels:
             _close(level)
@@ -126,7 +126,7 @@ class PlanBuilder:
         self.lines += 1
 
     def write(self, location: str) -> str:
-        """Writes the plan file durably and returns its hash. Raises `StoreError`."""
+        """Write the plan file durably and return its hash. Raise `StoreError`."""
         longest = self._longest_by_group()
         ordered = Sorter(_BY_ORDER.size, self._folder, self._run_records)
         try:
@@ -146,7 +146,7 @@ class PlanBuilder:
             ordered.close()
 
     def close(self) -> None:
-        """Frees memory and disk."""
+        """Free memory and disk."""
         self._by_prefix.close()
 
     def _longest_by_group(self) -> list[tuple[array[int], array[int]]]:

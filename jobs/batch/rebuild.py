@@ -29,10 +29,10 @@ def unknown_folders(queue: Queue, file_store: str) -> list[str]:
 def rebuild_all(
     queue: Queue, file_store: str, names: list[str] | None = None, seconds: float = math.inf
 ) -> tuple[int, list[str]]:
-    """Rebuilds the batches without a record in these folders (default: `unknown_folders`), passing
+    """Rebuild the batches without a record in these folders (default: `unknown_folders`), passing
     over what cannot be read.
 
-    Returns how many it rebuilt, and the folders to be tried again: in other hands, or left when
+    Return how many it rebuilt, and the folders to be tried again: in other hands, or left when
     `seconds` were over. Raises `StoreError`.
     """
     deadline = time.monotonic() + seconds
@@ -51,9 +51,9 @@ def rebuild_all(
 
 
 def rebuild(queue: Queue, root: str) -> bool:
-    """Makes the record of the batch in `root`; False if it has one, or there is no batch.
+    """Make the record of the batch in `root`; False if it has one, or there is no batch.
 
-    Raises `StoreError` and `Busy`.
+    Raise `StoreError` and `Busy`.
     """
     with exclusive(root, patience=0):
         manifest = load_manifest(root)

@@ -11,9 +11,9 @@ from jobs.queue.request_queue import Queue
 
 
 def repair(manifest: Manifest) -> None:
-    """Replaces damaged parts by what can be read of them; their other lines run again.
+    """Replace damaged parts by what can be read of them; their other lines run again.
 
-    Raises `StoreError`.
+    Raise `StoreError`.
     """
     root = manifest.spec.root
     for index, part in enumerate(manifest.parts):
@@ -24,7 +24,7 @@ def repair(manifest: Manifest) -> None:
 
 
 def restore_progress(queue: Queue, manifest: Manifest, beat: Callable[[], None]) -> dict[str, Any]:
-    """Sets the done bitmap and the registered parts from the manifest; returns counts and usage as
+    """Set the done bitmap and the registered parts from the manifest; return counts and usage as
     fields of the record.
     """
     manifest.completed = manifest.failed = 0
@@ -42,7 +42,7 @@ def restore_progress(queue: Queue, manifest: Manifest, beat: Callable[[], None])
 
 
 def count_results(manifest: Manifest, results: Iterable[Result]) -> None:
-    """Adds results that came to disk to the manifest's counts and usage."""
+    """Add results that came to disk to the manifest's counts and usage."""
     usage = manifest.usage or Usage()
     prompt, completion, cached = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
     for result in results:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def register(queue: Queue, manifest: Manifest) -> None:
-    """Makes the record that the manifest describes and enqueues the job that comes next; for the
+    """Make the record that the manifest describes and enqueue the job that comes next; for the
     holder of `storage.exclusive`.
 
     A running batch comes back as `validating`: that job finds the plan made, counts what the parts

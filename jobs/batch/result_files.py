@@ -24,7 +24,7 @@ class LoggedLines:
         self._known = 0
 
     def read(self, root: str, extent: Extent) -> None:
-        """Reads on; what counts once never changes. Raises `StoreError`."""
+        """Read on; what counts once never changes. Raise `StoreError`."""
         if extent.lines < self._known:
             self._lines, self._known = Bitmap(), 0
         for line in logged_lines(root, self._known, extent.lines):
@@ -38,11 +38,11 @@ class LoggedLines:
 def log_successes(
     queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines
 ) -> list[tuple[int, Result]]:
-    """Appends to the log those successes that it lacks; they count once the manifest is saved.
+    """Append to the log those successes that it lacks; they count once the manifest is saved.
 
-    Raises `StoreError`.
+    Raise `StoreError`.
 
-    Returns the results less those that are logged already: they came once more, since Redis lost
+    Return the results less those that are logged already: they came once more, since Redis lost
     that they had been drained.
     """
     root = manifest.spec.root
@@ -62,7 +62,7 @@ def log_successes(
 
 
 def begin_result_files(queue: Queue, manifest: Manifest) -> None:
-    """Makes the folders that the outputs are written to. Raises `StoreError`."""
+    """Make the folders that the outputs are written to. Raise `StoreError`."""
     store = _store(queue, manifest)
     for file_id in _file_ids(manifest):
         make_folder(str(store.folder(file_id)))
@@ -71,9 +71,9 @@ def begin_result_files(queue: Queue, manifest: Manifest) -> None:
 def publish_result_files(
     queue: Queue, manifest: Manifest, output: str | None, error_output: str | None, ended_at: float
 ) -> None:
-    """Makes the written files known to clients, and removes the record of one that has no lines.
+    """Make the written files known to clients, and remove the record of one that has no lines.
 
-    Raises `StoreError`.
+    Raise `StoreError`.
     """
     store = _store(queue, manifest)
     for file_id, kind, location in zip(_file_ids(manifest), ("output", "error"), (output, error_output), strict=True):

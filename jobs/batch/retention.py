@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def tidy(root: str) -> None:
-    """Removes what an ended batch of the API needs no more; its completion log stays, with what its
+    """Remove what an ended batch of the API needs no more; its completion log stays, with what its
     lines are named by.
     """
     try:
@@ -45,8 +45,8 @@ def tidy(root: str) -> None:
 
 
 def forget_output(root: str, file_id: str) -> None:
-    """Removes the completion log of an ended batch, whose output file is gone, and what its lines
-    are named by. Raises `StoreError`.
+    """Remove the completion log of an ended batch, whose output file is gone, and what its lines
+    are named by. Raise `StoreError`.
     """
     manifest = load_manifest(root)
     if manifest is not None and manifest.state in END_STATES and manifest.spec.output_file_id == file_id:
@@ -62,10 +62,10 @@ def _remove_log(root: str, manifest: Manifest) -> None:
 
 
 def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = math.inf) -> int:
-    """Removes batches that ended `ended_batch_seconds` ago, and folders that never became one, for
+    """Remove batches that ended `ended_batch_seconds` ago, and folders that never became one, for
     about `seconds`, the oldest first.
 
-    Returns how many. Raises `StoreError`.
+    Return how many. Raises `StoreError`.
     """
     folder = join(file_store, BATCHES_FOLDER)
     removed, deadline = 0, time.monotonic() + seconds

@@ -15,7 +15,9 @@ def note_source(manifest: Manifest, location: str, sha256: str) -> None:
 
 
 def is_whole(manifest: Manifest) -> bool:
-    """Whether the source still holds what was validated; reads all of it. Raises `StoreError`."""
+    """Return whether the source still holds what was validated; reads all of it. Raise
+    `StoreError`.
+    """
     if manifest.source is None or size_of(manifest.source) != manifest.source_bytes:
         return False
     return sha256_of(manifest.source) == manifest.source_sha256

@@ -48,11 +48,11 @@ class TooManyBatches(Exception):
 
 
 def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission) -> BatchRecord:
-    """Makes a batch, which is durable when this returns.
+    """Make a batch, which is durable when this returns.
 
     One whose input file cannot be used is made too, and fails in validation.
 
-    Raises `TooManyBatches`, `StoreError` (`full` for a full disk) and `QueueFull`: then none was
+    Raise `TooManyBatches`, `StoreError` (`full` for a full disk) and `QueueFull`: then none was
     made. After another `QueueUnavailable` it may have been: who asks again may get two.
     """
     now = queue.now()

@@ -57,7 +57,7 @@ class BatchProgress:
         self.rate = 0.0  # lines per second
 
     def measure(self, finished: int) -> None:
-        """Follows the rate at which lines finish."""
+        """Follow the rate at which lines finish."""
         now = time.monotonic()
         elapsed = now - self.measured_at
         if elapsed >= 0.5:
@@ -111,25 +111,25 @@ def _drain_all(held: Slice) -> None:
 
 
 def needs_slice(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
-    """Whether a slice would find something to do."""
+    """Return whether a slice would find something to do."""
     if int(fields.get("result_bytes", 0)) > 0 or all_done(fields):
         return True
     return feed_needed(queue, batch, fields)
 
 
 def feed_needed(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
-    """Whether the plan goes on and a ready list is low."""
+    """Return whether the plan goes on and a ready list is low."""
     models = _feeding(queue, fields)
     return bool(models) and min(ready_lengths(queue, batch, models).values()) <= int(fields.get("low_water", 0))
 
 
 def all_done(fields: dict[str, str]) -> bool:
-    """Whether every line of the batch has a result."""
+    """Return whether every line of the batch has a result."""
     return int(fields["completed"]) + int(fields["failed"]) == int(fields["total"])
 
 
 def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
-    """Fills the batch's window from the plan; False when there was nothing to add.
+    """Fill the batch's window from the plan; False when there was nothing to add.
 
     Lines of a model that no worker serves may take their share of the window; those beyond it are
     passed over, so that they do not hold up the others, and come in another pass over the plan,
@@ -219,7 +219,7 @@ def _names(encoded: str) -> list[str]:
 
 
 def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> bool:
-    """Writes finished results to a part and takes them out of Redis; False when there were none, or
+    """Write finished results to a part and take them out of Redis; False when there were none, or
     too few yet.
     """
     queue, batch, manifest = held.queue, held.batch, held.manifest
@@ -251,8 +251,8 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
 
 
 def settle(held: Slice, progress: BatchProgress) -> None:
-    """Registers the last part again, in case the process that wrote it died before Redis knew; and
-    removes what it left unlisted.
+    """Register the last part again, in case the process that wrote it died before Redis knew; and
+    remove what it left unlisted.
     """
     parts = held.manifest.parts
     last = parts[-1].name if parts else None
@@ -266,7 +266,7 @@ def settle(held: Slice, progress: BatchProgress) -> None:
 
 
 def compact(held: Slice) -> bool:
-    """Makes one part of many small ones; the last one stays as it is, since Redis may not know it
+    """Make one part of many small ones; the last one stays as it is, since Redis may not know it
     yet.
 
     A part that is not what was written stays too, for `recovery.repair`: its originals' lines must

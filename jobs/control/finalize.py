@@ -62,7 +62,7 @@ def run(batch: str, generation: int) -> None:
 
 
 def finalize(held: Slice) -> None:
-    """Moves the batch to the end state that its outcome names. Raises `StoreError`."""
+    """Move the batch to the end state that its outcome names. Raise `StoreError`."""
     manifest = held.manifest
     manifest.outcome = "cancelled" if held.state == "cancelling" else held.fields["outcome"]  # type: ignore[assignment]
     manifest.timestamps.setdefault(held.state, float(held.fields[f"{held.state}_at"]))
@@ -82,9 +82,9 @@ def finalize(held: Slice) -> None:
 
 
 def _write_results(held: Slice) -> Outcome:
-    """Writes the outputs; those of a batch of the API become files in the file store.
+    """Write the outputs; those of a batch of the API become files in the file store.
 
-    Raises `StoreError` or `ResultsMissing`.
+    Raise `StoreError` or `ResultsMissing`.
     """
     manifest = held.manifest
     if manifest.spec.output_file_id is None:
@@ -96,9 +96,7 @@ def _write_results(held: Slice) -> Outcome:
 
 
 def run_again(held: Slice) -> None:
-    """Moves a batch whose parts broke back to `in_progress`, with what can still be read of
-    them.
-    """
+    """Move a batch whose parts broke back to `in_progress`, with what can still be read of them."""
     manifest = held.manifest
     repair(manifest)
     save_manifest(manifest)
@@ -110,9 +108,9 @@ def run_again(held: Slice) -> None:
 
 
 def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
-    """Writes the output and error files durably, calling `beat` often.
+    """Write the output and error files durably, calling `beat` often.
 
-    Raises `StoreError`, `ResultsMissing` or what `beat` raises.
+    Raise `StoreError`, `ResultsMissing` or what `beat` raises.
     """
     spec = manifest.spec
     output = spec.output or join(spec.root, "output.parquet" if is_parquet(spec.input) else "output.jsonl")

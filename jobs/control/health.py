@@ -12,7 +12,7 @@ from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 
 SILENT_SECONDS = 40.0
-"""An RQ worker of ours gives a sign of life every 10 s, even while it has nothing to do."""
+"""An RQ worker of ours sends a heartbeat every 10 s, even while it has nothing to do."""
 
 _QUEUES = ("advance", "bulk")
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Runs until SIGTERM or SIGINT, through outages of Redis."""
+    """Run until SIGTERM or SIGINT, through outages of Redis."""
     parser = argparse.ArgumentParser(
         prog="python -m jobs.control.rq_worker", description="Runs the jobs of one queue of the control plane."
     )
@@ -117,7 +117,7 @@ class _Stopped(Exception):
 
 
 def _serve(queue: str, url: str) -> None:
-    """One life of RQ's loop, which ends when Redis is away for longer than a moment."""
+    """Run RQ's loop once; it ends when Redis is unavailable for longer than a moment."""
     client = connect(url)
     try:
         check_server(client)
@@ -131,7 +131,7 @@ def _serve(queue: str, url: str) -> None:
 
 
 def _flush() -> None:
-    """Keeps what finished, for a Redis that may not come back."""
+    """Keep what finished, for a Redis that may not come back."""
     slices.stopping.clear()
     try:
         flush(slices.process_queue())

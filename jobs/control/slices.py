@@ -18,10 +18,10 @@ from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import Busy, StoreError, exclusive, sweep
 
 BEAT_SECONDS = 1.0
-"""Between two signs of life of a job."""
+"""Between two heartbeats of a job."""
 STALE_SECONDS = 5.0
 """Without a heartbeat for this long, the job of a batch is taken for dead."""
-_PATIENCE_SECONDS = 2 * BEAT_SECONDS  # in which a job that lost its batch lets go of the folder
+_PATIENCE_SECONDS = 2 * BEAT_SECONDS  # in which a job that lost its batch releases the folder
 logger = logging.getLogger(__name__)
 
 
@@ -98,16 +98,16 @@ class Slice:
         return fields
 
     def note(self, fields: dict[str, Any]) -> None:
-        """Sets fields of the record, which is also a sign of life. Raises `Superseded`."""
+        """Set fields of the record, which is also a heartbeat. Raise `Superseded`."""
         self._transition(None, fields)
 
     def move(self, state: State, fields: dict[str, Any]) -> None:
-        """Moves the state, in the manifest and then in Redis. Raises `Superseded`."""
+        """Move the state, in the manifest and then in Redis. Raise `Superseded`."""
         self._enter(state)
         self._record_state(fields)
 
     def end(self, state: State) -> None:
-        """Moves to an end state, and leaves nothing of the batch in Redis but its record."""
+        """Move to an end state, and leave nothing of the batch in Redis but its record."""
         self._enter(state)
         self._record_end()
 
@@ -127,7 +127,7 @@ class Slice:
         self._record_end()
 
     def keep_beating(self) -> None:
-        """Gives a sign of life each second, however long one step of the job takes; the body of a
+        """Send a heartbeat each second, however long one step of the job takes; the body of a
         thread.
         """
         while not self._ended.wait(BEAT_SECONDS):
@@ -135,7 +135,7 @@ class Slice:
                 self._transition(None, {})
 
     def release(self) -> None:
-        """Ends the signs of life."""
+        """Stop the heartbeat."""
         self._ended.set()
 
     def _enter(self, state: State) -> None:
@@ -195,7 +195,7 @@ def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], p
 
 
 def use_threads(count: int) -> None:
-    """Lets this process run as many long jobs side by side, so that a small batch does not wait for
+    """Let this process run as many long jobs side by side, so that a small batch does not wait for
     a large one to be read or written.
     """
     global _slots
@@ -232,7 +232,7 @@ def run_slice(
     work: Callable[[Slice], None],
     patience: float = 0.0,
 ) -> None:
-    """Runs `work` under `hold`.
+    """Run `work` under `hold`.
 
     A failure that a person can mend becomes the record's `problem`; the ticker has the job run
     again.
@@ -273,7 +273,7 @@ def _run(
 
 
 def note_problem(queue: Queue, batch: str, problem: str) -> None:
-    """Shows in the record why the batch does not get on."""
+    """Show in the record why the batch makes no progress."""
     state = queue.batch_fields(batch).get("state")
     if state is not None:
         queue.transition(batch, [state], state, {"problem": problem})

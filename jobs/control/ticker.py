@@ -72,7 +72,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Runs until SIGTERM or SIGINT, through outages of Redis."""
+    """Run until SIGTERM or SIGINT, through outages of Redis."""
     parser = argparse.ArgumentParser(prog="python -m jobs.control.ticker", description="Keeps the control plane going.")
     add_redis_url(parser)
     parser.add_argument("--file-store", help="folder from which an empty Redis is rebuilt")
@@ -115,7 +115,7 @@ class Ticker:
         self._next_sweep = 0.0  # monotonic seconds
         self._token = secrets.token_hex(16)
         self._last_id = FIRST_ID
-        self._silent: set[str] = set()  # batches whose job gave no sign of life at this tick
+        self._silent: set[str] = set()  # batches whose job had no heartbeat at this tick
         self._silent_before: set[str] = set()  # the same of the tick before
         self._orphans: dict[
             Execution, float
@@ -126,11 +126,11 @@ class Ticker:
         # Folders of batches that may lack a record, to be looked into
         self._unknown: list[str] = []
         self._unlisted: list[str] = []  # files to be listed again
-        # Batches whose slice runs just now and that want another
+        # Batches whose slice runs just now and that need another
         self._pending: dict[str, _Retry] = {}
 
     def run(self) -> None:
-        """Leads whenever it can, until the process is ordered to end."""
+        """Lead whenever it can, until the process is ordered to end."""
         while not _stopping.is_set():
             if not self.lead():
                 time.sleep(TICK_SECONDS)
@@ -139,7 +139,7 @@ class Ticker:
             self.listen(TICK_SECONDS)
 
     def lead(self) -> bool:
-        """Takes or keeps the lead.
+        """Take or keep the lead.
 
         Two leaders for a moment do no harm: all that they do may be done twice.
         """
@@ -154,7 +154,7 @@ class Ticker:
         return True
 
     def resign(self) -> None:
-        """Lets another lead at once."""
+        """Let another lead at once."""
         try:
             if self._client.get(keys.LEADER) == self._token.encode():
                 self._client.delete(keys.LEADER)
@@ -199,9 +199,7 @@ class Ticker:
                     self._slice(batch, min(2 * retry.pause, _LONGEST_RETRY_SECONDS))
 
     def _slice(self, batch: str, pause: float = _FIRST_RETRY_SECONDS) -> None:
-        """Enqueues a slice; while one runs that does not end, tries again after ever longer
-        pauses.
-        """
+        """Enqueue a slice; while one runs that does not end, retry after ever longer pauses."""
         self._pending.pop(batch, None)
         fields = self._queue.batch_fields(batch)
         if fields.get("state") != "in_progress":
@@ -213,7 +211,7 @@ class Ticker:
             self._pending[batch] = _Retry(time.monotonic() + pause, pause)
 
     def _look_after_all(self, now: float) -> None:
-        """Goes on at the next tick where a moment was not enough: thousands of windows may close at
+        """Go on at the next tick where a moment was not enough: thousands of windows may close at
         once.
         """
         waiting, records = waiting_jobs(self._client), self._records()
@@ -229,7 +227,7 @@ class Ticker:
                 break
 
     def _forget_orphans(self, records: dict[str, dict[str, str]]) -> None:
-        """Removes what RQ keeps of jobs whose process was killed, some seconds after their batch
+        """Remove what RQ keeps of jobs whose process was killed, some seconds after their batch
         moved on without them.
         """
         now, running, wanted = time.monotonic(), executions(self._client), set[str]()
@@ -260,10 +258,9 @@ class Ticker:
             self._revive(batch, fields, job)
 
     def _revive(self, batch: str, fields: dict[str, str], job: JobName) -> None:
-        """Runs the batch's job again, under a new generation if a process took the last one with
-        it.
+        """Run the batch's job again, under a new generation if a process took the last one with it.
 
-        That is so if the job neither waits nor gives a sign of life at two ticks in a row; at one,
+        That is so if the job neither waits nor sends a heartbeat at two ticks in a row; at one,
         it may have begun just now.
         """
         generation = int(fields["generation"])
@@ -278,7 +275,7 @@ class Ticker:
             enqueue(self._client, job, batch, generation + 1)
 
     def _expire(self, batch: str, fields: dict[str, str]) -> bool:
-        """Ends a batch whose completion window has passed; finished lines stay, the rest get error
+        """End a batch whose completion window has passed; finished lines stay, the rest get error
         lines.
         """
         moved = {"outcome": "expired", "finalizing_at": time.time()}
@@ -316,7 +313,7 @@ class Ticker:
             logger.info("removed %d expired files and %d expired batches", swept, ended)
 
     def _restore(self, files: FileStore) -> None:
-        """Brings back what Redis has lost, a moment's work of it at each tick."""
+        """Bring back what Redis has lost, a moment's work of it at each tick."""
         server = self._client.hget(keys.TICK, "run_id")
         try:
             if server != self._server:

@@ -65,7 +65,7 @@ def run(batch: str, generation: int) -> None:
 
 
 def validate(held: Slice) -> None:
-    """Moves the batch to `in_progress` or `failed`. Raises `StoreError`."""
+    """Move the batch to `in_progress` or `failed`. Raise `StoreError`."""
     manifest = held.manifest
     if manifest.plan_sha256 is None:
         checked = _check(held)
@@ -190,8 +190,8 @@ def known_models(held: Slice, patience: float) -> set[str]:
 
 
 def _token_problem(held: Slice, size: int) -> LineProblem | None:
-    """Whether the tenant's open batches, with this one of `size` bytes, would hold more tokens than
-    they may; notes how many it holds.
+    """Return whether the tenant's open batches, with this one of `size` bytes, would hold more
+    tokens than they may; note how many it holds.
     """
     spec = held.manifest.spec
     held.manifest.queued_tokens = own = -(-size // _BYTES_PER_TOKEN)

@@ -18,7 +18,7 @@ _NAMES: dict[type, str] = {
 
 
 def fail(message: str, param: str | None, code: str | None) -> NoReturn:
-    """Raises the 400 that clients of OpenAI know."""
+    """Raise OpenAI's error 400."""
     raise ApiError(400, message, param=param, code=code)
 
 

@@ -20,7 +20,7 @@ def new_id(prefix: str, now: float) -> str:
 
 
 def is_id(prefix: str, text: str) -> bool:
-    """Whether the text is an id of that kind; then it is safe in a path and in a key's name."""
+    """Return whether the text is an id of that kind, which is safe in a path and in a key."""
     return text.startswith(prefix) and _DIGITS.fullmatch(text, len(prefix)) is not None
 
 

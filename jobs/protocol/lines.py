@@ -76,7 +76,7 @@ def encode_body(body: dict[str, Any]) -> bytes:
 
 
 def read_line(raw: bytes) -> Line:
-    """Takes a line apart; for one that `validation.check_line` lets pass."""
+    """Take a line apart; for one that `validation.check_line` lets pass."""
     try:
         line = _line_decoder.decode(raw)
         body = bytes(line.body)
@@ -88,7 +88,7 @@ def read_line(raw: bytes) -> Line:
 
 
 def _check_shape(raw: bytes) -> None:
-    """Raises ValueError.
+    """Raise ValueError.
 
     What is no JSON is left to the parser, which comes no deeper than this does.
     """

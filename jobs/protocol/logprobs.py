@@ -159,7 +159,7 @@ def _characters(written: bytes, following: bytes) -> int:
 
 
 def _goes_on(text: bytes) -> bool:
-    """Whether it begins in the midst of a character."""
+    """Return whether it begins in the midst of a character."""
     return text[:1] != b"" and text[0] in _CONTINUATION
 
 

@@ -161,7 +161,7 @@ def prompt_logprobs(body: dict[str, Any], stream: bool) -> int | None:
 
 
 def echo(body: dict[str, Any], chat: bool) -> bool:
-    """Whether the answer begins with the prompt."""
+    """Return whether the answer begins with the prompt."""
     wanted = fields.optional(body, "echo", fields.boolean, False)
     if wanted and chat:
         fields.unsupported("echo", "is for completions: a chat's answer cannot begin with its prompt.")
@@ -189,7 +189,7 @@ def best_of(body: dict[str, Any], n: int, stream: bool) -> int:
 
 
 def include_usage(body: dict[str, Any], stream: bool) -> bool:
-    """Whether a stream ends with a chunk that contains the usage."""
+    """Return whether a stream ends with a chunk that contains the usage."""
     options = body.get("stream_options")
     if options is None:
         return False

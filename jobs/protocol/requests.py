@@ -21,7 +21,7 @@ def new_live_id(tenant: str) -> str:
 
 
 def is_live_id_of(tenant: str, live_id: str) -> bool:
-    """Whether `new_live_id` made it for this tenant."""
+    """Return whether `new_live_id` made it for this tenant."""
     return live_id.startswith(_live_ids_of(tenant))
 
 
@@ -45,7 +45,7 @@ class RequestKey(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, text: str | bytes) -> "RequestKey":
-        """Reads the form that `str` gives. Raises ValueError for anything else."""
+        """Read the form that `str` gives. Raise ValueError for anything else."""
         batch, slash, line = (text.decode() if isinstance(text, bytes) else text).rpartition("/")
         if not slash or not batch:
             raise ValueError(f"not a request key: {text!r}")

@@ -159,7 +159,7 @@ def unanswered_line(custom_id: str, code: str, message: str, batch_request_id: s
 
 
 def _unbroken(line: bytes) -> bytes:
-    """Escapes what JSON allows inside a line and Python's `splitlines`, by which many read result
+    """Escape what JSON allows inside a line and Python's `splitlines`, by which many read result
     files, takes for its end.
     """
     if line.isascii():

@@ -11,7 +11,7 @@ Check = Callable[[Any, str], None]
 
 
 def refuse_unsupported(body: dict[str, Any], chat: bool) -> None:
-    """Raises `ApiError` 400 for the first parameter that would have to be honoured."""
+    """Raise `ApiError` 400 for the first parameter that would have to be honoured."""
     for name, value in body.items():
         check = _CHECKS.get(name)
         if check is not None and value is not None:

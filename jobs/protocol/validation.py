@@ -89,7 +89,7 @@ def check_line(
     models: Collection[str] | None = None,
     default_model: str | None = None,
 ) -> LineRequest | LineError:
-    """Checks the structure of line `number` (from 1) of a batch file: what it lacks makes the whole
+    """Check the structure of line `number` (from 1) of a batch file: what it lacks makes the whole
     file be refused.
 
     `endpoint` is the only url allowed (None: any of `ENDPOINTS`), `models` those that are served
@@ -124,9 +124,9 @@ def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Coll
 
 
 def parse_call(endpoint: str, body: Any) -> Call:
-    """Reads the body of a call.
+    """Read the body of a call.
 
-    Raises `ApiError` 400 for a bad value, naming it; unknown parameters are ignored.
+    Raise `ApiError` 400 for a bad value, naming it; unknown parameters are ignored.
     """
     body = fields.mapping(body, "body")
     model = fields.text(fields.required(body, "model"), "model")

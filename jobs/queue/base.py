@@ -24,7 +24,7 @@ class QueueBase:
         self._blocking = blocking_twin(client)
 
     def close(self) -> None:
-        """Closes the connection that blocking reads use; the client stays its owner's."""
+        """Close the connection that blocking reads use; the client stays its owner's."""
         self._blocking.close()
 
     def _command(self, name: str, *arguments: Any) -> Any:

@@ -36,7 +36,7 @@ class BatchQueue(QueueBase):
         state: str = "validating",
         fields: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Makes the record of a batch that has none.
+        """Make the record of a batch that has none.
 
         False when it has one. `fields` may hold counts and cursor of a rebuilt batch.
         """
@@ -51,8 +51,8 @@ class BatchQueue(QueueBase):
         fields: Mapping[str, Any] | None = None,
         generation: int | None = None,
     ) -> bool:
-        """Moves the state, if it is one of `from_states` ("" for no record) and the generation is
-        the given one, and sets `fields`.
+        """Move the state, if it is one of `from_states` ("" for no record) and the generation is
+        the given one, and set `fields`.
 
         Also notes the time as `heartbeat` (ms of Redis TIME), so moving a state to itself is a sign
         of life. False changes nothing.
@@ -67,7 +67,7 @@ class BatchQueue(QueueBase):
         return {text(name): text(value) for name, value in self._command("HGETALL", keys.batch(batch)).items()}
 
     def activate(self, batch: str) -> None:
-        """Has the ticker look after a batch, until `clean_up` or `forget`."""
+        """Make the ticker supervise a batch, until `clean_up` or `forget`."""
         self._command("SADD", keys.ACTIVE, batch)
 
     def batches(self) -> list[str]:
@@ -80,7 +80,7 @@ class BatchQueue(QueueBase):
         return [batch for batch, state in states.items() if state not in (None, FORGOTTEN.encode())]
 
     def ingest(self, batch: str, requests: Sequence[tuple[int, Request]], start: int, cursor: int) -> bool:
-        """Adds lines to the ready list (at most 500) and moves the batch's cursor from `start` to
+        """Add lines to the ready list (at most 500) and move the batch's cursor from `start` to
         `cursor`.
 
         True when the cursor now is at `cursor`, by this call or an earlier one; False when it
@@ -118,7 +118,7 @@ class BatchQueue(QueueBase):
         return found
 
     def drained(self, batch: str, part: str, lines: Sequence[int]) -> bool:
-        """Registers a part that lasts on disk and removes its lines' results, at once.
+        """Register a part that lasts on disk and remove its lines' results, at once.
 
         True when the part is registered, by this call or an earlier one. False, changing nothing,
         when one of the lines has no result any more: another part holds it, and this one must not
@@ -133,7 +133,7 @@ class BatchQueue(QueueBase):
         return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
 
     def set_parts(self, batch: str, parts: Mapping[str, int]) -> None:
-        """Registers these parts, of which the last is what counts, and forgets all others; for the
+        """Register these parts, of which the last is what counts, and forget all others; for the
         holder of `storage.exclusive`.
         """
         self._command("DEL", keys.parts(batch))
@@ -147,7 +147,7 @@ class BatchQueue(QueueBase):
         return bytes(self._command("GET", keys.done(batch)) or b"")
 
     def set_done(self, batch: str, bitmap: bytes) -> None:
-        """Sets the bitmap of a batch that is rebuilt, before it goes in progress."""
+        """Set the bitmap of a batch that is rebuilt, before it goes in progress."""
         self._command("SET", keys.done(batch), bitmap)
 
     def open_batch(self, tenant: str, batch: str, most: int | None) -> bool:
@@ -178,15 +178,15 @@ class BatchQueue(QueueBase):
         return {batch: int(tokens or 0) for batch, (state, tokens) in found if text(state) not in END_STATES}
 
     def dismiss(self, tenant: str, *batches: str) -> None:
-        """Takes batches out of the open ones."""
+        """Take batches out of the open ones."""
         self._command("SREM", keys.open_batches(tenant), *batches)
 
     def list_batch(self, tenant: str, batch: str) -> None:
-        """Shows a batch in the tenant's listing."""
+        """Show a batch in the tenant's listing."""
         self._command("ZADD", keys.batch_index(tenant), 0, batch)
 
     def unlist_batch(self, tenant: str, batch: str) -> None:
-        """Takes a batch out of the listing."""
+        """Take a batch out of the listing."""
         self._command("ZREM", keys.batch_index(tenant), batch)
 
     def listed_batches(self, tenant: str, after: str | None, count: int) -> list[str]:
@@ -206,7 +206,7 @@ class BatchQueue(QueueBase):
             pass
 
     def forget(self, batch: str) -> None:
-        """Removes every key of a batch; goes on where a killed call stopped.
+        """Remove every key of a batch; continue where a killed call stopped.
 
         For the holder of `storage.exclusive`.
         """

@@ -53,7 +53,7 @@ def blocking_twin(client: redis.Redis) -> redis.Redis:
 
 
 def check_server(client: redis.Redis) -> None:
-    """Raises `ServerError` unless the server is new enough, evicts nothing and holds data of this
+    """Raise `ServerError` unless the server is new enough, evicts nothing and holds data of this
     schema (written when there is none).
     """
     info: Any = client.info("server")

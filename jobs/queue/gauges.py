@@ -55,7 +55,7 @@ class Gauges(QueueBase):
     """Part of `jobs.queue.request_queue.Queue`."""
 
     def report_gauges(self, worker: str, gauges: WorkerGauges) -> None:
-        """Replaces what the worker said before."""
+        """Replace what the worker said before."""
         self._command("SET", keys.gauges(worker), pack(gauges), "EX", GAUGES_SECONDS)
 
     def gauges(self, workers: list[str]) -> dict[str, WorkerGauges]:

@@ -71,7 +71,7 @@ class Registry(QueueBase):
         self._unwritten.discard(record.id)
 
     def set_worker_state(self, worker: str, state: WorkerState) -> None:
-        """Changes the state of a worker that this process registered."""
+        """Change the state of a worker that this process registered."""
         record = self._records[worker]
         self.register_worker(msgspec.structs.replace(record, state=state))
 

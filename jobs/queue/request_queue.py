@@ -91,9 +91,9 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
         ]
 
     def publish(self, worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
-        """Appends tokens to the requests' streams and to those of the API processes.
+        """Append tokens to the requests' streams and to those of the API processes.
 
-        Returns the requests whose lease is lost.
+        Return the requests whose lease is lost.
 
         `generated` is how many tokens the worker generated in its life, here and below; the totals
         count each of them once.
@@ -114,9 +114,9 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
         return [RequestKey.parse(name) for name in lost]
 
     def commit(self, worker: str, finished: list[Finished], generated: int = 0) -> list[RequestKey]:
-        """Stores results and ends the leases.
+        """Store results and end the leases.
 
-        Returns the requests for which that changed nothing: lost, or committed before.
+        Return the requests for which that changed nothing: lost, or committed before.
         """
         head = [worker, generated, self.settings.stream_keep_seconds]
         return self._each("commit", head, (_finished_arguments(item) for item in finished))
@@ -160,7 +160,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
                 return total
 
     def remove_worker(self, worker: str) -> None:
-        """Takes a worker that ended out of the registry; what it still held counts as lost."""
+        """Take a worker that ended out of the registry; what it still held counts as lost."""
         self._forget_record(worker)
         self.reap(worker)
 

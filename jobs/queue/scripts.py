@@ -77,7 +77,7 @@ class Scripts:
         self._retry_seconds = retry_seconds
 
     def call(self, name: str, arguments: list[Any]) -> Any:
-        """Runs the script `name`. Raises `QueueUnavailable` after `retry_seconds` of trying."""
+        """Run the script `name`. Raise `QueueUnavailable` after `retry_seconds` of trying."""
         text, digest = source(name)
         # One key names the hash slot; the scripts build the others, which share its tag.
         return persistently(lambda: self._run(text, digest, arguments), self._retry_seconds)
@@ -128,7 +128,7 @@ def passing_reason(error: redis.RedisError) -> str | None:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether the server had no memory left for a call."""
+    """Return whether the server had no memory left for a call."""
     return isinstance(error, QueueFull | redis.exceptions.OutOfMemoryError)
 
 

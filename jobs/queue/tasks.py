@@ -96,8 +96,8 @@ def executions(client: redis.Redis) -> set[Execution]:
 
 
 def forget_execution(client: redis.Redis, execution: Execution) -> None:
-    """Leaves nothing in RQ of a job that its batch went on without; a process that still runs it
-    gets on (`rq_worker`).
+    """Remove all of a job that its batch went on without from RQ; a process that still runs it
+    handles that (`rq_worker`).
     """
     with contextlib.suppress(NoSuchJobError):
         _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
@@ -119,7 +119,5 @@ def _started(client: redis.Redis, queue: str) -> StartedJobRegistry:
 
 
 def wake(client: redis.Redis, batch: str) -> None:
-    """Asks the ticker for another slice of the batch, as a claim that runs its ready list low
-    does.
-    """
+    """Ask the ticker for another slice of the batch, as a claim does at low water."""
     client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)

@@ -107,9 +107,9 @@ def list_keys(store: str) -> list[KeyRecord]:
 
 
 def revoke_key(store: str, key_id: str) -> None:
-    """Ends a key; servers notice within about a second.
+    """End a key; servers notice within about a second.
 
-    Raises KeyError if there is none of this id, and `StoreError`.
+    Raise KeyError if there is none of this id, and `StoreError`.
     """
     folder = folder_of(store)
     if not ids.is_id(ids.KEY, key_id):
@@ -155,12 +155,12 @@ class KeyRing:
         return time.monotonic() >= self._next_look
 
     def required(self) -> bool:
-        """Whether a caller needs a key: there is one, be its record damaged."""
+        """Return whether a caller needs a key: there is one, be its record damaged."""
         self._look()
         return bool(self._by_hash or self._problems)
 
     def known(self) -> bool:
-        """Whether there ever was a key: the folder is there.
+        """Return whether there ever was a key: the folder is there.
 
         Who revokes the last one does not mean to let everybody in.
         """
@@ -219,7 +219,7 @@ def _read_folder(folder: Path) -> tuple[list[KeyRecord], list[str]]:
 
 
 def _read(path: Path) -> KeyRecord:
-    """Raises OSError and ValueError."""
+    """Raise OSError and ValueError."""
     record = msgspec.json.decode(path.read_bytes(), type=KeyRecord)
     if record.id + _SUFFIX != path.name or not TENANT.fullmatch(record.tenant):
         raise ValueError("its id or its tenant cannot be right")

@@ -122,7 +122,7 @@ class FileStore:
         return Upload(self, file_id, filename, purpose, tenant, expires_seconds)
 
     def get(self, tenant: str, file_id: str) -> FileRecord:
-        """Raises KeyError for a file that is unknown, expired or another tenant's, and for what is
+        """Raise KeyError for a file that is unknown, expired or another tenant's, and for what is
         no id.
         """
         record = self._read(file_id) if is_id(FILE, file_id) else None
@@ -143,11 +143,11 @@ class FileStore:
         return self.folder(record.id) / f"content{record.suffix}"
 
     def delete(self, tenant: str, file_id: str) -> None:
-        """Raises KeyError as `get` does."""
+        """Raise KeyError as `get` does."""
         self._remove(self.get(tenant, file_id))
 
     def put(self, record: FileRecord) -> None:
-        """Makes a file known, or replaces what is known of it; the content of a complete one is on
+        """Make a file known, or replace what is known of it; the content of a complete one is on
         disk.
         """
         folder = self.folder(record.id)
@@ -158,7 +158,7 @@ class FileStore:
         self._queue.commands(_index(record))
 
     def drop(self, file_id: str) -> None:
-        """Removes what an upload that ended early has left; what cannot be removed now, the sweep
+        """Remove what an upload that ended early has left; what cannot be removed now, the sweep
         removes.
         """
         folder = self.folder(file_id)
@@ -169,10 +169,10 @@ class FileStore:
                 self._queue.redis.zrem(keys.FILE_EXPIRY, file_id)
 
     def sweep(self, now: float, seconds: float = math.inf) -> int:
-        """Removes files that have expired, and what uploads that were killed a day ago have left,
+        """Remove files that have expired, and what uploads that were killed a day ago have left,
         some hundreds or for `seconds`.
 
-        Returns how many. What cannot be removed is tried again later, so that it delays no other
+        Return how many. What cannot be removed is tried again later, so that it delays no other
         file.
         """
         removed, deadline = 0, time.monotonic() + seconds
@@ -194,9 +194,9 @@ class FileStore:
         return sorted(filter(partial(is_id, FILE), found), reverse=True)
 
     def reindex(self, names: "list[str]", seconds: float = math.inf) -> "list[str]":
-        """Makes the index in Redis of these files again.
+        """Make the index in Redis of these files again.
 
-        Returns those that are left when `seconds` were over.
+        Return those that are left when `seconds` were over.
         """
         now, deadline = self._queue.now(), time.monotonic() + seconds
         while names:
@@ -345,9 +345,9 @@ class Upload:
         self.bytes += len(data)
 
     def commit(self) -> FileRecord:
-        """Makes the file durable, then known.
+        """Make the file durable, then known.
 
-        Raises ValueError for a batch's file whose name has none of the suffixes.
+        Raise ValueError for a batch's file whose name has none of the suffixes.
         """
         record = self._record()
         with named("cannot write", str(self._folder)):
@@ -359,7 +359,7 @@ class Upload:
         return record
 
     def close(self) -> None:
-        """Removes what was not committed."""
+        """Remove what was not committed."""
         # Of a full disk, on which the rest of the buffer has no room
         with contextlib.suppress(OSError):
             self._file.close()
@@ -388,7 +388,7 @@ class Upload:
 
 
 def _clear(folder: Path, durably: bool = True) -> None:
-    """Removes a file's folder, the record first. Others may do so at the same time."""
+    """Remove a file's folder, the record first. Others may do so at the same time."""
     with contextlib.suppress(FileNotFoundError):
         (folder / _RECORD).unlink(missing_ok=True)
         if durably:

@@ -102,7 +102,7 @@ def sha256_of(location: str) -> str:
 
 
 def make_folder(location: str) -> None:
-    """Makes a folder and those above it, durably. Raises `StoreError`."""
+    """Make a folder and those above it, durably. Raise `StoreError`."""
     with named("cannot make the folder", location):
         path = local_path(location)
         if path is not None:
@@ -135,7 +135,7 @@ def list_names(location: str) -> list[str]:
 
 
 def delete(location: str) -> None:
-    """Removes a file that may be gone already. Raises `StoreError`."""
+    """Remove a file that may be gone already. Raise `StoreError`."""
     path = local_path(location)
     with named("cannot remove", location):
         if path is not None:
@@ -184,7 +184,7 @@ class AtomicWriter:
         return len(data)
 
     def commit(self) -> None:
-        """Makes the file durable, then visible."""
+        """Make the file durable, then visible."""
         with named("cannot write", self.location):
             if self._path is None:
                 self._file.close()
@@ -198,7 +198,7 @@ class AtomicWriter:
         self._open = False
 
     def close(self) -> None:
-        """Drops what was not committed."""
+        """Drop what was not committed."""
         if not self._open:
             return
         self._open = False
@@ -220,14 +220,14 @@ class AtomicWriter:
 
 
 def write_bytes(location: str, data: bytes) -> None:
-    """Writes or replaces a small file. Raises `StoreError`."""
+    """Write or replace a small file. Raise `StoreError`."""
     with AtomicWriter(location) as writer:
         writer.write(data)
         writer.commit()
 
 
 def sync_folder(path: Path) -> None:
-    """Makes a rename in the folder durable."""
+    """Make a rename in the folder durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -241,10 +241,10 @@ class Busy(Exception):
 
 @contextlib.contextmanager
 def exclusive(root: str, patience: float) -> Iterator[None]:
-    """Holds a folder against every other process on this file system, stopped ones included; the
+    """Hold a folder against every other process on this file system, stopped ones included; the
     kernel lets go when the holder dies.
 
-    Raises `Busy` after `patience` seconds, and `StoreError`: always for a remote folder, which has
+    Raise `Busy` after `patience` seconds, and `StoreError`: always for a remote folder, which has
     no such lock.
     """
     path = local_path(root)
@@ -271,14 +271,14 @@ def _lock(handle: int, root: str, deadline: float) -> None:
 
 
 def sweep(root: str) -> None:
-    """Removes what killed writers left half written; only for the holder of `exclusive`."""
+    """Remove what killed writers left half written; only for the holder of `exclusive`."""
     for name in list_names(root):
         if name.startswith(".") and name.endswith(".tmp"):
             delete(join(root, name))
 
 
 def sweep_beside(location: str) -> None:
-    """Removes what killed writers of one file left in its folder; only for the one process that may
+    """Remove what killed writers of one file left in its folder; only for the one process that may
     write it.
     """
     folder, _, name = location.rpartition("/")
@@ -298,7 +298,7 @@ def _scratch_for(path: Path, scratch: str | None) -> Path:
 
 @contextlib.contextmanager
 def named(what: str, location: str) -> Iterator[None]:
-    """Turns errors of the file system into `StoreError`."""
+    """Turn errors of the file system into `StoreError`."""
     try:
         yield
     except OSError as error:

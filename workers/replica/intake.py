@@ -103,7 +103,7 @@ class Intake:
         self.bell()
 
     def close(self) -> None:
-        """Waits for nothing."""
+        """Wait for nothing."""
         self._paused = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 

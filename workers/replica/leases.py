@@ -44,7 +44,7 @@ class Leases:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the renewals; what is still held runs out by itself."""
+        """End the renewals; what is still held runs out by itself."""
         self._stopped.set()
 
     def add(self, held: Iterable[Held]) -> None:
@@ -52,7 +52,7 @@ class Leases:
             self._fences.update(held)
 
     def drop(self, held: Iterable[Held]) -> None:
-        """Forgets leases that ended; one that was taken anew since, under another fence, stays."""
+        """Forget leases that ended; one that was taken anew since, under another fence, stays."""
         with self._lock:
             for key, fence in held:
                 if self._fences.get(key) == fence:

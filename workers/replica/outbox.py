@@ -2,7 +2,7 @@
 
 One delivery at a time, so that a request's tokens come before its end.
 
-While Redis is away nothing is lost and nothing piles up: results wait here, tokens wait with their
+While Redis is unavailable nothing is lost and nothing piles up: results wait here, tokens wait with their
 requests. A Redis without memory refuses tokens but takes results, which make room once they are
 drained: then results go first, with the tokens that belong to them.
 """
@@ -64,12 +64,12 @@ class Outbox:
         self._failing = False
 
     def accept(self, delta: Delta) -> None:
-        """Sends the first message of a live call at once."""
+        """Send the first message of a live call at once."""
         self._accepted.append(delta)
         self._wake_at(0.0)
 
     def finish(self, finished: Finished) -> None:
-        """Commits a result: at once for a live call, else with those that end about then."""
+        """Commit a result: at once for a live call, else with those that end about then."""
         self._finished.append(finished)
         self._wake_at(0.0 if finished.key.live else self._last + COALESCE_SECONDS)
 
@@ -82,8 +82,8 @@ class Outbox:
         self._wake_at(self._last + self._sweep_seconds)
 
     async def run(self, due: Callable[[], list[Delta]], busy: Callable[[], bool]) -> None:
-        """Delivers results and the tokens that are `due`, which is asked now and then while
-        requests run (`busy`), until cancelled.
+        """Deliver results and the tokens that are `due`, which is asked now and then while requests
+        run (`busy`), until cancelled.
         """
         while True:
             await self._wake.wait()
@@ -93,7 +93,7 @@ class Outbox:
                 self._wake_at(self._last + self._sweep_seconds)
 
     async def deliver(self, deltas: list[Delta]) -> None:
-        """Publishes these tokens and commits the results there are; returns once Redis has them."""
+        """Publish these tokens and commit the results there are; return once Redis has them."""
         loop = asyncio.get_running_loop()
         async with self._sending:
             deltas, self._accepted, self._refused = self._refused + self._accepted + deltas, [], []
@@ -108,7 +108,7 @@ class Outbox:
             self._last = loop.time()
 
     def close(self) -> None:
-        """Gives up what Redis does not take; nothing is sent any more."""
+        """Give up what Redis does not take; nothing is sent any more."""
         self._closed.set()
         if self._timer is not None:
             self._timer.cancel()

@@ -70,7 +70,7 @@ class Preparation:
             except Exception as error:
                 errors.append(rejected(claim, _answer_for(error, claim)))
         for chats in (True, False):
-            self._tokenise(
+            self._tokenize(
                 [item for item in pending if (item.call.endpoint == CHAT) == chats], special_tokens=not chats
             )
         prepared: list[PreparedRequest] = []
@@ -112,7 +112,7 @@ class Preparation:
         return prompt
 
     def _probe(self, prompt: str, param: str) -> None:
-        """Raises ApiError for a text whose beginning alone has more tokens than the model can take:
+        """Raise ApiError for a text whose beginning alone has more tokens than the model can take:
         a tenth more, as the cut gives some.
         """
         longest = self._limits.max_model_len
@@ -122,7 +122,7 @@ class Preparation:
                 too_long(f"your {param} resulted in more than {longest} tokens", param, longest, param)
 
     def _refuse_length(self, size: int, param: str) -> None:
-        """Raises ApiError for a text of so many bytes that it certainly does not fit."""
+        """Raise ApiError for a text of so many bytes that it certainly does not fit."""
         longest = self._tokenizer.longest_token
         if longest is not None and size // longest > self._limits.max_model_len:
             too_long(
@@ -135,10 +135,8 @@ class Preparation:
             return max(1, self._limits.max_model_len - max(1, call.max_tokens or 0))
         return call.truncate_prompt_tokens
 
-    def _tokenise(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
-        """Gives each request the token ids of its prompts, or the reason why one cannot be
-        encoded.
-        """
+    def _tokenize(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
+        """Give each request the token ids of its prompts, or the error of one that cannot be encoded."""
         texts = [prompt for item in pending for prompt in item.given if isinstance(prompt, str)]
         try:
             encoded = iter(self._tokenizer.encode(texts, special_tokens) if texts else ())
@@ -146,7 +144,7 @@ class Preparation:
             if len(pending) == 1:
                 pending[0].error = error
             for item in pending if len(pending) > 1 else ():
-                self._tokenise([item], special_tokens)
+                self._tokenize([item], special_tokens)
             return
         for item in pending:
             item.token_ids = [next(encoded) if isinstance(prompt, str) else prompt for prompt in item.given]

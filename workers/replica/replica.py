@@ -115,10 +115,10 @@ class Replica:
         return self._intake is not None and self._intake.isolated
 
     async def run(self, pause: float = 0.0) -> None:
-        """Serves until ordered to stop; the core is started after `pause` seconds, in which the
+        """Serve until ordered to stop; the core is started after `pause` seconds, in which the
         registry has the worker already.
 
-        Raises WorkerError or EngineStartError when it cannot start, and EngineDeadError, everything
+        Raise WorkerError or EngineStartError when it cannot start, and EngineDeadError, everything
         given back, after a death.
         """
         tasks: list[asyncio.Task[None]] = []
@@ -253,7 +253,7 @@ class Replica:
         ]
 
     async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:
-        """Returns when ordered to stop; raises what ended a task."""
+        """Return when ordered to stop; raise what ended a task."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -280,7 +280,7 @@ class Replica:
             self._quarantine.begin()
 
     async def _drain(self, steps: asyncio.Task[None]) -> None:
-        """Stops in order: nothing new, what has not begun goes back at once, the rest when its time
+        """Stop in order: nothing new, what has not begun goes back at once, the rest when its time
         is over, with what it has so far.
         """
         await self._set_state("draining")
@@ -364,7 +364,7 @@ class Replica:
         return self._engine.stats.tokens - self._tried_tokens
 
     async def _end(self) -> None:
-        """Leaves nothing registered and nothing running; what is still held counts as lost."""
+        """Leave nothing registered and nothing running; what is still held counts as lost."""
         self._leases.stop()
         self._control.stop()
         self._outbox.close()
@@ -409,9 +409,9 @@ class Replica:
         await self._call(lambda: self._queue.register_worker(self._record))
 
     async def _in_time(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Waits for Redis as long as it takes; once the worker is to stop, GOODBYE_SECONDS more.
+        """Wait for Redis as long as it takes; once the worker is to stop, GOODBYE_SECONDS more.
 
-        Returns whether the work was done.
+        Return whether the work was done.
         """
         task, stopping = asyncio.create_task(work), asyncio.create_task(self._stopping.wait())
         try:

@@ -38,8 +38,8 @@ class RequestInFlight:
     )
 
     def __init__(self, prepared: PreparedRequest, ids: Iterator[int], next_publish: float) -> None:
-        """Takes an id for each choice that needs the engine; `next_publish` is when its first
-        tokens are due, on the monotonic clock.
+        """Take an id for each choice that needs the engine; `next_publish` is when its first tokens
+        are due, on the monotonic clock.
         """
         self.claim = prepared.claim
         # Whether any of its tokens were published
@@ -72,7 +72,7 @@ class RequestInFlight:
         return any(sequence.started for sequence in self.sequences)
 
     def all_have(self, tokens: int) -> bool:
-        """Whether every choice that has not ended got so many tokens from this worker."""
+        """Return whether every choice that has not ended got so many tokens from this worker."""
         return all(sequence.new_tokens >= tokens for sequence in self.running.values())
 
     @property
@@ -144,7 +144,7 @@ class RequestInFlight:
         ]
 
     def _line_up(self, prompt: int, ids: Iterator[int]) -> None:
-        """Makes engine requests of a prompt's choices; without any left, of the first one if the
+        """Make engine requests of a prompt's choices; without any left, of the first one if the
         prompt's log probabilities are needed.
         """
         sequences = self._choices_of(prompt)

@@ -100,12 +100,12 @@ class Running:
         self._add(added)
 
     def reject(self, finished: Iterable[Finished]) -> None:
-        """Sends the results of requests that cannot run."""
+        """Send the results of requests that cannot run."""
         for item in finished:
             self._end(item)
 
     def on_step(self, output: StepOutput) -> None:
-        """Gives every choice its tokens; ends what is done."""
+        """Give every choice its tokens; end what is done."""
         self.steps += 1
         position = 0
         added: list[EngineRequest] = []
@@ -173,8 +173,8 @@ class Running:
         return self._deltas(self._requests[key] for key in keys if key in self._requests)
 
     def all_have(self, tokens: int) -> bool:
-        """Whether every request got so many tokens from this engine; those that have ended are not
-        asked for.
+        """Return whether every request got so many tokens from this engine; those that have ended
+        are not asked for.
         """
         return all(request.all_have(tokens) for request in self._requests.values())
 
@@ -202,24 +202,24 @@ class Running:
         self._outgoing.tokens_wait(True)
 
     def cancel(self, order: ControlMessage) -> list[Held]:
-        """Drops the requests that an order names; returns what was held of them."""
+        """Drop the requests that an order names; return what was held of them."""
         return self.drop([request.claim.key for request in self._named(order)])
 
     def lose(self, held: Iterable[Held]) -> int:
-        """Drops requests whose lease another worker may have by now; returns how many were still
+        """Drop requests whose lease another worker may have by now; return how many were still
         running.
         """
         keys = [key for key, fence in held if key in self._requests and self._requests[key].claim.fence == fence]
         return len(self.drop(keys))
 
     def drop(self, keys: Iterable[RequestKey]) -> list[Held]:
-        """Stops requests without a result; returns what was held of them."""
+        """Stop requests without a result; return what was held of them."""
         dropped = [self._requests[key] for key in keys if key in self._requests]
         self._abort([request_id for request in dropped for request_id in self._forget(request)])
         return [(request.claim.key, request.claim.fence) for request in dropped]
 
     def drop_unstarted(self) -> list[Held]:
-        """Stops the requests that have no tokens from here yet."""
+        """Stop the requests that have no tokens from here yet."""
         return self.drop([key for key, request in self._requests.items() if not request.started])
 
     def _named(self, order: ControlMessage) -> list[RequestInFlight]:
@@ -267,14 +267,14 @@ class Running:
         return deltas
 
     def _fail(self, request: RequestInFlight, error: ApiError) -> list[int]:
-        """Ends a request with an error; returns what is left of it in the engine."""
+        """End a request with an error; return what is left of it in the engine."""
         left = self._forget(request)
         self._end(rejected(request.claim, error))
         return left
 
     def _end_choice(self, request_id: int, finish: int, stop_token: int, error: str | None) -> list[int]:
-        """Ends one choice, and the request if it is the last one or failed; returns what is to
-        leave the engine.
+        """End one choice, and the request if it is the last one or failed; return what is to leave
+        the engine.
         """
         request, sequence = self._sequences[request_id]
         if finish > Finish.LENGTH:
@@ -295,7 +295,7 @@ class Running:
         self._outgoing.finish(finished)
 
     def _forget(self, request: RequestInFlight) -> list[int]:
-        """Returns the engine's ids of the choices that have not ended."""
+        """Return the engine's ids of the choices that have not ended."""
         del self._requests[request.claim.key]
         self._watched.pop(request, None)
         for request_id in request.running:

@@ -114,14 +114,14 @@ def prompt_name(call: Call) -> str:
 
 
 def too_long(asked: str, param: str, longest: int, reducible: str) -> NoReturn:
-    """Raises the error of a call that does not fit the model's context, in OpenAI's words."""
+    """Raise the error of a call that does not fit the model's context, in OpenAI's words."""
     start = f"This model's maximum context length is {longest} tokens. However, {asked}."
     message = f"{start} Please reduce the length of the {reducible}."
     raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def check_logprobs(call: Call, prompts: Sequence[Prompt]) -> None:
-    """Raises ApiError for a call that asks for more log probabilities than a worker should hold at
+    """Raise ApiError for a call that asks for more log probabilities than a worker should hold at
     once.
     """
     count = 0
@@ -158,7 +158,7 @@ def _check_vocabulary(call: Call, vocab_size: int) -> None:
 
 
 def check_token(token: int, vocab_size: int, param: str) -> None:
-    """Raises ApiError for a token id that the model does not have."""
+    """Raise ApiError for a token id that the model does not have."""
     if token >= vocab_size:
         raise ApiError(
             400,

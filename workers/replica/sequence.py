@@ -137,7 +137,7 @@ class Sequence:
         )
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:
-        """Adds generated tokens, in order; whether a stop string ended it, after which it keeps no
+        """Add generated tokens, in order; whether a stop string ended it, after which it keeps no
         more of them.
 
         `stop_token`, if any, is the last of the tokens: it counts but gives no text. `logprobs` has
@@ -195,8 +195,8 @@ class Sequence:
         return Choice(index, self._text, *self._ending, logprobs, of_prompt)
 
     def _recognise_end(self) -> None:
-        """Whether the checkpoint is the whole of it: a token that can stop it is the last one it
-        got.
+        """Return whether the checkpoint is the whole of it: a token that can stop it is the last
+        one it got.
         """
         last = self.token_ids[-1] if self.token_ids else -1
         stop_token = last if last in self._sampling.stop_token_ids else -1
@@ -218,7 +218,7 @@ class Sequence:
         return False
 
     def _decode(self, upto: int) -> None:
-        """Makes text of tokens; of the first `min_tokens` none can complete a stop string."""
+        """Make text of tokens; of the first `min_tokens` none can complete a stop string."""
         stops = self._stops
         if stops is not None and self._decoded < self._min_tokens:
             early = min(upto, self._min_tokens)
