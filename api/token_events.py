@@ -1,5 +1,5 @@
-"""What every event stream of tokens does: reports that a client reads, waits for an unavailable Redis,
-and ends in the same way.
+"""What every event stream of tokens does: it reports that a client reads, waits for an unavailable
+Redis, and ends in the same way.
 """
 
 import asyncio

@@ -111,7 +111,7 @@ class Worker:
                         raise WorkerError(str(error)) from error
                     logger.error("%s", error)
                 pause = deaths.count(
-                    isolated=replica.isolated, answered=replica.got_something_done, cleared=replica.cleared_requests
+                    isolated=replica.isolated, answered=replica.has_answered, cleared=replica.cleared_requests
                 )
                 if deaths.in_a_row > MAX_ENGINE_RESTARTS:
                     raise WorkerError(

@@ -1,4 +1,4 @@
-"""Finalise: merges a batch's parts into its result files, in input order.
+"""Finalize: merges a batch's parts into its result files, in input order.
 
 Running it again writes the same bytes.
 """

@@ -34,7 +34,7 @@ def missing(param: str) -> NoReturn:
 
 
 def unsupported(param: str, why: str) -> NoReturn:
-    """A value that OpenAI's API or vLLM's knows and this one cannot honour."""
+    """A value that OpenAI's API or vLLM's knows and this one cannot honor."""
     fail(f"Unsupported value: '{param}' {why}", param, "unsupported_value")
 
 

@@ -1,4 +1,4 @@
-"""Parameters that OpenAI or vLLM know and that cannot be honoured here: only values that change
+"""Parameters that OpenAI or vLLM know and that cannot be honored here: only values that change
 nothing pass.
 """
 
@@ -11,7 +11,7 @@ Check = Callable[[Any, str], None]
 
 
 def refuse_unsupported(body: dict[str, Any], chat: bool) -> None:
-    """Raise `ApiError` 400 for the first parameter that would have to be honoured."""
+    """Raise `ApiError` 400 for the first parameter that would have to be honored."""
     for name, value in body.items():
         check = _CHECKS.get(name)
         if check is not None and value is not None:

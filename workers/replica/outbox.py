@@ -2,9 +2,9 @@
 
 One delivery at a time, so that a request's tokens come before its end.
 
-While Redis is unavailable nothing is lost and nothing piles up: results wait here, tokens wait with their
-requests. A Redis without memory refuses tokens but takes results, which make room once they are
-drained: then results go first, with the tokens that belong to them.
+While Redis is unavailable nothing is lost and nothing piles up: results wait here, tokens wait with
+their requests. A Redis without memory refuses tokens but takes results, which free memory once they
+are drained: then results go first, with the tokens that belong to them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From claimed requests to what the engine takes: parsed, rendered, tokenised many at a time,
+"""From claimed requests to what the engine takes: parsed, rendered, tokenized many at a time,
 checked against the model's limits.
 """
 
@@ -98,7 +98,7 @@ class Preparation:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
 
     def _cut(self, prompt: str | list[int], item: _Pending, number: int) -> str | list[int]:
-        """The part of a prompt that can matter, so that a long one is not tokenised for nothing."""
+        """The part of a prompt that can matter, so that a long one is not tokenized for nothing."""
         kept = self._kept(item.call)
         if isinstance(prompt, list):
             return prompt if kept is None else prompt[-kept:]
@@ -136,7 +136,7 @@ class Preparation:
         return call.truncate_prompt_tokens
 
     def _tokenize(self, pending: Sequence[_Pending], special_tokens: bool) -> None:
-        """Give each request the token ids of its prompts, or the error of one that cannot be encoded."""
+        """Give each request the token ids of its prompts, or the error of a bad one."""
         texts = [prompt for item in pending for prompt in item.given if isinstance(prompt, str)]
         try:
             encoded = iter(self._tokenizer.encode(texts, special_tokens) if texts else ())

@@ -27,7 +27,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class PreparedRequest:
-    """A claimed request that can run: parsed, rendered, tokenised and checked against the model's
+    """A claimed request that can run: parsed, rendered, tokenized and checked against the model's
     limits.
     """
 

@@ -51,14 +51,14 @@ class Quarantine:
         self,
         intake: QuarantineIntake,
         running: QuarantineRequests,
-        give_up: Callable[[list[RequestKey], bool], Awaitable[int]],
+        requeue: Callable[[list[RequestKey], bool], Awaitable[int]],
     ) -> None:
-        """`give_up` publishes pending results, then requeues the given requests from their
+        """`requeue` publishes pending results, then requeues the given requests from their
         checkpoints; its flag says whether they are released from quarantine.
         """
         self._intake = intake
         self._running = running
-        self._give_up = give_up
+        self._requeue = requeue
         self._wake = asyncio.Event()
         self._ended = asyncio.Event()
         self._begun = False
@@ -102,13 +102,13 @@ class Quarantine:
             if self._closed:
                 return
             await asyncio.sleep(_LOOK_SECONDS)
-        await self._give_up(self._running.keys(), True)
+        await self._requeue(self._running.keys(), True)
         self._intake.end_isolation()
 
     async def _requeue_all(self) -> None:
         await self._intake.pause()
         if not self._intake.isolated:
-            count = await self._give_up(self._running.keys(), False)
+            count = await self._requeue(self._running.keys(), False)
             logger.info("quarantine: requeued %d requests to make room for quarantined ones", count)
         if not self._closed:
             self._intake.resume()

@@ -105,7 +105,7 @@ class Replica:
         self._quarantine: Quarantine | None = None
 
     @property
-    def got_something_done(self) -> bool:
+    def has_answered(self) -> bool:
         """Whether a request got its answer here."""
         return self._running.finished > self._running.failed
 
@@ -131,7 +131,7 @@ class Replica:
                 await self._until_stopped(tasks)
                 await self._drain(tasks[0])
         except EngineDeadError as error:
-            await self._bury_engine(error)
+            await self._handle_crash(error)
             raise
         finally:
             for task in tasks:
@@ -234,7 +234,7 @@ class Replica:
             lambda: running.load,
             self._start_requests,
         )
-        self._quarantine = Quarantine(self._intake, self._running, self._give_up)
+        self._quarantine = Quarantine(self._intake, self._running, self._requeue_from_checkpoints)
         self._record = msgspec.structs.replace(self._record, max_model_len=info.max_model_len)
         await self._set_state("ready")
         self.was_ready = True
@@ -284,7 +284,7 @@ class Replica:
         is over, with what it has so far.
         """
         await self._set_state("draining")
-        await self._take_nothing_more()
+        await self._stop_claiming()
         unstarted = self._running.drop_unstarted()
         await self._requeue(unstarted)
         if len(self._running):
@@ -304,19 +304,21 @@ class Replica:
                 and seconds >= PACE_SECONDS
                 and (self._running.steps >= steps_before + PACE_STEPS or self._engine.is_stopped())
             ):
-                begun += await self._give_up(self._running.hopeless(before, (deadline - start - seconds) / seconds))
+                begun += await self._requeue_from_checkpoints(
+                    self._running.hopeless(before, (deadline - start - seconds) / seconds)
+                )
                 looked = True
         if steps.done() and isinstance(death := steps.exception(), EngineDeadError) and death.by_itself:
             raise death
-        begun += await self._give_up(self._running.keys())
+        begun += await self._requeue_from_checkpoints(self._running.keys())
         logger.info("stopped; requeued %d requests, %d of them partly generated", len(unstarted) + begun, begun)
 
-    async def _take_nothing_more(self) -> None:
+    async def _stop_claiming(self) -> None:
         if self._intake is not None and self._quarantine is not None:
             await self._quarantine.close()
             await self._intake.pause()
 
-    async def _give_up(self, keys: list[RequestKey], cleared: bool = False) -> int:
+    async def _requeue_from_checkpoints(self, keys: list[RequestKey], cleared: bool = False) -> int:
         """Publish pending results, then requeue the requests from their checkpoints; return how
         many.
         """
@@ -327,7 +329,7 @@ class Replica:
         self.cleared_requests = self.cleared_requests or (cleared and bool(held))
         return len(held)
 
-    async def _bury_engine(self, error: EngineDeadError) -> None:
+    async def _handle_crash(self, error: EngineDeadError) -> None:
         """Publish what the dead core had generated: its requests continue from there on another
         core. `_end` then gives up their leases.
 
@@ -335,12 +337,12 @@ class Replica:
         """
         reached = self._running.keys()
         logger.error("%s; requests in flight: %d", error, len(reached))
-        await self._take_nothing_more()
+        await self._stop_claiming()
         await self._deliver_last(self._running.checkpoint(self._running.keys()))
         if error.by_itself:
             self.longest_at_death = max(self.longest_at_death, self._running.longest())
             held = self._running.drop(reached)
-            await self._let_go(held, lambda: self._queue.quarantine(self.id, held, dead_letter(error)))
+            await self._finish_leases(held, lambda: self._queue.quarantine(self.id, held, dead_letter(error)))
             await self._requeue(self._running.drop(self._running.keys()))
 
     async def _deliver_last(self, deltas: list[Delta]) -> None:
@@ -348,9 +350,9 @@ class Replica:
             logger.warning("Redis unavailable; the last results are lost and their requests run again")
 
     async def _requeue(self, held: list[Held], cleared: bool = False) -> None:
-        await self._let_go(held, lambda: self._queue.requeue(self.id, held, cleared=cleared))
+        await self._finish_leases(held, lambda: self._queue.requeue(self.id, held, cleared=cleared))
 
-    async def _let_go(self, held: list[Held], action: Callable[[], object]) -> None:
+    async def _finish_leases(self, held: list[Held], action: Callable[[], object]) -> None:
         """Run `action` and drop the leases. They are renewed until Redis has recorded it: expired,
         they would count as a worker's death.
         """

@@ -48,7 +48,7 @@ class SamplingMaker:
     def __init__(self, call: Call, seed: int, tokenizer: TextTokenizer, limits: ModelLimits) -> None:
         """`seed` is for a call that names none.
 
-        Raises ApiError for a parameter that the model cannot honour.
+        Raises ApiError for a parameter that the model cannot honor.
         """
         self._call = call
         self._seed = (seed if call.seed is None else call.seed) & MAX_SEED

@@ -75,7 +75,7 @@ class Sequence:
         self.logprobs: list[PositionLogprobs] | None = None
         if prompt.sampling.logprobs >= 0:
             self.logprobs = [] if checkpoint is None else list(checkpoint.logprobs)
-        self._recognise_end()
+        self._recognize_end()
 
     @property
     def resumed(self) -> bool:
@@ -194,7 +194,7 @@ class Sequence:
         of_prompt = None if call.prompt_logprobs is None else at_most(prompt_logprobs or [], call.prompt_logprobs)
         return Choice(index, self._text, *self._ending, logprobs, of_prompt)
 
-    def _recognise_end(self) -> None:
+    def _recognize_end(self) -> None:
         """Return whether the checkpoint is the whole of it: a token that can stop it is the last
         one it got.
         """

@@ -12,7 +12,7 @@
 local worker, seq = ARGV[1], tonumber(ARGV[2])
 local limit, live_limit = tonumber(ARGV[3]), tonumber(ARGV[4])
 local lease, most_undrained = tonumber(ARGV[5]), tonumber(ARGV[6])
-local QUANTUM = 16 -- lines taken of one batch in a row: neighbours in the plan share prefixes
+local QUANTUM = 16 -- lines taken of one batch in a row: neighbors in the plan share prefixes
 local LIVE_PER_BATCH = 9
 local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- until lines of a batch have finished
 

@@ -73,7 +73,7 @@ def test_results_expire(redis_client: redis.Redis, redis_url: str, tmp_path: Pat
 )
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("emptied", [False, pytest.param(True, marks=pytest.mark.proof)])
-def test_finalise_killed_anywhere_writes_the_same(
+def test_finalize_killed_anywhere_writes_the_same(
     redis_client: redis.Redis,
     redis_url: str,
     tmp_path: Path,

@@ -207,7 +207,7 @@ class TestFairness:
         claims = [claim for seq in range(20) for claim in take(queue, "w1", seq, 16)]
         assert sum(claim.key.batch == "batch_short" for claim in claims) / len(claims) > 0.85
 
-    def test_neighbours_stay_together(self, queue: Queue) -> None:
+    def test_neighbors_stay_together(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 100)
         start_batch(queue, "batch_b", 100)
         batches = [claim.key.batch for claim in take(queue, "w1", 1, 64)]

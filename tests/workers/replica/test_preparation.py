@@ -272,7 +272,7 @@ def test_log_probabilities_of_a_chat_with_a_long_context(answers: int, max_token
     ("text", "fits"),
     [("the fox " * 1_000_000, False), ("?" * 10_000_000, False), ("the " * 49, True), ("the fox " * 99, False)],
 )
-def test_a_long_text_of_a_vocabulary_that_says_nothing_is_not_tokenised_whole(
+def test_a_long_text_of_a_vocabulary_that_says_nothing_is_not_tokenized_whole(
     tmp_path: Path, text: str, fits: bool
 ) -> None:
     tokenizer = byte_level()
@@ -291,7 +291,7 @@ def test_a_long_text_of_few_tokens_fits(tmp_path: Path) -> None:
     assert item.prompts[0].token_ids == [0, 1]
 
 
-def test_messages_that_cannot_fit_are_not_tokenised() -> None:
+def test_messages_that_cannot_fit_are_not_tokenized() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "x" * 1000}] * 10_000}
     chat = Claim(RequestKey("batch_a", 0), 1, Request(CHAT, "m", json.dumps(body).encode(), seed=0), None, 1, False)
     ((status, param, code, message),) = refused(demo(), chat)
