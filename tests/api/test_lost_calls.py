@@ -67,7 +67,7 @@ def test_nothing_is_left_of_a_call_that_was_handed_in_after_its_client_had_left(
     redis_url: str, redis_client: redis.Redis, queue: Queue, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis is full when the client leaves, and has room later: what would cancel the call gets
-    through before what hands it in.
+    through before its submission.
     """
     monkeypatch.setattr("api.routes.live_calls._SILENCE_SECONDS", 0.05)
 
@@ -89,7 +89,7 @@ def test_nothing_is_left_of_a_call_that_was_handed_in_after_its_client_had_left(
         return call.key.batch
 
     try:
-        # Which also joins the threads that still hand something in
+        # Which also joins the threads that still submit something
         name = asyncio.run(asyncio.wait_for(leave(), 60))
     finally:
         redis_client.config_set("maxmemory", 0)

@@ -250,7 +250,7 @@ def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_
         core = worker.core_pid
         os.kill(core, signal.SIGSTOP)  # no pace at all, so that nothing can finish
         worker.process.terminate()
-        wait_until(lambda: queue.ready_length(batch) == 2, 60, "both to be handed back")
+        wait_until(lambda: queue.ready_length(batch) == 2, 60, "both to be requeued")
         send_all([core], signal.SIGCONT)
         assert worker.process.wait(60) == 0
 

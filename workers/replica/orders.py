@@ -32,7 +32,7 @@ class Control:
         self._thread.start()
 
     def stop(self) -> None:
-        """Nothing is handed on any more; the thread ends with its blocking read."""
+        """Deliver no more orders; the thread ends with its blocking read."""
         self._stopped.set()
 
     def _read_until_stopped(self) -> None:

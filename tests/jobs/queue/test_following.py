@@ -21,7 +21,7 @@ TOKENS = 40
 
 class Workers(threading.Thread):
     """Gives every request `TOKENS` tokens, many at once and in a random order, some after having
-    been handed back, and ends it.
+    been requeued, and ends it.
 
     At each fifth of its way it waits until one more reader has begun.
     """

@@ -26,7 +26,7 @@ BODY = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "Wh
 
 
 class Collector:
-    """Takes the place of the engine: keeps what is handed on."""
+    """Takes the place of the engine: keeps what it is given."""
 
     def __init__(self) -> None:
         self.taken: list[PreparedRequest] = []
