@@ -63,7 +63,7 @@ def test_a_stream_whose_catching_up_fails_ends_with_an_error(gone: bool) -> None
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["at first", "again"])
-def test_nothing_is_left_of_a_call_that_was_handed_in_after_its_client_had_left(
+def test_nothing_is_left_of_a_call_that_was_submitted_after_its_client_had_left(
     redis_url: str, redis_client: redis.Redis, queue: Queue, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis is full when the client leaves, and has room later: what would cancel the call gets
