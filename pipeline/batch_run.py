@@ -1,12 +1,13 @@
-"""The batch of one run: handed in, looked after until it is done, told of.
+"""The batch of one run: create or submit it, follow it to its end, print its summary.
 
-Imported when its worker is on its way (`batch_start`).
+Imported after its worker was started (`batch_start`).
 """
 
 import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import redis
@@ -24,14 +25,10 @@ from pipeline.signals import Signals
 from pipeline.summary import Summary, print_problems, print_summary
 from pipeline.supervisor import Supervisor
 
-# Between two looks: a tenth of what the whole record takes goes to the state, and little more to
-# what waits.
+# Between two readings. Reading the state takes a tenth of the time of the whole record, and
+# counting the waiting lines little more.
 _STATE_SECONDS = 0.05
-_BEGINNING_SECONDS = (
-    # At the state and at what waits, while nothing runs: from then on the output tokens/s are
-    # counted
-    0.02
-)
+_BEGINNING_SECONDS = 0.02  # while nothing runs: tokens/s count from the first claim
 _IDLE_RECORD_SECONDS = 0.15
 _BUSY_RECORD_SECONDS = 0.5
 _REDIS_AWAY_SECONDS = 0.2
@@ -44,14 +41,14 @@ log = logging.getLogger("run-batch")
 
 
 class BatchRun:
-    """The batch of one run, from its making to its end.
+    """The batch of one run, from its creation to its end.
 
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
 
     def __init__(self, task: Task, served: list[str], began: float) -> None:
-        """`served`: the names of the model that is served here, if one is; `began` on the monotonic
-        clock.
+        """Take the names of the model that is served here, if one is, and the start of the run on
+        the monotonic clock.
         """
         self._task = task
         self._served = served
@@ -60,24 +57,24 @@ class BatchRun:
         self._answering_since: float | None = None
 
     def submit(self, url: str) -> str:
-        """Gives the batch to the fleet and returns its id."""
+        """Submit the batch to the fleet and return its id."""
         with _failures(), connect(url) as client:
             check_server(client)
             return self._create(client, self._spec(None)).id
 
     def run(self, supervisor: Supervisor, signals: Signals, progress: Progress) -> BatchRecord:
-        """Runs the batch to its end."""
+        """Run the batch to its end."""
         with _failures():
             return self._run(supervisor, signals, progress)
 
     def check_accepted(self, record: BatchRecord) -> None:
-        """Says what is wrong with an input that nothing was run of."""
+        """Print what is wrong with a refused input. Raises `Refused`."""
         if record.state == "failed":
             print_problems(self._task.source, record.errors)
             raise Refused(f"{self._task.source} was refused: {count_of(record.errors)}; nothing was run")
 
     def conclude(self, record: BatchRecord) -> None:
-        """Says what came of it."""
+        """Print the summary. Raises `Unfinished`."""
         now = time.monotonic()
         print_summary(Summary(record=record, seconds=now - self._began, answering=now - (self._answering_since or now)))
         if record.state != "completed":
@@ -109,9 +106,7 @@ class BatchRun:
         return record
 
     def _is_under_way(self, client: redis.Redis) -> bool:
-        """Whether the fleet has this run's batch already, so that it matters no more who is there
-        to answer.
-        """
+        """Return whether the fleet has this run's batch already, so that its workers need no check."""
         manifest = load_manifest(str(self._task.root))
         try:
             return (
@@ -123,8 +118,9 @@ class BatchRun:
             return False
 
     def _spec(self, queue: Queue | None) -> BatchSpec:
-        """`queue` is given where the workers that are there now must do: then their models are the
-        only ones that lines may name.
+        """Return the batch's specification.
+
+        With a `queue`, lines may only name the models of the workers that serve it now.
         """
         task = self._task
         models: tuple[str, ...] | None = None
@@ -169,25 +165,26 @@ class BatchRun:
             try:
                 record = get_batch(supervisor.queue.redis, batch_id, retry_seconds=0.0)
                 self._check_control_plane(record, supervisor)
+                generated = self._generated(supervisor)
                 away_since = None
             except KeyError:
-                log.warning("Redis knows nothing of %s any more: it is made again from %s", batch_id, self._task.root)
+                log.warning("Redis lost %s; creating it again from %s", batch_id, self._task.root)
                 self._create(supervisor.queue.redis, spec)
                 continue
             except (redis.RedisError, QueueUnavailable) as error:
                 away_since = away_since or time.monotonic()
-                self._led_at = time.monotonic()  # as far as can be told
+                self._led_at = time.monotonic()  # unknown while Redis is away
                 self._check_patience(error, away_since, signals)
                 signals.wait(_REDIS_AWAY_SECONDS)
                 continue
             if record.ended:
-                progress.update(self._counts(record))
+                progress.update(self._counts(record, generated))
                 return record
             if signals.stops:
                 raise Interrupted(self._farewell(batch_id))
             if record.state == "in_progress" and record.completed + record.failed < record.total:
                 self._ensure_worker(supervisor, record)
-            progress.update(self._counts(record))
+            progress.update(self._counts(record, generated))
             now = time.monotonic()
             troubled_since = (troubled_since or now) if record.problem else None
             if troubled_since is not None and now - troubled_since > _PROBLEM_SECONDS:
@@ -201,8 +198,8 @@ class BatchRun:
 
     @staticmethod
     def _wait(record: BatchRecord, seconds: float, supervisor: Supervisor, signals: Signals) -> None:
-        """Returns after `seconds`, at a signal, or soon after the batch has moved on: its state or,
-        while nothing ran, what waits.
+        """Return after `seconds`, at a signal, or soon after the batch has moved: its state or,
+        while nothing ran, the number of waiting lines.
         """
         deadline = time.monotonic() + seconds
         look = _STATE_SECONDS if record.running else _BEGINNING_SECONDS
@@ -214,14 +211,14 @@ class BatchRun:
                 return
 
     def _check_patience(self, error: Exception, away_since: float, signals: Signals) -> None:
-        """Redis may be away for a while: a private one is started again by the next check."""
+        """Raise once Redis has been away for too long; the next check restarts a private one."""
         if signals.stops:
             raise Interrupted(_FAREWELL)
         if time.monotonic() - away_since > self._task.queue.redis_retry_seconds:
             raise Unfinished(f"Redis cannot be used: {one_line(error)}; {_RESUMES}")
 
     def _check_control_plane(self, record: BatchRecord, supervisor: Supervisor) -> None:
-        """A batch that nobody validates would wait for ever. Raises `Unfinished`."""
+        """Raise `Unfinished` for a batch that waits for validation without a control plane."""
         waits = self._task.redis_url is not None and record.state == "validating"
         if not waits or supervisor.queue.redis.exists(keys.LEADER):
             self._led_at = time.monotonic()
@@ -239,17 +236,27 @@ class BatchRun:
         if self._answering_since is None and record.running:
             self._answering_since = time.monotonic()
 
-    def _counts(self, record: BatchRecord) -> Counts:
+    def _generated(self, supervisor: Supervisor) -> int | None:
+        """Return the output tokens generated so far, None where other batches share the queue."""
+        if self._task.redis_url is not None:
+            return None
+        return int(supervisor.queue.redis.hget(keys.TOTALS, "generated") or 0)
+
+    def _counts(self, record: BatchRecord, generated: int | None) -> Counts:
+        counts = counts_of(record, self._note(record))
+        return counts if generated is None else replace(counts, tokens=generated)
+
+    def _note(self, record: BatchRecord) -> str:
         note = ""
         if record.ended:
-            return counts_of(record)
+            return note
         if record.state == "validating":
             note = "checking the input"
         elif record.state == "finalizing" or record.completed + record.failed == record.total:
             note = "writing the results"
         elif not record.running:
             note = "waiting for the model to load" if self._task.starts_worker else "waiting for a worker"
-        return counts_of(record, note)
+        return note
 
     def _farewell(self, batch_id: str) -> str:
         if self._task.redis_url is None:
@@ -260,8 +267,9 @@ class BatchRun:
         )
 
     def _wind_up(self, ended: bool, supervisor: Supervisor, signals: Signals, progress: Progress) -> None:
-        """Lets the worker end, then the control plane, which keeps what is finished; a second order
-        to stop ends everything at once.
+        """Stop the worker, then the control plane, which keeps finished lines.
+
+        A second order to stop ends everything at once.
         """
 
         def insisted() -> bool:
@@ -271,12 +279,12 @@ class BatchRun:
             supervisor.kill()
             return
         if signals.stops:
-            progress.say("stopping; once more to stop at once")
+            progress.say("stopping; press Ctrl-C again to stop at once")
         supervisor.stop(insisted=insisted)
 
 
 def _has_moved(client: redis.Redis, record: BatchRecord) -> bool:
-    """Whether the state is another one or, if nothing ran, another number of lines waits."""
+    """Return whether the state changed or, if nothing ran, the number of waiting lines."""
     models = [] if record.running else record.models
     with client.pipeline(transaction=False) as pipeline:
         pipeline.hget(keys.batch(record.id), "state")
@@ -287,7 +295,7 @@ def _has_moved(client: redis.Redis, record: BatchRecord) -> bool:
 
 
 def count_of(errors: list[Any]) -> str:
-    """How many bad lines were found, in words."""
+    """Return how many bad lines were found, in words."""
     return (
         f"{len(errors)} bad line{'s' if len(errors) != 1 else ''}" if errors and errors[0].line else "it cannot be used"
     )
@@ -295,7 +303,7 @@ def count_of(errors: list[Any]) -> str:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Turns what the queue says against it into the command's end."""
+    """Turn errors of the queue into the command's end."""
     try:
         yield
     except BatchRefused as error:

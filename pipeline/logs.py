@@ -1,17 +1,28 @@
-"""Logging of every process: one line each on stderr, with the time, the level and the process'
-name.
-"""
+"""Log of every process: one line per record on stderr, with the time, the process and the level."""
 
 import logging
 import sys
+from typing import TextIO
+
+
+class _CurrentStderr(logging.StreamHandler[TextIO]):
+    """Write to the stderr of the moment, which a progress bar replaces while it is shown."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
 
 
 def configure_logs(process: str, level: str = "info") -> None:
-    """Sends this process' log to stderr as `10:31:02 worker-0 INFO text`; at the level debug times
-    have milliseconds.
+    """Send this process' log to stderr as `10:31:02 worker-0 INFO text`.
+
+    At level debug, times have milliseconds.
     """
     time = "%(asctime)s.%(msecs)03d" if level == "debug" else "%(asctime)s"
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _CurrentStderr()
     handler.setFormatter(logging.Formatter(f"{time} {process} %(levelname)s %(message)s", datefmt="%H:%M:%S"))
     logging.root.handlers[:] = [handler]
     logging.root.setLevel(level.upper())

@@ -1,6 +1,4 @@
-"""How far a batch is, for a person: a live bar on a terminal, a plain line now and then
-elsewhere.
-"""
+"""Progress of a batch on stderr: a live bar on a terminal, else a plain line every few seconds."""
 
 import sys
 import time
@@ -16,10 +14,9 @@ _RATE_WINDOW = 10.0
 class Counts:
     """One reading of a batch.
 
-    `tokens` are output tokens of finished requests; `note` says what is being waited for, if
-    anything.
+    `tokens` are output tokens; `note` names what the batch waits for, if anything.
 
-    `running` is None where nobody says which of the others run.
+    `running` is None where the source does not report it.
     """
 
     total: int = 0
@@ -35,14 +32,18 @@ class Counts:
 
 
 class Rate:
-    """Tokens per second over the last ten seconds, and the seconds left at the pace of the
+    """Compute tokens per second over the last ten seconds, and the seconds left at the rate of the
     requests.
+
+    The time before the first request runs does not count.
     """
 
     def __init__(self) -> None:
         self._readings: list[tuple[float, Counts]] = []
 
     def add(self, counts: Counts, now: float) -> None:
+        if self._readings and not (counts.running or counts.done or counts.tokens):
+            self._readings.clear()
         self._readings.append((now, counts))
         while len(self._readings) > 2 and now - self._readings[1][0] > _RATE_WINDOW:
             self._readings.pop(0)
@@ -50,7 +51,7 @@ class Rate:
     @property
     def tokens_per_second(self) -> float:
         seconds, counts = self._span()
-        return counts.tokens / seconds if seconds > 0 else 0.0
+        return max(0, counts.tokens) / seconds if seconds > 0 else 0.0
 
     @property
     def seconds_left(self) -> float | None:
@@ -68,7 +69,7 @@ class Rate:
 
 
 class Progress(Protocol):
-    """Where a command shows how far it is, and prints what must be seen meanwhile."""
+    """The place where a command shows its progress, and prints lines meanwhile."""
 
     def __enter__(self) -> "Progress": ...
     def __exit__(
@@ -79,14 +80,12 @@ class Progress(Protocol):
 
 
 def make_progress() -> Progress:
-    """A bar when stderr is a terminal, else plain lines."""
+    """Return a bar when stderr is a terminal, else plain lines."""
     return BarProgress() if sys.stderr.isatty() else PlainProgress()
 
 
 class PlainProgress:
-    """A line when something changed: at once if it is what is being waited for, else at most every
-    few seconds.
-    """
+    """Print a line when something changed: at once for a new note, else every few seconds."""
 
     def __init__(self) -> None:
         self._rate = Rate()
@@ -112,11 +111,12 @@ class PlainProgress:
         self.say(line)
 
     def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{line}\n")  # in one call, since several threads print
+        sys.stderr.flush()
 
 
 class BarProgress:
-    """A bar that rich redraws in place; what is said scrolls above it."""
+    """A bar that rich redraws in place; lines and log records scroll above it."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -144,12 +144,12 @@ class BarProgress:
         self._bar.update(self._task, total=counts.total or None, completed=counts.done, description=line)
 
     def say(self, line: str) -> None:
-        self._bar.console.print(line, markup=False, highlight=False)
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def describe(counts: Counts, rate: Rate) -> str:
-    """One line: done / running / waiting, tokens/s and the time left, or the note while nothing
-    runs.
+    """Return one line: done, running, waiting, tokens/s and the time left, or the note while no
+    request runs.
     """
     if counts.note and not counts.running:
         return f"{counts.done} of {counts.total} done; {counts.note}" if counts.done else counts.note
@@ -158,7 +158,7 @@ def describe(counts: Counts, rate: Rate) -> str:
         parts = [f"{counts.done} of {counts.total} done"]
     if counts.failed:
         parts.insert(1, f"{counts.failed} of them failed")
-    if rate.tokens_per_second:
+    if rate.tokens_per_second or counts.running:
         parts.append(f"{rate.tokens_per_second:,.0f} tokens/s")
     if counts.done < counts.total and (left := rate.seconds_left) is not None:
         parts.append(f"{duration(left)} left")
@@ -166,7 +166,7 @@ def describe(counts: Counts, rate: Rate) -> str:
 
 
 def duration(seconds: float) -> str:
-    """12 s, 3 min 20 s, 2 h 5 min."""
+    """Return the seconds as `12 s`, `3 min 20 s` or `2 h 5 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
