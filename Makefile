@@ -67,7 +67,7 @@ bench: $(VENV)/.installed  ## this engine and run-batch on a CPU, on random weig
 bench-full: $(VENV)/.installed  ## the same and more by turns with vLLM's CPU build, from the folder PEERS, in under an hour: the README's table
 	$(BIN)/python -m benchmarks --full
 
-bench-gpu: $(VENV)/.installed  ## one card, in under 8 minutes: the table of docs/gpu.md with what was measured
+bench-gpu: $(VENV)/.installed  ## one GPU, in under 8 minutes: the table of docs/gpu.md with what was measured
 	$(BIN)/python -m benchmarks.gpu
 
 $(VENV)/.installed: pyproject.toml

@@ -1,6 +1,4 @@
-"""The official client against a server of ours, or any that speaks OpenAI's API; what goes wrong
-with it is one sentence.
-"""
+"""The official client for any server with OpenAI's API; each of its errors is one sentence."""
 
 import contextlib
 import os
@@ -52,7 +50,7 @@ class _Id(click.ParamType[str]):
 
 
 def object_id(name: str, shown: str, **attributes: Any) -> Callable[[Command], Command]:
-    """An argument that is the id of an object of the API."""
+    """Return an argument that is the id of an object of the API."""
     return click.argument(name, metavar=shown, type=_Id(), **attributes)
 
 
@@ -71,7 +69,7 @@ client_options: Callable[[Any], Any] = all_of(server_option, json_option)
 
 @contextlib.contextmanager
 def api_client(base_url: str) -> Iterator["openai.OpenAI"]:
-    """A client; what it raises inside becomes `Refused` or `Unfinished`."""
+    """Yield a client; turn its errors into `Refused` or `Unfinished`."""
     import openai
 
     try:
@@ -86,7 +84,7 @@ def api_client(base_url: str) -> Iterator["openai.OpenAI"]:
     except openai.APIStatusError as error:
         raise _as_exit(error, base_url) from None
     except openai.APIError as error:
-        raise Unfinished(f"{base_url} answers what cannot be understood: {one_line(error)}") from None
+        raise Unfinished(f"{base_url} sent an answer that is not understood: {one_line(error)}") from None
     except UnicodeEncodeError:
         raise Refused("an argument, or OPENAI_API_KEY, holds characters that cannot be sent") from None
     except Exception as error:
@@ -96,7 +94,7 @@ def api_client(base_url: str) -> Iterator["openai.OpenAI"]:
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether the same call may succeed a little later."""
+    """Return whether the same call may succeed a little later."""
     import openai
 
     if isinstance(error, openai.APIStatusError):
@@ -105,7 +103,7 @@ def is_passing(error: Exception) -> bool:
 
 
 def is_cut(error: Exception) -> bool:
-    """Whether a connection ended in the middle of a call.
+    """Return whether a connection ended in the middle of a call.
 
     The client's own library is httpx or httpx2, by its version.
     """
@@ -113,7 +111,7 @@ def is_cut(error: Exception) -> bool:
 
 
 def _check_answer(response: Any) -> None:
-    """The client would hand a page on as if it were the object that was asked for."""
+    """Raise `Refused` for a web page, which the client would return as if it were an object."""
     kind = response.headers.get("content-type", "")
     if response.status_code < 300 and kind.startswith("text/html"):
         raise Refused(f"{response.request.url} is a web page, not an API: is --base-url right?")
@@ -127,7 +125,7 @@ def _as_exit(error: "openai.APIStatusError", base_url: str) -> click.ClickExcept
             if not os.environ.get("OPENAI_API_KEY")
             else "OPENAI_API_KEY holds no key of this server"
         )
-        return Refused(f"{base_url} lets nobody in without a valid key: {hint}")
+        return Refused(f"{base_url} requires a valid key: {hint}")
     if error.code == "unknown_url":
         return Refused(f"{message}; --base-url usually ends in /v1")
     return Unfinished(message) if is_passing(error) else Refused(message)
@@ -143,7 +141,7 @@ def _message(error: "openai.APIStatusError") -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The words of the socket, which the client's own error hides."""
+    """Return the text of the socket's error, which the client's own error hides."""
     while error.__cause__ is not None:
         error = error.__cause__
     return one_line(error)

@@ -106,7 +106,7 @@ class BatchRun:
         return record
 
     def _is_under_way(self, client: redis.Redis) -> bool:
-        """Return whether the fleet has this run's batch already, so that its workers need no check."""
+        """Return whether the fleet has this run's batch already, so no check of workers is due."""
         manifest = load_manifest(str(self._task.root))
         try:
             return (

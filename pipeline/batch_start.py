@@ -1,4 +1,4 @@
-"""The first steps of a run: check what was asked, start the worker, then run or submit the batch.
+"""The first steps of a run: check its input, start the worker, then run or submit the batch.
 
 The worker starts before this process imports what it needs for the batch itself, since loading a
 model takes longer than all the rest.
@@ -31,7 +31,7 @@ log = logging.getLogger("run-batch")
 
 
 def run_task(task: Task) -> None:
-    """Runs the batch to its end and prints what came of it.
+    """Run the batch to its end and print its summary.
 
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
@@ -44,7 +44,7 @@ def run_task(task: Task) -> None:
                 and load_manifest(str(task.root)) is None
                 and task.source.stat().st_size < _SMALL_BYTES
             ):
-                # It still loads its model when the check of so small a file is over
+                # Loading the model takes longer than checking so small a file
                 start_worker(task, supervisor)
             from pipeline.batch_run import BatchRun
 
@@ -55,7 +55,7 @@ def run_task(task: Task) -> None:
 
 
 def submit(task: Task) -> str:
-    """Gives the batch to the fleet and returns its id. Raises `Refused` and `Unfinished`."""
+    """Submit the batch to the fleet and return its id. Raises `Refused` and `Unfinished`."""
     from pipeline.batch_run import BatchRun
 
     assert task.redis_url is not None
@@ -65,7 +65,7 @@ def submit(task: Task) -> str:
 
 
 def _checked(task: Task) -> list[str]:
-    """The names of the model that is served here; none if no worker is started.
+    """Return the names of the model that is served here; none if no worker is started.
 
     Raises `Refused`.
     """
@@ -77,7 +77,7 @@ def _checked(task: Task) -> list[str]:
 
 @contextlib.contextmanager
 def _folder(task: Task) -> Iterator[None]:
-    """Holds the folder beside the output for the whole run; a refusal leaves none behind."""
+    """Lock the folder beside the output for the whole run; remove it after a refusal."""
     start_over_if_removed(task.root)
     resumes = task.root.exists()
     try:
@@ -91,7 +91,7 @@ def _folder(task: Task) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures() -> Iterator[None]:
-    """Turns what stands in the way into the command's end."""
+    """Turn errors of storage, server and children into the command's end."""
     try:
         yield
     except ChildFailed as error:
@@ -101,7 +101,7 @@ def _failures() -> Iterator[None]:
 
 
 def check_input(source: Path) -> None:
-    """Raises `Refused` unless there is a file that can be read."""
+    """Raise `Refused` unless the file exists and can be read."""
     try:
         if source.is_dir():
             raise Refused(f"the input {source} is a folder")
@@ -114,7 +114,7 @@ def check_input(source: Path) -> None:
 
 @contextlib.contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """Keeps every other run away from the folder while this process lives. Raises `Refused`."""
+    """Lock the folder against other runs while this process lives. Raises `Refused`."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = os.open(root / ".run", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -133,8 +133,9 @@ def alone(root: Path) -> Iterator[None]:
 
 
 def check_output(output: Path, source: Path) -> None:
-    """Raises `Refused` if the output is a folder or the input; the rest is found out when the batch
-    is made.
+    """Raise `Refused` if the output is a folder or the input.
+
+    Other faults are found when the batch is made.
     """
     if output.is_dir():
         raise Refused(f"the output {output} is a folder")
@@ -143,9 +144,7 @@ def check_output(output: Path, source: Path) -> None:
 
 
 def start_over_if_removed(root: Path) -> None:
-    """A finished run whose output somebody removed is not brought back from its parts: it is run
-    anew.
-    """
+    """Remove the parts of a finished run whose output was removed, so that it runs anew."""
     manifest = load_manifest(str(root))
     if (
         manifest is not None
@@ -153,5 +152,5 @@ def start_over_if_removed(root: Path) -> None:
         and manifest.output
         and not Path(manifest.output).exists()
     ):
-        log.info("%s is gone since it was finished: starting over", manifest.output)
+        log.info("%s was removed after the run finished: starting over", manifest.output)
         shutil.rmtree(root)

@@ -1,4 +1,4 @@
-"""What was asked of a run, and the worker that it starts."""
+"""The parameters of a run, and the start of its worker."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _SHUTDOWN_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a person asked for.
+    """The parameters of a run.
 
     With no `redis_url` everything runs here; `model_flags` are the values of the model flags.
     """
@@ -38,7 +38,7 @@ class Task:
 
 
 def start_worker(task: Task, supervisor: Supervisor) -> None:
-    """Starts the model that the run brings."""
+    """Start the run's own workers."""
     model = ["--model", task.model] if task.model else []
     supervisor.start_workers(
         [*model, "--shutdown-timeout", str(_SHUTDOWN_SECONDS), *task.worker_arguments], task.replicas

@@ -1,4 +1,4 @@
-"""Coming back for a batch that was handed in."""
+"""Waiting for a batch that was submitted earlier."""
 
 import shutil
 import time
@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.2
 
 
 def wait_for_batch(batch_id: str, output: Path | None, redis_url: str, fail_on_error: bool) -> None:
-    """Shows progress until the batch has ended, copies its results if asked to.
+    """Show progress until the batch has ended, and copy its results if asked to.
 
     Raises `Refused`, `Unfinished` and `Interrupted`.
     """
@@ -47,7 +47,7 @@ def wait_for_batch(batch_id: str, output: Path | None, redis_url: str, fail_on_e
 
 
 def counts_of(record: BatchRecord, note: str = "") -> Counts:
-    """The record as progress shows it."""
+    """Return the record as progress shows it."""
     return Counts(
         total=record.total, done=record.completed + record.failed, failed=record.failed, running=record.running,
         tokens=record.usage.completion_tokens, note=f"trying again: {record.problem}" if record.problem else note,
@@ -55,7 +55,7 @@ def counts_of(record: BatchRecord, note: str = "") -> Counts:
 
 
 def copy_results(source: str, target: Path) -> None:
-    """Copies a result file out of the file store."""
+    """Copy a result file out of the file store."""
     path = local_path(source)
     if path is not None and target.exists() and path.samefile(target):
         return

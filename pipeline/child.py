@@ -1,6 +1,4 @@
-"""One child process: started, listened to, noticed when it ends, started again after a growing
-pause, stopped.
-"""
+"""One child process: start it, forward its output, restart it after a growing pause, stop it."""
 
 import os
 import signal
@@ -22,14 +20,11 @@ _DEATH_WINDOW = 60.0
 _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 8.0
 _STOP_POLL = 0.01
-_LAST_WORDS_SECONDS = (
-    # In which what an ended child had printed is read; a child of its own may hold its output open
-    2.0
-)
+_LAST_OUTPUT_SECONDS = 2.0  # to read the rest; a grandchild may keep the output open
 
 
 class ChildFailed(Exception):
-    """A child ended in a way that starting it again cannot mend.
+    """A child ended in a way that a restart cannot repair.
 
     `exit_code` is what the command should end with.
     """
@@ -39,15 +34,15 @@ class ChildFailed(Exception):
         self.exit_code = exit_code
 
     def as_exit(self) -> click.ClickException:
-        """The same as the end of a command."""
+        """Return the error that ends a command."""
         return (Refused if self.exit_code == Refused.exit_code else Unfinished)(str(self))
 
 
 class Child:
     """A process that is kept running.
 
-    `command` is asked anew at each start; `on_death` gets the process id as soon as the process is
-    found ended. One that is `named` has its name before each line that it prints.
+    `command` is called at each start; `on_death` gets the process id as soon as the process is
+    found ended. A `named` child has its name before each line that it prints.
 
     The kernel ties a child to the thread that started it, so `start` and `check` belong to the main
     thread.
@@ -78,16 +73,16 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Return the process id while it runs."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     @property
     def pause_left(self) -> float | None:
-        """Seconds until the next start, None when none is due."""
+        """Return the seconds until the next start, None when none is due."""
         return None if self._start_at is None else max(0.0, self._start_at - time.monotonic())
 
     def start(self) -> None:
-        """Starts the process; what it prints goes to `say`, line by line."""
+        """Start the process; its output goes to `say`, line by line."""
         self._start_at = None
         self._errors.clear()
         self._process = subprocess.Popen(
@@ -107,7 +102,7 @@ class Child:
         self._reader.start()
 
     def check(self) -> None:
-        """Notices an end and starts the process again when its pause is over.
+        """Detect an end, and restart the process when its pause is over.
 
         Raises `ChildFailed`.
         """
@@ -117,19 +112,17 @@ class Child:
             self.start()
 
     def ask_to_stop(self) -> None:
-        """SIGTERM, to be followed by `wait_until_stopped`."""
+        """Send SIGTERM, to be followed by `wait_until_stopped`."""
         self._start_at = None
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, to be followed by `wait_until_stopped`."""
+        """Send SIGKILL, to be followed by `wait_until_stopped`."""
         self._start_at = None
         self._signal(signal.SIGKILL)
 
     def wait_until_stopped(self, deadline: float, insisted: Callable[[], bool] = lambda: False) -> None:
-        """Waits for the end; it is forced at `deadline` (of time.monotonic), or as soon as
-        `insisted()`.
-        """
+        """Wait for the end; force it at `deadline` (time.monotonic), or as soon as `insisted()`."""
         if self._process is None or self._reader is None:
             return
         while self._process.poll() is None:
@@ -138,7 +131,7 @@ class Child:
                 self._process.wait()
                 break
             time.sleep(_STOP_POLL)
-        self._reader.join(timeout=_LAST_WORDS_SECONDS)
+        self._reader.join(timeout=_LAST_OUTPUT_SECONDS)
         self._process = None
 
     def _ended(self, code: int) -> None:
@@ -146,7 +139,7 @@ class Child:
         assert self._reader is not None
         pid, self._process = self._process.pid, None
         self._on_death(pid)
-        self._reader.join(timeout=_LAST_WORDS_SECONDS)
+        self._reader.join(timeout=_LAST_OUTPUT_SECONDS)
         if code == Refused.exit_code and not self._deaths and self._errors:
             raise ChildFailed(self._errors[-1], code)
         now = time.monotonic()
@@ -156,13 +149,13 @@ class Child:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if len(self._deaths) > _DEATHS_ALLOWED:
             words = self._errors or self._last_lines
-            last = f"; its last words: {' | '.join(words)}" if words else ""
+            last = f"; its last lines: {' | '.join(words)}" if words else ""
             raise ChildFailed(
                 f"the {self.name} process {how} and has ended {len(self._deaths)} times within a minute{last}", 1
             )
         pause = 0.0 if len(self._deaths) == 1 else min(_FIRST_PAUSE * 2 ** (len(self._deaths) - 2), _LONGEST_PAUSE)
         self._start_at = now + pause
-        self._say(f"the {self.name} process {how}; it is started again" + (f" in {pause:.1f} s" if pause else ""))
+        self._say(f"the {self.name} process {how}; restarting it" + (f" in {pause:.1f} s" if pause else ""))
 
     def _listen(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdout is not None

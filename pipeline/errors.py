@@ -1,4 +1,4 @@
-"""How a command ends: 0 done, 1 stopped unfinished, 2 refused, 130 interrupted."""
+"""Exit codes of a command: 0 done, 1 stopped unfinished, 2 refused, 130 interrupted."""
 
 import errno
 import sys
@@ -6,7 +6,7 @@ import sys
 import click
 
 INTERRUPTED = 130
-_OF_THE_SURROUNDINGS = (
+_ENVIRONMENT_ERRORS = (
     ("jobs.server", "ServerError"),
     ("jobs.queue.scripts", "QueueUnavailable"),
     ("jobs.store.storage", "StoreError"),
@@ -14,13 +14,13 @@ _OF_THE_SURROUNDINGS = (
 
 
 class Refused(click.ClickException):
-    """What was asked for cannot be done as it was asked: bad input, bad flags, a bad model."""
+    """The command cannot do what was asked: bad input, bad flags, a bad model."""
 
     exit_code = 2
 
 
 class Unfinished(click.ClickException):
-    """The work stopped before its end, for a reason outside of what was asked."""
+    """The command stopped before its end, for a reason outside of its input."""
 
     exit_code = 1
 
@@ -30,8 +30,9 @@ class Interrupted(Exception):
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Says on stderr, in one sentence, why a command ended; an error that nobody foresaw is raised
-    again.
+    """Print on stderr, in one sentence, why a command ended, and return its exit code.
+
+    Raises an unexpected error again.
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
@@ -57,28 +58,28 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def explain(error: BaseException) -> str | None:
-    """One sentence for an error of the surroundings (Redis, the disk), None for one that is a fault
-    of the program.
+    """Return one sentence for an error of the environment (Redis, the disk), None for a fault of
+    the program.
     """
     redis = sys.modules.get("redis")
     if redis is not None and isinstance(error, redis.exceptions.RedisError):
         return f"Redis cannot be used: {one_line(error)}"
-    if any(_is(error, module, name) for module, name in _OF_THE_SURROUNDINGS):
+    if any(_is(error, module, name) for module, name in _ENVIRONMENT_ERRORS):
         return one_line(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space is left on the device{_at(error)}: free some and run the same command again, it resumes"
+        return f"no space is left on the device{_at(error)}: free some space and run the same command again, it resumes"
     if isinstance(error, OSError) and error.errno is not None:
         return f"{error.strerror}{_at(error)}"
     return None
 
 
 def one_line(error: object) -> str:
-    """The error's text as part of a sentence."""
+    """Return the error's text as part of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _is(error: BaseException, module: str, name: str) -> bool:
-    """isinstance, without importing a module that nothing has needed."""
+    """Return isinstance, without importing a module that was not needed so far."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(error, getattr(loaded, name))
 

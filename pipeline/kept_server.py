@@ -1,5 +1,5 @@
-"""The private Redis of one command, started again whenever it ends, by a thread that no call to
-Redis can hold up.
+"""The private Redis of one command, restarted whenever it ends by a thread of its own, which no
+call to Redis can block.
 """
 
 import threading
@@ -15,8 +15,6 @@ _STARTS_ALLOWED = 10
 
 class KeptServer:
     """A context in which a private server runs.
-
-    Whoever waits for Redis to come back does so in other threads than the one that sees to it.
 
     The kernel ties the server to the thread that started it, so one thread does all of it: start,
     restarts and stop.
@@ -69,7 +67,7 @@ class KeptServer:
             self._server.stop()
 
     def _start_again(self) -> None:
-        self._say("the private Redis ended; it is started again")
+        self._say("the private Redis ended; restarting it")
         self._server.stop()
         try:
             self._server.start()

@@ -1,4 +1,4 @@
-"""`pipeline`: the one command from which every process of the product is started."""
+"""`pipeline`: the command that starts every process of the product."""
 
 import sys
 
@@ -22,7 +22,7 @@ from pipeline.errors import exit_code_of
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
 @click.version_option(package_name="batch-inference-pipeline", message="%(version)s")
 def cli() -> None:
-    """Runs batch files of language-model requests as fast as the hardware allows, and answers live
+    """Run batch files of language-model requests as fast as the hardware allows, and answer live
     calls meanwhile.
     """
 
@@ -32,8 +32,9 @@ for command in (run_batch, serve, worker, api, jobs, keys, files, batches, statu
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the command line and leaves with its exit code; what a person can mend is one sentence,
-    never a traceback.
+    """Run the command line and exit with its code.
+
+    An error that a user can correct is one sentence, never a traceback.
     """
     try:
         code = cli.main(args=arguments, prog_name="pipeline", standalone_mode=False)

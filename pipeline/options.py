@@ -19,7 +19,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 log = logging.getLogger("pipeline")
 
 CHILD_VARIABLE = "PIPELINE_CHILD"
-"""In the environment of processes that another command of ours starts."""
+"""In the environment of processes that another command starts."""
 
 _PASSWORD = "pipeline.redis_password"  # in a command's `meta`: what --redis-password-file holds
 
@@ -51,7 +51,7 @@ class Size(click.ParamType[int]):
 
 
 class Device(click.ParamType[str]):
-    """auto, cpu, cuda, or a card by its number among those that are visible."""
+    """auto, cpu, cuda, or a GPU by its number among the visible ones."""
 
     name = "device"
 
@@ -65,8 +65,9 @@ class Device(click.ParamType[str]):
 
 
 def flag(*names: str, env: str | None = None, **attributes: Any) -> Callable[[Command], Command]:
-    """A click option that can also be set by the environment variable `env` (PIPELINE_ and the
-    flag's name, unless given).
+    """Return a click option that can also be set by the environment variable `env`.
+
+    The default of `env` is PIPELINE_ and the flag's name.
     """
     longest = max((name.split("/")[0] for name in names), key=len)
     variable = env or "PIPELINE_" + longest.lstrip("-").upper().replace("-", "_")
@@ -75,7 +76,7 @@ def flag(*names: str, env: str | None = None, **attributes: Any) -> Callable[[Co
 
 
 def all_of(*flags: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several flags as one decorator, shown in this order."""
+    """Return several flags as one decorator, shown in this order."""
 
     def decorate(command: Command) -> Command:
         for one in reversed(flags):
@@ -137,7 +138,7 @@ common_options = all_of(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
-        help="What the log says.",
+        help="Least severe level that is logged.",
     ),
 )
 
@@ -176,7 +177,7 @@ def _read_password(ctx: click.Context, _param: click.Parameter, path: Path | Non
     if not password:
         raise Refused(f"the password of Redis cannot be read from {path}: it is empty")
     ctx.meta[_PASSWORD] = password
-    if url := ctx.params.get("redis_url"):  # click takes first what stands on the command line
+    if url := ctx.params.get("redis_url"):  # click reads the command line first
         ctx.params["redis_url"] = _with_password(url, password)
 
 
@@ -223,9 +224,9 @@ json_option = flag("--json", "as_json", env="PIPELINE_JSON", is_flag=True, help=
 
 queue_options = all_of(
     flag("--lease-seconds", env="LEASE_SECONDS", type=click.FloatRange(min=0.2), default=30.0,
-         help="How long a worker's claim on a request lasts without being renewed."),
+         help="Seconds for which a worker's claim on a request holds without being renewed."),
     flag("--stream-interval", env="STREAM_INTERVAL", type=click.FloatRange(min=0.02), default=2.0,
-         help="Seconds between the checkpoints of a request that nobody watches."),
+         help="Seconds between the checkpoints of a request that no client watches."),
 )  # fmt: skip
 
 model_options = all_of(
@@ -239,10 +240,7 @@ model_options = all_of(
         "--model-impl",
         type=click.Choice(["auto", "own", "transformers"]),
         default="auto",
-        help=(
-            "Whose code runs the model; auto: the engine's own where it has a file for the architecture, else"
-            " transformers'."
-        ),
+        help=("Code that runs the model; auto: the engine's own if it has the architecture, else transformers'."),
     ),
     flag(
         "--device",
@@ -254,14 +252,13 @@ model_options = all_of(
         "--tensor-parallel-size",
         type=click.IntRange(min=1),
         default=1,
-        help="Cards (on a CPU, processes) that share one copy of the model; a number that divides its attention heads.",
+        help="GPUs (on a CPU, processes) that share one copy of the model; must divide its attention heads.",
     ),
     flag(
         "--device-lock-folder",
         type=click.Path(file_okay=False),
         help=(
-            "Where workers of this host say which card they have; one for all, containers too. [default: /run/lock or"
-            " /tmp]"
+            "Folder of the locks on GPUs, one for all workers of a host, containers too. [default: /run/lock or /tmp]"
         ),
     ),
     flag(
@@ -273,7 +270,7 @@ model_options = all_of(
     flag(
         "--max-model-len",
         type=Size(),
-        help="Longest prompt and answer together, in tokens. [default: what the model's config says]",
+        help="Longest prompt and answer together, in tokens. [default: from the model's config]",
     ),
     flag("--max-num-seqs", type=Size(), help="Requests that run at once. [default: 64 on a CPU, 1024 on a GPU]"),
     flag(
@@ -296,12 +293,12 @@ model_options = all_of(
     flag(
         "--kv-cache-memory-bytes",
         type=Size(),
-        help="Size of the KV cache on each card. [default: what the machine allows]",
+        help="Size of the KV cache on each GPU. [default: what the machine allows]",
     ),
     flag(
         "--enforce-eager",
         is_flag=True,
-        help="Launch every kernel by itself in place of CUDA graphs; saves the graphs' memory.",
+        help="Launch every kernel by itself, without CUDA graphs; saves the graphs' memory.",
     ),
     flag(
         "--step-timeout",
@@ -349,20 +346,19 @@ replicas_option = flag(
     type=click.IntRange(min=1),
     default=1,
     help=(
-        "Copies of the model, each with a card (or --tensor-parallel-size of them) of its own; they share the work, and"
-        " on a CPU the threads: OMP_NUM_THREADS, else one for each CPU, divided equally among all processes of all"
-        " copies."
+        "Copies of the model that share the work. Each has a GPU (or --tensor-parallel-size of them) of its own. On a"
+        " CPU they share the threads: OMP_NUM_THREADS, else one for each CPU, divided equally among all processes."
     ),
 )
 
 
 def check_model_flags(ctx: click.Context) -> None:
-    """Refuses model flags that contradict each other."""
+    """Raise `Refused` for model flags that contradict each other."""
     values = ctx.params
     for name in ("tensor_parallel_size", "data_parallel_size"):
         if ":" in values["device"] and values.get(name, 1) > 1:
             raise Refused(
-                f"--device {values['device']} names one card, and {as_flag(name)} {values[name]} needs more: give"
+                f"--device {values['device']} names one GPU, and {as_flag(name)} {values[name]} needs more: give"
                 " --device cuda"
             )
     tokens, requests = values.get("max_num_batched_tokens"), values.get("max_num_seqs")
@@ -376,19 +372,19 @@ def check_model_flags(ctx: click.Context) -> None:
 
 
 def one_model(ctx: click.Context, positional: str | None, option: str | None) -> str | None:
-    """The model of a command that takes it in two ways."""
+    """Return the model of a command that takes it as an argument and as a flag."""
     if positional is not None and option is not None and given_as_flag(ctx, ["model_option"]) and positional != option:
         raise Refused(f"two models are named: {positional} and --model {option}")
     return positional if positional is not None else option
 
 
 def given(ctx: click.Context, name: str) -> bool:
-    """Whether a person set this parameter, in whatever way."""
+    """Return whether this parameter was set, by a flag, a variable or a config file."""
     return ctx.get_parameter_source(name) in _SOURCES
 
 
 def given_as_flag(ctx: click.Context, names: Iterable[str]) -> list[str]:
-    """Those of `names` that stand on the command line itself, as flags."""
+    """Return those of `names` that are given on the command line, as flags."""
     return [as_flag(name) for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
@@ -397,8 +393,9 @@ def as_flag(name: str) -> str:
 
 
 def log_settings(ctx: click.Context) -> None:
-    """Logs every setting that differs from its default, with where it came from; a child was told
-    them by its parent, which logged them.
+    """Log every setting that differs from its default, with its source.
+
+    A child logs none: its parent logged them.
     """
     if CHILD_VARIABLE in os.environ:
         return
@@ -423,7 +420,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def model_arguments(values: dict[str, Any]) -> list[str]:
-    """The command line that gives another process the same model flags."""
+    """Return the command line that gives another process the same model flags."""
     caching = as_flag("enable_prefix_caching") if values["enable_prefix_caching"] else "--no-enable-prefix-caching"
     left_out = {"enable_prefix_caching"}
     if values["kv_cache_memory_bytes"] is not None:
@@ -432,7 +429,7 @@ def model_arguments(values: dict[str, Any]) -> list[str]:
 
 
 def flag_arguments(values: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """The command line that gives another process the same values of these flags."""
+    """Return the command line that gives another process the same values of these flags."""
     arguments: list[str] = []
     for name in names:
         value = values[name]

@@ -1,5 +1,5 @@
-"""The tokens of a batch as a server streams them, line by line under the names of their requests; a
-cut stream is taken up again.
+"""Print the tokens of a batch as a server streams them, line by line under the names of their
+requests; resume a stream that was cut.
 """
 
 import json
@@ -18,7 +18,7 @@ from pipeline.errors import Unfinished, one_line
 if TYPE_CHECKING:
     import openai
 
-_SILENCE_SECONDS = 60.0  # the server says something at least every 15 s
+_SILENCE_SECONDS = 60.0  # the server sends something at least every 15 s
 _PATIENCE_SECONDS = 60.0
 _PAUSE_SECONDS = 0.5
 
@@ -31,10 +31,10 @@ class ServerSentEvent(NamedTuple):
 
 
 def tail(client: "openai.OpenAI", batch_id: str, as_json: bool) -> None:
-    """Prints what comes until the batch has ended."""
+    """Print events until the batch has ended."""
     show = _print_json if as_json else Printer().show
     last_id: str | None = None
-    heard = time.monotonic()
+    received = time.monotonic()
     while True:
         try:
             for event in _events(client, batch_id, last_id):
@@ -43,11 +43,11 @@ def tail(client: "openai.OpenAI", batch_id: str, as_json: bool) -> None:
                 value = json.loads(event.data)
                 if "error" in value:  # the server cannot reach its queue, and may soon
                     raise Unfinished(one_line(value["error"]["message"]))
-                heard, last_id = time.monotonic(), event.id or last_id
+                received, last_id = time.monotonic(), event.id or last_id
                 show(value)
         except Exception as error:
             passing = isinstance(error, Unfinished) or is_passing(error)
-            if not passing or time.monotonic() - heard > _PATIENCE_SECONDS:
+            if not passing or time.monotonic() - received > _PATIENCE_SECONDS:
                 raise
         time.sleep(_PAUSE_SECONDS)
 
@@ -55,7 +55,7 @@ def tail(client: "openai.OpenAI", batch_id: str, as_json: bool) -> None:
 class Printer:
     """Whole lines of every answer, each under its request's name.
 
-    What is told twice, as after a cut, is printed once.
+    Text that arrives twice, as after a cut, is printed once.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Printer:
         self._seen: dict[tuple[int, int], int] = {}  # characters that came
 
     def show(self, value: dict[str, Any]) -> None:
-        """Prints what one event adds."""
+        """Print what one event adds."""
         if value.get("object") == "batch":
             click.echo(f"{value['id']} is {value['status']}", err=True)
             return
@@ -92,7 +92,7 @@ class Printer:
 
 
 def parse_events(chunks: Iterable[bytes]) -> Iterator[ServerSentEvent]:
-    """Events of a stream whose data are single lines; comments are passed over.
+    """Yield the events of a stream whose data are single lines; skip comments.
 
     A line ends at a line feed and nowhere else.
     """

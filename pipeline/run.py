@@ -1,6 +1,4 @@
-"""What long-running commands do in the foreground: keep their children running until they are told
-to stop.
-"""
+"""The foreground loop of long-running commands: keep the children running until a signal."""
 
 import sys
 
@@ -9,7 +7,7 @@ from pipeline.supervisor import Supervisor
 
 
 def run_until_stopped(supervisor: Supervisor) -> None:
-    """Supervises until SIGINT or SIGTERM; the first one stops in order, a second one at once.
+    """Supervise until SIGINT or SIGTERM; the first one stops in order, a second one at once.
 
     Raises `ChildFailed`.
     """
@@ -20,6 +18,6 @@ def run_until_stopped(supervisor: Supervisor) -> None:
 
 
 def print_line(line: str) -> None:
-    """To stderr, whole lines at a time, since several threads print."""
+    """Print a whole line to stderr in one call, since several threads print."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

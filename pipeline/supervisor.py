@@ -1,5 +1,5 @@
-"""Every process on one machine: a private Redis if none is given, and the children that stand on
-it, supervised by this process.
+"""Every process on one machine: a private Redis if none is given, and the children that use it,
+supervised by this process.
 """
 
 import contextlib
@@ -26,8 +26,9 @@ _STOP_SECONDS = 15.0
 
 
 class Supervisor:
-    """Children are started one by one by the `start_` methods and kept running by `check`; leaving
-    the context stops them in order.
+    """Start children one by one with the `start_` methods, and keep them running with `check`.
+
+    Leaving the context stops them in order.
 
     With no `redis_url` a private server is started in a folder of its own, which is removed at the
     end.
@@ -42,7 +43,7 @@ class Supervisor:
         *,
         stop_seconds: float = _STOP_SECONDS,
     ) -> None:
-        """`stop_seconds`: what each kind of child has to end in once it is told to stop."""
+        """Give each kind of child `stop_seconds` to end after an order to stop."""
         self.settings = settings
         self._stop_seconds = stop_seconds
         self._log_level = log_level
@@ -81,9 +82,9 @@ class Supervisor:
 
     @property
     def queue(self) -> "Queue":
-        """The queue of all children.
+        """Return the queue of all children.
 
-        What it needs is imported at its first use, so that the children are on their way by then.
+        Its imports run at its first use, after the children were started.
         """
         if self._queue is None:
             self._queue = self._connect()
@@ -91,15 +92,15 @@ class Supervisor:
 
     @property
     def redis_url(self) -> str:
-        """Where the queue is."""
+        """Return the URL of the queue."""
         if self._given_url is not None:
             return self._given_url
         assert self._server is not None
         return self._server.url
 
     def start_jobs(self, file_store: str | None = None) -> None:
-        """The control plane: one RQ worker for each queue, and the ticker, which rebuilds an empty
-        Redis from the `file_store`.
+        """Start the control plane: one RQ worker for each queue, and the ticker, which rebuilds an
+        empty Redis from the `file_store`.
         """
         for queue in ("advance", "bulk"):
             self._add(f"jobs-{queue}", partial(_python, "jobs.control.rq_worker", "--queue", queue))
@@ -107,11 +108,12 @@ class Supervisor:
         self._add("ticker", partial(_python, "jobs.control.ticker", *store))
 
     def start_workers(self, arguments: list[str], replicas: int = 1) -> None:
-        """Model replicas, each with a front and an engine core; they take different cards.
+        """Start model replicas, each a worker process with an engine core; they take different
+        GPUs.
 
         `arguments` are flags of `pipeline worker`.
         """
-        # Said in any case, for the environment, which a child inherits, may say something else.
+        # Always given, since the environment that a child inherits may hold another value.
         command = partial(
             _python, "pipeline", "worker", "--log-level", self._log_level, "--data-parallel-size", "1", *arguments
         )
@@ -123,13 +125,13 @@ class Supervisor:
             self._add(f"worker-{number}", command, {"OMP_NUM_THREADS": threads}, on_death=self._bury, named=True)
 
     def start_api(self, arguments: list[str]) -> None:
-        """The HTTP face. `arguments` are the flags of `pipeline api`."""
+        """Start the API. `arguments` are the flags of `pipeline api`."""
         self._add("api", partial(_python, "pipeline", "api", "--log-level", self._log_level, *arguments))
 
     def check(self) -> float:
-        """Starts again what ended.
+        """Restart ended children.
 
-        Returns the seconds until it should be called again at the latest. Raises `ChildFailed`.
+        Return the seconds until the next call at the latest. Raises `ChildFailed`.
         """
         if self._server is not None and self._server.failure is not None:
             raise ChildFailed(self._server.failure, Unfinished.exit_code)
@@ -139,11 +141,11 @@ class Supervisor:
         return min((pause for pause in pauses if pause is not None), default=5.0)
 
     def has(self, kind: str) -> bool:
-        """Whether a child whose name begins so was started and not stopped."""
+        """Return whether a child whose name begins with `kind` was started and not stopped."""
         return any(child.name.startswith(kind) for child in self._children)
 
     def stop(self, only: str = "", insisted: Callable[[], bool] = lambda: False) -> None:
-        """Stops the children whose name begins with `only`: first those that take work, then those
+        """Stop the children whose name begins with `only`: first those that take work, then those
         that take its results.
 
         Each kind gets some time to end in order; once `insisted()`, none does.
@@ -158,7 +160,7 @@ class Supervisor:
                 self._children.remove(child)
 
     def kill(self) -> None:
-        """Ends every child at once, for when nothing that they hold is needed any more."""
+        """Kill every child at once, when what they hold is no longer needed."""
         for child in self._children:
             child.kill()
         for child in self._children:
@@ -182,14 +184,12 @@ class Supervisor:
         from jobs.queue.request_queue import Queue
 
         client = self._exit.enter_context(connect(self.redis_url))
-        if self._server is None:  # a server of our own is as it must be, and may be away just now
+        if self._server is None:  # a private server needs no check, and may be restarting
             check_server(client)
         return Queue(client, self.settings)
 
     def _bury(self, pid: int) -> None:
-        """Gives what a dead worker held to others at once; the ticker would find out too, but a
-        lease later.
-        """
+        """Requeue the requests of a dead worker at once; the ticker would do it one lease later."""
         import redis
 
         from jobs.queue.scripts import QueueUnavailable

@@ -1,5 +1,5 @@
-"""Printing tokens as they come: the text of one request as it is (its first choice), those of a
-batch line by line under their names.
+"""Print tokens as they are generated: one request as plain text (its first choice), a batch line by
+line under the names of its requests.
 """
 
 import sys
@@ -20,7 +20,7 @@ _READ_SECONDS = 1.0
 
 
 def tail_target(target: str, redis_url: str) -> None:
-    """Follows a request (`batch_x/17`, `live_x`) or every running request of a batch, to its end.
+    """Follow a request (`batch_x/17`, `live_x`) or every running request of a batch, to its end.
 
     Raises `Refused`.
     """
@@ -94,7 +94,7 @@ def _label(key: RequestKey, choice: int) -> str:
 
 
 class _Watch:
-    """Says again and again that somebody reads, for as long as somebody does."""
+    """Mark the target as watched again and again while it is read."""
 
     def __init__(self, queue: Queue, target: RequestKey | str) -> None:
         self._queue = queue
@@ -108,7 +108,7 @@ class _Watch:
 
 
 def _is_known(queue: Queue, key: RequestKey) -> bool:
-    """Whether the request waits, runs, or left a stream."""
+    """Return whether the request waits, runs, or left a stream."""
     return bool(queue.redis.exists(keys.tokens(str(key)))) or bool(
         queue.redis.hexists(keys.bodies(key.batch), str(key.line))
     )

@@ -39,7 +39,7 @@ api_options = all_of(
         help="Address to listen on; 0.0.0.0 for every one, which needs API keys (`pipeline keys create`).",
     ),
     flag("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen on; 0 takes a free one."),
-    flag("--insecure", is_flag=True, help="While no API key exists, answer everybody who reaches the address."),
+    flag("--insecure", is_flag=True, help="While no API key exists, answer every client that reaches the address."),
     flag(
         "--completion-window",
         env="PIPELINE_COMPLETION_WINDOWS",
@@ -64,9 +64,9 @@ _API_FLAGS = ("host", "port", "insecure", "completion_window", "max_batch_lines"
 @common_options
 @click.pass_context
 def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level: str, **flags: Any) -> None:
-    """Answers HTTP: live calls, files, batches, models, health.
+    """Answer HTTP: live calls, files, batches, models, health.
 
-    Holds no state; run as many as you like.
+    It holds no state; run any number of them.
     """
     from pipeline.logs import configure_logs
 
@@ -92,7 +92,7 @@ def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level
 
 
 def _settings(**given: Any) -> "ApiSettings":
-    """With what only the environment says. Raises `Refused`."""
+    """Return the settings, with those that only the environment holds. Raises `Refused`."""
     from pydantic import ValidationError
 
     from api.settings import ApiSettings
@@ -102,13 +102,11 @@ def _settings(**given: Any) -> "ApiSettings":
     except ValidationError as error:
         fault = error.errors()[0]
         variable = f"{ApiSettings.model_config['env_prefix']}{fault['loc'][0]}".upper()
-        raise Refused(
-            f"{variable} cannot be {fault['input']!r}: {fault['msg']}; give such a one, or leave it out"
-        ) from None
+        raise Refused(f"{variable} cannot be {fault['input']!r}: {fault['msg']}; correct it, or remove it") from None
 
 
 def check_open(host: str, insecure: bool, file_store: str) -> None:
-    """Refuses to answer everybody on an address that others reach, unless that is wanted.
+    """Refuse to serve without keys on an address that other machines reach, without --insecure.
 
     Raises `StoreError` for unreadable keys.
     """
@@ -121,14 +119,14 @@ def check_open(host: str, insecure: bool, file_store: str) -> None:
     if not is_loopback(host):
         raise Refused(
             f"others reach {host}, and there is no API key in {file_store}: make one (`pipeline keys create`), listen"
-            " on 127.0.0.1, or add --insecure to answer everybody"
+            " on 127.0.0.1, or add --insecure to answer every client"
         )
     if ring.known():
         log.warning(
-            "every API key is revoked, so nobody is let in: make one (`pipeline keys create`), or add --insecure"
+            "every API key is revoked, so every call is refused: make one (`pipeline keys create`), or add --insecure"
         )
 
 
 def api_arguments(values: dict[str, Any]) -> list[str]:
-    """The command line that gives another process the same flags of `api_options`."""
+    """Return the command line that gives another process the same flags of `api_options`."""
     return flag_arguments(values, _API_FLAGS)

@@ -17,10 +17,10 @@ fail_option = flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line'
 
 @click.group()
 def batches() -> None:
-    """Makes, shows, waits for and cancels batches of a server, over HTTP.
+    """Create, show, wait for and cancel batches of a server, over HTTP.
 
-    `pipeline status`, `wait` and `tail` look into a fleet's Redis instead, where they see the
-    batches of `run-batch` and of every tenant.
+    `pipeline status`, `wait` and `tail` read a fleet's Redis instead, which also holds the batches
+    of `run-batch` and of every tenant.
 
     Exit codes: 0 done, 1 stopped unfinished (expired, cancelled, or the server is away), 2 refused,
     130 interrupted.
@@ -44,7 +44,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...])
 @flag(
     "--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]"
 )
-@flag("--wait", is_flag=True, help="Stay until it has ended, and end as `pipeline batches wait` does.")
+@flag("--wait", is_flag=True, help="Wait until it has ended; exit as `pipeline batches wait` does.")
 @save_option
 @fail_option
 @client_options
@@ -60,9 +60,7 @@ def submit(
     base_url: str,
     as_json: bool,
 ) -> None:
-    """Uploads a local file, or takes the id of one that is there, makes a batch of it and prints
-    the batch's id.
-    """
+    """Upload a local file, or take the id of an uploaded one, create a batch and print its id."""
     from pipeline import remote_batches
 
     if (output_file is not None or fail_on_error) and not wait:
@@ -88,7 +86,7 @@ def submit(
 @flag("--limit", type=Size(), default=20, help="How many, the newest first.")
 @client_options
 def list_(limit: int, base_url: str, as_json: bool) -> None:
-    """Shows batches, the newest first."""
+    """Show batches, the newest first."""
     with api_client(base_url) as client:
         found = list(islice(client.batches.list(limit=min(limit, 100)), limit))
     if as_json:
@@ -111,7 +109,7 @@ def list_(limit: int, base_url: str, as_json: bool) -> None:
 @object_id("batch_id", "BATCH_ID")
 @client_options
 def get(batch_id: str, base_url: str, as_json: bool) -> None:
-    """Shows how far a batch is, and what was wrong with one that was refused."""
+    """Show the progress of a batch, and the errors of one that was refused."""
     from pipeline.remote_views import print_problems, show_object
 
     with api_client(base_url) as client:
@@ -127,9 +125,9 @@ def get(batch_id: str, base_url: str, as_json: bool) -> None:
 @fail_option
 @client_options
 def wait(batch_id: str, output_file: Path | None, fail_on_error: bool, base_url: str, as_json: bool) -> None:
-    """Waits for the end of a batch, with its progress on stderr.
+    """Wait for the end of a batch, with its progress on stderr.
 
-    A server that is away for less than a minute is waited for.
+    It tolerates a server that is away for less than a minute.
     """
     from pipeline import remote_batches
 
@@ -141,7 +139,7 @@ def wait(batch_id: str, output_file: Path | None, fail_on_error: bool, base_url:
 @object_id("batch_ids", "BATCH_ID...", nargs=-1, required=True)
 @client_options
 def cancel(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
-    """Ends batches early. What is answered stays, and the rest gets error lines."""
+    """Cancel batches. Finished lines stay, and the rest get error lines."""
     with api_client(base_url) as client:
         for batch_id in batch_ids:
             batch = client.batches.cancel(batch_id)
@@ -154,8 +152,8 @@ def cancel(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
 @flag("--errors", is_flag=True, help="The error lines in place of the answers.")
 @server_option
 def results(batch_id: str, output_file: Path | None, errors: bool, base_url: str) -> None:
-    """Fetches the answers of a batch: of one that ended in input order, of one that still runs what
-    is finished, in that order.
+    """Fetch the answers of a batch: of an ended one in input order, of a running one the finished
+    lines in the order in which they finished.
     """
     from pipeline import remote_batches
 
@@ -167,7 +165,7 @@ def results(batch_id: str, output_file: Path | None, errors: bool, base_url: str
 @object_id("batch_id", "BATCH_ID")
 @client_options
 def tail(batch_id: str, base_url: str, as_json: bool) -> None:
-    """Shows the text of a batch's answers as it is generated, until the batch has ended."""
+    """Show the text of a batch's answers as it is generated, until the batch has ended."""
     from pipeline.remote_tail import tail as follow
 
     with api_client(base_url) as client:

@@ -13,20 +13,20 @@ from pipeline.options import Size, flag
 
 @click.group()
 def files() -> None:
-    """Uploads, lists, fetches and deletes files of a server, over HTTP."""
+    """Upload, list, fetch and delete files of a server, over HTTP."""
 
 
 @files.command()
 @click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
-@flag("--purpose", default="batch", help="What for; batch for the input of a batch.")
+@flag("--purpose", default="batch", help="Purpose of the file; batch for the input of a batch.")
 @flag(
     "--expires-after",
     type=click.IntRange(min=1),
-    help="Seconds after which it goes. [default: 30 days for purpose batch, else never]",
+    help="Seconds after which it is deleted. [default: 30 days for purpose batch, else never]",
 )
 @client_options
 def upload(path: Path, purpose: str, expires_after: int | None, base_url: str, as_json: bool) -> None:
-    """Sends FILE and prints its id."""
+    """Upload FILE and print its id."""
     from pipeline import remote_files
 
     with api_client(base_url) as client:
@@ -39,7 +39,7 @@ def upload(path: Path, purpose: str, expires_after: int | None, base_url: str, a
 @flag("--limit", type=Size(), default=20, help="How many, the newest first.")
 @client_options
 def list_(purpose: str | None, limit: int, base_url: str, as_json: bool) -> None:
-    """Shows files, the newest first."""
+    """Show files, the newest first."""
     options: dict[str, Any] = {} if purpose is None else {"purpose": purpose}
     with api_client(base_url) as client:
         found = list(islice(client.files.list(limit=min(limit, 10_000), **options), limit))
@@ -61,7 +61,7 @@ def list_(purpose: str | None, limit: int, base_url: str, as_json: bool) -> None
 @object_id("file_id", "FILE_ID")
 @client_options
 def get(file_id: str, base_url: str, as_json: bool) -> None:
-    """Shows what is known of a file."""
+    """Show a file's record."""
     from pipeline.remote_views import show_object
 
     with api_client(base_url) as client:
@@ -72,7 +72,7 @@ def get(file_id: str, base_url: str, as_json: bool) -> None:
 @object_id("file_ids", "FILE_ID...", nargs=-1, required=True)
 @client_options
 def delete(file_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
-    """Deletes files. A batch that was made of one goes on."""
+    """Delete files. A batch that was created from one continues."""
     with api_client(base_url) as client:
         for file_id in file_ids:
             gone = client.files.delete(file_id)
@@ -84,7 +84,7 @@ def delete(file_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
 @output_option
 @server_option
 def content(file_id: str, output_file: Path | None, base_url: str) -> None:
-    """Writes a file's content to stdout, or to -o FILE, which appears when all of it is on disk."""
+    """Write a file's content to stdout, or to -o FILE, which appears when all of it is on disk."""
     from pipeline import remote_files
 
     with api_client(base_url) as client:

@@ -11,8 +11,10 @@ from pipeline.options import common_options, redis_option
 @redis_option
 @common_options
 def health(process: str, redis_url: str | None, log_level: str) -> None:
-    """Exit code 0 if the workers, or the control plane, of this host are at work, 1 with a sentence
-    if not. An API has GET /health.
+    """Exit with 0 if the workers, or the control plane, of this host are healthy, else with 1 and a
+    sentence.
+
+    An API has GET /health.
     """
     if redis_url is None:
         raise Refused("`pipeline health` looks at a fleet's queue: set REDIS_URL")

@@ -20,7 +20,7 @@ def jobs(
     stream_interval: float,
     log_level: str,
 ) -> None:
-    """Validates, feeds and finishes batches: RQ workers for two queues, and the ticker."""
+    """Validate, feed and finalize batches: RQ workers for two queues, and the ticker."""
     from pipeline.logs import configure_logs
 
     configure_logs("jobs", log_level)

@@ -1,6 +1,6 @@
 """`pipeline keys`: who may call the API.
 
-Works on the file store alone; servers notice a change within about a second.
+It works on the file store alone; servers notice a change within about a second.
 """
 
 import json
@@ -15,10 +15,10 @@ from pipeline.options import Size, flag, json_option, store_option
 
 @click.group()
 def keys() -> None:
-    """Makes, shows and revokes API keys; with the first one, callers need one.
+    """Make, show and revoke API keys; once one exists, every call needs one.
 
-    They stand in the file store, so run this where `pipeline api` runs, or on the file system that
-    it sees.
+    They are kept in the file store, so run this where `pipeline api` runs, or on the file system
+    that it uses.
     """
 
 
@@ -29,7 +29,7 @@ def keys() -> None:
     default="default",
     help="Whose key it is; all keys of a tenant see the same files and batches, and no others.",
 )
-@flag("--name", env="PIPELINE_KEY_NAME", default="", help="What the key is for, to know it again by.")
+@flag("--name", env="PIPELINE_KEY_NAME", default="", help="What the key is for.")
 @flag(
     "--requests-per-minute",
     env="PIPELINE_KEY_REQUESTS_PER_MINUTE",
@@ -51,7 +51,7 @@ def keys() -> None:
 @store_option
 @json_option
 def create(tenant: str, name: str, file_store: str, as_json: bool, **limits: int | None) -> None:  # fmt: skip
-    """Makes a key and prints its secret, which cannot be shown again."""
+    """Make a key and prints its secret, which cannot be shown again."""
     from jobs.store.api_keys import create_key
 
     try:
@@ -69,7 +69,7 @@ def create(tenant: str, name: str, file_store: str, as_json: bool, **limits: int
 @store_option
 @json_option
 def list_(file_store: str, as_json: bool) -> None:
-    """Shows every key that is not revoked, without its secret."""
+    """Show every key that is not revoked, without its secret."""
     from jobs.store.api_keys import list_keys
 
     records = list_keys(file_store)
@@ -95,7 +95,7 @@ def list_(file_store: str, as_json: bool) -> None:
 @click.argument("ids", metavar="ID...", nargs=-1, required=True)
 @store_option
 def revoke(ids: tuple[str, ...], file_store: str) -> None:
-    """Ends keys. Files and batches of their tenants stay."""
+    """Revoke keys. Files and batches of their tenants stay."""
     from jobs.store.api_keys import list_keys, revoke_key
 
     for key_id in ids:
@@ -105,7 +105,7 @@ def revoke(ids: tuple[str, ...], file_store: str) -> None:
             raise Refused(f"there is no key {key_id} in {file_store}") from None
         click.echo(f"{key_id} is revoked", err=True)
     if not list_keys(file_store):
-        click.echo("that was the last one: servers without --insecure let nobody in now", err=True)
+        click.echo("that was the last key: servers without --insecure refuse every call now", err=True)
 
 
 def _shown(record: Any) -> dict[str, Any]:

@@ -42,12 +42,12 @@ from pipeline.options import (
     "--seed",
     type=click.IntRange(min=0),
     default=0,
-    help="From it and its number comes the seed of a line that names none.",
+    help="Base of the seeds of lines without one; combined with the line's number.",
 )
-@flag("--retry-failed", is_flag=True, help="Run the lines again whose answer was an error.")
+@flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 @flag("--local-worker", is_flag=True, help="With REDIS_URL: start a worker on this machine too.")
-@flag("--detach", is_flag=True, help="With REDIS_URL: hand the batch in, print its id and leave; see `pipeline wait`.")
+@flag("--detach", is_flag=True, help="With REDIS_URL: submit the batch, print its id and exit; see `pipeline wait`.")
 @model_options
 @replicas_option
 @redis_option
@@ -72,10 +72,12 @@ def run_batch(
     log_level: str,
     **model_flags: object,
 ) -> None:
-    """Answers every line of INPUT, in OpenAI's batch format, and writes the results in input order.
+    """Answer every line of INPUT, in OpenAI's batch format, and write the results in input order.
 
-    Run again with the same INPUT and output, it goes on where it was stopped. Exit codes: 0 every
-    line has its answer (an error is one too), 1 stopped unfinished, 2 refused, 130 interrupted.
+    With the same INPUT and output it resumes where it was stopped.
+
+    Exit codes: 0 every line has its answer (an error is one too), 1 stopped unfinished, 2 refused,
+    130 interrupted.
     """
     source = _one_input(ctx, input, input_file)
     check_model_flags(ctx)
@@ -128,9 +130,9 @@ def _one_input(ctx: click.Context, positional: Path | None, option: Path | None)
 
 def _check_fleet_flags(ctx: click.Context, redis_url: str | None, local_worker: bool, detach: bool) -> None:
     if redis_url is None and detach:
-        raise Refused("--detach leaves the batch to a fleet: set REDIS_URL")
+        raise Refused("--detach submits the batch to a fleet: set REDIS_URL")
     if detach and local_worker:
-        raise Refused("--detach leaves at once and --local-worker stays to work: give one of them")
+        raise Refused("--detach exits at once and --local-worker keeps running: give one of them")
     unused = given_as_flag(ctx, [*MODEL_FLAGS, "data_parallel_size"])
     if redis_url is not None and not local_worker and unused:
         raise Refused(

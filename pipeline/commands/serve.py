@@ -21,7 +21,7 @@ from pipeline.options import (
     store_option,
 )
 
-_PATIENCE_SECONDS = 5.0  # in which a server that was told to stop may end
+_PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
 
 
 @click.command()
@@ -53,10 +53,10 @@ def serve(
     log_level: str,
     **other_flags: object,
 ) -> None:
-    """Serves one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a
-    private Redis.
+    """Serve one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a private
+    Redis.
 
-    Files and batches stand in the file store, and go on at the next start.
+    Files and batches are kept in the file store, and resumed at the next start.
     """
     from pipeline.logs import configure_logs
 
@@ -92,7 +92,7 @@ def serve(
 
 @contextlib.contextmanager
 def _alone(file_store: str, redis_url: str | None) -> Iterator[None]:
-    """Keeps two servers with a Redis each from taking one another's batches."""
+    """Lock the file store against a second server with a Redis of its own."""
     from jobs.store.storage import Busy, exclusive, make_folder
 
     if redis_url is not None:
@@ -104,6 +104,6 @@ def _alone(file_store: str, redis_url: str | None) -> Iterator[None]:
             held.enter_context(exclusive(file_store, _PATIENCE_SECONDS))
         except Busy:
             raise Refused(
-                f"another `pipeline serve` has the file store {file_store}: give each a --file-store of its own"
+                f"another `pipeline serve` uses the file store {file_store}: give each a --file-store of its own"
             ) from None
         yield

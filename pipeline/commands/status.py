@@ -1,4 +1,4 @@
-"""`pipeline status`: what the queue knows of workers, models and batches."""
+"""`pipeline status`: workers, models and batches of a queue."""
 
 import click
 
@@ -10,10 +10,10 @@ from pipeline.options import common_options, redis_option
 @redis_option
 @common_options
 def status(redis_url: str | None, log_level: str) -> None:
-    """Shows workers with their states, the models they serve, and the batches of all tenants.
+    """Show workers with their states, the models they serve, and the batches of all tenants.
 
-    It looks into the queue at REDIS_URL; over HTTP there is `pipeline batches list`, which shows
-    those of one's own.
+    It reads the queue at REDIS_URL; over HTTP use `pipeline batches list`, which shows the key's
+    own tenant.
     """
     from pipeline.logs import configure_logs
 

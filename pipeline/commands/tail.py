@@ -11,10 +11,10 @@ from pipeline.options import common_options, redis_option
 @redis_option
 @common_options
 def tail(target: str, redis_url: str | None, log_level: str) -> None:
-    """Shows the text of a running request (`batch_x/17`, `live_x`), or of all running requests of a
+    """Show the text of a running request (`batch_x/17`, `live_x`), or of all running requests of a
     batch (`batch_x`).
 
-    It looks into the queue at REDIS_URL; over HTTP that is `pipeline batches tail`.
+    It reads the queue at REDIS_URL; over HTTP use `pipeline batches tail`.
     """
     from pipeline.logs import configure_logs
 

@@ -1,4 +1,4 @@
-"""`pipeline wait`: comes back for the results of a batch."""
+"""`pipeline wait`: wait for the results of a batch."""
 
 from pathlib import Path
 
@@ -10,15 +10,15 @@ from pipeline.options import common_options, flag, redis_option
 
 @click.command()
 @click.argument("batch")
-@flag("-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Copies the results there.")
+@flag("-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Copy the results there.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 @redis_option
 @common_options
 def wait(batch: str, output_file: Path | None, fail_on_error: bool, redis_url: str | None, log_level: str) -> None:
-    """Waits for a batch that was handed in with `run-batch --detach`, and says where its results
+    """Wait for a batch that was submitted with `run-batch --detach`, and print where its results
     are.
 
-    It looks into the queue at REDIS_URL; over HTTP that is `pipeline batches wait`.
+    It reads the queue at REDIS_URL; over HTTP use `pipeline batches wait`.
     """
     from pipeline.logs import configure_logs
 

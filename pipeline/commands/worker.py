@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workers.engine.client.launch import LaunchedCore
     from workers.engine.messages.config import EngineConfig
 
-_BESIDES = 10.0  # seconds that a replica may take to stop in beyond what its requests get
+_BESIDES = 10.0  # seconds to stop in, beyond those of its requests
 
 
 @click.command()
@@ -38,7 +38,7 @@ _BESIDES = 10.0  # seconds that a replica may take to stop in beyond what its re
     "--shutdown-timeout",
     type=click.FloatRange(min=0),
     default=10.0,
-    help="Seconds that running requests get to end in after SIGTERM.",
+    help="Seconds for running requests to end after SIGTERM.",
 )
 @model_options
 @replicas_option
@@ -56,11 +56,10 @@ def worker(
     log_level: str,
     **_: object,
 ) -> None:
-    """Answers the requests of a queue with one model: a front process, and an engine core process
-    on the device.
+    """Answer the requests of a queue with one model.
 
-    With --data-parallel-size N there are N of both under this process, which starts again what
-    ends.
+    A replica is a worker process and an engine core process on the device. With
+    --data-parallel-size N this process starts N replicas, and restarts those that end.
     """
     from pipeline.logs import configure_logs
 
@@ -82,7 +81,7 @@ def worker(
     with (
         _sigterm_as_exit(),
         _launched(settings.engine) as core,
-    ):  # first: it takes longer to be ready, and waits for nothing here
+    ):  # first, since it takes longest to be ready
         from jobs.queue.connection import check_server, connect
         from workers.worker import main
 
@@ -93,7 +92,7 @@ def worker(
 
 @contextlib.contextmanager
 def _launched(config: "EngineConfig") -> Iterator["LaunchedCore"]:
-    """A core on its way; if no engine has taken it by the end, it is gone then.
+    """Launch a core, and discard it at the end if no engine took it.
 
     Raises `Refused`.
     """
@@ -111,7 +110,7 @@ def _launched(config: "EngineConfig") -> Iterator["LaunchedCore"]:
 
 @contextlib.contextmanager
 def _sigterm_as_exit() -> Iterator[None]:
-    """Until somebody else handles SIGTERM, it ends the process in order rather than at once."""
+    """End the process in order at SIGTERM, until another handler is set."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

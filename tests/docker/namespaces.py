@@ -38,7 +38,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def why_not() -> str | None:
-    """Why this machine cannot stand in for an engine; None where it can."""
+    """Return why this machine cannot replace a container engine; None where it can."""
     missing = [tool for tool in ("unshare", "nsenter", "ip", "setpriv", "chroot") if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         return f"containers made by hand need root{''.join(f' and {tool}' for tool in missing)}"
@@ -152,8 +152,8 @@ class ContainerEngine:
         return path
 
     def build(self, target: str) -> Image:
-        """Carries out the instructions of a stage and of those below it, one by one, as they stand
-        in the Dockerfile.
+        """Carries out the instructions of a stage and of those below it, one by one, as in the
+        Dockerfile.
         """
         below = self._base()
         for stage in lineage(target):

@@ -39,7 +39,7 @@ def stages() -> dict[str, Stage]:
 
 
 def lineage(name: str) -> list[Stage]:
-    """A stage and what it stands on, the oldest first."""
+    """A stage and those it is built on, the oldest first."""
     known, chain = stages(), list[Stage]()
     while name in known:
         chain.insert(0, known[name])
@@ -48,7 +48,7 @@ def lineage(name: str) -> list[Stage]:
 
 
 def environment(name: str) -> dict[str, str]:
-    """What ENV gives to a stage and those that stand on it."""
+    """What ENV gives to a stage and those built on it."""
     pairs = [pair for stage in lineage(name) for value in stage.values("ENV") for pair in shlex.split(value)]
     return dict(pair.split("=", 1) for pair in pairs)
 

@@ -123,7 +123,7 @@ def test_volumes_are_where_processes_look_for_them() -> None:
         assert SERVICES[name]["volumes"] == [f"files:{environment('control')['FILE_STORE']}"]
     names = {name: volume for name, volume in yaml.safe_load(FILES[0].read_text())["volumes"].items() if volume}
     assert names == {"locks": {"name": "inference-card-locks"}}, (
-        "workers of all projects on a host agree who has which card"
+        "workers of all projects on a host share the locks on GPUs"
     )
 
 

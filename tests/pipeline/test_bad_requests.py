@@ -112,21 +112,21 @@ def test_a_chat_template_that_fails_or_loops_ends_one_request(tmp_path: Path) ->
         {%- endif -%}
         {{- said -}}
     """)
-    told = {
+    errors = {
         "raise": ("invalid_value", "not this one"),
         "undefined": ("invalid_value", "cannot render"),
         "escape": ("invalid_value", "cannot render"),
         "long": ("context_length_exceeded", "tokens"),
         "loop": ("invalid_value", "takes longer than"),
     }
-    said = [text for bad in told for text in (f"good beside {bad}", bad)]
+    said = [text for bad in errors for text in (f"good beside {bad}", bad)]
     cases = [BadRequest(text, CHAT, as_json(message(content=text)), None, None, "") for text in said]
     source.write_bytes(b"\n".join(case.line for case in cases))
     done = run_pipeline("run-batch", source, "-o", output, "--chat-template", template)
     assert done.returncode == 0, done.stderr[-3000:]
     for row in read_results(output):
-        if row["custom_id"] in told:
-            code, words = told[row["custom_id"]]
+        if row["custom_id"] in errors:
+            code, words = errors[row["custom_id"]]
             check_error(BadRequest(row["custom_id"], CHAT, b"", "messages", code, words), 400, row["response"]["body"])
         else:
             assert row["response"]["status_code"] == 200, row

@@ -151,7 +151,7 @@ def test_questions_are_answered_and_their_tokens_followed_through_a_cut(
 
 @contextmanager
 def standing_still(command: RunningCommand) -> Iterator[None]:
-    """Nothing is computed meanwhile: who reads a batch from then on is told of all its tokens."""
+    """Stop the computation meanwhile, so that a reader that begins now gets all tokens."""
     cores = [pid for pid in descendants(command.process.pid) if "core_process" in command_line(pid)]
     send_all(cores, signal.SIGSTOP)
     try:
@@ -203,7 +203,7 @@ def test_a_cancel_takes_the_work_out_of_the_engine_at_once(
         with connect(served.redis_url) as client_of_redis:
             assert client_of_redis.hlen(keys.LEASE) == 0
     wait_for_rest([core], 0.05, 0.5)
-    # Its own time, for others may hold up whoever would look at a clock, and the front may be held
+    # Its own time, since others may delay the reader of a clock, and the worker process may be held
     # up too; all of the lines take far more.
     assert cpu_seconds(core) - before < 3
     batch = wait(client, batch)
@@ -213,7 +213,7 @@ def test_a_cancel_takes_the_work_out_of_the_engine_at_once(
 
 
 def engine_running(served: Served) -> float:
-    """Sequences that the engine computes, as `/metrics` tells."""
+    """Sequences that the engine computes, as `/metrics` reports."""
     found = re.findall(
         r"^pipeline_engine_running\{.*\} ([0-9.e+]+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE
     )
@@ -295,7 +295,7 @@ class Following(threading.Thread):
 
     @property
     def is_connected(self) -> bool:
-        """Whether it reads just now, and has heard something."""
+        """Whether it reads just now, and has received something."""
         reader = self._reader
         return reader is not None and bool(reader.events) and not reader.is_cut
 
@@ -307,7 +307,7 @@ class Following(threading.Thread):
                 wait_until(lambda reader=reader: reader.ended or reader.is_cut, 200, "the stream to end")
                 self.cuts += not reader.ended
                 self.events += reader.events
-            time.sleep(0.05)  # where nobody listens it would try again at once
+            time.sleep(0.05)  # without a listener it would try again at once
 
 
 @pytest.mark.proof

@@ -70,7 +70,7 @@ def test_a_redis_that_stays_away_then_ends_the_run_with_what_to_do(
 
 
 class Away:
-    """EXISTS of a Redis that is away some times; when it is back, somebody cancels the batch."""
+    """EXISTS of a Redis that is away some times; when it is back, the batch is cancelled."""
 
     def __init__(self, client: redis.Redis, times: int) -> None:
         self.times_left = times
@@ -85,7 +85,7 @@ class Away:
 
 
 def _follow(client: redis.Redis, folder: Path, patience: float) -> BatchRecord:
-    """A run of a fleet's batch that nobody has validated yet."""
+    """A run of a fleet's batch that is not validated yet."""
     source = folder / "in.jsonl"
     source.write_text("{}\n")
     spec = BatchSpec(

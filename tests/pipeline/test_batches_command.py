@@ -200,24 +200,24 @@ def test_lines_of_several_answers_keep_apart(capsys: pytest.CaptureFixture[str])
         return {"custom_id": f"c{line}", "line": line, "choices": choices, "status": status}
 
     printer = Printer()
-    for told in (
+    for value in (
         event(1, (0, 0, "a")),
         event(2, (0, 0, "x\ny")),
-        event(1, (0, 0, "ab"), (1, 0, "B")),  # told again from the beginning
+        event(1, (0, 0, "ab"), (1, 0, "B")),  # sent again from the beginning
         event(1, (0, 1, "bc\n"), status="completed"),
         event(2, status="failed"),
         event(1, (0, 0, "ab")),  # run again
         event(1, status="completed"),
     ):
-        printer.show(told)
+        printer.show(value)
     assert capsys.readouterr().out.splitlines() == ["c2: x", "c1: abc", "c1 (1): B", "c2: y", "c2: failed", "c1: ab"]
 
 
 def test_the_tokens_of_a_batch_that_ended_are_not_told(batches: Batches, tmp_path: Path) -> None:
     batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 1)).out.strip()
     assert batches("wait", batch_id).code == 0
-    told = batches("tail", batch_id, "--json")
-    assert (told.code, json.loads(told.out)["status"]) == (0, "completed")
+    ended = batches("tail", batch_id, "--json")
+    assert (ended.code, json.loads(ended.out)["status"]) == (0, "completed")
 
 
 def test_a_server_that_is_away_for_a_while_is_waited_for(

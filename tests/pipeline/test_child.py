@@ -52,7 +52,7 @@ def test_a_killed_child_is_started_again_and_its_death_told_at_once(make: Make, 
     assert deaths == [first]
     wait_until(lambda: [child.check(), said.count("up") == 2][1], 60, "the child to be up again")
     assert child.pid != first
-    assert "was killed by SIGKILL; it is started again" in said[1]
+    assert "was killed by SIGKILL; restarting it" in said[1]
 
 
 def test_pauses_grow_and_hope_ends(make: Make, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,11 +60,11 @@ def test_pauses_grow_and_hope_ends(make: Make, said: list[str], monkeypatch: pyt
     monkeypatch.setattr("pipeline.child._FIRST_PAUSE", 0.01)
     child = make("print('last words'); raise SystemExit(7)")
     with pytest.raises(
-        ChildFailed, match=r"exit code 7 and has ended 4 times within a minute; its last words: .*last words"
+        ChildFailed, match=r"exit code 7 and has ended 4 times within a minute; its last lines: .*last words"
     ) as caught:
         wait_until(lambda: child.check(), 60, "the end of hope")
     assert caught.value.exit_code == 1
-    assert next(line for line in said if "started again" in line).endswith("it is started again")
+    assert next(line for line in said if "restarting it" in line).endswith("restarting it")
     assert "in 0.0 s" in said[-2]
 
 

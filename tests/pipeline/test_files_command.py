@@ -129,9 +129,9 @@ def test_a_web_page_is_no_api(run_here: RunHere, command: str) -> None:
 
 
 def test_a_server_that_is_away_is_one_sentence(run_here: RunHere) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        port = nobody.getsockname()[1]
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
         code, _, stderr = run_here("files", "list", "--base-url", f"http://127.0.0.1:{port}/v1")
     assert code == 1
     assert stderr.startswith(f"Error: no answer from http://127.0.0.1:{port}/v1: ")

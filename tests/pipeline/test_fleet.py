@@ -1,4 +1,4 @@
-"""run-batch with REDIS_URL: the fleet answers, whoever started it."""
+"""run-batch with REDIS_URL: the fleet answers, however it was started."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_the_fleet_answers_detached_and_attached(fleet: str, tmp_path: Path) -> 
 
 
 def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
-    """The worker stands still until someone watches, so that all of it is seen."""
+    """Stop the worker until a client watches, so that all tokens are seen."""
     client = connect(fleet)
     (worker,) = Queue(client).workers()
     row = json.loads(EXAMPLES.read_text().splitlines()[0])

@@ -1,4 +1,4 @@
-"""Bodies that nobody thought of: each is answered or refused, and never breaks anything, over HTTP
+"""Unforeseen bodies: each is answered or refused, and never breaks anything, over HTTP
 and in a file.
 
 What is answered whole is answered with the same tokens as a stream and from a file.

@@ -1,5 +1,5 @@
-"""The private Redis of a command is there again soon after it was killed, with what it held, for
-whoever waits for it.
+"""The private Redis of a command is restarted soon after it was killed, with its data, while its
+clients wait.
 """
 
 import os
@@ -31,7 +31,7 @@ def test_calls_made_while_it_is_away_succeed(tmp_path: Path) -> None:
         for _ in range(3):
             kill_server(tmp_path)
             assert queue.batch_fields("batch_x")["total"] == "3"
-        assert said == ["the private Redis ended; it is started again"] * 3
+        assert said == ["the private Redis ended; restarting it"] * 3
 
 
 def test_one_that_ends_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,13 +50,13 @@ def test_a_worker_has_its_weights_once_and_its_cache(
         {name: f"{size / 2**20:.0f} MB" for name, size in peaks.items()},
         f"beside weights and cache: {spare / 2**20:.0f} MB",
     )
-    assert set(peaks) == {"front", "core"}
+    assert set(peaks) == {"worker", "core"}
     assert spare <= SPARE_BYTES
 
 
 def _note(command: int, peaks: dict[str, int]) -> None:
     """Each of the worker's processes by the most memory it ever had."""
-    for name, words in (("front", "pipeline worker"), ("core", "core_process")):
+    for name, words in (("worker", "pipeline worker"), ("core", "core_process")):
         for pid in family(command):
             if words in command_line(pid):
                 peaks[name] = max(peaks.get(name, 0), memory(pid).get("peak", 0))

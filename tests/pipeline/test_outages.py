@@ -2,7 +2,7 @@
 nothing is lost, nothing runs twice.
 
 Each test looks at the answers of a batch and of a live call that run meanwhile, and counts how
-often requests were claimed: the fence moves by one for each claim, so it also tells of those that
+often requests were claimed: the fence moves by one for each claim, so it also counts those that
 were made in vain.
 """
 
@@ -83,10 +83,10 @@ def repair(fleet: Fleet) -> None:
 
 
 class Work:
-    """A batch and a live call, all claimed and under way: the API has heard of its call from the
+    """A batch and a live call, all claimed and under way: the API has received its call from the
     worker.
 
-    The cores stand still until that is so, so that nothing ends before; if they are `held`, until
+    The cores are stopped until that is so, so that nothing ends before; if they are `held`, until
     `go_on`.
     """
 
@@ -129,7 +129,7 @@ class Work:
 
     @property
     def undrained(self) -> int:
-        """Bytes of results that stand in Redis."""
+        """Bytes of results in Redis."""
         return int(self._fleet.queue.batch_fields(self._batch)["result_bytes"])
 
     def check_end(self, answers: list[str] | None) -> list[str]:

@@ -75,7 +75,7 @@ def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: s
         run.process.terminate()
         assert run.wait(120) == 0, run.output
         wait_until(lambda: not any(map(is_running, children)), 60, "all children to end")
-        assert re.search(r"the worker-[01] process was killed by SIGKILL; it is started again", run.output)
+        assert re.search(r"the worker-[01] process was killed by SIGKILL; restarting it", run.output)
         assert len(re.findall(r"^worker-[01]: .* stopped; requeued 0 requests", run.output, re.MULTILINE)) == 2
 
 
@@ -119,7 +119,7 @@ def test_the_requests_of_a_rank_that_died_are_answered_by_the_next_core(tmp_path
     [
         (
             ("--device", "cuda:1", "--data-parallel-size", 2),
-            "--device cuda:1 names one card, and --data-parallel-size 2 needs more",
+            "--device cuda:1 names one GPU, and --data-parallel-size 2 needs more",
         ),
         pytest.param(
             ("--tensor-parallel-size", 2),

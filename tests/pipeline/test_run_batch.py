@@ -228,7 +228,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process_and_no_folder(tmp_pa
         assert second.returncode == 2
         assert "another run is at work on" in second.stderr
         run.process.send_signal(signal.SIGINT)
-        run.wait_for("once more to stop at once")
+        run.wait_for("press Ctrl-C again to stop at once")
         run.process.send_signal(signal.SIGINT)
         assert run.wait() == 130
         wait_until(lambda: not any(is_running(pid) for pid in children), 60, "all children to end")

@@ -162,4 +162,4 @@ def test_a_second_server_keeps_off_the_file_store_of_the_first(tmp_path: Path, m
         monkeypatch.setattr("pipeline.commands.serve._PATIENCE_SECONDS", 0.0)
         done = CliRunner().invoke(serve, ["--port", "0", "--file-store", str(tmp_path)])
     assert done.exit_code == 2
-    assert "another `pipeline serve` has the file store" in done.stderr
+    assert "another `pipeline serve` uses the file store" in done.stderr

@@ -20,8 +20,8 @@ BLOCK_BYTES = BLOCK_TOKENS * 2 * 4 * 3 * 32 * 4
 
 
 def chat(system: int, number: int) -> list[dict[str, str]]:
-    told = f"You are assistant number {system}. " + f"Speak in {system} words, think of {system} things. " * 8
-    return [{"role": "system", "content": told}, {"role": "user", "content": f"What is {number} + 3?"}]
+    system_prompt = f"You are assistant number {system}. " + f"Speak in {system} words, think of {system} things. " * 8
+    return [{"role": "system", "content": system_prompt}, {"role": "user", "content": f"What is {number} + 3?"}]
 
 
 def common(left: list[int], right: list[int]) -> int:

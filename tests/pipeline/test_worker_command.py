@@ -1,5 +1,5 @@
-"""The core that `pipeline worker` launches first of all: it is told of when it cannot be started,
-and ends with whatever fails after it.
+"""The core that `pipeline worker` launches first of all: a failed launch is reported, and the core
+ends with whatever fails after it.
 """
 
 import errno
