@@ -5,15 +5,18 @@ both of its processes together.
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.models import model_folder
 from benchmarks.processes import command_line, family, memory
 from benchmarks.workload import write_workload
 from tests.support.commands import running_pipeline
 from tests.support.waiting import wait_until
+from workers.engine.loader import cpu_dtype, open_checkpoint, weight_bytes
 
 CACHE_BYTES = 256 << 20
 SPARE_BYTES = 400 << 20
+FLOAT32_STEP_BYTES = 192 << 20  # of 2,048 tokens: torch multiplies there, and keeps the values of whole layers
 LINES = 192  # three times as many as run at once, whose tokens fill the cache several times
 RUN_SECONDS = 240
 
@@ -44,14 +47,15 @@ def test_a_worker_has_its_weights_once_and_its_cache(
             "the end of the run",
         )
         assert command.process.returncode == 0, command.output
-    weights = (folder / "model.safetensors").stat().st_size
+    dtype = cpu_dtype()
+    weights = weight_bytes(open_checkpoint(str(folder)), dtype)
     spare = sum(peaks.values()) - weights - CACHE_BYTES
     print(
         {name: f"{size / 2**20:.0f} MB" for name, size in peaks.items()},
         f"beside weights and cache: {spare / 2**20:.0f} MB",
     )
     assert set(peaks) == {"worker", "core"}
-    assert spare <= SPARE_BYTES
+    assert spare <= SPARE_BYTES + (FLOAT32_STEP_BYTES if dtype == torch.float32 else 0)
 
 
 def _note(command: int, peaks: dict[str, int]) -> None:
