@@ -43,7 +43,11 @@ def test_every_benchmark_says_what_it_does(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["benchmarks", "--full"], ["benchmarks.engine", "--against", "vllm", "--model", "tiny"]]
+    "arguments",
+    [
+        ["benchmarks", "--full"],
+        pytest.param(["benchmarks.engine", "--against", "vllm", "--model", "tiny"], marks=pytest.mark.proof),
+    ],
 )
 def test_without_the_peer_one_sentence_says_so(arguments: list[str], tmp_path: Path) -> None:
     environment = {**os.environ, "PEERS": str(tmp_path / "peers"), "BENCHMARK_CACHE": str(tmp_path / "cache")}

@@ -88,6 +88,7 @@ def test_the_gpu_is_measured(setting: Setting) -> None:
     assert min(figures["copy_bytes_per_second"], figures["matrix_operations_per_second"]) > 1e6
 
 
+@pytest.mark.proof
 @needs_interpreter
 def test_attention_alone(setting: Setting) -> None:
     figures = attention.decode(setting)
@@ -96,6 +97,7 @@ def test_attention_alone(setting: Setting) -> None:
     assert attention.prefill(setting)["lengths"]["32"]["milliseconds"] > 0
 
 
+@pytest.mark.proof
 def test_the_engine_runs_a_workload(setting: Setting) -> None:
     figures = engine.qwen3_06b(setting)
     assert figures["output_tokens"] == engine._benchmark(setting, 0, 0, 0).output_tokens
@@ -104,6 +106,7 @@ def test_the_engine_runs_a_workload(setting: Setting) -> None:
     assert len(figures["rehearsal_seconds"]) == 1
 
 
+@pytest.mark.proof
 def test_generate_batch_answers_everything(setting: Setting) -> None:
     assert generate_batch._theirs(setting, checkpoint(setting, "qwen3-0.6b"), generate_batch._share(setting)) > 0
 
@@ -153,6 +156,7 @@ def bench_gpu(cache: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.proof
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
     before = sorted(bench.RESULTS.iterdir())
     process = bench_gpu(tmp_path)

@@ -25,6 +25,7 @@ SEED = 20261121
 HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
 
 
+@pytest.mark.proof
 def test_a_few_made_up_calls(stack: BatchStack, module_client: openai.OpenAI, tmp_path: Path) -> None:
     """So many, however long a busy machine takes for them."""
     assert run(stack, module_client, tmp_path, SEED, "--max-examples", "5") > 200

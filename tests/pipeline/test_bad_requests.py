@@ -99,6 +99,7 @@ def test_a_file_is_refused_for_each_line_that_cannot_stand_in_a_file(tmp_path: P
     assert not output.exists()
 
 
+@pytest.mark.proof
 def test_a_chat_template_that_fails_or_loops_ends_one_request(tmp_path: Path) -> None:
     source, output, template = tmp_path / "requests.jsonl", tmp_path / "out.jsonl", tmp_path / "template.jinja"
     template.write_text("""

@@ -220,6 +220,7 @@ def test_the_tokens_of_a_batch_that_ended_are_not_told(batches: Batches, tmp_pat
     assert (ended.code, json.loads(ended.out)["status"]) == (0, "completed")
 
 
+@pytest.mark.proof
 def test_a_server_that_is_away_for_a_while_is_waited_for(
     batches: Batches, stack: ScriptedApi, relay: Relay, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_without_a_worker_nothing_is_begun(redis_url: str, tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
 
 
+@pytest.mark.proof
 def test_a_local_worker_joins_the_fleet_for_one_file(redis_url: str, tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 3), tmp_path / "out.jsonl"
     with running_pipeline("jobs", redis_url=redis_url):
@@ -121,6 +122,7 @@ def test_flags_that_contradict_a_fleet_are_refused(
     assert reason in done.stderr
 
 
+@pytest.mark.proof
 def test_the_same_command_comes_back_to_a_batch_though_no_worker_is_left(redis_url: str, tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 4), tmp_path / "out.jsonl"
     with running_pipeline("jobs", redis_url=redis_url):
@@ -140,6 +142,7 @@ def test_the_same_command_comes_back_to_a_batch_though_no_worker_is_left(redis_u
     check_answers(source, output)
 
 
+@pytest.mark.proof
 def test_a_queue_that_came_back_empty_gets_the_batch_again(fleet: str, tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", 60), tmp_path / "out.jsonl"
     with running_pipeline("run-batch", source, "-o", output, redis_url=fleet) as run:
@@ -149,6 +152,7 @@ def test_a_queue_that_came_back_empty_gets_the_batch_again(fleet: str, tmp_path:
     check_answers(source, output)
 
 
+@pytest.mark.proof
 def test_a_fleet_without_a_control_plane_is_named(redis_url: str, tmp_path: Path) -> None:
     with running_pipeline("worker", redis_url=redis_url) as worker:
         worker.wait_for("worker INFO ready")

@@ -3,14 +3,17 @@
 import os
 import signal
 
-from jobs.control.health import control_plane_fault
-from jobs.queue.connection import connect
-from jobs.queue.request_queue import Queue
+import pytest
+
+from jobs.connection import connect
+from jobs.health import control_plane_fault
+from jobs.queue import Queue
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.control_plane import ControlPlane
 from tests.support.waiting import wait_until
 
 
+@pytest.mark.proof
 def test_a_worker_is_healthy_once_it_is_ready_and_until_it_ends(redis_url: str) -> None:
     before = run_pipeline("health", "worker", redis_url=redis_url)
     assert before.returncode == 1

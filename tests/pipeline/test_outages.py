@@ -258,11 +258,11 @@ def refuses_writes(fleet: Fleet) -> bool:
 
 OUTAGES = [
     pytest.param(killed, 0.0, id="killed and started again"),
-    pytest.param(killed, LONGER_THAN_A_LEASE, id="gone for longer than a lease"),
+    pytest.param(killed, LONGER_THAN_A_LEASE, id="gone for longer than a lease", marks=pytest.mark.proof),
     pytest.param(stopped, LONGER_THAN_A_LEASE, id="stopped for longer than a lease"),
-    pytest.param(disk_full, LONGER_THAN_A_LEASE, id="disk full for longer than a lease"),
+    pytest.param(disk_full, LONGER_THAN_A_LEASE, id="disk full for longer than a lease", marks=pytest.mark.proof),
     pytest.param(read_only, LONGER_THAN_A_LEASE, id="read-only for longer than a lease", marks=pytest.mark.proof),
-    pytest.param(loading, LONGER_THAN_A_LEASE, id="loading for longer than a lease"),
+    pytest.param(loading, LONGER_THAN_A_LEASE, id="loading for longer than a lease", marks=pytest.mark.proof),
     *(
         pytest.param(outage, 30.0, id=f"{outage.__name__} for 30 s", marks=pytest.mark.proof)
         for outage in (killed, stopped, disk_full)
@@ -293,6 +293,7 @@ def test_a_clock_that_is_set_makes_nothing_run_again(
     assert work.claims == LINES + 1
 
 
+@pytest.mark.proof
 def test_a_full_memory_lets_results_through_which_make_room(fleet: Fleet, undisturbed: list[str]) -> None:
     work = Work(fleet)
     fleet.client.config_set("maxmemory", 1)
@@ -324,6 +325,7 @@ def test_a_power_loss_takes_back_what_redis_said_and_no_line(fleet: Fleet, undis
     work.check_end(undisturbed)
 
 
+@pytest.mark.proof
 def test_a_checkpoint_with_a_hole_is_never_used(fleet: Fleet, undisturbed: list[str]) -> None:
     """Tokens were published, the server forgot them, and the worker that knows them goes on and
     dies.
@@ -369,7 +371,8 @@ def stopped_worker(fleet: Fleet, number: int) -> Iterator[list[int]]:
         send_all(pids, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("absence", [pytest.param(cut_off, marks=pytest.mark.proof), stopped_worker])
+@pytest.mark.proof
+@pytest.mark.parametrize("absence", [cut_off, stopped_worker])
 def test_a_worker_that_was_away_for_longer_than_its_lease_is_refused(
     fleet: Fleet, undisturbed: list[str], absence: Callable[[Fleet, int], contextlib.AbstractContextManager[list[int]]]
 ) -> None:
@@ -397,6 +400,7 @@ def holder(fleet: Fleet) -> int:
     return max(range(len(fleet.workers)), key=lambda number: held.get(fleet.workers[number].pid, 0))
 
 
+@pytest.mark.proof
 def test_workers_go_on_decoding_while_redis_is_away(fleet: Fleet, undisturbed: list[str]) -> None:
     """None of the work is done before Redis is gone, and then at least half of what it costs
     otherwise.

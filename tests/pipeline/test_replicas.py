@@ -52,6 +52,7 @@ def ready(queue: Queue) -> set[int]:
     return {worker.pid for worker in queue.workers() if worker.state == "ready"}
 
 
+@pytest.mark.proof
 def test_two_replicas_share_a_batch_and_one_is_killed_in_the_middle(redis_url: str, queue: Queue) -> None:
     """The number comes from the environment, which the replicas inherit too; of the threads there
     each has its share.

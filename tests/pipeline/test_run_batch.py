@@ -99,6 +99,7 @@ def test_a_torn_output_is_repaired(finished: tuple[Path, Path, str, str]) -> Non
     assert output.read_bytes() == whole
 
 
+@pytest.mark.proof
 def test_a_finished_run_whose_output_was_removed_is_run_anew(tmp_path: Path) -> None:
     source, output = tmp_path / "empty.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"")
@@ -235,6 +236,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_no_process_and_no_folder(tmp_pa
     assert list(private.iterdir()) == []
 
 
+@pytest.mark.proof
 def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_folder(tmp_path: Path) -> None:
     source = endless(tmp_path / "requests.jsonl")
     private = Path(tempfile.mkdtemp(prefix="t"))

@@ -46,6 +46,7 @@ def longest_example() -> tuple[dict[str, object], str]:
     return next(row["body"] for row in rows if row["custom_id"] == best["custom_id"]), best["answer"]
 
 
+@pytest.mark.proof
 def test_idle_processes_use_next_to_nothing(served: tuple[RunningCommand, str]) -> None:
     command = served[0]
     pids = [command.process.pid, *descendants(command.process.pid)]
@@ -110,7 +111,9 @@ def test_a_client_that_leaves_frees_its_place(served: tuple[RunningCommand, str]
     wait_until(lambda: httpx.get(f"{served[1]}/health").json()["live_calls"] == 0, 60, "the call to end")
 
 
-@pytest.mark.parametrize("victim", ["pipeline worker", "workers.engine.core_process"])
+@pytest.mark.parametrize(
+    "victim", ["pipeline worker", pytest.param("workers.engine.core_process", marks=pytest.mark.proof)]
+)
 def test_a_stream_goes_on_where_it_was_after_a_kill(
     served: tuple[RunningCommand, str], client: openai.OpenAI, victim: str
 ) -> None:
@@ -131,6 +134,7 @@ def test_a_stream_goes_on_where_it_was_after_a_kill(
     )
 
 
+@pytest.mark.proof
 def test_it_stops_in_order_and_at_once(tmp_path: Path) -> None:
     with running_pipeline("serve", "--port", 0, "--file-store", tmp_path) as command:
         command.wait_for("listening on")

@@ -7,6 +7,8 @@ import random
 from itertools import takewhile
 from pathlib import Path
 
+import pytest
+
 from tests.pipeline.results import read_results
 from tests.support.commands import run_pipeline
 from workers.settings import DEMO_MODEL
@@ -28,6 +30,7 @@ def common(left: list[int], right: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
+@pytest.mark.proof
 def test_a_run_finds_nearly_all_that_its_lines_share(tmp_path: Path) -> None:
     draw = random.Random(SEED)
     systems = [draw.randrange(SYSTEMS) for _ in range(LINES)]

@@ -91,7 +91,8 @@ def test_the_split_is_by_operands_alone():
     assert 0.1 < held_out / 10_000 < 0.15
 
 
-@pytest.mark.parametrize("per_task", [3, pytest.param(20, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("per_task", [3, 20])
 def test_held_out_questions_are_answered(model, tokenizer, capsys, per_task):
     rng = random.Random(20)
     questions = [question(rng, held_out=True, task=task) for task in TASKS for _ in range(per_task)]

@@ -214,6 +214,7 @@ def test_a_live_call_that_cannot_run_is_refused_at_once(shared: tuple[Queue, Wor
     assert not entry.accepted
 
 
+@pytest.mark.proof
 def test_live_calls_get_in_when_batch_work_fills_every_slot(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
     batch = submit_batch(queue, [slow(100) for _ in range(30)])  # ten seconds

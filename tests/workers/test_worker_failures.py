@@ -69,6 +69,7 @@ def test_the_next_worker_goes_on_where_a_killed_one_was(queue: Queue, redis_url:
     assert greedy.usage.completion_tokens == TOKENS
 
 
+@pytest.mark.proof
 def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
         key, api = submit_live(queue, endless(TOKENS))
@@ -224,6 +225,7 @@ def test_a_rolling_restart_loses_no_token_and_computes_none_again(queue: Queue, 
     assert 0 <= totals.generated - totals.delivered <= 16 * len(bodies)
 
 
+@pytest.mark.proof
 def test_sigterm_lets_short_requests_finish(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
         batch = submit_batch(queue, [endless(60)], watched=True)
@@ -320,6 +322,7 @@ def test_a_worker_outlives_redis(tmp_path: Path) -> None:
             assert worker.stop() == 0
 
 
+@pytest.mark.proof
 def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS)])

@@ -157,6 +157,7 @@ def test_jobs_of_the_lost_record_are_of_an_old_generation(
     assert manifest.generation == old + 1
 
 
+@pytest.mark.proof
 def test_everything_killed_and_started_again(tmp_path: Path) -> None:
     """The whole stack dies with its private server, twice; what is on disk is never done again, and
     every line ends once.

@@ -207,7 +207,8 @@ def test_a_slice_that_does_not_end_is_asked_for_less_and_less(
     wait_until(lambda: leader.listen(0.1) or is_waiting(redis_client, "advance", record.id, 1), 60, "the next slice")
 
 
-@pytest.mark.parametrize("name", [pytest.param("bulk", marks=pytest.mark.proof), "advance"])
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["bulk", "advance"])
 def test_a_killed_process_costs_seconds_and_nothing_else(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, name: str
 ) -> None:

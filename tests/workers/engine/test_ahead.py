@@ -98,14 +98,14 @@ def in_company(seed: int, depth: int) -> int:
 
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("depth", [0, 1])
-def test_random_company_changes_no_token(depth: int) -> None:
+def test_random_batches_changes_no_token(depth: int) -> None:
     assert in_company(0, depth) > 0
 
 
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.proof
 @pytest.mark.parametrize("depth", [0, 1])
-def test_much_random_company_changes_no_token(depth: int) -> None:
+def test_much_random_batches_changes_no_token(depth: int) -> None:
     for seed in range(100, 115):
         in_company(seed, depth)
 
@@ -143,11 +143,10 @@ def one_layer(core: EngineCore) -> EngineCore:
 
 @pytest.mark.usefixtures("crowded")
 @needs_interpreter
-@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
-def test_a_gpus_path_in_random_company_and_short_of_memory(depth: int) -> None:
-    """Kernels under the interpreter, padded decode steps, differences that are staged again after a
-    step was taken back.
-    """
+@pytest.mark.proof
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_gpus_path_in_random_batches_and_short_of_memory(depth: int) -> None:
+    """Kernels under the interpreter, padded decode steps, differences that are staged again after a step was taken back."""
     seed = 15
     print(f"seed {seed}")
     cases = random_cases(random.Random(seed), 5, 8, 20)

@@ -130,6 +130,7 @@ def test_the_best_are_found_over_the_death_of_a_worker(queue: Queue, redis_url: 
     assert choices(result) == choices(expected)
 
 
+@pytest.mark.proof
 def test_seeds_give_the_same_in_any_company_and_through_preemption(queue: Queue, redis_url: str) -> None:
     """Twelve sequences that all fit into the cache at their beginning, and four at their end."""
     bodies: list[dict[str, Any] | bytes] = [

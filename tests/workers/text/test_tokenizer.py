@@ -79,6 +79,7 @@ def test_words_are_written_at_the_start_and_after_a_space(tmp_path: Path, word: 
     assert [tuple(ids) for ids in tokenizer.encode_word(word)] == expected
 
 
+@pytest.mark.proof
 def test_an_older_vocabulary_is_converted(tmp_path: Path) -> None:
     tokenizer = byte_level()
     tokenizer.model.save(str(tmp_path))  # vocab.json and merges.txt

@@ -198,6 +198,7 @@ def test_a_core_that_hangs_is_killed_and_said_to_have_hung() -> None:
     run(scenario)
 
 
+@pytest.mark.proof
 def test_a_hung_core_is_found_soon_once_the_demo_model_has_worked() -> None:
     """What a worker does: a short request of its own, then work; and the same with the next core,
     which may hang at its first work.
@@ -244,10 +245,10 @@ def test_the_watchdog_timeout_follows_the_estimate_within_its_bounds() -> None:
     ("number", "by_itself"),
     [
         (signal.SIGSEGV, True),
-        (signal.SIGABRT, True),
-        (signal.SIGBUS, True),
+        pytest.param(signal.SIGABRT, True, marks=pytest.mark.proof),
+        pytest.param(signal.SIGBUS, True, marks=pytest.mark.proof),
         (signal.SIGUSR1, False),
-        (signal.SIGXCPU, False),
+        pytest.param(signal.SIGXCPU, False, marks=pytest.mark.proof),
     ],
 )
 def test_a_crash_is_distinguished_from_an_end_from_outside(number: signal.Signals, by_itself: bool) -> None:

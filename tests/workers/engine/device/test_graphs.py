@@ -269,6 +269,7 @@ def drive(runner: ModelRunner) -> list[list[int]]:
     return [runner.retire(one).tokens.tolist() for one in launched]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("place", [interpreted, on_gpu])
 def test_padding_changes_no_token_and_nothing_in_the_cache_but_the_null_block(place: Place) -> None:
     plain, padded = make_runner(place), make_runner(place)

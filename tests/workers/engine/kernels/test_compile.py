@@ -89,6 +89,7 @@ def check(variants: list[KernelVariant], spilled: int, capability: int) -> list[
     return codes
 
 
+@pytest.mark.proof
 def test_loads_and_products_are_as_wide_as_they_can_be() -> None:
     """For heads of 128 on sm_90: keys and values by 16-byte asynchronous copies, prompts by the
     matrix units of a warp group.

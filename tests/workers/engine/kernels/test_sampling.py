@@ -104,6 +104,7 @@ def rows_of(kind: str, number: int, vocab: int, seed: int = 0) -> Tensor:
     return logits
 
 
+@pytest.mark.proof
 def test_equals_the_sorting_draw(small: None) -> None:
     params, logits = asked(LIMITS), rows_of("ties", len(LIMITS), VOCAB).to(torch.bfloat16)
     assert drawn(logits, params) == sorted_draw(logits, params)

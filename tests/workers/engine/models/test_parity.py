@@ -14,6 +14,9 @@ from torch import Tensor
 
 from tests.workers.engine.models.tiny_models import MODELS, PROMPT_LENGTHS, Reference, folder, reference
 from tests.workers.engine.places import Place, at_all, interpreted
+from tests.workers.engine.tiny_models import EACH_MODEL, MODELS, PROMPT_LENGTHS, Reference, folder, reference
+from workers.engine.cache_plan import block_bytes
+from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
 from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor
@@ -133,7 +136,7 @@ def assert_same(expected: Reference, got: Answers, sampler: Recorder) -> None:
         assert (ours - logits).abs().max() < LOGITS_TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_reference_is_telling(name: str) -> None:
     expected = reference(name)
     for tokens, logits in zip(expected.tokens, expected.logits, strict=True):
@@ -145,7 +148,7 @@ def test_reference_is_telling(name: str) -> None:
 @pytest.mark.usefixtures("crowded")
 @at_all
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_same_as_transformers(name: str, variant: str, place: Place) -> None:
     expected = reference(name)
     core, sampler = start(name, VARIANTS[variant], place)
@@ -156,7 +159,7 @@ def test_same_as_transformers(name: str, variant: str, place: Place) -> None:
 
 @at_all
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_second_submission_hits_the_cache(name: str, depth: int, place: Place) -> None:
     expected = reference(name)
     core, sampler = start(name, ParityVariant(depth=depth, enable_prefix_caching=True), place)
@@ -185,9 +188,8 @@ def small(expected: Reference) -> Reference:
 
 
 @pytest.mark.usefixtures("crowded")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.proof) for name in MODELS]
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("place", [interpreted])
 def test_same_as_transformers_by_the_gpus_kernels(name: str, place: Place) -> None:
     """Kernels and inputs made on the device: what a GPU runs where nothing is recorded."""

@@ -29,11 +29,8 @@ from workers.engine.models.transformers_model import TransformersClass, Transfor
 from workers.engine.models.transformers_parity import check_parity, replays
 
 CPU = torch.device("cpu")
-# Windows by layer, rotation by length and scaled logits, experts
-DIFFERENT = ("gemma3", "granite-longrope", "olmoe")
-NAMES = [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.proof) for name in OTHERS]
-# Whose context ends where its rotation begins to grow
-BY_EITHER = [name for name in MODELS if name != "rope-dynamic"]
+NAMES = [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.proof) for name in OTHERS]
+BY_EITHER = [name for name in MODELS if name != "rope-dynamic"]  # whose context ends where its rotation begins to grow
 _SHAPE: dict[str, Any] = OTHERS["olmoe"].settings
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -133,6 +134,8 @@ MODELS = {
     ),
     "rope-longrope": TinyModel(1, 0.22, "LlamaConfig", _SHAPE | {"rope_parameters": _LONGROPE}),
 }
+FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+EACH_MODEL = [pytest.param(name, marks=() if name in FAMILIES else pytest.mark.proof) for name in MODELS]
 
 
 OTHERS = {

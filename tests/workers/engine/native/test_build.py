@@ -21,6 +21,7 @@ def test_is_built_once(tmp_path: Path) -> None:
     assert library.stat().st_mtime_ns == written
 
 
+@pytest.mark.proof
 def test_processes_that_start_together_build_it_once(tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec cc "$@"\n')
@@ -79,6 +80,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         built_library(tmp_path / "file" / "below")
 
 
+@pytest.mark.proof
 def test_a_folder_that_knows_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks available")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.driving import make_core, run
-from tests.workers.engine.models.tiny_models import MODELS, NEW_TOKENS, VOCAB, prompt_logits, reference
-from workers.engine.messages.core import EngineRequest, SamplingParams, TokenLogprobs
+from tests.workers.engine.tiny_models import EACH_MODEL, NEW_TOKENS, VOCAB, prompt_logits, reference
+from workers.engine.messages import EngineRequest, SamplingParams, TokenLogprobs
 
 TOLERANCE = 1e-4
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def check(actual: list[TokenLogprobs], tokens: list[int], logits: Tensor, top: i
 
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EACH_MODEL)
 def test_same_as_transformers(name: str, variant: str) -> None:
     expected, prompts = reference(name), prompt_logits(name)
     core = make_core(name, max_model_len=224, max_num_seqs=8, **VARIANTS[variant])

@@ -158,7 +158,9 @@ LIMITS: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "all limits" else pytest.mark.proof) for name in LIMITS]
+)
 def test_frequencies_follow_the_distribution(name: str) -> None:
     """Chi-square over 20,000 draws, which differ in the seed alone."""
     draws, vocab, first_seed = 20_000, 24, 100_000

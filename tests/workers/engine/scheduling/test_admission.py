@@ -47,8 +47,10 @@ def in_a_quarter(lines: list[Line], depth: int) -> Report:
     return Simulation(lines, blocks_of(lines, SLOTS / 4), slots=SLOTS, depth=depth).run()
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "lognormal" else pytest.mark.proof) for kind in LENGTHS]
+)
 def test_in_a_quarter_of_the_cache_little_is_computed_twice(kind: str, depth: int) -> None:
     """Under 2 % of all tokens; and yet about as many run as a quarter of the slots, if each were
     always as long as it gets.
@@ -84,7 +86,7 @@ def test_a_request_with_stop_strings_is_expected_to_be_like_its_batch() -> None:
     assert batch_ids == ["a", None]
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.proof)])
 def test_lengths_that_are_known_need_no_guess(depth: int) -> None:
     """Longest first, as a plan has them."""
     lines = sorted(lines_of("uniform", known=True), key=lambda line: -line.output)
