@@ -1,5 +1,6 @@
 """Which requests are admitted, for which tenant, and when none is."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -143,9 +144,20 @@ def test_a_key_sends_no_more_requests_a_minute_than_it_may(serve: Serve, tmp_pat
 def test_the_official_client_waits_as_long_as_the_server_says(serve: Serve, tmp_path: Path, queue: Queue) -> None:
     record, secret = create_key(str(tmp_path), tenant="a", requests_per_minute=60)
     url = serve()
-    while queue.admit(record.id, 60).admitted:
-        pass
-    official_client(url, secret).with_options(max_retries=2).models.list()
+    answers: list[tuple[float, httpx.Response]] = []
+    client = official_client(url, secret, lambda answer: answers.append((time.monotonic(), answer)))
+
+    def is_refused_first() -> bool:
+        """Empty the key's bucket and call; on a slow machine another request may be allowed in between."""
+        answers.clear()
+        wait_until(lambda: not queue.admit(record.id, 60).admitted, 60, "the bucket to be empty")
+        client.with_options(max_retries=2).models.list()
+        return answers[0][1].status_code == 429
+
+    wait_until(is_refused_first, 60, "a refusal")
+    (refused_at, refusal), (answered_at, answer) = answers[0], answers[-1]
+    assert answer.status_code == 200
+    assert answered_at - refused_at >= int(refusal.headers["retry-after-ms"]) / 1000
 
 
 def test_a_live_stream_is_shown_to_its_tenant_alone(

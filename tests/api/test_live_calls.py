@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable
 
 import httpx
@@ -83,12 +84,17 @@ def test_the_bytes_of_a_stream_are_openais(http: httpx.Client, scripted: Scripte
 def test_a_slow_worker_gets_comments_meanwhile(http: httpx.Client, scripted: Scripted) -> None:
     worker = scripted(lambda claim: ["a"])
     worker.step = threading.Semaphore(0)
+    lines: list[str] = []
+    deadline = time.monotonic() + 60
     with http.stream("POST", "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True}) as answer:
         for line in answer.iter_lines():
+            lines.append(line)
             if line == ": ping":
                 worker.step.release()
-            if line == "data: [DONE]":
+            if line == "data: [DONE]" or time.monotonic() > deadline:
                 break
+    assert ": ping" in lines
+    assert lines[-1] == "data: [DONE]"
 
 
 def test_the_status_of_a_streamed_call_waits_for_the_worker(client: openai.OpenAI, scripted: Scripted) -> None:

@@ -14,6 +14,7 @@ from jobs.queue import keys
 from pipeline.batch_run import BatchRun
 from pipeline.errors import Unfinished
 from pipeline.signals import Signals
+from tests.support.waiting import wait_for_end
 
 BATCH = "batch_a"
 
@@ -105,4 +106,4 @@ def _wait(client: redis.Redis, seconds: float, running: int = 1) -> None:
     record: Any = SimpleNamespace(id=BATCH, state="in_progress", running=running, models=["demo"], waiting=2)
     supervisor: Any = SimpleNamespace(queue=SimpleNamespace(redis=client))
     with Signals() as signals:
-        BatchRun._wait(record, seconds, supervisor, signals)
+        wait_for_end(lambda: BatchRun._wait(record, seconds, supervisor, signals), 120, "the wait to end")

@@ -1,5 +1,6 @@
 """Waiting for a condition with a deadline, so that no test sleeps for a fixed time."""
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -29,3 +30,21 @@ def wait_until(condition: Callable[[], T], timeout: float, what: str) -> T:
             raise WaitTimeout(f"waited {timeout} s in vain for: {what} (last value: {value!r})")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
+
+
+def wait_for_end(work: Callable[[], T], timeout: float, what: str) -> T:
+    """Run `work` in a thread and return its result; fail the test where it has not ended after `timeout` seconds."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    wait_until(lambda: results or errors, timeout, what)
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -34,6 +34,7 @@ MODEL = "llama"
 GREEDY = SamplingParams(NEW_TOKENS, temperature=0.0)
 ENDLESS = SamplingParams(200, temperature=0.0)
 START_SECONDS = 60
+STEP_TIMEOUT = 4.0
 
 
 def config(depth: int = 0) -> EngineConfig:
@@ -265,10 +266,12 @@ def test_a_crash_is_distinguished_from_an_end_from_outside(number: signal.Signal
 
 def test_an_idle_core_may_be_silent_and_heeds_no_sigterm() -> None:
     async def scenario() -> None:
-        async with started(replace(config(), step_timeout=4.0)) as engine:
+        silence = 1.25 * STEP_TIMEOUT
+        async with started(replace(config(), step_timeout=STEP_TIMEOUT)) as engine:
             assert len(await text_of(engine, [1], SamplingParams(3))) == 3
             os.kill(engine.pid, signal.SIGTERM)
-            await asyncio.sleep(5)
+            with pytest.raises(TimeoutError):  # the core's end would end its steps
+                await asyncio.wait_for(exhaust(engine.steps()), silence)
             assert len(await text_of(engine, [1], SamplingParams(3))) == 3
 
     run(scenario)
