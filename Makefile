@@ -24,23 +24,30 @@ MATRIX_TESTS ?= tests/jobs tests/api
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
 
-test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in two lanes (under 10 minutes on two cores)
-	$(MAKE) --no-print-directory -j2 --output-sync=target test-engine-and-api test-processes
+# $(call lane,NAME,COMMAND): run a lane and say how long it took; `both` repeats that at the end of all output.
+LANE_TIMES := .lanes
+lane = began=$$(date +%s); $(2); status=$$?; mkdir -p $(LANE_TIMES); \
+  echo "$(1): $$(( $$(date +%s) - began )) s" > $(LANE_TIMES)/$(1); exit $$status
+both = rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j2 --output-sync=target $(1)-engine-and-api $(1)-processes; \
+  status=$$?; echo "Time of each lane:"; cat $(LANE_TIMES)/$(1)-*; exit $$status
 
-test-engine-and-api: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(ENGINE_TESTS) $(API_TESTS)
+test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in two lanes (under 6 minutes on two slow cores)
+	@$(call both,test)
+
+test-engine-and-api:
+	@$(call lane,$@,$(MAKE) --no-print-directory lint && OMP_NUM_THREADS=1 $(BIN)/pytest -q $(ENGINE_TESTS) $(API_TESTS))
 
 test-processes:
-	$(BIN)/pytest -q $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%)
+	@$(call lane,$@,$(BIN)/pytest -q $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%))
 
-proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in two lanes (under 30 minutes on two cores)
-	$(MAKE) --no-print-directory -j2 --output-sync=target proof-engine-and-api proof-processes
+proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in two lanes (under 40 minutes on two slow cores)
+	@$(call both,proof)
 
 proof-engine-and-api:
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m proof $(ENGINE_TESTS) $(API_TESTS)
+	@$(call lane,$@,OMP_NUM_THREADS=1 $(BIN)/pytest -q -m proof $(ENGINE_TESTS) $(API_TESTS))
 
 proof-processes:
-	$(BIN)/pytest -q -m proof $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%)
+	@$(call lane,$@,$(BIN)/pytest -q -m proof $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%))
 
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))
