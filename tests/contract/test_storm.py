@@ -21,7 +21,7 @@ from tests.support.api_server import official_client
 from tests.support.batch_stack import AWAY, BatchStack
 from tests.support.control_plane import chat_line
 
-BATCHES = 100
+BATCHES = 60
 
 
 @pytest.mark.proof

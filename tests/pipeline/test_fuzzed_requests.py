@@ -22,7 +22,7 @@ from tests.support.bad_requests import CHAT, COMPLETIONS, MODEL, as_json
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.waiting import wait_until
 
-CALLS = 300
+CALLS = 150
 FLAGS = ("--served-model-name", MODEL, "--dtype", "float32")
 ALIKE = (
     # Share of answers that must agree: arithmetic in another order may tip a token that is as

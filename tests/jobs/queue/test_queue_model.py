@@ -491,4 +491,4 @@ def test_queue_does_what_the_model_does(redis_client: redis.Redis) -> None:
 @pytest.mark.proof
 @pytest.mark.timeout(1500)
 def test_queue_does_what_the_model_does_over_thousands_of_steps(redis_client: redis.Redis) -> None:
-    run(redis_client, examples=300, steps=40)
+    run(redis_client, examples=150, steps=40)

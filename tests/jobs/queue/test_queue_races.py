@@ -187,4 +187,4 @@ def test_every_request_ends_once(tmp_path: Path) -> None:
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_every_request_ends_once_over_many_kills(tmp_path: Path) -> None:
-    race(tmp_path, lines=6000, kills=30, deadline=600)
+    race(tmp_path, lines=3000, kills=15, deadline=600)
