@@ -148,7 +148,9 @@ def test_the_official_client_waits_as_long_as_the_server_says(serve: Serve, tmp_
     client = official_client(url, secret, lambda answer: answers.append((time.monotonic(), answer)))
 
     def is_refused_first() -> bool:
-        """Empty the key's bucket and call; on a slow machine another request may be allowed in between."""
+        """Empty the key's bucket and call; on a slow machine another request may be allowed in
+        between.
+        """
         answers.clear()
         wait_until(lambda: not queue.admit(record.id, 60).admitted, 60, "the bucket to be empty")
         client.with_options(max_retries=2).models.list()

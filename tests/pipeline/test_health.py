@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from jobs.connection import connect
-from jobs.health import control_plane_fault
-from jobs.queue import Queue
+from jobs.control.health import control_plane_fault
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.control_plane import ControlPlane
 from tests.support.waiting import wait_until

@@ -12,11 +12,12 @@ from benchmarks.processes import command_line, family, memory
 from benchmarks.workload import write_workload
 from tests.support.commands import running_pipeline
 from tests.support.waiting import wait_until
-from workers.engine.loader import cpu_dtype, open_checkpoint, weight_bytes
+from workers.engine.device.loader import cpu_dtype, open_checkpoint, weight_bytes
 
 CACHE_BYTES = 256 << 20
 SPARE_BYTES = 400 << 20
-FLOAT32_STEP_BYTES = 192 << 20  # of 2,048 tokens: torch multiplies there, and keeps the values of whole layers
+# Of 2,048 tokens: torch multiplies there, and keeps the values of whole layers
+FLOAT32_STEP_BYTES = 192 << 20
 LINES = 192  # three times as many as run at once, whose tokens fill the cache several times
 RUN_SECONDS = 240
 

@@ -33,7 +33,9 @@ def wait_until(condition: Callable[[], T], timeout: float, what: str) -> T:
 
 
 def wait_for_end(work: Callable[[], T], timeout: float, what: str) -> T:
-    """Run `work` in a thread and return its result; fail the test where it has not ended after `timeout` seconds."""
+    """Run `work` in a thread and return its result; fail the test where it has not ended after
+    `timeout` seconds.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 

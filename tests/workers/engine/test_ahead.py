@@ -146,7 +146,9 @@ def one_layer(core: EngineCore) -> EngineCore:
 @pytest.mark.proof
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_gpus_path_in_random_batches_and_short_of_memory(depth: int) -> None:
-    """Kernels under the interpreter, padded decode steps, differences that are staged again after a step was taken back."""
+    """Kernels under the interpreter, padded decode steps, differences that are staged again
+    after a step was taken back.
+    """
     seed = 15
     print(f"seed {seed}")
     cases = random_cases(random.Random(seed), 5, 8, 20)

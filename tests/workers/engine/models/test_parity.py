@@ -12,11 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.models.tiny_models import MODELS, PROMPT_LENGTHS, Reference, folder, reference
+from tests.workers.engine.models.tiny_models import EACH_MODEL, MODELS, PROMPT_LENGTHS, Reference, folder, reference
 from tests.workers.engine.places import Place, at_all, interpreted
-from tests.workers.engine.tiny_models import EACH_MODEL, MODELS, PROMPT_LENGTHS, Reference, folder, reference
-from workers.engine.cache_plan import block_bytes
-from workers.engine.config import EngineConfig
 from workers.engine.core import EngineCore
 from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor

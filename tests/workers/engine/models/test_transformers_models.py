@@ -30,7 +30,8 @@ from workers.engine.models.transformers_parity import check_parity, replays
 
 CPU = torch.device("cpu")
 NAMES = [pytest.param(name, marks=() if name == "gemma3" else pytest.mark.proof) for name in OTHERS]
-BY_EITHER = [name for name in MODELS if name != "rope-dynamic"]  # whose context ends where its rotation begins to grow
+# Whose context ends where its rotation begins to grow
+BY_EITHER = [name for name in MODELS if name != "rope-dynamic"]
 _SHAPE: dict[str, Any] = OTHERS["olmoe"].settings
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.driving import make_core, run
-from tests.workers.engine.tiny_models import EACH_MODEL, NEW_TOKENS, VOCAB, prompt_logits, reference
-from workers.engine.messages import EngineRequest, SamplingParams, TokenLogprobs
+from tests.workers.engine.models.tiny_models import EACH_MODEL, NEW_TOKENS, VOCAB, prompt_logits, reference
+from workers.engine.messages.core import EngineRequest, SamplingParams, TokenLogprobs
 
 TOLERANCE = 1e-4
 VARIANTS: dict[str, dict[str, Any]] = {

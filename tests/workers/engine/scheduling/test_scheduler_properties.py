@@ -407,7 +407,9 @@ def random_case(draw: random.Random) -> Case:
 
 @pytest.mark.proof
 def test_many_more_schedules_without_shrinking() -> None:
-    """Larger schedules, drawn plainly, since drawing is most of what hypothesis does here; a failing one is named by its seed."""
+    """Larger schedules, drawn plainly, since drawing is most of what hypothesis does here; a
+    failing one is named by its seed.
+    """
     for seed in range(10_000):
         draw = random.Random(seed)
         setup, cases = random_setup(draw), [random_case(draw) for _ in range(draw.randint(1, 16))]
