@@ -22,11 +22,12 @@ def test_each_server_runs_the_tests_and_is_reported_with_its_version(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     tests, server = tmp_path / "test_it.py", str(find_server())
+    pytest_arguments = ["--", "-p", "no:schemathesis", "-p", "no:hypothesispytest", str(tests)]
     tests.write_text(USES_THE_SERVER_NAMED)
-    assert matrix.main([server, "--", str(tests)]) == 0
+    assert matrix.main([server, *pytest_arguments]) == 0
     passed = capfd.readouterr().out.splitlines()[-1]
     tests.write_text("def test_it():\n    assert False\n")
-    assert matrix.main([server, "/bin/true", "nowhere/redis-server", "--", str(tests)]) == 1
+    assert matrix.main([server, "/bin/true", "nowhere/redis-server", *pytest_arguments]) == 1
     failed, *not_run = capfd.readouterr().out.splitlines()[-3:]
     assert passed.startswith(("Redis ", "Valkey "))
     assert "passed in" in passed
