@@ -85,7 +85,7 @@ def assert_own_answers(got: dict[int, tuple[list[int], Finish]], cases: list[Cas
             assert (tokens, finish) == (expected, how)
 
 
-def in_company(seed: int, depth: int) -> int:
+def in_a_batch(seed: int, depth: int) -> int:
     """Return how often a request was preempted."""
     print(f"seed {seed}, depth {depth}")
     cases = random_cases(random.Random(seed), 16, 30, 60)
@@ -98,16 +98,16 @@ def in_company(seed: int, depth: int) -> int:
 
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("depth", [0, 1])
-def test_random_batches_changes_no_token(depth: int) -> None:
-    assert in_company(0, depth) > 0
+def test_random_batches_change_no_token(depth: int) -> None:
+    assert in_a_batch(0, depth) > 0
 
 
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.proof
 @pytest.mark.parametrize("depth", [0, 1])
-def test_much_random_batches_changes_no_token(depth: int) -> None:
+def test_much_random_batches_change_no_token(depth: int) -> None:
     for seed in range(100, 115):
-        in_company(seed, depth)
+        in_a_batch(seed, depth)
 
 
 class Failing:

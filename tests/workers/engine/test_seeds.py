@@ -1,4 +1,4 @@
-"""A request's tokens depend on nothing but itself: not on its company, its interruptions, or the
+"""A request's tokens depend on nothing but itself: not on other rows, its interruptions, or the
 worker that began it.
 """
 
@@ -53,7 +53,7 @@ def assert_same(got: Answer, expected: Answer, start: int = 0) -> None:
 @pytest.mark.usefixtures("crowded")
 @at
 @pytest.mark.parametrize("depth", [0, 1])
-def test_alone_in_company_and_after_preemption(depth: int, place: Place) -> None:
+def test_alone_in_a_batch_and_after_preemption(depth: int, place: Place) -> None:
     print(f"seed {SEED}")
     together, _ = generate(requests(), depth, place=place)
     assert {answer.finish for answer in together.values()} == {Finish.STOP, Finish.LENGTH}
@@ -82,7 +82,7 @@ def test_from_a_checkpoint(depth: int, place: Place) -> None:
 
 @pytest.mark.parametrize("place", [interpreted, on_gpu])
 def test_a_few_are_drawn_as_torch_draws_them(place: Place) -> None:
-    """By the kernels, in company and alone: what a worker without a GPU would have answered."""
+    """By the kernels, in a batch and alone: what a worker without a GPU would have answered."""
     print(f"seed {SEED}")
     some = [EngineRequest(each.request_id, each.prompt_token_ids[:5], [], each.sampling) for each in requests()[:3]]
     for request in some:

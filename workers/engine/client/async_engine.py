@@ -1,6 +1,4 @@
-"""The engine's handle in the worker process: starts the core as a child, sends it requests, hands
-out its steps.
-"""
+"""The engine's handle in the worker process: starts the core, sends requests, delivers steps."""
 
 import asyncio
 import itertools
@@ -76,8 +74,7 @@ class EngineDeadError(Exception):
     `returncode` is its exit status, negative for a signal, or None if it had to be killed here.
 
     `by_itself`: its requests may have caused the end, by an error, a crash or a hang; it did not
-    come from outside. `reason` is the message without what the core wrote at
-    last.
+    come from outside. `reason` is the message without the core's last output.
     """
 
     def __init__(self, message: str, returncode: int | None, *, by_itself: bool = False, reason: str = "") -> None:
@@ -102,7 +99,7 @@ class TokenDelta:
 
 
 class AsyncEngine:
-    """One engine core and what it says.
+    """One engine core and its messages.
 
     For one event loop, which must run in a thread that outlives the engine: the core dies with it.
     """

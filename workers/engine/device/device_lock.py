@@ -1,5 +1,4 @@
-"""Which GPUs of a host are taken: a lock per GPU, held by the processes that work on it.
-
+"""GPU locks of a host: one per GPU, held by the processes that use it.
 
 A lock is an flock on a file named by the GPU, so the kernel gives it back when the last process
 that holds it has ended, however that came about; nothing that a file says makes a lock, and none is
@@ -21,34 +20,28 @@ from pathlib import Path
 from workers.engine.messages.errors import ModelLoadError
 
 WAIT_SECONDS = 20.0
-"""How long a GPU may take to be given back by a process that was killed: the driver first has to
-clear away what it held.
-"""
+"""How long a killed process may take to release its GPU: the driver first frees its memory."""
 
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _FOLDERS = (Path("/run/lock"), Path("/tmp"))
-_EVERYBODY = 0o666
+_ALL_MAY_WRITE = 0o666
 _GATE = "choosing"
 _TRIES = 3
 
 _held: dict[Path, list[int]] = {}
-"""This process' open files by the lock they hold: what it has, it may take again."""
+"""This process' open files by the lock they hold; it may take its own locks again."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenGpus:
-    """`indices` of the GPUs that were taken, in ascending order, the open files that hold their
-    locks, and the GPUs' names.
-    """
+    """Locked GPUs: indices in ascending order, the open files that hold the locks, and names."""
 
     indices: list[int]
     fds: list[int]
     names: list[str]
 
     def release(self) -> None:
-        """Give up this process' hold on the GPUs; children that were given the files have their
-        own.
-        """
+        """Release this process' locks; children that inherited the files keep theirs."""
         for fd in self.fds:
             for fds in _held.values():
                 if fd in fds:
@@ -59,8 +52,7 @@ class TakenGpus:
 def take_gpus(
     names: Sequence[str], count: int, folder: str | None, index: int | None = None, wait_seconds: float | None = None
 ) -> TakenGpus:
-    """Take `count` free GPUs of those that the host calls `names`, or the one at `index`; wait
-    up to `wait_seconds` seconds for them.
+    """Lock `count` free GPUs among `names`, or the one at `index`; wait up to `wait_seconds`.
 
     `names` are the same for all processes of the host, in any order. `folder` holds the locks
     (None: one that all users of the host share). A GPU that this process has counts as free.
@@ -78,7 +70,7 @@ def take_gpus(
         while (taken := _try(place, names, wanted, count)) is None:
             if time.monotonic() >= deadline:
                 raise ModelLoadError(_refusal(place, [names[at] for at in wanted], count))
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     except OSError as error:
         raise ModelLoadError(
             f"GPUs cannot be locked in {place}: {error.strerror}; name a folder that all workers of this host may"
@@ -88,9 +80,7 @@ def take_gpus(
 
 
 def shared_folder() -> Path:
-    """The first of the usual places where every user of this host may make files and none may
-    remove another's.
-    """
+    """Return the first usual folder with mode 1777, where users share files safely."""
     for folder in _FOLDERS:
         with suppress(OSError):
             if stat.S_IMODE(folder.stat().st_mode) & 0o1777 == 0o1777:
@@ -99,8 +89,9 @@ def shared_folder() -> Path:
 
 
 def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) -> TakenGpus | None:
-    """One look at all GPUs, alone: two that each held half of what they need could else wait for
-    each other.
+    """Try once to lock the GPUs, under a gate lock.
+
+    Without the gate, two processes that each hold half of what they need would wait for each other.
     """
     with ExitStack() as undo:
         gate = _open(_file(folder, _GATE))
@@ -168,11 +159,11 @@ def _open(file: Path) -> int:
         try:
             return os.open(file, flags)
         except PermissionError:  # its maker is about to open it to everybody
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         except FileNotFoundError:
             with suppress(FileExistsError):
-                fd = os.open(file, flags | os.O_CREAT | os.O_EXCL, _EVERYBODY)
-                os.fchmod(fd, _EVERYBODY)  # the umask has taken something from it
+                fd = os.open(file, flags | os.O_CREAT | os.O_EXCL, _ALL_MAY_WRITE)
+                os.fchmod(fd, _ALL_MAY_WRITE)  # the umask has taken something from it
                 return fd
     return os.open(file, flags)
 

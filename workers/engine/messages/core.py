@@ -1,6 +1,5 @@
 """Messages between the worker process and the engine core, as msgspec structs.
 
-
 The worker process' first frame is an `EngineConfig`; then come `ToCore` messages. The core answers
 with one `Ready` or `Failed`, then with one `StepOutput` per step; a `Failed` after `Ready` says why
 the core is about to end.

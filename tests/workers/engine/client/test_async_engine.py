@@ -408,7 +408,7 @@ def test_the_core_dies_with_its_client(when: str) -> None:
     wait_until(lambda: not is_running(int(pid)), START_SECONDS, "the core's end")
 
 
-def test_a_front_that_does_not_read_holds_nothing_up() -> None:
+def test_a_client_that_does_not_read_blocks_nothing() -> None:
     """More than the socket holds is put at once; all of it arrives, in order."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -83,7 +83,7 @@ def test_pairs_that_race_wait_for_each_other_without_holding_half(tmp_path: Path
         assert list(pool.map(hold, takers)) == [2, 2]
 
 
-def test_a_killed_holder_gives_its_gpu_back_once_its_children_have_ended(tmp_path: Path) -> None:
+def test_a_killed_holder_releases_its_gpu_once_its_children_have_ended(tmp_path: Path) -> None:
     held = take_gpus(GPUS[:1], 1, str(tmp_path), wait_seconds=0)
     child = subprocess.Popen(
         [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=held.fds

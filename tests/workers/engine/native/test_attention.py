@@ -135,7 +135,7 @@ def test_every_shape(dim: int, group: int, block_size: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_row_is_the_same_in_any_company_on_any_number_of_threads(window: int | None, dtype: torch.dtype) -> None:
+def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(window: int | None, dtype: torch.dtype) -> None:
     step = Step(DECODE + MIXED, 2, 3, window=window, dtype=dtype)
     together = step.attended(threads=1)
     for threads in (2, 3):

@@ -480,7 +480,7 @@ def test_an_id_in_use_is_refused() -> None:
         scheduler.add(request(1))
 
 
-def test_a_block_that_is_never_given_back_is_noticed_when_idle() -> None:
+def test_a_block_that_is_never_freed_is_detected_when_idle() -> None:
     kv_cache = KVCache(9, SIZE)
     scheduler = Scheduler(1, 8, 32, kv_cache, 0, vocab_size=100)
     scheduler.check_idle()
