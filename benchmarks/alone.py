@@ -94,7 +94,7 @@ async def _one(engine: AsyncEngine, prompt: list[int]) -> tuple[float, float]:
 
 
 def _times(arrivals: list[float]) -> tuple[float, float]:
-    """Seconds to the first token, and between two tokens on average."""
+    """Return seconds to the first token, and between two tokens on average."""
     return arrivals[1] - arrivals[0], (arrivals[-1] - arrivals[1]) / (OUTPUT - 1)
 
 

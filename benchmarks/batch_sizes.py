@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def measure(model: str, rows: int, context: int, seconds: float) -> float:
-    """Seconds of the median step."""
+    """Return seconds of the median step."""
     executor = make_executor(model, rows, context)
     step = decode_step(executor, rows, context)
     times, until = [], time.perf_counter() + seconds
@@ -54,7 +54,7 @@ def measure(model: str, rows: int, context: int, seconds: float) -> float:
 
 
 def describe(model: str, rows: int, context: int, median: float, peak: float, bandwidth: float) -> dict[str, Any]:
-    """The step beside its bound by `peak` (operations a second) and `bandwidth` (bytes a
+    """Return the step beside its bound by `peak` (operations a second) and `bandwidth` (bytes a
     second).
     """
     shape = shape_of(model)

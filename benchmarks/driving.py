@@ -91,13 +91,13 @@ async def run_pass(engine: AsyncEngine, requests: list[EngineRequest]) -> Pass:
 
 
 def workload(model: str, kind: str, requests: int, seed: int) -> list[EngineRequest]:
-    """The lines of `write_workload` as token ids, rendered and tokenized as a worker does."""
+    """Return the lines of `write_workload` as token ids, as a worker renders and tokenizes."""
     with tempfile.TemporaryDirectory() as scratch:
         return tokenized(write_workload(Path(scratch) / "input.jsonl", kind, requests, model, seed), model)
 
 
 def tokenized(path: Path, model: str) -> list[EngineRequest]:
-    """A batch file's lines in their order; ids count from 0."""
+    """Return a batch file's lines in their order; ids count from 0."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder(model))
@@ -118,5 +118,5 @@ def tokenized(path: Path, model: str) -> list[EngineRequest]:
 
 
 def greedy(prompt: list[int], tokens: int, request_id: int) -> EngineRequest:
-    """One request of exactly so many tokens."""
+    """Return one request of exactly so many tokens."""
     return EngineRequest(request_id, prompt, [], SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))

@@ -73,7 +73,7 @@ def _name(name: str) -> str:
 
 
 def _stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Rows are outputs there; GPT-2 keeps its projections the other way round."""
+    """Return a weight with rows as outputs; GPT-2 keeps its projections the other way round."""
     if tensor.dim() == 1:
         return tensor.float()
     return tensor.T.contiguous() if ".h." in name else tensor

@@ -33,7 +33,7 @@ class Goal:
         return value <= self.at_least if self.less else value >= self.at_least
 
     def text(self, value: float) -> str:
-        """A figure in the goal's unit."""
+        """Return a figure in the goal's unit."""
         return {"x": f"{value:.2f}x", "%": f"{100 * value:.1f} %", "s": f"{value:.1f} s"}[self.unit]
 
 
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def table(folder: Path = RESULTS) -> str:
-    """One line per goal; where there is no file of results yet, no figure."""
+    """Return one line per goal; where there is no file of results yet, no figure."""
     lines = ["| | at least | hoped for | measured | |", "| --- | --- | --- | --- | --- |"]
     lines += [_line(goal, figures_of(goal.file, folder)) for goal in GOALS]
     return "\n".join(lines) + "\n"

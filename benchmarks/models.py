@@ -96,7 +96,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_folder(name: str) -> Path:
-    """The folder of one of SHAPES in bf16, written under the cache on first use."""
+    """Return the folder of one of SHAPES in bf16, written under the cache on first use."""
     folder = Path(os.environ.get("BENCHMARK_CACHE", Path.home() / ".cache" / "pipeline-benchmarks")) / name
     if not (folder / "tokenizer.json").exists():
         _write(name, folder)
@@ -104,8 +104,8 @@ def model_folder(name: str) -> Path:
 
 
 def gguf_file(name: str) -> Path:
-    """The same weights as llama.cpp reads them, for a shape of GPT-2's family, written beside the
-    others on first use.
+    """Return the same weights as llama.cpp reads them, for a shape of GPT-2's family, written
+    beside the others on first use.
     """
     from benchmarks.gguf import write_gguf
 
@@ -124,7 +124,7 @@ def _write(name: str, folder: Path) -> None:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """What transformers' configuration of one of SHAPES is made from."""
+    """Return what transformers' configuration of one of SHAPES is made from."""
     return {"vocab_size": VOCABULARY_SIZE, "bos_token_id": 0, "eos_token_id": 0, **SHAPES[name]}
 
 

@@ -28,7 +28,7 @@ def write() -> None:
 
 
 def pages(results: Path = RESULTS) -> dict[Path, str]:
-    """Each page's whole text as these results make it."""
+    """Return each page's whole text as these results make it."""
     performance = (ROOT / PERFORMANCE).read_text()
     for name, make in (("step-profile-gpt2-124m", profile_table), ("batch-sizes", sizes_table)):
         figures = figures_of(name, results)

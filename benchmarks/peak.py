@@ -34,8 +34,8 @@ def matrix_peak(seconds: float = 1.0) -> float:
 
 
 def memory_peak(seconds: float = 1.0) -> float:
-    """Bytes a second: of a sum over them, or of a copy, read and written together, whichever is
-    more.
+    """Return bytes a second: of a sum over them, or of a copy, read and written together, whichever
+    is more.
     """
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)

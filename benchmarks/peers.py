@@ -77,7 +77,7 @@ def _plain_environment() -> dict[str, str]:
 
 
 def vllm_run_batch(source: Path, output: Path, model: str) -> list[str]:
-    """The command that answers a batch file."""
+    """Return the command that answers a batch file."""
     return [
         str(vllm_folder() / "bin" / "vllm"),
         "run-batch",
@@ -141,7 +141,7 @@ class Vllm(Peer):
     """vLLM's offline engine."""
 
     def run_pass(self, requests: list[EngineRequest]) -> dict[str, Any]:
-        """All requests at once on an empty prefix cache: `seconds` and `output_tokens`."""
+        """Run all requests at once on an empty prefix cache: `seconds` and `output_tokens`."""
         return self.ask([_asked(request.prompt_token_ids, request.sampling.max_tokens) for request in requests])
 
 
@@ -149,8 +149,8 @@ class LlamaCpp(Peer):
     """llama.cpp with one sequence, greedy."""
 
     def run_one(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        """One request on an empty cache: its `token_ids`, and as `arrivals` the seconds when it
-        began and when each token was there.
+        """Run one request on an empty cache: its `token_ids`, and as `arrivals` the seconds when
+        it began and when each token was there.
         """
         return self.ask(_asked(prompt, tokens))
 

@@ -22,7 +22,7 @@ _STYLE = (
 
 
 def plot(folder: Path = RESULTS) -> str:
-    """The SVG; comparisons without a file of results are left out."""
+    """Return the SVG; comparisons without a file of results are left out."""
     found = [(goal, figures) for goal in AGAINST_VLLM if (figures := figures_of(goal.file, folder)) is not None]
     longest = max([2.0, *(goal.value(figures) for goal, figures in found)])
     scale = (_WIDTH - _LEFT - _RIGHT) / longest

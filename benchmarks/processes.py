@@ -8,7 +8,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 
 def family(pid: int) -> list[int]:
-    """The process and every one below it; those that end meanwhile may be missing."""
+    """Return the process and every one below it; those that end meanwhile may be missing."""
     found = [pid]
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -32,15 +32,15 @@ def own_cpu_seconds(pid: int) -> float:
 
 
 def command_line(pid: int) -> str:
-    """The words that it was started with; empty for one that is gone."""
+    """Return the words that it was started with; empty for one that is gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
 
 
 def memory(pid: int) -> dict[str, int]:
-    """Bytes: the most that ever was resident (`peak`), what is now, and of that what belongs to no
-    file; nothing for one that is gone.
+    """Return bytes: the most that ever was resident (`peak`), what is now, and of that what belongs
+    to no file; nothing for one that is gone.
     """
     names = {"VmHWM": "peak", "VmRSS": "resident", "RssAnon": "anonymous"}
     with contextlib.suppress(OSError):

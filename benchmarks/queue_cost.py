@@ -121,7 +121,7 @@ class Usage:
         self._before = self._look()
 
     def end(self) -> dict[str, float]:
-        """Seconds by part."""
+        """Return seconds by part."""
         self._ended.set()
         self._thread.join()
         by_role: dict[str, float] = defaultdict(float)
@@ -149,8 +149,8 @@ class Usage:
 
 
 def planned_lines(results: Path) -> list[int]:
-    """The order in which a finished run took its lines, counted from 1, from the plan beside its
-    output.
+    """Return the order in which a finished run took its lines, counted from 1, from the plan beside
+    its output.
     """
     with results.with_name(f"{results.name}.parts").joinpath(PLAN_NAME).open("rb") as plan:
         return [entry.line for entry in read_plan(plan, 0, 1 << 30)]

@@ -18,8 +18,8 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """A command line with what every benchmark takes: where its file of results goes, and the seed
-    of its workload.
+    """Return a command line with what every benchmark takes: where its file of results goes, and
+    the seed of its workload.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -52,7 +52,7 @@ def write_report(
 
 
 def by_turns(seconds: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
-    """How many times as fast as its neighbor each turn was, and the median of that."""
+    """Return how many times as fast as its neighbor each turn was, and the median of that."""
     ratios = [other / one for one, other in zip(seconds, others, strict=True)]
     return {"ratios": [round(ratio, 3) for ratio in ratios], "ratio": round(statistics.median(ratios), 3)}
 

@@ -72,7 +72,7 @@ def measure(source: Path, model: str, turns: int, with_vllm: bool) -> dict[str, 
 
 
 def pipeline_run_batch(source: Path, results: Path, model: str, *options: str) -> list[str]:
-    """The command that answers a batch file."""
+    """Return the command that answers a batch file."""
     return [
         sys.executable,
         "-m",

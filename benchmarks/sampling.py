@@ -63,7 +63,7 @@ def main() -> None:
 def _compare(
     runner: ModelRunner, step: StepPlan, without: dict[str, Any], stage: dict[str, Any], pairs: int
 ) -> dict[str, Any]:
-    """The sampler with the stage against the sampler without it, over a step without it.
+    """Compare the sampler with the stage to the sampler without it, over a step without it.
 
     A step's own time varies by more than a stage.
     """

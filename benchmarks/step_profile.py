@@ -137,7 +137,7 @@ def _run(core: EngineCore) -> list[Step]:
 
 
 def layer_seconds(stack: Any) -> dict[str, float]:
-    """What all layers have taken so far, by part, where one call runs them."""
+    """Return what all layers have taken so far, by part, where one call runs them."""
     return stack.seconds if isinstance(stack, NativeStack) else {}
 
 
@@ -164,7 +164,7 @@ def _step_events(profiler: Any) -> list[Any]:
 
 
 def _span_seconds(times: int = 1000) -> float:
-    """What marking a span costs under the profiler."""
+    """Return what marking a span costs under the profiler."""
     began = time.perf_counter()
     for _ in range(times):
         with record_function("a span"):
@@ -218,7 +218,7 @@ class Bounds:
         self._shape, self._peak, self._bandwidth = shape, peak, bandwidth
 
     def of(self, part: str, kind: str, tokens: int, sampled: int) -> float | None:
-        """Seconds. Attention: every key and value of the context is read once."""
+        """Return seconds. Attention: every key and value of the context is read once."""
         if part == "matrix":
             return max(self._shape.operations(tokens, sampled) / self._peak, self._shape.weight_bytes / self._bandwidth)
         if part == "attention" and kind == "decode":
@@ -249,8 +249,8 @@ def describe(plain: list[Step], profiled: list[Step], bounds: Bounds, kind: str)
 
 
 def queue_part(model: str, lines: int, seed: int) -> dict[str, Any]:
-    """What the worker process, Redis and the control plane use of the processors for each `ROWS`
-    output tokens, from the first claim on.
+    """Return what the worker process, Redis and the control plane use of the processors for each
+    `ROWS` output tokens, from the first claim on.
     """
     with tempfile.TemporaryDirectory() as scratch:
         source = write_workload(Path(scratch) / "input.jsonl", "shared", lines, model, seed)

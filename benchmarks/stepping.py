@@ -27,7 +27,9 @@ def make_executor(model: str, rows: int, context: int, device: str = "cpu") -> E
 
 
 def decode_step(executor: Executor, rows: int, context: int, prompt: int | None = None) -> StepPlan:
-    """The last of `context` tokens for each of `rows` requests, after a step that took them in."""
+    """Return the last of `context` tokens for each of `rows` requests, after a step that took them
+    in.
+    """
     assert executor.config.block_size is not None
     draw = np.random.default_rng(1)
     numbers = np.arange(rows, dtype=np.int32)

@@ -99,7 +99,7 @@ def _roomy_folder() -> str | None:
 
 
 def _in_a_process(name: str, setting: Setting, seconds: float) -> Outcome:
-    """The row's figures, or why there are none. Its engine core dies with its process."""
+    """Return the row's figures, or why there are none. Its engine core dies with its process."""
     file = Path(setting.scratch) / f"{name}.json"
     command = [
         sys.executable,

@@ -68,8 +68,8 @@ class PagedLayer:
 
 
 def decode(setting: Setting) -> dict[str, Any]:
-    """One token each of 256 rows: bytes of keys and values read per second, for even contexts and
-    mixed ones; the worst counts.
+    """Measure one token each of 256 rows: bytes of keys and values read per second, for even
+    contexts and mixed ones; the worst counts.
     """
     rows, lengths, calls = (3, (16, 48), 1) if setting.tiny else (256, (1024, 2048, 4096, 8192), 20)
     layer = PagedLayer(setting, rows, max(lengths))
@@ -97,8 +97,8 @@ def decode(setting: Setting) -> dict[str, Any]:
 
 
 def prefill(setting: Setting) -> dict[str, Any]:
-    """A prompt at once, against torch's SDPA with its FlashAttention backend on the same numbers;
-    the row's figure is the worst ratio.
+    """Measure a prompt at once, against torch's SDPA with its FlashAttention backend on the same
+    numbers; the row's figure is the worst ratio.
     """
     lengths, calls = ((32,), 1) if setting.tiny else ((4096, 8192, 16384), 10)
     layer = PagedLayer(setting, 1, max(lengths))

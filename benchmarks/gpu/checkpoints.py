@@ -20,12 +20,14 @@ _TINY = {
 
 
 def shape_of(setting: Setting, name: str) -> dict[str, Any]:
-    """A model's configuration by transformers' names; on a CPU a tiny one of the same family."""
+    """Return a model's configuration by transformers' names; on a CPU a tiny one of the same
+    family.
+    """
     return {**settings_of(name), **(_TINY if setting.tiny else {})}
 
 
 def checkpoint(setting: Setting, name: str) -> str:
-    """The folder of the model's weights, written on first use."""
+    """Return the folder of the model's weights, written on first use."""
     folder = Path(setting.scratch) / name
     if not (folder / "config.json").exists():
         unfinished = Path(setting.scratch) / f"{name}.unfinished"

@@ -91,7 +91,7 @@ def start_up(setting: Setting) -> dict[str, Any]:
 
 
 def config_for(setting: Setting, folder: str, **settings: Any) -> EngineConfig:
-    """What a worker would run the model with, but for the context, which is nano-vllm's."""
+    """Return what a worker would run the model with, but for the context, which is nano-vllm's."""
     if setting.tiny:
         return EngineConfig(model=folder, device="cpu", max_model_len=128, dtype="float32", threads=1, **settings)
     return EngineConfig(model=folder, device=setting.device, max_model_len=4096, dtype="bfloat16", **settings)

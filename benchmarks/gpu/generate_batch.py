@@ -14,7 +14,7 @@ from workers.engine.client.async_engine import AsyncEngine
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """The row's figure is our tokens per second over theirs."""
+    """Return the row's figure: our tokens per second over theirs."""
     work = _share(setting)
     folder = checkpoint(setting, "qwen3-0.6b")
     ours = asyncio.run(with_engine(config_for(setting, folder), lambda engine: _ours(engine, setting, work)))
@@ -35,8 +35,8 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def _share(setting: Setting) -> Workload:
-    """The benchmark's prompts, with answers so short that the slower side stays within the row's
-    time.
+    """Return the benchmark's prompts, with answers so short that the slower side stays within the
+    row's time.
     """
     prompts = drawn(3, 2, 20, token_limit=150).prompts if setting.tiny else drawn(256, 100, 1024).prompts
     return Workload(prompts, [4 if setting.tiny else 128] * len(prompts))

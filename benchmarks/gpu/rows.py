@@ -26,7 +26,9 @@ class Row:
     less_is_better: bool = False
 
     def measure(self, setting: Setting) -> dict[str, Any]:
-        """The row's figures; `value` is the one in the table, `how` says how it was measured."""
+        """Return the row's figures; `value` is the one in the table, `how` says how it was
+        measured.
+        """
         module, function = self.measured_by.split(":")
         measure: Callable[[Setting], dict[str, Any]] = getattr(
             importlib.import_module(f"benchmarks.gpu.{module}"), function

@@ -32,7 +32,7 @@ class NeedsGpu(Exception):
 
 
 def no_gpu() -> str | None:
-    """Why there is no GPU to measure; None where there is one."""
+    """Return why there is no GPU to measure; None where there is one."""
     # Asked in a process of its own: CUDA keeps memory of a GPU for each that uses it.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as asked:
         return asked.submit(_why_unusable, "cuda").result()

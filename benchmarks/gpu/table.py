@@ -9,14 +9,14 @@ Outcome = dict[str, Any]
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """One line per row that ran."""
+    """Return one line per row that ran."""
     lines = ["| | at least | hoped for | measured | bound | of the bound |", "| --- | --- | --- | --- | --- | --- |"]
     lines += [_line(ROWS[name], outcome) for name, outcome in outcomes.items()]
     return "\n".join(lines) + "\n"
 
 
 def notes(outcomes: dict[str, Outcome]) -> str:
-    """How each figure was measured, or why there is none."""
+    """Return how each figure was measured, or why there is none."""
     lines = []
     for name, outcome in outcomes.items():
         how = f"not measured: {outcome['failed']}" if "failed" in outcome else outcome["how"]

@@ -12,8 +12,8 @@ _BATCHES = 5
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, calls: int) -> float:
-    """Seconds of one call: the median over batches of `calls` calls, after one batch that warms
-    up.
+    """Return seconds of one call: the median over batches of `calls` calls, after one batch that
+    warms up.
     """
     measure = _by_events if device.type == "cuda" else _by_clock
     return statistics.median([measure(work, calls) for _ in range(_BATCHES + 1)][1:])

@@ -34,7 +34,7 @@ class Workload:
         ]
 
     def with_other_prompts(self, seed: int) -> "Workload":
-        """The same lengths, and nothing that a prefix cache could know."""
+        """Return the same lengths, and nothing that a prefix cache could know."""
         draw, limit = Random(seed), max(map(max, self.prompts))
         return Workload([[draw.randint(0, limit) for _ in prompt] for prompt in self.prompts], self.output_lengths)
 
@@ -52,7 +52,7 @@ def drawn(requests: int, shortest: int, longest: int, seed: int = 0, token_limit
 def even(
     requests: int, prompt_length: int, output_length: int, seed: int = 0, token_limit: int = TOKEN_LIMIT
 ) -> Workload:
-    """All prompts of one length, all answers of another."""
+    """Return all prompts of one length, all answers of another."""
     draw = Random(seed)
     prompts = [[draw.randint(0, token_limit) for _ in range(prompt_length)] for _ in range(requests)]
     return Workload(prompts, [output_length] * requests)

@@ -90,7 +90,7 @@ def explains_itself(error: Exception) -> bool:
 
 
 def sentence(error: Exception) -> str:
-    """An error as one line."""
+    """Return an error as one line."""
     text = " ".join(str(error).split())
     return text if text and explains_itself(error) else f"{type(error).__name__}: {text}"
 

@@ -48,7 +48,7 @@ class ChatTemplate:
             logger.warning("%s has no chat template: messages are joined plainly; --chat-template gives one", origin)
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        """The prompt's text, which ends where the assistant begins to speak.
+        """Return the prompt's text, which ends where the assistant begins to speak.
 
         Absent fields are left out of the messages.
 
@@ -71,7 +71,7 @@ class ChatTemplate:
 
 
 def read_chat_template(given: str) -> str:
-    """What `--chat-template` names: a file, or the template itself.
+    """Return what `--chat-template` names: a file, or the template itself.
 
     Raises TokenizerError when it is neither.
     """

@@ -30,11 +30,11 @@ class Detokenizer(Protocol):
     """One request's output on its way to text."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The whole characters that these tokens complete."""
+        """Return the whole characters that these tokens complete."""
         ...
 
     def finish(self) -> str:
-        """What was held back and is whole, once no more tokens come."""
+        """Return what was held back and is whole, once no more tokens come."""
         ...
 
 
@@ -50,7 +50,7 @@ class DetokenizerFactory:
         self._full_table = _WindowBytes(tokenizer, frozenset()) if full_table is None else full_table
 
     def start(self, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for what follows this prompt."""
+        """Return a detokenizer for what follows this prompt."""
         skipped = self._special if skip_special_tokens else frozenset()
         context = [token_id for token_id in prompt_token_ids[-_WINDOW:] if token_id not in skipped]
         if self._table is None:
@@ -176,8 +176,8 @@ class _WindowDetokenizer:
 
 
 def _make_table(tokenizer: Tokenizer, special: frozenset[int]) -> tuple[_TokenBytes | None, bool]:
-    """The table for this vocabulary, if it has one, and whether decoding drops a space at the very
-    start.
+    """Return the table for this vocabulary, if it has one, and whether decoding drops a space at
+    the very start.
     """
     steps = list(_decoder_steps(tokenizer))
     kinds = [step["type"] for step in steps]
@@ -205,7 +205,7 @@ def _decoder_steps(tokenizer: Tokenizer) -> Iterable[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The inverse of GPT-2's map from bytes to printable characters (Radford et al. 2019,
+    """Return the inverse of GPT-2's map from bytes to printable characters (Radford et al. 2019,
     `encoder.py`).
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]

@@ -25,7 +25,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that may go out now; nothing more does once `matched` is set."""
+        """Return the text that may go out now; nothing more does once `matched` is set."""
         if self.matched is not None:
             return ""
         held, text = len(self._held), self._held + text
@@ -54,7 +54,7 @@ class StopStrings:
         return text[:kept]
 
     def finish(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return what was held back, once no more text comes."""
         held, self._held = self._held, ""
         return held
 

@@ -34,7 +34,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def render_chat(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-    """The prompt's text.
+    """Return the prompt's text.
 
     Messages and variables are plain JSON, for other objects have methods of which the sandbox knows
     nothing.

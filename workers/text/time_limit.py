@@ -35,7 +35,7 @@ class TimeLimit:
         self._watching = False
 
     def run(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns.
+        """Return what `work` returns.
 
         Raises TimeLimitError in the midst of it when it takes longer, or a tenth more than that.
         """
@@ -67,7 +67,7 @@ class TimeLimit:
 
 
 def _clock(thread: int) -> float:
-    """Seconds that a thread has computed; without a clock of its own (macOS), seconds."""
+    """Return seconds that a thread has computed; without a clock of its own (macOS), seconds."""
     if hasattr(time, "pthread_getcpuclockid"):
         return time.clock_gettime(time.pthread_getcpuclockid(thread))
     return time.monotonic()

@@ -76,7 +76,7 @@ class TextTokenizer:
         return next(([token_id] for token_id in ids if token_id is not None), [])
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        """The prompt's text for chat messages. Raises TemplateError."""
+        """Return the prompt's text for chat messages. Raises TemplateError."""
         return self.chat_template.render(messages, **variables)
 
     def encode(self, texts: Sequence[str], special_tokens: bool) -> list[list[int]]:
@@ -95,8 +95,8 @@ class TextTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_word(self, word: str) -> list[list[int]]:
-        """The token ids that write a word at the start of a text and, where they are others, after
-        a space; none for a word without any.
+        """Return the token ids that write a word at the start of a text and, where they are others,
+        after a space; none for a word without any.
         """
         start, later = self.encode([word.lstrip() or word, f" {word.lstrip()}"], special_tokens=False)
         return [ids for ids in ((start, later) if start != later else (start,)) if ids]
@@ -120,7 +120,7 @@ class TextTokenizer:
     def decode(
         self, token_ids: Sequence[int], prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> str:
-        """The text of a whole output."""
+        """Return the text of a whole output."""
         detokenizer = self.detokenizer(prompt_token_ids, skip_special_tokens)
         return detokenizer.feed(token_ids) + detokenizer.finish()
 
@@ -150,7 +150,7 @@ class _Files:
 
 
 def _locate(source: str) -> Path:
-    """The folder that `source` names: its own, or the hub's files of that name in the local
+    """Return the folder that `source` names: its own, or the hub's files of that name in the local
     cache.
     """
     if os.path.isdir(source):
@@ -238,7 +238,7 @@ _ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The named special tokens, as templates see them."""
+    """Return the named special tokens, as templates see them."""
     named: dict[str, str] = {}
     for name in _NAMED_TOKENS:
         value = config.get(name)
@@ -250,8 +250,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _own_template(files: _Files, config: Mapping[str, Any]) -> str | None:
-    """The model's own template: `chat_template.jinja` before the configuration's, and of several
-    the one named default.
+    """Return the model's own template: `chat_template.jinja` before the configuration's, and of
+    several the one named default.
     """
     own = files.text("chat_template.jinja") or config.get("chat_template")
     if isinstance(own, list):

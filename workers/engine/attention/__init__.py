@@ -36,7 +36,7 @@ class CacheShape:
     head_dim: int
 
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one block of one layer takes."""
+        """Return bytes of keys and values that one block of one layer takes."""
         return 2 * self.block_size * self.kv_heads * self.head_dim * dtype.itemsize
 
 

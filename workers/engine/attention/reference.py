@@ -184,7 +184,7 @@ class TorchAttention:
         return Groups(decode, prefill, self._stale(metadata))
 
     def _first_visible(self, positions: NDArray[np.int32], window: int | None) -> NDArray[np.int32]:
-        """The first token of the first block that a query at `positions` sees."""
+        """Return the first token of the first block that a query at `positions` sees."""
         if window is None:
             return np.zeros_like(positions)
         visible = np.maximum(positions - (window - 1), 0)

@@ -298,7 +298,7 @@ class AsyncEngine:
             arrived.put_nowait(self._death)
 
     def _death_of(self, core: "_CoreProcess", last: list[str]) -> EngineDeadError:
-        """What is to be said of its end.
+        """Return what is to be said of its end.
 
         `last`: the error that it gave as the reason, if it could.
         """
@@ -406,7 +406,7 @@ class _CoreProcess:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
     def last_words(self) -> str:
-        """The end of its stderr, as the end of a sentence."""
+        """Return the end of its stderr, as the end of a sentence."""
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         while self.ended.is_set() and self._reading.is_alive() and time.monotonic() < deadline:
             self._reading.join(0.01)

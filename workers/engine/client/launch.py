@@ -84,6 +84,6 @@ def _log_and_parent() -> list[str]:
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    """The core's environment, with thread counts that count only before torch is imported."""
+    """Return the core's environment, with thread counts that torch reads at import."""
     threads = str(config.threads)
     return {**child_environment(), "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

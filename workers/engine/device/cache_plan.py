@@ -21,8 +21,8 @@ _CPU_CACHE_BYTES = 1 << 30
 def plan_cache(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: GpuMemory | None = None
 ) -> tuple[EngineConfig, int]:
-    """The configuration with `max_model_len` settled, and how many blocks (the null block among
-    them) `budget` bytes hold.
+    """Return the configuration with `max_model_len` settled, and how many blocks (the null block
+    among them) `budget` bytes hold.
 
     A context that was not asked for is shortened to what fits. Raises ModelLoadError for one that
     was and does not; `memory` says where a GPU's went.
@@ -69,15 +69,15 @@ def longest_context(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of one block over all layers."""
+    """Return bytes of one block over all layers."""
     return CacheShape(1, block_size, model.num_kv_heads, model.head_dim).block_bytes(dtype) * model.num_layers
 
 
 def cpu_cache_bytes(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
 ) -> int:
-    """What was asked for, else what all requests at their longest need, at most a GiB and what the
-    weights leave of the machine.
+    """Return what was asked for, else what all requests at their longest need, at most a GiB and
+    what the weights leave of the machine.
 
     Raises ModelLoadError where `weights` bytes and the cache are more than the `available` ones.
     """

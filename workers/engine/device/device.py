@@ -35,8 +35,8 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def default_device() -> str:
-    """A GPU where torch can use one, else the CPU; says why where there is a GPU that torch cannot
-    use.
+    """Return a GPU where torch can use one, else the CPU; says why where there is a GPU that torch
+    cannot use.
     """
     if torch.cuda.is_available():
         return "cuda"
@@ -46,9 +46,9 @@ def default_device() -> str:
 
 
 def default_backend(device: str, dtype: str = "auto") -> str:
-    """The kernels for a GPU or a CPU where they run, else plain torch, with a line in the log that
-    says why. Takes the name of a device, which may be none that is there, and the dtype's as it was
-    asked for.
+    """Return the kernels for a GPU or a CPU where they run, else plain torch, with a line in the
+    log that says why. Takes the name of a device, which may be none that is there, and the dtype's
+    as it was asked for.
     """
     _, _, index = device.partition(":")
     if not device.startswith("cuda"):
@@ -65,7 +65,7 @@ def default_backend(device: str, dtype: str = "auto") -> str:
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name.
+    """Return the device of that name.
 
     Raises ModelLoadError where there is none, or none that this torch can use.
     """
@@ -88,7 +88,7 @@ def usable_device(name: str) -> torch.device:
 
 
 def _why_unusable() -> str | None:
-    """Why torch can use no GPU of this machine, and what to do; None where it can use one."""
+    """Return why torch can use no GPU of this machine, and what to do; None where it can."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
             f"torch {torch.__version__} is a build without CUDA; install one with it (pytorch.org/get-started) or"
@@ -102,7 +102,7 @@ def _why_unusable() -> str | None:
 
 
 def unusable_gpu(error: str, cuda: str | None, visible: str | None) -> str:
-    """What torch's error means and what to do about it.
+    """Return what torch's error means and what to do about it.
 
     `cuda`: the version that torch was built for; `visible`: CUDA_VISIBLE_DEVICES.
     """
@@ -143,7 +143,7 @@ def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
 
 
 def without_code(gpu: str, capability: tuple[int, int], built_for: list[str]) -> str | None:
-    """What is to be said where torch has no code for a GPU; None where it has.
+    """Return what is to be said where torch has no code for a GPU; None where it has.
 
     `built_for`: as `torch.cuda.get_arch_list` gives it.
     """
@@ -204,7 +204,7 @@ def require_triton(device: torch.device) -> None:
 
 
 def triton_trouble(error: Exception, installed: str, needed: str | None) -> str:
-    """What a kernel's failure means and what to do about it.
+    """Return what a kernel's failure means and what to do about it.
 
     `needed`: the version that torch was made with, where it names one.
     """
@@ -233,7 +233,7 @@ def require_native(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _no_native(dtype: torch.dtype) -> str | None:
-    """Why there are no CPU kernels for a model of `dtype`; None where there are."""
+    """Return why there are no CPU kernels for a model of `dtype`; None where there are."""
     if dtype not in _NATIVE_DTYPES:
         return f"its kernels compute in bfloat16 and float32, and the dtype is {str(dtype).removeprefix('torch.')}"
     try:
@@ -253,8 +253,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def take_devices(config: EngineConfig) -> tuple[list[str], TakenGpus]:
-    """A device for each rank of a replica, and the locks that keep other workers of this host from
-    its GPUs.
+    """Return a device for each rank of a replica, and the locks that keep other workers of this
+    host from its GPUs.
 
     On a CPU nothing is locked. Raises ModelLoadError where too few GPUs are free.
     """
@@ -275,7 +275,7 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def unfit_for(dtype: torch.dtype, gpu: str, capability: tuple[int, int]) -> str | None:
-    """What is to be said of a GPU that does not know `dtype`; None where it does."""
+    """Return what is to be said of a GPU that does not know `dtype`; None where it does."""
     if dtype != torch.bfloat16 or capability >= _BFLOAT16_SINCE:
         return None
     major, minor = capability

@@ -75,7 +75,7 @@ class DeviceInputs:
         self._send(buffer, len(plan.slots), int(np.count_nonzero(plan.samples)), pieces[-1])
 
     def build(self, num_rows: int, num_tokens: int, max_query: int, max_context: int, num_sampling: int) -> StepInputs:
-        """The inputs of the step that was staged last.
+        """Return the inputs of the step that was staged last.
 
         On the device alone: what it does depends on nothing else on the host.
         """

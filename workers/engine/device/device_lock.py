@@ -112,7 +112,7 @@ def _try(folder: Path, names: Sequence[str], wanted: Sequence[int], count: int) 
 
 
 def _lock(file: Path) -> int | None:
-    """The open file, locked, with this process' name in it; None while another holds it."""
+    """Return the open file, locked, with this process' name in it; None while another holds it."""
     own = _held.setdefault(file, [])
     fd = os.dup(own[0]) if own else _lock_anew(file)
     if fd is not None:

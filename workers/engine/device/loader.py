@@ -59,7 +59,7 @@ class ModelCheckpoint:
 
 
 def load_model(name: str, dtype: str, device: torch.device, max_model_len: int | None = None) -> DecoderModel:
-    """The model of a local folder or hub repository, ready to run.
+    """Return the model of a local folder or hub repository, ready to run.
 
     Raises ModelLoadError with one sentence that says why not.
     """
@@ -108,7 +108,7 @@ def _transformers_class(folder: Path, raw: Json) -> TransformersClass:
 
 
 def shard_checkpoint(checkpoint: ModelCheckpoint, size: int) -> ModelCheckpoint:
-    """The checkpoint as one of `size` ranks loads it.
+    """Return the checkpoint as one of `size` ranks loads it.
 
     Raises ModelLoadError where the model cannot be cut into so many parts.
     """
@@ -163,7 +163,7 @@ def weight_bytes(checkpoint: ModelCheckpoint, dtype: torch.dtype) -> int:
 
 
 def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What the model runs with.
+    """Return what the model runs with.
 
     "auto": on a GPU the checkpoint's own dtype, bfloat16 for a float32 checkpoint; on a CPU
     bfloat16 where it has instructions for it, else float32. Raises ModelLoadError for an unknown
@@ -193,7 +193,7 @@ def _fast_bfloat16() -> bool:
 
 
 def find_folder(name: str) -> Path:
-    """The local folder that `name` is, or the snapshot of the hub repository that it names.
+    """Return the local folder that `name` is, or the snapshot of the hub repository that it names.
 
     Raises ModelLoadError.
     """

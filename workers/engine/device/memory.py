@@ -44,7 +44,7 @@ class GpuMemory:
 
 
 def available_memory() -> int | None:
-    """Bytes that the machine and the container's limit leave, whichever is fewer; None where
+    """Return bytes that the machine and the container's limit leave, whichever is fewer; None where
     neither says.
     """
     known = [size for size in (_machine(_MEMINFO), _container(_CGROUP)) if size is not None]
@@ -52,7 +52,7 @@ def available_memory() -> int | None:
 
 
 def gib(size: int) -> str:
-    """A size as a person reads it."""
+    """Return a size as a person reads it."""
     return f"{size / 2**30:.2f} GiB"
 
 
@@ -61,7 +61,9 @@ def _machine(meminfo: Path) -> int | None:
 
 
 def _container(cgroup: Path) -> int | None:
-    """What the limit leaves; files that are only cached can be dropped, so they count as free."""
+    """Return what the limit leaves; files that are only cached can be dropped, so they count as
+    free.
+    """
     try:
         limit, used = (cgroup / "memory.max").read_text().strip(), int((cgroup / "memory.current").read_text())
     except (OSError, ValueError):

@@ -132,7 +132,7 @@ class ModelRunner:
         return self._launch_graph(plan, self.graphs)
 
     def retire(self, launched: LaunchedStep) -> StepResult:
-        """What came of a step. Waits for the device."""
+        """Return what came of a step. Waits for the device."""
         if launched.done is not None:
             launched.done.synchronize()
         logprobs = launched.logprobs.to_host() if launched.logprobs is not None else []

@@ -20,5 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's text, which for torch is followed by advice; else its kind."""
+    """Return the first line of an error's text, which for torch is followed by advice; else its
+    kind.
+    """
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -96,22 +96,22 @@ class Parallel:
         return Shard(start, min(size, total - start), total)
 
     def part_size(self, total: int) -> int:
-        """The longest part: equal ones where that comes out even, else a multiple of what matrix
-        units work on.
+        """Return the longest part: equal ones where that comes out even, else a multiple of what
+        matrix units work on.
         """
         equal = -(-total // self.size)
         rounded = -(-equal // _GRAIN) * _GRAIN
         return equal if total % self.size == 0 or rounded * (self.size - 1) >= total else rounded
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks of contiguous `x`, in its place; the same bits on each."""
+        """Return the sum over all ranks of contiguous `x`, in its place; the same bits on each."""
         if self.size > 1:
             dist.all_reduce(x)
         return x
 
     def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Each rank's part [R, length] of the vocabulary -> contiguous float32 [R, vocab_size] on
-        all of them.
+        """Gather each rank's part [R, length] of the vocabulary -> contiguous float32 [R,
+        vocab_size] on all of them.
         """
         if self.size == 1:
             return logits.float()
@@ -123,7 +123,7 @@ class Parallel:
         return together[:, :vocab_size].contiguous()
 
     def least(self, value: int) -> int:
-        """The least of what the ranks say. Waits until all have spoken."""
+        """Return the least of what the ranks say. Waits until all have spoken."""
         if self.size == 1:
             return value
         said = torch.tensor([value], dtype=torch.int64, device=self._device)
@@ -132,7 +132,7 @@ class Parallel:
 
 
 def shard_model(model: ModelConfig, size: int) -> ModelConfig:
-    """The shape of one rank's part of `model`.
+    """Return the shape of one rank's part of `model`.
 
     Key-value heads that are fewer than the ranks are held by several.
 
@@ -154,8 +154,8 @@ def shard_model(model: ModelConfig, size: int) -> ModelConfig:
 
 
 def listening_store(size: int) -> tuple[Store, int]:
-    """A place where `size` ranks meet, on a free port of the loopback interface alone, and that
-    port. It lasts as long as the store.
+    """Return a place where `size` ranks meet, on a free port of the loopback interface alone, and
+    that port. It lasts as long as the store.
     """
     # torch's own server would listen on every interface.
     listener = socket.create_server((_LOOPBACK, 0))
@@ -173,7 +173,7 @@ def listening_store(size: int) -> tuple[Store, int]:
 
 
 def connected_store(size: int, port: int) -> Store:
-    """The other ranks' way to `listening_store`."""
+    """Return the other ranks' way to `listening_store`."""
     return TCPStore(_LOOPBACK, port, size, is_master=False, timeout=_TIMEOUT)
 
 

@@ -178,12 +178,12 @@ class Rank:
         raise StepOutOfMemory(why)
 
     def retire(self, launched: LaunchedStep) -> StepResult:
-        """What came of a step. Waits for the device."""
+        """Return what came of a step. Waits for the device."""
         return self.runner.retire(launched)
 
 
 def open_shard(config: EngineConfig) -> ModelCheckpoint:
-    """The checkpoint of `config.model` as one of its ranks loads it, which needs no device.
+    """Return the checkpoint of `config.model` as one of its ranks loads it, which needs no device.
 
     Raises ModelLoadError.
     """

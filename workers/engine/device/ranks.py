@@ -208,7 +208,7 @@ class Ranks:
 
 
 def rank_parallel(setup: RankSetup, device: torch.device) -> Parallel:
-    """The other side of `Ranks.join`."""
+    """Return the other side of `Ranks.join`."""
     size = setup.config.tensor_parallel_size
     return Parallel.join(setup.rank, size, device, connected_store(size, setup.port))
 

@@ -22,8 +22,8 @@ _cuda: Any = torch.cuda
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on the device, without waiting for it to get there: it goes through pinned memory,
-    which torch keeps until then.
+    """Return the array on the device, without waiting for it to get there: it goes through pinned
+    memory, which torch keeps until then.
     """
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
@@ -48,7 +48,7 @@ class StagingRing:
         self._at = 0
 
     def next(self) -> NDArray[np.int32]:
-        """The buffer to fill, as it was left when it was last sent."""
+        """Return the buffer to fill, as it was left when it was last sent."""
         self._at = (self._at + 1) % len(self._hosts)
         if self._copied is not None and not self._copied[self._at].query():
             self._copied[self._at].synchronize()
@@ -80,8 +80,8 @@ class ResultCopies:
             torch.cuda.current_stream().wait_event(self._under_way.popleft())
 
     def start(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """The tensors' copies on the host, which are there once the event has come to pass; None:
-        at once.
+        """Return the tensors' copies on the host, which are there once the event has come to pass;
+        None: at once.
         """
         if self._stream is None:
             return [tensor.clone() for tensor in tensors], None

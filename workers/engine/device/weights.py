@@ -42,7 +42,7 @@ class Weights:
         return self._resolve(name) in self._readers
 
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The whole tensor `name`, contiguous and owned by the caller.
+        """Return the whole tensor `name`, contiguous and owned by the caller.
 
         Raises ModelLoadError where it is absent or has another shape.
         """
@@ -53,8 +53,8 @@ class Weights:
     def take_rows(
         self, names: Sequence[str], rows: Sequence[Shard], columns: int | None, transposed: bool = False
     ) -> Tensor:
-        """Rows of several tensors [total, columns] (or [total] where `columns` is None) stacked
-        into one, for projections that run as one.
+        """Return rows of several tensors [total, columns] (or [total] where `columns` is None)
+        stacked into one, for projections that run as one.
 
         `transposed`: the checkpoint has them as [columns, total].
         """

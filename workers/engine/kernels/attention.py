@@ -31,8 +31,8 @@ _FAR_BELOW = tl.constexpr(-1.0e30)  # below every score, yet finite: a differenc
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """What `attend` multiplies numbers of `dtype` as: themselves, but float32 where the interpreter
-    would multiply bit patterns.
+    """Return what `attend` multiplies numbers of `dtype` as: themselves, but float32 where the
+    interpreter would multiply bit patterns.
     """
     if dtype == torch.float32 or knobs.runtime.interpret:
         return tl.float32

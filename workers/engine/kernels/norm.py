@@ -23,8 +23,8 @@ def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor
 
 
 def add_normed(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual in place of x, and x + residual in place of the residual; both
-    contiguous [..., size].
+    """Return the norm of x + residual in place of x, and x + residual in place of the residual;
+    both contiguous [..., size].
     """
     size = x.shape[-1]
     _launch(x.view(-1, size), residual.view(-1, size), weight, bias, x.view(-1, size), eps)
@@ -40,8 +40,8 @@ def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | N
 
 
 def shape(size: int) -> tuple[int, int, int]:
-    """How many columns a program has for rows of `size`, how many rows, and how many warps: 16
-    bytes a thread at a time and up.
+    """Return how many columns a program has for rows of `size`, how many rows, and how many warps:
+    16 bytes a thread at a time and up.
     """
     width = triton.next_power_of_2(size)
     rows = max(1, _SHORT // width)

@@ -76,7 +76,8 @@ _kernel = triton.jit(
 
 
 def draw(logits: Tensor, table: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor | None) -> Tensor:
-    """One token per row of logits [R, vocab], of any float dtype and left as they are; int32 [R].
+    """Draw one token per row of logits [R, vocab], of any float dtype and left as they are; int32
+    [R].
 
     table int32 [slots, WORDS], slots int32 [R]; lengths int32 [R] are a row's tokens so far,
     prompt_lengths int32 those of its slot's prompt, which a greedy row's slot need not have.

@@ -106,8 +106,8 @@ class ChoiceCache:
 def tuned(
     cache: ChoiceCache, name: str, among: Sequence[TileChoice], measure: Callable[[TileChoice], float]
 ) -> TileChoice:
-    """What the cache says of `name`, else the choice with the least of what `measure` gives, which
-    is kept.
+    """Return what the cache says of `name`, else the choice with the least of what `measure` gives,
+    which is kept.
 
     A choice that does not compile for the GPU, or that it has no registers or shared memory for,
     is passed over; the first is taken when all are.

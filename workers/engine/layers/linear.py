@@ -52,7 +52,7 @@ def load_gated(
 def load_row_parallel(
     weights: Weights, name: str, size_in: Shard, size_out: int, bias: bool, transposed: bool = False
 ) -> Projection:
-    """The projection of what came of `load_fused` or `load_gated`, cut as that was."""
+    """Return the projection of what came of `load_fused` or `load_gated`, cut as that was."""
     weight, parallel = weights.take_columns(f"{name}.weight", size_out, size_in, transposed), weights.parallel
     biases = weights.take(f"{name}.bias", (size_out,)) if bias else None
     own = weights.ops.linear(weight, biases if parallel.rank == 0 else None)

@@ -24,7 +24,7 @@ class RMSNorm:
         return self._ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and x + residual; both arguments are used up."""
+        """Return the norm of x + residual, and x + residual; both arguments are used up."""
         return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
@@ -43,5 +43,5 @@ class LayerNorm:
         return self._ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and x + residual; both arguments are used up."""
+        """Return the norm of x + residual, and x + residual; both arguments are used up."""
         return self._ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)

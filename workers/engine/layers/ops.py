@@ -60,7 +60,7 @@ class Ops(Protocol):
     def stack(
         self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
     ) -> LayerStack:
-        """A decoder out of layers that were made with these."""
+        """Return a decoder out of layers that were made with these."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -68,7 +68,7 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and x + residual itself.
+        """Return the norm of x + residual, and x + residual itself.
 
         Neither argument is of use afterwards.
         """
@@ -81,7 +81,7 @@ class Ops(Protocol):
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The norm of x + residual, and x + residual itself.
+        """Return the norm of x + residual, and x + residual itself.
 
         Neither argument is of use afterwards.
         """

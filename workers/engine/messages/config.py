@@ -79,7 +79,7 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
 
     def resolve(self) -> "EngineConfig":
-        """The same configuration with device, batch limits, block size, depth, threads and
+        """Return the same configuration with device, batch limits, block size, depth, threads and
         attention backend settled for this machine.
 
         Imports torch, so it is called in the core and never in the worker process.
@@ -115,9 +115,9 @@ def all_threads() -> int:
 
 
 def most_processes() -> int:
-    """How many ranks, of all replicas together, this machine may be asked to run: enough for tests
-    on few CPUs, and for GPUs, of which each needs a CPU that feeds it; beyond that they would only
-    take each other's memory and time.
+    """Return how many ranks, of all replicas together, this machine may be asked to run: enough for
+    tests on few CPUs, and for GPUs, of which each needs a CPU that feeds it; beyond that they would
+    only take each other's memory and time.
     """
     return _PROCESSES_PER_CPU * available_cpus()
 

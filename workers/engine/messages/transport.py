@@ -22,7 +22,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Any) -> bytes:
-    """A message, ready to be sent. Raises ValueError for one of 4 GiB or more."""
+    """Return a message, ready to be sent. Raises ValueError for one of 4 GiB or more."""
     body = _encoder.encode(message)
     if len(body) >= 1 << 32:
         raise ValueError(f"a message of {len(body)} bytes does not fit into a frame")
@@ -36,7 +36,7 @@ class FrameReader:
         self._file = connection.makefile("rb", buffering=1 << 16)
 
     def read(self, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-        """The next message, or None once the other side has closed."""
+        """Return the next message, or None once the other side has closed."""
         head = self._file.read(_LENGTH.size)
         if len(head) < _LENGTH.size:
             return None
@@ -75,7 +75,7 @@ class FrameSender:
 
 
 async def read_frame(reader: asyncio.StreamReader, decoder: msgspec.msgpack.Decoder[T]) -> T | None:
-    """The next message, or None once the other side has closed."""
+    """Return the next message, or None once the other side has closed."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return decoder.decode(await reader.readexactly(length))

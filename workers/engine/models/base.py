@@ -24,8 +24,8 @@ class AttentionContext(Protocol):
         ...
 
     def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        """The same from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to be
-        normed and rotated.
+        """Return the same from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to
+        be normed and rotated.
         """
         ...
 
@@ -66,9 +66,9 @@ class DecoderModel(ABC):
 
 
 def load_tables(weights: Weights, config: ModelConfig, embedding: str) -> tuple[Table, Table]:
-    """The embedding of that name [vocab, hidden], and this rank's rows of the output projection,
-    padded to as many as each has: where the two are tied rows of the embedding, and all of it where
-    there is but one rank.
+    """Return the embedding of that name [vocab, hidden], and this rank's rows of the output
+    projection, padded to as many as each has: where the two are tied rows of the embedding, and all
+    of it where there is but one rank.
     """
     table = weights.take(embedding, (config.vocab_size, config.hidden_size))
     own, most = weights.parallel.part(config.vocab_size), weights.parallel.part_size(config.vocab_size)

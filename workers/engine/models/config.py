@@ -94,8 +94,8 @@ class ModelConfig:
 
 
 def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
-    """The rotary settings of a config.json, as transformers 5 writes them (`rope_parameters`) or 4
-    (`rope_theta`, `rope_scaling`).
+    """Return the rotary settings of a config.json, as transformers 5 writes them
+    (`rope_parameters`) or 4 (`rope_theta`, `rope_scaling`).
     """
     scaling = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     kind = str(scaling.get("rope_type", scaling.get("type", "default")))
@@ -153,7 +153,7 @@ def eos_token_ids(raw: Json, generation: Json) -> tuple[int, ...]:
 
 
 def require(raw: Json, name: str, default: int | None = None) -> int:
-    """An integer of config.json.
+    """Return an integer of config.json.
 
     Raises ModelLoadError where it is absent and the family has no default.
     """

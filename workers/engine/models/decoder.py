@@ -73,7 +73,7 @@ def decoder_config(
     head_dim: int | None = None,
     windows: tuple[int | None, ...] | None = None,
 ) -> ModelConfig:
-    """A config.json of this shape as a ModelConfig; the keywords are the family's defaults."""
+    """Return the ModelConfig of such a config.json; the keywords are the family's defaults."""
     hidden, heads, layers = (
         require(raw, "hidden_size"),
         require(raw, "num_attention_heads"),

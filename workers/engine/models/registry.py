@@ -32,7 +32,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(raw: Json, model_impl: str) -> Family | None:
-    """The engine's own code for an architecture; None where transformers' class is to run.
+    """Return the engine's own code for an architecture; None where transformers' class is to run.
 
     Raises ModelLoadError where nothing may.
     """

@@ -62,8 +62,8 @@ class TransformersClass:
     def load(
         self, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
     ) -> TransformersModel:
-        """The model with its weights, checked against the class' own attention; `config` may say
-        more than the class does.
+        """Return the model with its weights, checked against the class' own attention; `config` may
+        say more than the class does.
 
         Raises ModelLoadError.
         """
@@ -164,7 +164,7 @@ def refused_as(sentence: str) -> Iterator[None]:
 
 
 def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
-    """The model without memory for its weights."""
+    """Return the model without memory for its weights."""
     settings = copy.deepcopy(settings)
     settings._attn_implementation = WATCHED
     settings._experts_implementation = (
@@ -182,8 +182,8 @@ def _skeleton(model_class: Pretrained, settings: Settings) -> Pretrained:
 
 
 def _watched(name: str, skeleton: Pretrained) -> tuple[list[LayerCall], str]:
-    """How the class calls its attention on two tokens, and the first module that its forward calls:
-    that with everything but the head.
+    """Return how the class calls its attention on two tokens, and the first module that its forward
+    calls: that with everything but the head.
     """
     calls: list[LayerCall] = []
     entered: list[str] = []
@@ -248,7 +248,7 @@ def _check_calls(name: str, settings: Settings, calls: list[LayerCall]) -> None:
 
 
 def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
-    """What `max_model_len` and prefix caching follow from.
+    """Return what `max_model_len` and prefix caching follow from.
 
     Dynamic ones are held to the length where they start to grow.
     """
@@ -329,8 +329,8 @@ class _HiddenStates(BaseModelOutputWithPast):
 
 
 def _with_replaced(module: nn.Module, path: list[str], replacement: nn.Module) -> nn.Module:
-    """The module with the same parameters and another submodule at `path`; the original stays as it
-    is.
+    """Return the module with the same parameters and another submodule at `path`; the original
+    stays as it is.
     """
     if not path:
         return replacement

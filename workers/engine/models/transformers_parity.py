@@ -30,7 +30,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 @torch.inference_mode()
 def windows_by_masks(model: TransformersModel) -> tuple[int | None, ...]:
-    """Each layer's window as its own mask has it: some classes name none to their attention.
+    """Return each layer's window as its own mask has it: some classes name none to their attention.
 
     Raises ModelLoadError for other masks.
     """
@@ -69,8 +69,8 @@ def _fails(model: TransformersModel) -> str:
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """The difference as a share of the logits, by root mean squares; what all logits of a token
-    have in common counts for nothing.
+    """Return the difference as a share of the logits, by root mean squares; what all logits of a
+    token have in common counts for nothing.
     """
     ours, theirs = (x - x.mean(-1, keepdim=True) for x in (ours, theirs))
     return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-20))

@@ -35,8 +35,8 @@ class NativeUnavailable(Exception):
 
 
 def built_library(folder: Path | None = None) -> Path:
-    """The library's file in `folder` (by default the user's cache), compiled if it is not there
-    yet.
+    """Return the library's file in `folder` (by default the user's cache), compiled if it is not
+    there yet.
 
     Processes that start together wait for the first of them. Raises NativeUnavailable.
     """

@@ -49,7 +49,7 @@ _shared: list[_Mapping] = []
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor of zeros on the host.
+    """Return a tensor of zeros on the host.
 
     Raises MemoryError where the address space does not hold it.
     """

@@ -73,8 +73,8 @@ def _can_pack(weight: Tensor, activation: str | None = None) -> bool:
 
 
 def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """The norm of x [..., size], after `residual` has been added to it in place; with a bias it is
-    one that takes off the mean too.
+    """Return the norm of x [..., size], after `residual` has been added to it in place; with a bias
+    it is one that takes off the mean too.
     """
     y = torch.empty_like(x)
     added, biases = (None if given is None else given.data_ptr() for given in (residual, bias))

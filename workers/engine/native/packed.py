@@ -83,7 +83,8 @@ class PackedMatrix:
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
-        """Rows [R, k] of the weight by int64 indices [R] below n, as an embedding table gives them.
+        """Return rows [R, k] of the weight by int64 indices [R] below n, as an embedding table
+        gives them.
 
         Not of a gated matrix.
         """

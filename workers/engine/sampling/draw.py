@@ -63,8 +63,8 @@ class Draw:
 
 
 def draw_on_device(z: Tensor, floors: Tensor, top_p: Tensor | None, keys: Tensor) -> Tensor:
-    """One token per row of z [R, vocab], of those at least `floors` [R, 1] and in the nucleus of
-    `top_p` [R, 1], if given; int64 [R].
+    """Draw one token per row of z [R, vocab], of those at least `floors` [R, 1] and in the
+    nucleus of `top_p` [R, 1], if given; int64 [R].
 
     Without a branch on what is on the device, for which the host would have to wait.
     """

@@ -40,8 +40,8 @@ _LOWEST = -16.0
 
 
 def draw_rows(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64], threads: int = 1) -> Tokens:
-    """One token for each row of z [R, vocab], whose largest is 0, of those at least `floors` [R]
-    and in the nucleus of `top_p` [R].
+    """Draw one token for each row of z [R, vocab], whose largest is 0, of those at least `floors`
+    [R] and in the nucleus of `top_p` [R].
 
     A row that is not numbers gives its argmax.
     """
@@ -57,7 +57,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _draw(z: Floats, floors: Floats, top_p: Floats, keys: NDArray[np.uint64]) -> list[int]:
-    """A few rows' tokens.
+    """Return a few rows' tokens.
 
     Rows without a limit that leaves few tokens are looked through together.
     """
@@ -121,7 +121,7 @@ class _Candidates:
         self.total = float(self.weights.sum())
 
     def narrowed(self, goal: float) -> _Candidates:
-        """The same without some of the lowest, where the others' weights reach the goal."""
+        """Return the same without some of the lowest, where the others' weights reach the goal."""
         low, high = -math.inf, 0.0
         for _ in range(_HALVINGS):
             middle = (max(low, _LOWEST) + high) / 2
@@ -132,8 +132,8 @@ class _Candidates:
         return _Candidates(self.z[inside], inside if self.tokens is None else self.tokens[inside])
 
     def draw(self, key: np.uint64, goal: float, near: NDArray[np.bool_] | None = None) -> int:
-        """The token with the highest score of those above which less weight than `goal` lies;
-        `near` is what `_near` says, if known.
+        """Return the token with the highest score of those above which less weight than `goal`
+        lies; `near` is what `_near` says, if known.
         """
         least = min(self.total, goal)
         if near is None and len(self.z) > _FEW:
@@ -160,5 +160,5 @@ class _Candidates:
         return None
 
     def _above(self, z: float) -> float:
-        """How much weight lies above z."""
+        """Return how much weight lies above z."""
         return float((self.weights * (self.z > z)).sum())

@@ -25,7 +25,7 @@ _SPREAD = 4.0  # standard deviations by which the guess may be wrong
 
 
 def settled(params: SamplingParams, vocab_size: int) -> tuple[float, int, float]:
-    """The log of min_p, top_k (`vocab_size` for no limit) and top_p."""
+    """Return the log of min_p, top_k (`vocab_size` for no limit) and top_p."""
     floor = math.log(params.min_p) if params.min_p else -math.inf
     return floor, min(params.top_k or vocab_size, vocab_size), max(params.top_p, _ONE_TOKEN)
 
@@ -44,8 +44,8 @@ class SamplingLimits:
         self._floor[slot], self._top_k[slot], self._top_p[slot] = settled(params, self._vocab_size)
 
     def floors(self, z: Tensor, slots: NDArray[np.int32]) -> Tensor:
-        """The smallest value that min_p and top-k leave in each row of z [R, vocab], whose largest
-        is 0; float32 [R, 1].
+        """Return the smallest value that min_p and top-k leave in each row of z [R, vocab], whose
+        largest is 0; float32 [R, 1].
         """
         floors, top_k = self._floor[slots], self._top_k[slots]
         rows = np.nonzero(top_k < self._vocab_size)[0]
@@ -61,7 +61,7 @@ class SamplingLimits:
 
 
 def smallest_on_device(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int64]) -> Tensor:
-    """The k-th largest value of each of some rows [A] of z [R, vocab]; float32 [A, 1].
+    """Return the k-th largest value of each of some rows [A] of z [R, vocab]; float32 [A, 1].
 
     A large k of one row costs the others nothing.
     """
@@ -77,7 +77,7 @@ def smallest_on_device(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int
 
 
 def smallest_on_host(z: Tensor, rows: NDArray[np.int64], top_k: NDArray[np.int64]) -> Tensor:
-    """The same on a CPU, each row for itself."""
+    """Return the same on a CPU, each row for itself."""
     values = z.numpy()
     return torch.tensor(
         [[_kth_largest(values[row], k)] for row, k in zip(rows.tolist(), top_k.tolist(), strict=True)], dtype=z.dtype

@@ -33,7 +33,9 @@ _HIGH = int(sys.byteorder == "little")  # index of the upper half of a 64-bit nu
 
 
 def request_keys(seeds: Tensor, choices: Tensor, indices: Tensor) -> Tensor:
-    """The key of each row's next token; int64 [R] throughout, seeds as their two's complement."""
+    """Return the key of each row's next token; int64 [R] throughout, seeds as their two's
+    complement.
+    """
     golden = _signed(GOLDEN)
     key = _mix(seeds + golden)
     key = _mix(key.add_(choices * golden))
@@ -49,25 +51,25 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_steps(tokens: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """What each token adds to a key; the host's half of the noise starts from it."""
+    """Return what each token adds to a key; the host's half of the noise starts from it."""
     return (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
 
 
 @cache
 def vocabulary_steps(vocab: int) -> NDArray[np.uint64]:
-    """The same of a whole vocabulary."""
+    """Return the same of a whole vocabulary."""
     return token_steps(np.arange(vocab))
 
 
 def rough_bits(keys: NDArray[np.uint64], steps: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """The bits behind the noise as floats, but for the last one, which may be wrong; of the shape
-    to which keys and steps broadcast.
+    """Return the bits behind the noise as floats, but for the last one, which may be wrong; of the
+    shape to which keys and steps broadcast.
     """
     return _mixed_up(steps + keys).view(np.uint32)[..., _HIGH::2].astype(np.float32)
 
 
 def host_gumbel(key: np.uint64, steps: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """The noise of one row, [C] as the steps."""
+    """Return the noise of one row, [C] as the steps."""
     z = _mixed_up(steps + key)
     z ^= z >> np.uint64(31)
     v = (z >> np.uint64(32)).astype(np.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
@@ -76,7 +78,7 @@ def host_gumbel(key: np.uint64, steps: NDArray[np.uint64]) -> NDArray[np.float32
 
 
 def noise_bits(seed: int, choice: int, index: int, token: int) -> int:
-    """The 32 bits behind one token's noise, in plain Python."""
+    """Return the 32 bits behind one token's noise, in plain Python."""
     key = _mix_int(seed + GOLDEN)
     key = _mix_int(key + choice * GOLDEN)
     key = _mix_int(key + index * GOLDEN)
@@ -84,13 +86,13 @@ def noise_bits(seed: int, choice: int, index: int, token: int) -> int:
 
 
 def noise(seed: int, choice: int, index: int, token: int) -> float:
-    """One token's noise, in plain Python and double precision."""
+    """Return one token's noise, in plain Python and double precision."""
     v = min(noise_bits(seed, choice, index, token) * 2.0**-32 + 2.0**-33, _LARGEST)
     return -math.log(-math.log1p(-v))
 
 
 def signed_seed(seed: int) -> int:
-    """A 64-bit unsigned seed as the int64 of the same bits."""
+    """Return a 64-bit unsigned seed as the int64 of the same bits."""
     return _signed(seed & _MASK)
 
 

@@ -77,7 +77,9 @@ class Penalties:
         flat[places] = z
 
     def _count(self, tokens: Tensor, weights: Tensor, vocab: int) -> Tensor:
-        """How often each of tokens [C, width] comes up in its row, each time with its weight."""
+        """Return how often each of tokens [C, width] comes up in its row, each time with its
+        weight.
+        """
         if self._counters is None or len(self._counters) < len(tokens):
             self._counters = torch.zeros(len(tokens), vocab, device=tokens.device)
         counters = self._counters[: len(tokens)]

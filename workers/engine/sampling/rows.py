@@ -46,12 +46,12 @@ class Lists:
             self._arrays.pop(slot, None)
 
     def users(self, slots: NDArray[np.int32]) -> list[int]:
-        """The rows whose slots have arrays."""
+        """Return the rows whose slots have arrays."""
         return [row for row, slot in enumerate(slots.tolist()) if slot in self._arrays] if self._arrays else []
 
     def gather(self, slots: NDArray[np.int32], rows: Sequence[int]) -> tuple[NDArray[np.int64], ...]:
-        """The arrays of `rows`, all of which use them, one behind the other; the first array of the
-        result says each item's row.
+        """Return the arrays of `rows`, all of which use them, one behind the other; the first array
+        of the result says each item's row.
         """
         found = [self._arrays[slot] for slot in slots[rows].tolist()]
         lengths = [len(arrays[0]) for arrays in found]

@@ -83,7 +83,8 @@ class RequestState:
         self.last_step = -1
 
     def ended_by(self) -> tuple[Finish, int]:
-        """How the last token ends the request, and that token if it is a stop token, else -1.
+        """Return how the last token ends the request, and that token if it is a stop token, else
+        -1.
 
         Among the first `min_tokens` none is.
         """
@@ -95,7 +96,7 @@ class RequestState:
 
 
 def refusal(request: RequestState, max_model_len: int, vocab_size: int) -> str:
-    """Why a request cannot run, in a sentence; empty if it can."""
+    """Return why a request cannot run, in a sentence; empty if it can."""
     if not request.prompt_length:
         return "the prompt has no tokens"
     if request.prompt_length >= max_model_len:
