@@ -1,4 +1,4 @@
-"""A short-lived folder for a private Redis; those that killed processes left behind are removed."""
+"""A short-lived folder for a private Redis; folders that killed processes left are removed."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ _OWNER = "owner.lock"
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A fresh 0700 folder, gone at the end.
+    """Make a fresh 0700 folder, and remove it at the end.
 
     Its path is short, since the kernel allows a socket path only 107 bytes.
     """
@@ -30,8 +30,8 @@ def private_folder() -> Iterator[Path]:
 
 
 def remove_abandoned() -> None:
-    """Removes this user's private folders whose process is gone: the kernel lets go of a lock when
-    its holder dies.
+    """Remove this user's private folders whose process has ended: the kernel releases a lock when
+    its holder ends.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""Batches of a server: made of a local file or of one that is there, waited for, and their results
-fetched.
+"""Batches of a server: create them from a local or an uploaded file, wait for them, and fetch their
+results.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _LONGEST_REQUESTED_PAUSE = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class NewRemoteBatch:
-    """What is asked for. `source` is a local file, or the id of one that the server has."""
+    """The parameters of a batch. `source` is a local file, or the id of one that the server has."""
 
     source: str
     endpoint: str | None = None  # None: that of the file's first line
@@ -50,7 +50,7 @@ class NewRemoteBatch:
 
 
 def submit(client: "openai.OpenAI", new: NewRemoteBatch) -> "Batch":
-    """Uploads the file if it is a local one, and makes the batch.
+    """Upload the file if it is a local one, and create the batch.
 
     Without a batch no file is left behind. Raises `Refused`.
     """
@@ -78,14 +78,12 @@ def _create(client: "openai.OpenAI", new: NewRemoteBatch, file_id: str, endpoint
 
 
 def endpoint_of(path: Path) -> str | None:
-    """What the first request of a file is for; None if it does not say.
+    """Return the endpoint of a file's first request; None if it has none.
 
     Raises `Refused` for a file that cannot be read.
     """
     if not path.is_file():
-        raise Refused(
-            f"{path} is a folder" if path.is_dir() else f"there is no file {path}, and no id of one begins so"
-        )
+        raise Refused(f"{path} is a folder" if path.is_dir() else f"there is no file {path}, and it is no file id")
     try:
         line = first_line(str(path))
     except (InputError, StoreError) as error:
@@ -98,8 +96,9 @@ def endpoint_of(path: Path) -> str | None:
 
 
 def wait_for(client: "openai.OpenAI", batch_id: str) -> "Batch":
-    """Shows progress until the batch has ended; a server that is away for less than a minute is
-    waited for. Raises `Interrupted`.
+    """Show progress until the batch has ended, tolerating a server that is away for under a minute.
+
+    Raises `Interrupted`.
     """
     patient = client.with_options(max_retries=0)
     counts, pause, away_since = Counts(), _FIRST_PAUSE, None
@@ -140,11 +139,11 @@ def see_to_the_end(
     as_json: bool,
     source: str | None = None,
 ) -> None:
-    """Waits, says on stdout how the batch ended, saves its answers if asked to.
+    """Wait, print how the batch ended, and save its answers if asked to.
 
     Raises `Refused`, `Unfinished` and `Interrupted`.
 
-    `source` is the input's name for a person.
+    `source` is the input's name in messages.
     """
     batch = wait_for(client, batch_id)
     if as_json:
@@ -157,7 +156,7 @@ def see_to_the_end(
 
 
 def check_end(batch: "Batch", fail_on_error: bool, source: str | None = None) -> None:
-    """Ends the command as the batch ended. Raises `Refused` and `Unfinished`."""
+    """End the command as the batch ended. Raises `Refused` and `Unfinished`."""
     if batch.status == "failed":
         print_problems(batch, source or batch.input_file_id)
         raise Refused(f"{batch.id} was refused; nothing was run")
@@ -168,7 +167,7 @@ def check_end(batch: "Batch", fail_on_error: bool, source: str | None = None) ->
 
 
 def save_results(client: "openai.OpenAI", batch: "Batch", output: Path | None, errors: bool = False) -> None:
-    """Writes what the batch has so far of answers, or of error lines.
+    """Write the batch's answers so far, or its error lines.
 
     Raises `Refused` where there is nothing.
     """
@@ -178,7 +177,7 @@ def save_results(client: "openai.OpenAI", batch: "Batch", output: Path | None, e
     whole = remote_files.download(client, file_id, output)
     if not whole:
         click.echo(
-            f"{batch.id} is {batch.status}: these are the answers so far, in the order in which they came", err=True
+            f"{batch.id} is {batch.status}: these are the answers so far, in the order in which they finished", err=True
         )
     if output is not None:
         click.echo(f"results: {output}", err=True)
@@ -196,7 +195,7 @@ def _why_nothing(batch: "Batch", errors: bool) -> str:
 
 
 def _requested_pause(error: Exception) -> float:
-    """Seconds that the server asks a caller to wait."""
+    """Return the seconds that the server asks a caller to wait."""
     headers = getattr(getattr(error, "response", None), "headers", {})
     with contextlib.suppress(ValueError):
         return min(float(headers.get("retry-after", 0)), _LONGEST_REQUESTED_PAUSE)

@@ -16,7 +16,7 @@ _CHUNK = 1 << 18
 
 
 def upload(client: "openai.OpenAI", path: Path, purpose: str = "batch", expires_after: int | None = None) -> Any:
-    """Sends a local file, never whole in memory; the file object.
+    """Upload a local file, never whole in memory, and return the file object.
 
     Raises `Refused` for one that cannot be read.
     """
@@ -37,9 +37,9 @@ def upload(client: "openai.OpenAI", path: Path, purpose: str = "batch", expires_
 
 
 def download(client: "openai.OpenAI", file_id: str, output: Path | None) -> bool:
-    """Writes a file's content to `output`, which appears when all of it is on disk, or to stdout.
+    """Write a file's content to `output`, which appears when all of it is on disk, or to stdout.
 
-    Whether it was all of the file.
+    Return whether it was all of the file.
     """
     with client.files.with_streaming_response.content(file_id) as answer, _target(output) as write:
         for chunk in answer.iter_bytes(_CHUNK):

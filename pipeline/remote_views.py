@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def moment(seconds: int | None) -> str:
-    """A time of this machine's zone; nothing for None."""
+    """Return the time in this machine's zone; nothing for None."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def show_object(value: dict[str, Any], as_json: bool) -> None:
-    """On stdout: as JSON, or one line for each field that says something."""
+    """Print on stdout: as JSON, or one line for each field that has a value."""
     if as_json:
         click.echo(json.dumps(value))
         return
@@ -33,9 +33,9 @@ def show_object(value: dict[str, Any], as_json: bool) -> None:
 
 
 def counts_of(batch: "Batch") -> Counts:
-    """The batch as progress shows it.
+    """Return the batch as progress shows it.
 
-    How many of its requests run just now, the API does not say.
+    The API does not report how many of its requests run.
     """
     counts = batch.request_counts
     note = batch.status if batch.status != "in_progress" else ""
@@ -53,14 +53,14 @@ def counts_of(batch: "Batch") -> Counts:
 
 
 def print_problems(batch: "Batch", source: str) -> None:
-    """What was wrong with the input, on stderr, as `file:line: what is wrong [code]`."""
+    """Print on stderr what was wrong with the input, as `file:line: what is wrong [code]`."""
     for problem in (batch.errors.data if batch.errors is not None else None) or []:
         place = f"{source}:{problem.line}" if problem.line else source
         print(f"{place}: {problem.message} [{problem.code}]", file=sys.stderr)
 
 
 def describe(batch: "Batch") -> str:
-    """A batch that ended, in one line."""
+    """Return an ended batch in one line."""
     parts = [f"{batch.id} is {batch.status}"]
     if batch.request_counts is not None:
         counts = batch.request_counts

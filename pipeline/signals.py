@@ -1,6 +1,4 @@
-"""Waiting for signals in the main thread without polling: stop orders, the end of a child, or a
-timeout.
-"""
+"""Wait for signals in the main thread without polling: stop orders, ends of children, timeouts."""
 
 import os
 import select
@@ -16,7 +14,7 @@ class Signals:
     """A context in which `wait` returns as soon as one of the signals arrives; `stops` counts the
     orders to stop.
 
-    The third such order ends the process there and then, whatever it is waiting for.
+    The third such order ends the process at once, whatever it waits for.
     """
 
     def __init__(self) -> None:
@@ -42,7 +40,7 @@ class Signals:
         self._writer.close()
 
     def wait(self, seconds: float) -> bool:
-        """Returns at the next signal, or after `seconds`; whether a signal came."""
+        """Wait for a signal or `seconds`; return whether a signal came."""
         readable, _, _ = select.select([self._reader], [], [], max(0.0, seconds))
         if readable:
             self._reader.recv(4096)

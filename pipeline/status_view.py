@@ -18,8 +18,8 @@ def workers_table(queue: Queue) -> Table:
     for worker in workers:
         context = str(worker.max_model_len) if worker.max_model_len else ""
         up = duration(max(0.0, time.time() - worker.started))
-        said = gauges.get(worker.id)
-        lately = [f"{said.tokens_per_second:.0f}", "\n".join(map(_gpu, said.gpus))] if said else ["", ""]
+        reported = gauges.get(worker.id)
+        lately = [f"{reported.tokens_per_second:.0f}", "\n".join(map(_gpu, reported.gpus))] if reported else ["", ""]
         table.add_row(
             worker.id, worker.state, ", ".join(worker.models), context, worker.host, str(worker.pid), up, *lately
         )
@@ -49,12 +49,9 @@ def batches_table(queue: Queue) -> Table:
 
 
 def tokens_table(queue: Queue) -> Table:
-    """What became of the output tokens that were ever generated; a worker's newest ones come with
-    what it publishes next.
-    """
+    """Show what became of all output tokens; a worker's newest ones count once published."""
     totals, in_flight = queue.token_totals(), queue.tokens_in_flight()
-    # The two are read one after the other, and what is generated between them would make it
-    # negative.
+    # The two are read one after the other; tokens generated in between would make it negative.
     again = max(0, totals.generated - totals.delivered - in_flight)
     share = f"{again} ({again / totals.generated:.1%})" if totals.generated else "0"
     table = new_table("Output tokens", "generated", "delivered", "in flight", "computed again or cancelled")
@@ -63,7 +60,7 @@ def tokens_table(queue: Queue) -> Table:
 
 
 def _gpu(gpu: GpuGauges) -> str:
-    """Name, use, memory and power, as far as they are known."""
+    """Return name, use, memory and power, as far as they are known."""
     parts = [gpu.name]
     if gpu.busy is not None:
         parts.append(f"{gpu.busy:.0%} busy")

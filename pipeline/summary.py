@@ -1,4 +1,4 @@
-"""What a person reads at the end: where the results are, the first answers, and the sums."""
+"""The end of a run as text: where the results are, the first answers, and the totals."""
 
 import json
 import sys
@@ -29,14 +29,14 @@ class Summary:
 
 
 def print_problems(source: Path, problems: list[LineProblem]) -> None:
-    """Every bad line on stderr, as `file:line: what is wrong [code]`."""
+    """Print every bad line on stderr, as `file:line: what is wrong [code]`."""
     for problem in problems:
         place = f"{source}:{problem.line}" if problem.line else str(source)
         print(f"{place}: {problem.message} [{problem.code}]", file=sys.stderr)
 
 
 def print_summary(summary: Summary) -> None:
-    """The end of a run on stdout."""
+    """Print the end of a run on stdout."""
     record = summary.record
     output = summary.output or (local_path(record.output) if record.output is not None else None)
     if output is not None:
@@ -47,7 +47,7 @@ def print_summary(summary: Summary) -> None:
 
 
 def describe(summary: Summary) -> str:
-    """Requests, failures, tokens, tokens/s and seconds in one line."""
+    """Return requests, failures, tokens, tokens/s and seconds in one line."""
     record, usage = summary.record, summary.record.usage
     parts = [
         f"{record.total} request{'s' if record.total != 1 else ''}, {record.failed} failed",
@@ -63,7 +63,7 @@ def describe(summary: Summary) -> str:
 
 
 def first_answers(output: Path) -> list[str]:
-    """The first few results, shortened, one line each."""
+    """Return the first few results, shortened, one line each."""
     rows = _parquet_rows(output) if is_parquet(str(output)) else _jsonl_rows(output)
     return [f"  {_shorten(custom_id)}: {_shorten(text)}" for custom_id, text in rows]
 
@@ -94,7 +94,7 @@ def _parquet_rows(output: Path) -> list[tuple[str, str]]:
 
 
 def _shorten(text: str) -> str:
-    """One line without what a terminal would obey."""
+    """Return one line without control characters."""
     line = "".join(character if character.isprintable() else " " for character in text[: 2 * _LONGEST_ANSWER])
     line = " ".join(line.split())
     return line if len(line) <= _LONGEST_ANSWER else line[: _LONGEST_ANSWER - 1] + "…"

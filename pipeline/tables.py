@@ -5,11 +5,11 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
-_WIDTH_OF_A_FILE = 1000  # columns; who reads it cuts lines as they like
+_WIDTH_OF_A_FILE = 1000  # columns; a reader may cut lines
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """An empty table under a title, whose cells are folded rather than cut."""
+    """Return an empty table under a title, whose cells are folded rather than cut."""
     table = Table(title=title, title_justify="left", caption=None)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -17,7 +17,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def new_listing(*columns: str) -> Table:
-    """An empty table without lines, whose first column holds ids, which stay whole."""
+    """Return an empty table without lines, whose first column holds ids, which stay whole."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, overflow="fold", no_wrap=number == 0)
@@ -25,5 +25,5 @@ def new_listing(*columns: str) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """On stdout, as wide as the terminal."""
+    """Print on stdout, as wide as the terminal."""
     Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE, markup=False, highlight=False).print(table)

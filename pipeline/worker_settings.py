@@ -16,7 +16,7 @@ _ENGINE = tuple(name for name in MODEL_FLAGS if name not in ("served_model_name"
 
 
 def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
-    """The settings of a worker for `model` (None: the one that ships). Raises `Refused`."""
+    """Return the settings of a worker for `model` (None: the demo model). Raises `Refused`."""
     check_model_folder(model)
     _check_processes(values["tensor_parallel_size"], values.get("data_parallel_size", 1))
     try:
@@ -45,8 +45,8 @@ def _check_processes(ranks: int, replicas: int) -> None:
 
 
 def check_model_folder(model: str | None) -> None:
-    """Raises `Refused` if the model is plainly a local path and nothing is there; the rest is the
-    worker's to find out.
+    """Raise `Refused` if the model is plainly a local path without a folder; the worker checks the
+    rest.
     """
     looks_local = model is not None and (model.startswith(("/", "./", "../", "~")) or model.count("/") > 1)
     if model is not None and looks_local and not Path(model).is_dir():

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from api import main as api_main
-from pipeline import child, stack
+from pipeline import child, supervisor
 from pipeline.main import cli
 from tests.docker.composition import FILES, seconds, services
 from tests.docker.recipe import environment, folders, lineage, stages
@@ -78,7 +78,7 @@ def test_every_process_has_the_time_to_stop_in_order() -> None:
     grace = {name: seconds(service["stop_grace_period"]) for name, service in SERVICES.items()}
     assert grace["api"] > api_main._STOP_SECONDS
     # RQ workers, then the ticker
-    assert grace["jobs"] > 2 * stack._STOP_SECONDS + 3 * child._LAST_WORDS_SECONDS
+    assert grace["jobs"] > 2 * supervisor._STOP_SECONDS + 3 * child._LAST_OUTPUT_SECONDS
     drains = WorkerSettings(redis_url="redis://redis").shutdown_timeout + 4 * replica.GOODBYE_SECONDS
     assert grace["worker"] > drains + 2 * replica.GOODBYE_SECONDS
 
