@@ -37,7 +37,7 @@ def test_a_key_comes_is_listed_and_goes(run_here: RunHere, tmp_path: Path, redis
         assert run_here("keys", "revoke", key_id[0], *store).code == 0
         wait_until(lambda: status() == 401, 30, "the revoked key to be refused")
     last = json.loads(run_here("keys", "list", "--json", *store).out)[0]["id"]
-    assert "that was the last one" in run_here("keys", "revoke", last, *store).err
+    assert "that was the last key" in run_here("keys", "revoke", last, *store).err
     assert run_here("keys", "revoke", key_id[0], *store) == (
         2,
         "",
