@@ -4,7 +4,8 @@ BIN := $(VENV)/bin
 JAVASCRIPT := tests/contract/javascript
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# ISA=avx2 builds and runs as on a processor without AVX-512: `make test ISA=avx2`.
+# A slow machine on a fast one: ISA=avx2 builds and runs as on a processor without AVX-512, BUSY=1 keeps a core busy with something else
+# for as long as the lanes run. `make test proof ISA=avx2 BUSY=1`.
 ifeq ($(ISA),avx2)
 export CC := gcc -mno-avx512f -mno-avx512bf16 -mno-avx512fp16 -mno-amx-tile -mno-amx-bf16 -mno-amx-int8 -mno-avxvnni
 export ATEN_CPU_CAPABILITY := avx2
@@ -19,7 +20,7 @@ ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchm
 API_TESTS := tests/contract tests/test_install.py
 MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos faults matrix coverage lint bench bench-full bench-gpu clean
+.PHONY: demo test again test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos faults matrix coverage lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -28,7 +29,8 @@ demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with t
 LANE_TIMES := .lanes
 lane = began=$$(date +%s); $(2); status=$$?; mkdir -p $(LANE_TIMES); \
   echo "$(1): $$(( $$(date +%s) - began )) s" > $(LANE_TIMES)/$(1); exit $$status
-both = rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j2 --output-sync=target $(1)-engine-and-api $(1)-processes; \
+busy = $(if $(BUSY),(while :; do :; done) & trap "kill $$!" EXIT;)
+both = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j2 --output-sync=target $(1)-engine-and-api $(1)-processes; \
   status=$$?; echo "Time of each lane:"; cat $(LANE_TIMES)/$(1)-*; exit $$status
 
 test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in two lanes (under 6 minutes on two slow cores)
@@ -39,6 +41,9 @@ test-engine-and-api:
 
 test-processes:
 	@$(call lane,$@,$(BIN)/pytest -q $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%))
+
+again:  ## one test, alone, whose id is TEST in the environment
+	@$(BIN)/pytest -q "$$TEST"
 
 proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in two lanes (under 40 minutes on two slow cores)
 	@$(call both,proof)

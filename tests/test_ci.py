@@ -9,7 +9,14 @@ import pytest
 
 from tests.support.commands import REPOSITORY
 
-MAKEFILE = "test:\n\t.venv/bin/pytest -q\nproof:\n\t@echo proofs ran\n"
+MAKEFILE = """
+test:
+	.venv/bin/pytest -q
+again:
+	.venv/bin/pytest -q "$$TEST"
+proof:
+	@echo proofs ran
+"""
 SETTINGS = f"[pytest]\npythonpath = {REPOSITORY}\naddopts = -ra -p no:schemathesis\nmarkers =\n    proof: long\n"
 TESTS = """
 import subprocess
