@@ -7,6 +7,7 @@ host name), a read-only root, its service's volumes, and no capability. All of i
 namespace that one process holds, and is gone with that process.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -30,7 +31,11 @@ USER = 10001
 NETWORK = "10.77.0"
 _PYTHON = "/python"  # where a stage finds the Python of its base image
 _PATH = f"{_PYTHON}/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-_NO_RIGHTS = f"setpriv --reuid={USER} --regid={USER} --clear-groups --bounding-set=-all --inh-caps=-all --no-new-privs"
+_PACKAGES = "/run/packages"  # out of reach of what a service mounts over this machine's folders
+_NO_RIGHTS = (
+    f"setpriv --reuid={USER} --regid={USER} --clear-groups --bounding-set=-all --inh-caps=-all --no-new-privs "
+    "--pdeathsig=KILL"  # another user's process has lost what `unshare --kill-child` asked for
+)
 _BIND = re.compile(r"--mount=type=bind,from=(\w+),source=(\S+),target=(\S+)")
 _ENTER_A_CONTAINER = ("--mount", "--net", "--pid", "--uts", "--root", "--wd=/")
 
@@ -60,6 +65,7 @@ class Image:
     entrypoint: list[str] = field(default_factory=list)
     variables: dict[str, str] = field(default_factory=dict)
     place: str = "/"  # where its commands run
+    packages: Path | None = None  # a folder of this machine that its Python imports from as well
 
 
 class Container:
@@ -108,9 +114,12 @@ class Container:
         return self.wait(grace)
 
     def kill(self) -> None:
-        """Ends it at once, with all of its processes."""
-        self._process.kill()
-        self._process.wait()
+        """Ends it at once, with all of its processes, of which `pid` is the first."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.wait()
 
 
 class ContainerEngine:
@@ -123,6 +132,14 @@ class ContainerEngine:
 
     def __enter__(self) -> "ContainerEngine":
         self._holder = _start(["unshare", "--mount", "--net", "--fork", "--kill-child", "sleep", "infinity"])
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _prepare(self) -> None:
         self._pid = wait_until(lambda: _children(self._holder.pid), 60, "the engine's namespaces")[0]
         wait_until(lambda: Path(f"/proc/{self._pid}/comm").read_text() == "sleep\n", 60, "the engine's namespaces")
         self._inside(f"mount -t tmpfs tmpfs {self._folder}")
@@ -131,11 +148,14 @@ class ContainerEngine:
             " link set bridge0 up",
             "--net",
         )
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process of every container, and the namespaces with them."""
         for container in self._containers:
             container.kill()
         self._holder.kill()
@@ -182,6 +202,7 @@ class ContainerEngine:
             **image.variables,
             **service.get("environment", {}),
             **variables,
+            **({"PYTHONPATH": _PACKAGES} if image.packages is not None else {}),
             "PATH": _PATH,
             "HOME": "/home/pipeline",
         }
@@ -237,6 +258,11 @@ class ContainerEngine:
             ),
             f"mount --bind {hosts} {root}/etc/hosts; mount -t tmpfs tmpfs {root}/run; mkdir {root}/run/secrets",
             *(f"cp {self.folder('secrets')}/{secret} {root}/run/secrets/" for secret in service["secrets"]),
+            *(
+                [f"mkdir {root}{_PACKAGES}; mount --bind {image.packages} {root}{_PACKAGES}"]
+                if image.packages is not None
+                else []
+            ),
             f"mount -o remount,ro {root}/run",
         ]
         for place, options in (mount.split(":") for mount in service["tmpfs"]):

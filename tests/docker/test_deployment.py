@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,10 +58,8 @@ def control(engine: ContainerEngine) -> Image:
 
 @pytest.fixture(scope="module")
 def worker(control: Image) -> Image:
-    """In place of `worker-cpu`, whose torch takes minutes to install: `control` with the packages
-    that this test runs by.
-    """
-    return Image(control.layers, control.entrypoint, {**control.variables, "PYTHONPATH": sysconfig.get_path("purelib")})
+    """In place of `worker-cpu`, whose torch takes minutes to install: `control` with the packages that this test runs by."""
+    return replace(control, packages=Path(sysconfig.get_path("purelib")))
 
 
 @pytest.fixture(scope="module")
