@@ -31,8 +31,6 @@ from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import failing
 from tests.support.store_batches import content_of, lines_of, log_of, manifest_of, store_of, submit
 
-SEED = 20261121
-
 
 class Killed(BaseException):
     """A kill at one exact point."""
@@ -43,8 +41,8 @@ def joined(root: Path, extent: Extent, offset: int, limit: int | None = None) ->
     return b"".join(pieces), last
 
 
-def test_what_was_appended_is_read_from_any_position(tmp_path: Path) -> None:
-    rng = random.Random(SEED)
+def test_what_was_appended_is_read_from_any_position(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
     lines = [(number, b"x" * rng.randrange(300) + b"%d" % number) for number in rng.sample(range(1, 1000), 200)]
     extent = Extent()
     for start in range(0, 200, 40):
@@ -54,7 +52,7 @@ def test_what_was_appended_is_read_from_any_position(tmp_path: Path) -> None:
     for _ in range(50):
         offset, limit = rng.randrange(201), rng.randrange(1, 250)
         wanted = b"".join(text + b"\n" for _, text in lines[offset : offset + limit])
-        assert joined(tmp_path, extent, offset, limit) == (wanted, min(offset + limit, 200)), SEED
+        assert joined(tmp_path, extent, offset, limit) == (wanted, min(offset + limit, 200)), seed
     assert joined(tmp_path, extent, 0)[1] == 200
     assert joined(tmp_path, extent, 900) == (b"", 200)
 

@@ -12,8 +12,6 @@ import pytest
 
 from jobs.batch.plan import PlanBuilder, PlanEntry, Sorter, read_plan
 
-SEED = 20261121
-
 
 def chat(system: str | None, question: str, max_tokens: int | None = None) -> dict[str, Any]:
     messages = [] if system is None else [{"role": "system", "content": system}]
@@ -34,14 +32,14 @@ def planned(folder: Path, bodies: list[dict[str, Any]], run_records: int = 1000)
 
 
 @pytest.mark.parametrize("count", [0, 1, 23, 24, 25, 600, 24 * 24 + 5])
-def test_a_sort_keeps_few_files(tmp_path: Path, count: int) -> None:
-    rng = random.Random(SEED)
+def test_a_sort_keeps_few_files(tmp_path: Path, count: int, seed: int) -> None:
+    rng = random.Random(seed)
     records = [rng.randbytes(4) for _ in range(count)]
     with contextlib.closing(Sorter(4, tmp_path, 1)) as sorter:
         for record in records:
             sorter.add(record)
             assert open_files(tmp_path) <= 3 * 24
-        assert list(sorter) == sorted(records), SEED
+        assert list(sorter) == sorted(records), seed
         assert list(sorter) == sorted(records)
     assert open_files(tmp_path) == 0
 
@@ -57,14 +55,14 @@ def open_files(folder: Path) -> int:
     return found
 
 
-def test_lines_of_one_system_prompt_run_together_long_ones_first(tmp_path: Path) -> None:
-    rng = random.Random(SEED)
+def test_lines_of_one_system_prompt_run_together_long_ones_first(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
     systems = [f"You are helper number {n}. " * 20 for n in range(7)]
     bodies = [chat(rng.choice(systems), f"question {n}", rng.randrange(1, 500)) for n in range(300)]
     order = planned(tmp_path, bodies)
     assert sorted(order) == list(range(300))
     groups = [bodies[index]["messages"][0]["content"] for index in order]
-    assert sum(left != right for left, right in pairwise(groups)) == 6, SEED
+    assert sum(left != right for left, right in pairwise(groups)) == 6, seed
     lengths = defaultdict(list)
     for index in order:
         lengths[bodies[index]["messages"][0]["content"]].append(bodies[index]["max_tokens"])
@@ -104,8 +102,8 @@ def test_nonsense_in_a_body_still_gets_its_place(tmp_path: Path, body: dict[str,
     assert sorted(planned(tmp_path, [body, chat(None, "hi"), body])) == [0, 1, 2]
 
 
-def test_spilling_to_disk_changes_nothing(tmp_path: Path) -> None:
-    rng = random.Random(SEED)
+def test_spilling_to_disk_changes_nothing(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
     bodies = [chat(f"system {rng.randrange(9)}" * 9, f"question {n}", rng.randrange(64)) for n in range(1000)]
     assert planned(tmp_path, bodies, run_records=64) == planned(tmp_path, bodies, run_records=10_000)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.bin"]
@@ -128,8 +126,8 @@ def test_an_empty_plan(tmp_path: Path) -> None:
     assert planned(tmp_path, []) == []
 
 
-def test_sorter_may_be_walked_again(tmp_path: Path) -> None:
-    rng = random.Random(SEED)
+def test_sorter_may_be_walked_again(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
     records = [rng.randbytes(8) for _ in range(1000)]
     sorter = Sorter(8, tmp_path, 77)
     for record in records:

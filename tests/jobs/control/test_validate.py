@@ -27,8 +27,6 @@ from jobs.queue.request_queue import Queue
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import ROOT, chat_line, echo, read_jsonl, write_input
 
-SEED = 20261121
-
 
 def validated(client: redis.Redis, url: str, source: Path, data: bytes, **options: Any) -> BatchRecord:
     source.write_bytes(data)
@@ -100,15 +98,15 @@ def test_at_most_a_thousand_are_listed_in_line_order_and_the_rest_counted(
 
 
 def test_all_duplicates_are_found(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(validate, "Sorter", lambda size, folder: Sorter(size, folder, 50))
-    rng = random.Random(SEED)
+    rng = random.Random(seed)
     names = [f"id{rng.randrange(300)}" for _ in range(600)]
     record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(map(chat_line, names)))
     first = {name: number for number, name in reversed(list(enumerate(names, 1)))}
     expected = [number for number, name in enumerate(names, 1) if first[name] != number]
-    assert [problem.line for problem in record.errors] == expected, SEED
+    assert [problem.line for problem in record.errors] == expected, seed
 
 
 def test_a_line_too_long_is_named(

@@ -13,7 +13,6 @@ from jobs.queue.connection import connect
 from jobs.queue.following import Beginning
 from jobs.queue.request_queue import Queue
 from tests.support.requests import MODEL, delta, finished, start_batch
-from tests.support.seeds import chosen_seed
 
 LINES = 60
 TOKENS = 40
@@ -81,8 +80,7 @@ class Reading:
                 self.ended.add(entry.key)
 
 
-def test_a_reader_may_begin_at_any_moment(queue: Queue, redis_client: redis.Redis, redis_url: str) -> None:
-    seed = chosen_seed()
+def test_a_reader_may_begin_at_any_moment(queue: Queue, redis_client: redis.Redis, redis_url: str, seed: int) -> None:
     start_batch(queue, "batch_a", LINES)
     queue.watch("batch_a", 60)
     workers = Workers(redis_url, seed)

@@ -25,7 +25,6 @@ from tests.support.dump import Dump
 from tests.support.integrity import faults
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.requests import MODEL, delta, finished, held, lines, request
-from tests.support.seeds import chosen_seed
 
 SOCKET_SECONDS = 0.2
 DEAD_LETTER = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
@@ -122,6 +121,7 @@ def test_whatever_the_control_plane_does(
     proxied_jobs: LossyProxy,
     tmp_path: Path,
     lose: Callable[[LossyProxy, int, int], None],
+    seed: int,
 ) -> None:
     """Each reply to it in turn, of whatever command, or where that takes long some of them: the
     batch comes out the same.
@@ -151,7 +151,7 @@ def test_whatever_the_control_plane_does(
 
     replies = run(tmp_path / "undisturbed", None)
     print(f"{replies} replies")
-    numbers = range(replies) if lose is LossyProxy.lose else random.Random(chosen_seed()).sample(range(replies), 10)
+    numbers = range(replies) if lose is LossyProxy.lose else random.Random(seed).sample(range(replies), 10)
     for number in numbers:
         run(tmp_path / str(number), number)
     assert proxied_jobs.lost > len(numbers) // 2  # the last ones may not come again

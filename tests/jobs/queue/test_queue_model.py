@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, seed, settings
+from hypothesis import HealthCheck, settings
+from hypothesis import seed as seeded
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -32,7 +33,6 @@ from jobs.queue.scripts import Scripts
 from tests.support.dump import Dump
 from tests.support.integrity import faults
 from tests.support.requests import MODEL, finished, held, request, start_batch
-from tests.support.seeds import chosen_seed
 
 LINES = 12
 BATCHES = ("batch_a", "batch_b")
@@ -471,7 +471,7 @@ def chunk_of(choice: int, first: int, count: int) -> TokenChunk:
     return TokenChunk(choice, first, token_ids, "x" * count, first, logprobs)
 
 
-def run(client: redis.Redis, examples: int, steps: int) -> None:
+def run(client: redis.Redis, seed: int, examples: int, steps: int) -> None:
     machine = type("Machine", (QueueModel,), {"client": client})
     options = settings(
         max_examples=examples,
@@ -481,14 +481,14 @@ def run(client: redis.Redis, examples: int, steps: int) -> None:
         suppress_health_check=list(HealthCheck),
         database=None,
     )
-    run_state_machine_as_test(seed(chosen_seed())(machine), settings=options)
+    run_state_machine_as_test(seeded(seed)(machine), settings=options)
 
 
-def test_queue_does_what_the_model_does(redis_client: redis.Redis) -> None:
-    run(redis_client, examples=60, steps=25)
+def test_queue_does_what_the_model_does(redis_client: redis.Redis, seed: int) -> None:
+    run(redis_client, seed, examples=60, steps=25)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(1500)
-def test_queue_does_what_the_model_does_over_thousands_of_steps(redis_client: redis.Redis) -> None:
-    run(redis_client, examples=150, steps=40)
+def test_queue_does_what_the_model_does_over_thousands_of_steps(redis_client: redis.Redis, seed: int) -> None:
+    run(redis_client, seed, examples=150, steps=40)

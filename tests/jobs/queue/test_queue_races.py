@@ -22,7 +22,6 @@ from tests.support.integrity import faults
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.redis_server import keep_all_that_is_said
 from tests.support.requests import MODEL, delta, finished, held, start_batch
-from tests.support.seeds import chosen_seed
 from tests.support.waiting import wait_until
 
 WORKERS = 5
@@ -150,8 +149,7 @@ class Race:
             self.won.update(claim.key for claim in claims if claim.key not in lost)
 
 
-def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
-    seed = chosen_seed()
+def race(folder: Path, seed: int, lines: int, kills: int, deadline: float) -> None:
     batches = ["batch_a", "batch_b"]
     with PrivateServer(folder / "r") as server, LossyProxy(server.url) as proxy:
         # A commit that was accepted and is lost would be accepted again
@@ -180,11 +178,11 @@ def race(folder: Path, lines: int, kills: int, deadline: float) -> None:
         assert proxy.lost > 0
 
 
-def test_every_request_ends_once(tmp_path: Path) -> None:
-    race(tmp_path, lines=150, kills=1, deadline=120)
+def test_every_request_ends_once(tmp_path: Path, seed: int) -> None:
+    race(tmp_path, seed, lines=150, kills=1, deadline=120)
 
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-def test_every_request_ends_once_over_many_kills(tmp_path: Path) -> None:
-    race(tmp_path, lines=3000, kills=15, deadline=600)
+def test_every_request_ends_once_over_many_kills(tmp_path: Path, seed: int) -> None:
+    race(tmp_path, seed, lines=3000, kills=15, deadline=600)

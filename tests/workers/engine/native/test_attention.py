@@ -47,6 +47,7 @@ class Step:
     seed: int = 3
 
     def __post_init__(self) -> None:
+        print(f"seed {self.seed}")
         random = np.random.default_rng(self.seed)
         torch.manual_seed(self.seed)
         blocks = [-(-context // self.block_size) for _, context in self.rows]
