@@ -58,7 +58,9 @@ def control(engine: ContainerEngine) -> Image:
 
 @pytest.fixture(scope="module")
 def worker(control: Image) -> Image:
-    """In place of `worker-cpu`, whose torch takes minutes to install: `control` with the packages that this test runs by."""
+    """In place of `worker-cpu`, whose torch takes minutes to install: `control` with the
+    packages that this test runs by.
+    """
     return replace(control, packages=Path(sysconfig.get_path("purelib")))
 
 

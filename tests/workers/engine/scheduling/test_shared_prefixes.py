@@ -75,7 +75,9 @@ def test_without_the_plan_there_is_little_to_find(seed: int) -> None:
 def test_one_goes_ahead_and_no_other_computes_what_it_just_did(
     tmp_path: Path, depth: int, budget: int, in_order: bool, seed: int
 ) -> None:
-    """Whatever the budget cuts a leader into: those that share its prefix wait until its blocks are there."""
+    """Whatever the budget cuts a leader into: those that share its prefix wait until its blocks
+    are there.
+    """
     lines = shuffled(seed + 1)
     lines = planned(lines, tmp_path) if in_order else lines
     report = Simulation([line for _, line in lines], 64 * SYSTEM_BLOCKS, slots=32, budget=budget, depth=depth).run()
