@@ -122,6 +122,7 @@ def test_the_examples_are_300_requests_with_an_answer_each(tokenizer):
     assert sum(tokens > 100 for tokens in outputs) >= 30
 
 
+@pytest.mark.proof
 def test_the_pool_holds_distinct_questions_with_wide_margins(tokenizer):
     packed = (ROOT / "tests" / "data" / "pool.jsonl.gz").read_bytes()
     rows = [json.loads(line) for line in gzip.decompress(packed).splitlines()]

@@ -36,7 +36,9 @@ on_gpu = pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)
 interpreted = pytest.param(INTERPRETER, id="interpreter", marks=needs_interpreter)
 
 in_torch = pytest.param(
-    TORCH, id="torch", marks=pytest.mark.skipif(CPU == TORCH, reason="that is what the CPU runs with here")
+    TORCH,
+    id="torch",
+    marks=[pytest.mark.proof, pytest.mark.skipif(CPU == TORCH, reason="that is what the CPU runs with here")],
 )
 
 at = pytest.mark.parametrize("place", [pytest.param(CPU, id="cpu"), on_gpu])

@@ -75,7 +75,7 @@ def changed(logits: Tensor, rows: list[Row]) -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.proof) for seed in (1, 2))])
 @pytest.mark.parametrize("stage", STAGES)
 def test_mixed_rows_follow_the_definition(stage: str, seed: int, device: str) -> None:
     rows, logits = random_rows(stage, seed), random_logits(64, seed=seed)
