@@ -1,5 +1,6 @@
 """`.ci/run` in a repository of its own: which failures it repeats, and which end it."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,10 @@ def write_test(repository: Path, body: str, decorator: str = "", arguments: str 
 
 
 def run(repository: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(list(map(str, command)), cwd=repository, capture_output=True, text=True, timeout=200)
+    environment = {name: value for name, value in os.environ.items() if name != "TIMED_OUT_TESTS"}
+    return subprocess.run(
+        list(map(str, command)), cwd=repository, env=environment, capture_output=True, text=True, timeout=200
+    )
 
 
 def test_tests_that_ended_by_a_time_limit_are_repeated_once_and_listed(repository: Path) -> None:
