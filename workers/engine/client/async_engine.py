@@ -41,11 +41,9 @@ _OWN_IDS = 1 << 62  # ids from here on belong to `generate`
 _STDERR_LINES = 5
 _LAST_WORDS = 600  # characters
 _DEATH_GRACE = 0.3  # seconds from the ended process to the end of what it said
-_LAST_WORDS_SECONDS = (
-    # In which what an ended process had printed is read; a child of its own may hold its output
-    # open
-    2.0
-)
+# In which what an ended process had printed is read; a child of its own may hold its output
+# open
+_LAST_WORDS_SECONDS = 2.0
 # Seconds from the closed socket to the ended process, which may have a device to leave
 _EXIT_GRACE = 5.0
 _GONE_LOOK = 10.0  # seconds between two complaints about a killed process that does not end

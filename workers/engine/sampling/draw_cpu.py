@@ -27,11 +27,9 @@ Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
 
 _CANDIDATES = 40.0  # expected, for each that may be drawn: those outside the nucleus come on top
-_BLOCK = (
-    # Rows looked through together: a thread that lets go of the interpreter every few microseconds
-    # gains nothing
-    4
-)
+# Rows looked through together: a thread that lets go of the interpreter every few microseconds
+# gains nothing
+_BLOCK = 4
 _FEW = 2048  # tokens whose exact noise costs less than looking for candidates
 _NARROW = 0.25  # a nucleus of less is cut out first, lest almost all candidates lie outside
 _LIST_COST = 4  # what a listed token costs, in tokens of a row that is looked at whole
