@@ -29,12 +29,12 @@ demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with t
 LANE_TIMES := .lanes
 lane = began=$$(date +%s); $(2); status=$$?; mkdir -p $(LANE_TIMES); \
   echo "$(1): $$(( $$(date +%s) - began )) s" > $(LANE_TIMES)/$(1); exit $$status
-busy = $(if $(BUSY),(while :; do :; done) & trap "kill $$!" EXIT;)
+busy = $(if $(filter 1,$(BUSY)),(while :; do :; done) & trap "kill $$!" EXIT; trap "exit 130" INT TERM;)
 both = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j2 --output-sync=target $(1)-engine-and-api $(1)-processes; \
   status=$$?; echo "Time of each lane:"; cat $(LANE_TIMES)/$(1)-*; exit $$status
 
 test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in two lanes (under 6 minutes on two slow cores)
-	@$(call both,test)
+	+@$(call both,test)
 
 test-engine-and-api:
 	@$(call lane,$@,$(MAKE) --no-print-directory lint && OMP_NUM_THREADS=1 $(BIN)/pytest -q $(ENGINE_TESTS) $(API_TESTS))
@@ -46,7 +46,7 @@ again:  ## one test, alone, whose id is TEST in the environment
 	@$(BIN)/pytest -q "$$TEST"
 
 proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in two lanes (under 40 minutes on two slow cores)
-	@$(call both,proof)
+	+@$(call both,proof)
 
 proof-engine-and-api:
 	@$(call lane,$@,OMP_NUM_THREADS=1 $(BIN)/pytest -q -m proof $(ENGINE_TESTS) $(API_TESTS))
@@ -96,4 +96,4 @@ $(JAVASCRIPT)/node_modules: $(JAVASCRIPT)/package.json  # the official JavaScrip
 	npm install --prefix $(JAVASCRIPT) --no-package-lock --ignore-scripts --no-audit --no-fund --silent && touch $@ || echo "no JavaScript client: its tests will be skipped"
 
 clean:
-	rm -rf $(VENV) $(JAVASCRIPT)/node_modules build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+	rm -rf $(VENV) $(LANE_TIMES) $(JAVASCRIPT)/node_modules build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*

@@ -79,7 +79,7 @@ def one_line(error: object) -> str:
 
 
 def _is(error: BaseException, module: str, name: str) -> bool:
-    """Return isinstance, without importing a module that was not needed so far."""
+    """Return whether the error is of that class, without importing its module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(error, getattr(loaded, name))
 

@@ -112,7 +112,7 @@ def parse_events(chunks: Iterable[bytes]) -> Iterator[ServerSentEvent]:
 def _events(client: "openai.OpenAI", batch_id: str, last_id: str | None) -> Iterator[ServerSentEvent]:
     import openai
 
-    headers = {} if last_id is None else {"Last-ServerSentEvent-ID": last_id}
+    headers = {} if last_id is None else {"Last-Event-ID": last_id}
     stream = client.get(
         f"/batches/{quote(batch_id, safe='')}/stream", cast_to=object, stream=True, stream_cls=openai.Stream[object],
         options={"headers": headers, "timeout": _SILENCE_SECONDS, "max_retries": 0},

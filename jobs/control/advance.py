@@ -31,7 +31,7 @@ from jobs.store.storage import StoreError, join, open_input
 
 SLICE_SECONDS = 1.0
 DRAIN_SECONDS = 1.0
-"""Results wait at least this long for company, unless there are many or they are the last."""
+"""Results wait at least this long for more of them, unless there are many or they are the last."""
 
 _DRAIN_BYTES = 4 * 1024 * 1024
 _CHUNK_BYTES = 2 * 1024 * 1024

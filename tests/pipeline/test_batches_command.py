@@ -185,6 +185,7 @@ def test_tokens_are_shown_as_they_come_each_once_through_a_cut(
         wait_until(lambda: relay.accepted > 1, 30, "the stream to be taken up again")
         stack.talker.step.release(2)
         assert tail.wait() == 0
+        assert re.search(rb"\nlast-event-id: [0-9]+-[0-9]+\r\n", relay.received.lower())
         assert tail.output.split("\n") == [
             "c1: one two",
             "c1: three four",

@@ -382,16 +382,15 @@ def test_a_worker_that_was_away_for_longer_than_its_lease_is_refused(
     with absence(fleet, number) as stopped:
         work.go_on(*stopped)
         fleet.wait(lambda: work.claims > LINES + 1, 60, "its requests to be claimed by the other")
-    if (
-        absence is stopped_worker
-    ):  # one that is only cut off may have finished them all, and has nothing left to let go of
+    # One that is only cut off may have finished them all, and has nothing left to let go of.
+    if absence is stopped_worker:
         fleet.wait(lambda: let_go_of(fleet, number) > let_go, END_SECONDS, "it to let go of them")
     work.check_end(undisturbed)
 
 
 def let_go_of(fleet: Fleet, number: int) -> int:
     """How often the worker dropped requests that another has now."""
-    return fleet.workers[number].log.count("taken away")
+    return fleet.workers[number].log.count("their leases expired")
 
 
 def holder(fleet: Fleet) -> int:

@@ -79,7 +79,7 @@ class _Check:
         found = [f"{key}: {count} times in quarantine" for key, count in Counter(self.quarantined).items() if count > 1]
         found += [f"{key}: in quarantine and held" for key in sorted(set(self.quarantined) & set(self.leases))]
         crashed = {key for key, count in self.engine_crashes.items() if count > 0}
-        found += [f"{key}: in quarantine, and not in quarantine" for key in sorted(crashed - self.taken)]
+        found += [f"{key}: counted for an engine crash, and not in quarantine" for key in sorted(crashed - self.taken)]
         noted = {model.decode() for model in self.hash(keys.QUARANTINE_WAITS)}
         found += [
             f"{model}: a note of a wait without quarantined requests, or the reverse"
@@ -89,7 +89,7 @@ class _Check:
             for group in groups.values():
                 counts = {self.engine_crashes.get(key, 0) for key in group}
                 if not (counts == {1} and len(group) <= 16) and not (counts == {2} and len(group) == 1):
-                    found.append(f"{sorted(map(str, group))}: a group with {counts} engine_crashes")
+                    found.append(f"{sorted(map(str, group))}: a group with {counts} engine crashes")
                 found += [f"{key}: in quarantine of another model" for key in group if self.model(key) != model]
         for worker in set(self.leases.values()):
             tried = {self.engine_crashes.get(key, 0) > 0 for key, holder in self.leases.items() if holder == worker}

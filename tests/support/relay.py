@@ -23,6 +23,7 @@ class Relay:
         self.is_away = False
         self.refused = 0
         self.accepted = 0
+        self.received = bytearray()  # from all clients
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}{parts.path}"
 
     def __enter__(self) -> "Relay":
@@ -58,17 +59,18 @@ class Relay:
             pair = {client, server}
             with self._lock:
                 self._open |= pair
-            back = threading.Thread(target=_pass_on, args=(server, client), daemon=True)
+            back = threading.Thread(target=_pass_on, args=(server, client, bytearray()), daemon=True)
             back.start()
-            _pass_on(client, server)
+            _pass_on(client, server, self.received)
             back.join()
             with self._lock:
                 self._open -= pair
 
 
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
+def _pass_on(source: socket.socket, target: socket.socket, copy: bytearray) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(_CHUNK):
+            copy += data
             target.sendall(data)
     for one in (source, target):
         with contextlib.suppress(OSError):

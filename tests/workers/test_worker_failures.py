@@ -332,7 +332,7 @@ def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) ->
         thief = Queue(queue.redis, QueueSettings(lease_seconds=60.0))
         thief.reap(record.id)
         (claim,) = thief.claim("thief", 1, 1, models=["demo"])
-        wait_until(lambda: "taken away" in worker.log(), 60, "the worker to let go")
+        wait_until(lambda: "their leases expired" in worker.log(), 60, "the worker to let go")
         assert queue.requeue("thief", [(claim.key, claim.fence)]) == []
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _PAUSE_AFTER_ERROR = 1.0
 
 
-class Control:
+class Orders:
     """Reads orders until stopped."""
 
     def __init__(self, queue: Queue, worker: str, on_orders: Callable[[list[ControlMessage]], None]) -> None:

@@ -23,7 +23,7 @@ from jobs.queue.request_queue import Held, Queue, QueueFull, QueueUnavailable
 logger = logging.getLogger(__name__)
 
 COALESCE_SECONDS = 0.05
-"""Longest time that watched tokens and results wait for company."""
+"""Longest time that watched tokens and results wait to be sent together."""
 
 _PAUSE_AFTER_ERROR = 0.2
 

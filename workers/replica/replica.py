@@ -30,7 +30,7 @@ from workers.engine.messages.core import SamplingParams
 from workers.replica import statistics
 from workers.replica.intake import Intake
 from workers.replica.leases import Leases
-from workers.replica.orders import Control
+from workers.replica.orders import Orders
 from workers.replica.outbox import Outbox
 from workers.replica.preparation import Preparation
 from workers.replica.prepared import PreparedRequest
@@ -96,7 +96,7 @@ class Replica:
         self._leases = Leases(
             queue, self.id, settings.queue.lease_seconds, self._generated, self._from_thread(self._on_lost)
         )
-        self._control = Control(queue, self.id, self._from_thread(self._on_orders))
+        self._orders = Orders(queue, self.id, self._from_thread(self._on_orders))
         interval = settings.queue.stream_interval
         self._outbox = Outbox(queue, self.id, interval, self._generated, self._leases.drop, self._on_lost)
         self._running = Running(self._engine, self._outbox, self._loop.time, interval)
@@ -125,7 +125,7 @@ class Replica:
         try:
             await self._set_state("loading")
             self._leases.start()
-            self._control.start()
+            self._orders.start()
             if await self._pause(pause) and await self._load():
                 tasks += self._start_tasks()
                 await self._until_stopped(tasks)
@@ -368,7 +368,7 @@ class Replica:
     async def _end(self) -> None:
         """Leave nothing registered and nothing running; what is still held counts as lost."""
         self._leases.stop()
-        self._control.stop()
+        self._orders.stop()
         self._outbox.close()
         if self._intake is not None:
             self._intake.close()

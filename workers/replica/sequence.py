@@ -195,8 +195,8 @@ class Sequence:
         return Choice(index, self._text, *self._ending, logprobs, of_prompt)
 
     def _recognize_end(self) -> None:
-        """Return whether the checkpoint is the whole of it: a token that can stop it is the last
-        one it got.
+        """End the sequence where its checkpoint is the whole of it: by the last token, by a stop
+        string or by its length.
         """
         last = self.token_ids[-1] if self.token_ids else -1
         stop_token = last if last in self._sampling.stop_token_ids else -1

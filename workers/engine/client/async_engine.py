@@ -43,7 +43,7 @@ _LAST_WORDS = 600  # characters
 _DEATH_GRACE = 0.3  # seconds from the ended process to the end of what it said
 # In which what an ended process had printed is read; a child of its own may hold its output
 # open
-_LAST_WORDS_SECONDS = 2.0
+_LAST_OUTPUT_SECONDS = 2.0
 # Seconds from the closed socket to the ended process, which may have a device to leave
 _EXIT_GRACE = 5.0
 _GONE_LOOK = 10.0  # seconds between two complaints about a killed process that does not end
@@ -405,7 +405,7 @@ class _CoreProcess:
 
     def last_words(self) -> str:
         """Return the end of its stderr, as the end of a sentence."""
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = time.monotonic() + _LAST_OUTPUT_SECONDS
         while self.ended.is_set() and self._reading.is_alive() and time.monotonic() < deadline:
             self._reading.join(0.01)
         words = " | ".join(line.strip() for line in self._lines if line.strip())

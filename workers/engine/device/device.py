@@ -35,7 +35,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def default_device() -> str:
-    """Return a GPU where torch can use one, else the CPU; says why where there is a GPU that torch
+    """Return a GPU where torch can use one, else the CPU; log why where there is a GPU that torch
     cannot use.
     """
     if torch.cuda.is_available():

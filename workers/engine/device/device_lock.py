@@ -149,7 +149,7 @@ def _is_at(fd: int, file: Path) -> bool:
 
 
 def _open(file: Path) -> int:
-    """Open, or makes, a file that everybody may lock.
+    """Open a file that every user may lock; create it where there is none.
 
     Not by O_CREAT where there is one already: in a folder that all users share (sticky, as /tmp),
     Linux refuses that for another user's file.

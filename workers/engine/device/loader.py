@@ -185,8 +185,8 @@ def cpu_dtype() -> torch.dtype:
 
 
 def _fast_bfloat16() -> bool:
-    # All that the processor has, or that the environment allows
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+    # What torch may use: all that the processor has, or less by ATEN_CPU_CAPABILITY
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT"):
         return False
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

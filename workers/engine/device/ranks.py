@@ -139,8 +139,8 @@ class Ranks:
             raise
 
     def close(self) -> None:
-        """Let the ranks finish their steps and end, or ends them where there is nothing to finish;
-        returns when they have.
+        """Let the ranks finish their steps and end, or end them where there is nothing to finish;
+        return when they have.
         """
         self._closing = True
         for connection in self._connections:

@@ -18,7 +18,7 @@ def rotate_and_write(
     qkv: Tensor, heads: int, rotary: RotaryHeads | None, layer_cache: Tensor, slot_mapping: Tensor
 ) -> Tensor:
     """Write the keys and values of qkv [T, heads + 2 * kv_heads, d] to layer_cache [2, blocks,
-    kv_heads, block_size, d] and returns the queries [T, heads, d].
+    kv_heads, block_size, d] and return the queries [T, heads, d].
 
     Queries and keys are normed, where there are norms, and rotated on the way; all of it in
     float32, rounded once. Without `rotary` the queries come back as they are, a view.
