@@ -181,22 +181,29 @@ def _read_password(ctx: click.Context, _param: click.Parameter, path: Path | Non
         ctx.params["redis_url"] = _with_password(url, password)
 
 
-redis_option = all_of(
-    flag(
-        "--redis-url",
-        env="REDIS_URL",
-        callback=_check_url,
-        help="redis://, rediss:// or unix:// URL of the queue. [default: a private one]",
-    ),
-    flag(
-        "--redis-password-file",
-        env="REDIS_PASSWORD_FILE",
-        type=click.Path(path_type=Path),
-        expose_value=False,
-        callback=_read_password,
-        help="File that holds the password for a --redis-url that names none.",
-    ),
-)
+def _redis_flags(without: str) -> Callable[[Command], Command]:
+    """`without` says in the help what follows where no URL is given."""
+    return all_of(
+        flag(
+            "--redis-url",
+            env="REDIS_URL",
+            callback=_check_url,
+            help=f"redis://, rediss:// or unix:// URL of the queue. [{without}]",
+        ),
+        flag(
+            "--redis-password-file",
+            env="REDIS_PASSWORD_FILE",
+            type=click.Path(path_type=Path),
+            expose_value=False,
+            callback=_read_password,
+            help="File that holds the password for a --redis-url that names none.",
+        ),
+    )
+
+
+redis_option = _redis_flags("default: a private one")
+fleet_redis_option = _redis_flags("required")
+"""The same for commands that refuse to run without it."""
 
 
 def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) -> str:
@@ -304,8 +311,8 @@ model_options = all_of(
         "--step-timeout",
         type=click.FloatRange(min=1),
         help=(
-            "Seconds without a step after which the engine core counts as hung. [default: 300, and less once steps have"
-            " been seen]"
+            "Seconds without a step after which the engine core counts as hung. [default: 300; lowered from the"
+            " measured step times]"
         ),
     ),
     flag(

@@ -12,8 +12,8 @@ from pipeline.options import (
     common_options,
     flag,
     flag_arguments,
+    fleet_redis_option,
     log_settings,
-    redis_option,
     store_option,
 )
 
@@ -60,7 +60,7 @@ _API_FLAGS = ("host", "port", "insecure", "completion_window", "max_batch_lines"
 @click.command()
 @api_options
 @store_option
-@redis_option
+@fleet_redis_option
 @common_options
 @click.pass_context
 def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level: str, **flags: Any) -> None:

@@ -3,12 +3,12 @@
 import click
 
 from pipeline.errors import Refused, Unfinished
-from pipeline.options import common_options, redis_option
+from pipeline.options import common_options, fleet_redis_option
 
 
 @click.command()
 @click.argument("process", type=click.Choice(["worker", "jobs"]))
-@redis_option
+@fleet_redis_option
 @common_options
 def health(process: str, redis_url: str | None, log_level: str) -> None:
     """Exit with 0 if the workers, or the control plane, of this host are healthy, else with 1 and a

@@ -3,12 +3,12 @@
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import common_options, log_settings, queue_options, redis_option, store_option
+from pipeline.options import common_options, fleet_redis_option, log_settings, queue_options, store_option
 
 
 @click.command()
 @store_option
-@redis_option
+@fleet_redis_option
 @queue_options
 @common_options
 @click.pass_context

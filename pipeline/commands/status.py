@@ -3,11 +3,11 @@
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import common_options, redis_option
+from pipeline.options import common_options, fleet_redis_option
 
 
 @click.command()
-@redis_option
+@fleet_redis_option
 @common_options
 def status(redis_url: str | None, log_level: str) -> None:
     """Show workers with their states, the models they serve, and the batches of all tenants.

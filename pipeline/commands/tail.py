@@ -3,12 +3,12 @@
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import common_options, redis_option
+from pipeline.options import common_options, fleet_redis_option
 
 
 @click.command()
 @click.argument("target", metavar="REQUEST_OR_BATCH")
-@redis_option
+@fleet_redis_option
 @common_options
 def tail(target: str, redis_url: str | None, log_level: str) -> None:
     """Show the text of a running request (`batch_x/17`, `live_x`), or of all running requests of a

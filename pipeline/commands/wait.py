@@ -5,14 +5,14 @@ from pathlib import Path
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import common_options, flag, redis_option
+from pipeline.options import common_options, flag, fleet_redis_option
 
 
 @click.command()
 @click.argument("batch")
 @flag("-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Copy the results there.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
-@redis_option
+@fleet_redis_option
 @common_options
 def wait(batch: str, output_file: Path | None, fail_on_error: bool, redis_url: str | None, log_level: str) -> None:
     """Wait for a batch that was submitted with `run-batch --detach`, and print where its results

@@ -13,12 +13,12 @@ from pipeline.options import (
     check_model_flags,
     common_options,
     flag,
+    fleet_redis_option,
     log_settings,
     model_arguments,
     model_options,
     one_model,
     queue_options,
-    redis_option,
     replicas_option,
 )
 
@@ -42,7 +42,7 @@ _BESIDES = 10.0  # seconds to stop in, beyond those of its requests
 )
 @model_options
 @replicas_option
-@redis_option
+@fleet_redis_option
 @queue_options
 @common_options
 @click.pass_context
