@@ -39,7 +39,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, pairs: tuple[str, ...])
     "--endpoint",
     help="What the requests are for. [default: what the first line of a local file says, else /v1/chat/completions]",
 )
-@flag("--completion-window", default="24h", help="How long it may take; the server says which there are.")
+@flag("--completion-window", default="24h", help="How long it may take; must be one that the server allows.")
 @flag("--metadata", multiple=True, callback=_pairs, metavar="KEY=VALUE", help="Noted with the batch; may be repeated.")
 @flag(
     "--output-expires-after", type=click.IntRange(min=1), help="Seconds that the results are kept. [default: 30 days]"

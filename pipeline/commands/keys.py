@@ -40,7 +40,10 @@ def keys() -> None:
     "--queued-tokens",
     env="PIPELINE_KEY_QUEUED_TOKENS",
     type=Size(),
-    help="Most tokens in the tenant's batches that have not ended; one above that fails. [default: any number]",
+    help=(
+        "Most tokens in the tenant's batches that have not ended; a batch that would exceed it fails."
+        " [default: any number]"
+    ),
 )
 @flag(
     "--open-batches",

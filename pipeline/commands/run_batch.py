@@ -42,7 +42,7 @@ from pipeline.options import (
     "--seed",
     type=click.IntRange(min=0),
     default=0,
-    help="Base of the seeds of lines without one; combined with the line's number.",
+    help="Seed for lines that set none; each line's seed is derived from it and the line's number.",
 )
 @flag("--retry-failed", is_flag=True, help="Run lines again whose answer was an error.")
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
