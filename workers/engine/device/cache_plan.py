@@ -48,11 +48,11 @@ def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int
         f" {config.block_size} tokens"
     )
     if memory is None:
-        return f"{wanted}, but {budget} are available; lower max_model_len or raise kv_cache_memory_bytes"
+        return f"{wanted}, but {budget} are available; lower --max-model-len or raise --kv-cache-memory-bytes"
     account = memory.account if budget >= memory.left else f"{memory.account}, and another rank's GPU {gib(budget)}"
     return (
-        f"{account}, but {wanted}; raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or"
-        " max_num_seqs"
+        f"{account}, but {wanted}; raise --gpu-memory-utilization, or lower --max-model-len,"
+        " --max-num-batched-tokens or --max-num-seqs"
     )
 
 
@@ -63,7 +63,7 @@ def longest_context(config: EngineConfig, model: ModelConfig) -> int:
     """
     if config.max_model_len is not None and config.max_model_len > model.max_model_len:
         raise ModelLoadError(
-            f"max_model_len is {config.max_model_len}, but the model's context is {model.max_model_len} tokens"
+            f"--max-model-len is {config.max_model_len}, but the model's context is {model.max_model_len} tokens"
         )
     return config.max_model_len or model.max_model_len
 

@@ -178,7 +178,7 @@ def require_triton(device: torch.device) -> None:
     """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ModelLoadError(
-            "the triton backend needs a GPU; on a CPU choose the torch backend, or set TRITON_INTERPRET=1 to test"
+            "the triton backend needs a GPU; on a CPU choose attention_backend torch, or set TRITON_INTERPRET=1 to test"
             " kernels"
         )
     if device.type == "cuda" and os.environ.get("TRITON_INTERPRET") == "1":
@@ -225,11 +225,11 @@ def require_native(device: torch.device, dtype: torch.dtype) -> None:
     """Raise ModelLoadError where the CPU's own kernels cannot do what is asked for."""
     if device.type != "cpu":
         raise ModelLoadError(
-            f"the cpu backend is for the device cpu, and the device is {device}; choose the attention backend auto"
+            f"the cpu backend is for the device cpu, and the device is {device}; choose attention_backend auto"
         )
     why = _no_native(dtype)
     if why is not None:
-        raise ModelLoadError(f"the cpu backend cannot be had: {why}; choose the attention backend auto or torch")
+        raise ModelLoadError(f"the cpu backend cannot be had: {why}; choose attention_backend auto or torch")
 
 
 def _no_native(dtype: torch.dtype) -> str | None:

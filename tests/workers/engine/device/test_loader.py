@@ -264,7 +264,7 @@ def config(**settings: Any) -> EngineConfig:
 
 
 def test_context_past_the_models_own_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="max_model_len is 300, but the model's context is 256 tokens"):
+    with pytest.raises(ModelLoadError, match="--max-model-len is 300, but the model's context is 256 tokens"):
         Executor(config(max_model_len=300))
 
 

@@ -81,7 +81,7 @@ def test_a_context_that_a_gpu_does_not_hold_is_refused_with_all_numbers() -> Non
         f"but a context of 200 tokens needs a KV cache of {14 * per_block} bytes, {per_block} for each block of 16"
         " tokens; "
     )
-    advice = "raise gpu_memory_utilization, or lower max_model_len, max_num_batched_tokens or max_num_seqs"
+    advice = "raise --gpu-memory-utilization, or lower --max-model-len, --max-num-batched-tokens or --max-num-seqs"
     for gpu, account in ((full, full.account), (GPU, f"{GPU.account}, and another rank's GPU 0.00 GiB")):
         with pytest.raises(ModelLoadError) as caught:
             plan_cache(settings, model, torch.float32, 0, gpu)

@@ -224,7 +224,7 @@ def test_heads_are_normed_and_rotated_on_the_way() -> None:
 
 def test_without_a_gpu_the_interpreter_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ModelLoadError, match="the triton backend needs a GPU; on a CPU choose the torch backend"):
+    with pytest.raises(ModelLoadError, match="the triton backend needs a GPU; on a CPU choose attention_backend torch"):
         make_attention("triton", CacheShape(2, 16, 1, 16), 1, torch.float32, torch.device("cpu"))
 
 
