@@ -46,9 +46,10 @@ def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight
     computed, hits = now.computed_tokens - before.computed_tokens, now.prefix_hit_tokens - before.prefix_hit_tokens
     return (
         f"generated {(now.tokens - before.tokens) / seconds:.0f} tokens/s, computed {computed / seconds:.0f} tokens/s,"
-        f" finished {finished / seconds:.1f} requests/s; {in_flight} in flight, {now.running} running, {now.waiting}"
-        f" waiting; cache {1 - now.free_blocks / max(1, num_blocks):.0%} full, {hits / max(1, hits + computed):.0%} of"
-        f" the tokens were in it, {now.preemptions - before.preemptions} preemptions"
+        f" finished {finished / seconds:.1f} requests/s; worker process: {in_flight} requests in"
+        f" flight; engine: {now.running} running, {now.waiting} waiting, {now.preemptions - before.preemptions}"
+        f" preempted; KV cache: {1 - now.free_blocks / max(1, num_blocks):.0%} full,"
+        f" {hits / max(1, hits + computed):.0%} of the tokens found in it"
     )
 
 
