@@ -5,10 +5,10 @@
 -- ARGV: worker or '', lease in ms, most deaths, the error as a result (msgpack), seconds to keep a
 --       watched stream, limit
 -- Returns how many requests it took.
--- Without a worker it also notes time and server. When the notes are missing, older than 5 s (or a
--- shorter lease), of the future or another server's, nothing is taken for one lease: the leases ran
--- out while their workers could not renew them. Where quarantined requests have waited too long for
--- an idle worker, it orders one to make room.
+-- Without a worker it also notes time and server. When the notes are missing, older than one lease
+-- (at least 2 s, at most 5 s), of the future or another server's, nothing is taken for one lease:
+-- the leases ran out while their workers could not renew them. Where quarantined requests have
+-- waited too long for an idle worker, it orders one to make room.
 
 local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lost_result, keep, limit = ARGV[4], ARGV[5], tonumber(ARGV[6])
