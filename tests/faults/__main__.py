@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from tests.faults.faults import Fault, read_faults
 from tests.support.commands import REPOSITORY
 
@@ -68,12 +70,19 @@ def try_fault(fault: Fault, folder: Path) -> Verdict:
 
 
 def run_tests(fault: Fault, folder: Path, *options: str) -> str | None:
-    """Return the first test that fails, or None."""
+    """Return the first test that fails, or None.
+
+    Raises RuntimeError where the tests could not be run.
+    """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *fault.tests]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+    if done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return None
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return failed[1] if failed else None
+    if done.returncode != pytest.ExitCode.TESTS_FAILED or failed is None:
+        raise RuntimeError(f"the tests of {fault.file} did not run:\n{done.stdout}{done.stderr}")
+    return failed[1]
 
 
 if __name__ == "__main__":
