@@ -240,6 +240,7 @@ class BatchRun:
         """Return the output tokens generated so far, None where other batches share the queue."""
         if self._task.redis_url is not None:
             return None
+        # Not by `token_totals`, which waits for a Redis that is away: this process must restart it.
         return int(supervisor.queue.redis.hget(keys.TOTALS, "generated") or 0)
 
     def _counts(self, record: BatchRecord, generated: int | None) -> Counts:
