@@ -11,7 +11,6 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.server import PrivateServer
 from tests.support.redis_server import running_server
-from tests.support.seeds import chosen_seed
 
 pytest_plugins = ["tests.support.time_limits"]
 
@@ -41,10 +40,12 @@ def _file_store(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def seed() -> int:
-    """Return what a test draws its random numbers from, and print it, so that a failure shows
-    it.
+    """Return what a test draws its random numbers from: the same each time, unless SEED in the
+    environment is another number. It is printed, so that a failure shows it.
     """
-    return chosen_seed()
+    number = int(os.environ.get("SEED", 20261121))
+    print(f"seed {number} (set SEED to draw others)")
+    return number
 
 
 @pytest.fixture(scope="session")
