@@ -96,7 +96,7 @@ local function notify(worker, kind, value, seconds)
 end
 
 -- Wakes workers that wait for work of this model; for a live call also busy ones, when none waits.
-local function ring_bell(model, count, busy_too)
+local function wake_workers(model, count, busy_too)
   local idle = redis.call('SRANDMEMBER', key.waiting(model), count)
   for _, worker in ipairs(idle) do
     redis.call('SREM', key.waiting(model), worker)
@@ -111,7 +111,7 @@ end
 
 -- A new member starts level with the one that had the last turn, so that it neither waits for long
 -- nor gets ahead; one that returns keeps the service that it received beyond that.
-local function join(ring, member)
+local function add_to_ring(ring, member)
   if not redis.call('ZSCORE', ring, member) then
     local level = redis.call('GET', key.level(ring)) or redis.call('ZRANGE', ring, 0, 0, 'WITHSCORES')[2] or 0
     local served = redis.call('GETDEL', key.served(ring, member)) or 0
@@ -121,7 +121,7 @@ end
 
 -- What a member received expires after a while, and before the level: a new member must not start
 -- below one that returns.
-local function part(ring, member)
+local function remove_from_ring(ring, member)
   local served = redis.call('ZSCORE', ring, member)
   if served then
     redis.call('ZREM', ring, member)
@@ -134,16 +134,16 @@ end
 -- The batch takes part in the sharing of this model's workers.
 local function enlist(batch, model)
   local tenant = redis.call('HGET', key.batch(batch), 'tenant')
-  join(key.ring(model, tenant), batch)
-  join(key.tenants(model), tenant)
+  add_to_ring(key.ring(model, tenant), batch)
+  add_to_ring(key.tenants(model), tenant)
 end
 
 -- Leaves the ring, and the tenant too when that was its last batch.
 local function leave(batch, model, tenant)
   local ring = key.ring(model, tenant)
-  part(ring, batch)
+  remove_from_ring(ring, batch)
   if redis.call('EXISTS', ring) == 0 then
-    part(key.tenants(model), tenant)
+    remove_from_ring(key.tenants(model), tenant)
   end
 end
 
@@ -214,7 +214,7 @@ local function requeue(name, model, attempts, deaths, engine_crashes)
     redis.call('LPUSH', key.ready(batch, model), line)
     enlist(batch, model)
   end
-  ring_bell(model, 1, live)
+  wake_workers(model, 1, live)
 end
 
 -- Which of the requests a client watches, themselves or with their batch: a table of names.

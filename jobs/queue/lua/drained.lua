@@ -26,7 +26,7 @@ if redis.call('HINCRBY', key.batch(batch), 'result_bytes', -bytes) <= most_undra
     local ready = redis.call('LLEN', key.ready(batch, model))
     if ready > 0 then
       enlist(batch, model)
-      ring_bell(model, ready, false)
+      wake_workers(model, ready, false)
     end
   end
 end

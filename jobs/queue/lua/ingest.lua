@@ -26,6 +26,6 @@ redis.call('HINCRBY', key.batch(batch), 'body_bytes', bytes)
 for model, count in pairs(added) do
   redis.call('SADD', key.batch_models(batch), model)
   enlist(batch, model)
-  ring_bell(model, count, false)
+  wake_workers(model, count, false)
 end
 return 1

@@ -10,5 +10,5 @@ if redis.call('EXISTS', key.bodies(live_id), key.tokens(name)) > 0 then
 end
 redis.call('HSET', key.bodies(live_id), 0, request, 'model', model, 'reply_to', reply_to)
 redis.call('RPUSH', key.live(model), name)
-ring_bell(model, 3, true)
+wake_workers(model, 3, true)
 return 1
