@@ -15,44 +15,54 @@ else ifneq ($(ISA),)
 $(error ISA is avx2 or not given)
 endif
 
-# These need one core, so they run beside the others; tests of processes at work keep away from each other.
+# The lanes run side by side. The engine's tests keep one core busy; those of the two other lanes mostly wait for processes that they started.
 ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
-API_TESTS := tests/contract tests/test_install.py
+PROCESS_TESTS := tests/pipeline tests/workers tests/docker tests/chaos
 MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test again test-engine-and-api test-processes proof proof-engine-and-api proof-processes chaos faults matrix coverage lint bench bench-full bench-gpu clean
+.PHONY: demo test again test-engine test-jobs-and-api test-processes proof proof-engine proof-jobs-and-api proof-processes chaos faults matrix coverage lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
 
-# $(call lane,NAME,COMMAND): run a lane and say how long it took; `both` repeats that at the end of all output.
+# $(call lane,NAME,COMMAND): run a lane and say how long it took; `lanes` repeats that at the end of all output.
 LANE_TIMES := .lanes
 lane = began=$$(date +%s); $(2); status=$$?; mkdir -p $(LANE_TIMES); \
   echo "$(1): $$(( $$(date +%s) - began )) s" > $(LANE_TIMES)/$(1); exit $$status
 busy = $(if $(filter 1,$(BUSY)),(while :; do :; done) & trap "kill $$!" EXIT; trap "exit 130" INT TERM;)
-both = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j2 --output-sync=target $(1)-engine-and-api $(1)-processes; \
+lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j3 --output-sync=target $(1)-engine $(1)-jobs-and-api $(1)-processes; \
   status=$$?; echo "Time of each lane:"; cat $(LANE_TIMES)/$(1)-*; exit $$status
 
-test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in two lanes (under 6 minutes on two slow cores)
-	+@$(call both,test)
+engine_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(ENGINE_TESTS)
+process_tests = $(BIN)/pytest -q $(1) $(PROCESS_TESTS) $(ENGINE_TESTS:%=--ignore=%)
+other_tests = $(BIN)/pytest -q $(1) $(ENGINE_TESTS:%=--ignore=%) $(PROCESS_TESTS:%=--ignore=%)
 
-test-engine-and-api:
-	@$(call lane,$@,$(MAKE) --no-print-directory lint && OMP_NUM_THREADS=1 $(BIN)/pytest -q $(ENGINE_TESTS) $(API_TESTS))
+test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in three lanes (under 6 minutes on two slow cores)
+	+@$(call lanes,test)
+
+test-engine:
+	@$(call lane,$@,$(call engine_tests))
+
+test-jobs-and-api:
+	@$(call lane,$@,$(MAKE) --no-print-directory lint && $(call other_tests))
 
 test-processes:
-	@$(call lane,$@,$(BIN)/pytest -q $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%))
+	@$(call lane,$@,$(call process_tests))
 
 again:  ## one test, alone, whose id is TEST in the environment
 	@$(BIN)/pytest -q "$$TEST"
 
-proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in two lanes (under 40 minutes on two slow cores)
-	+@$(call both,proof)
+proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in three lanes (under 40 minutes on two slow cores)
+	+@$(call lanes,proof)
 
-proof-engine-and-api:
-	@$(call lane,$@,OMP_NUM_THREADS=1 $(BIN)/pytest -q -m proof $(ENGINE_TESTS) $(API_TESTS))
+proof-engine:
+	@$(call lane,$@,$(call engine_tests,-m proof))
+
+proof-jobs-and-api:
+	@$(call lane,$@,$(call other_tests,-m proof))
 
 proof-processes:
-	@$(call lane,$@,$(BIN)/pytest -q -m proof $(ENGINE_TESTS:%=--ignore=%) $(API_TESTS:%=--ignore=%))
+	@$(call lane,$@,$(call process_tests,-m proof))
 
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))
