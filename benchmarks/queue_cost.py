@@ -80,7 +80,7 @@ def observed(command: list[str]) -> dict[str, Any]:
     each part's processor time.
     """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    usage = Usage(process.pid)
+    usage = ProcessorTime(process.pid)
     assert process.stderr is not None
     lines, events = [], []
     for line in process.stderr:
@@ -101,7 +101,7 @@ def observed(command: list[str]) -> dict[str, Any]:
     }
 
 
-class Usage:
+class ProcessorTime:
     """Processor time that each part of a run uses, looked at now and then, since its processes are
     gone at its end.
     """

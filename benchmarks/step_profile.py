@@ -64,7 +64,7 @@ def main() -> None:
     _mark_attention(core)
     parts = Round(core, draw, profiled=True)
     peak, bandwidth = max(peak, matrix_peak()), max(bandwidth, memory_peak())
-    bounds = Bounds(shape_of(args.model), peak, bandwidth)
+    bounds = StepBounds(shape_of(args.model), peak, bandwidth)
     figures: dict[str, Any] = {
         "rows": ROWS,
         "context": AT,
@@ -79,7 +79,7 @@ def main() -> None:
     print(profile_table(figures))
 
 
-class Step:
+class ProfiledStep:
     """One step as it was run: its seconds, its tokens, and under the profiler the seconds of its
     parts.
     """
@@ -113,12 +113,12 @@ class Round:
             "decode": [step for step in steps if step.tokens == step.sampled == ROWS][:STEPS],
         }
 
-    def of(self, kind: str) -> list[Step]:
+    def of(self, kind: str) -> list[ProfiledStep]:
         return self._kinds[kind]
 
 
-def _run(core: EngineCore) -> list[Step]:
-    steps: list[Step] = []
+def _run(core: EngineCore) -> list[ProfiledStep]:
+    steps: list[ProfiledStep] = []
     computed: int | None = None
     stack = getattr(core._executor.runner.model, "stack", None)
     while core.busy:
@@ -131,7 +131,7 @@ def _run(core: EngineCore) -> list[Step]:
         seconds = time.perf_counter() - began
         before, computed = computed, output.stats.computed_tokens
         if before is not None:  # the first step gives each request its place too
-            steps.append(Step(seconds, computed - before, len(output.token_ids)))
+            steps.append(ProfiledStep(seconds, computed - before, len(output.token_ids)))
             steps[-1].layers = {part: seconds - inside[part] for part, seconds in layer_seconds(stack).items()}
     return steps
 
@@ -211,7 +211,7 @@ def _part(operation: str, inside: str) -> str:
     return {"sample": "sampling", "inputs": "inputs", "retire": "inputs"}.get(inside, "norms and elementwise")
 
 
-class Bounds:
+class StepBounds:
     """The least that a part can take, by the measured peaks; None where nothing is compared."""
 
     def __init__(self, shape: Shape, peak: float, bandwidth: float) -> None:
@@ -226,7 +226,7 @@ class Bounds:
         return None
 
 
-def describe(plain: list[Step], profiled: list[Step], bounds: Bounds, kind: str) -> dict[str, Any]:
+def describe(plain: list[ProfiledStep], profiled: list[ProfiledStep], bounds: StepBounds, kind: str) -> dict[str, Any]:
     """In milliseconds: the median step as it is, and what the parts take in the middle half of the
     profiled ones, so that they add up.
     """

@@ -21,7 +21,7 @@ from tests.support.redis_server import running_server
 USAGE = 'usage: make matrix SERVERS="/usr/bin/redis-server /usr/bin/valkey-server"'
 
 
-class Outcome(NamedTuple):
+class MatrixOutcome(NamedTuple):
     """What came of the tests on one server."""
 
     server: str
@@ -44,11 +44,11 @@ def main(arguments: list[str]) -> int:
     return 0 if all(outcome.passed for outcome in outcomes) else 1
 
 
-def run_on(server: str, pytest_arguments: list[str]) -> Outcome:
+def run_on(server: str, pytest_arguments: list[str]) -> MatrixOutcome:
     """Run pytest with `server` as the one that every private server of a test runs."""
     binary = shutil.which(server)
     if binary is None:
-        return Outcome(server, "", "not run: no such program", False)
+        return MatrixOutcome(server, "", "not run: no such program", False)
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
         first_on_path = Path(folder) / "valkey-server"
         first_on_path.symlink_to(Path(binary).absolute())
@@ -56,7 +56,7 @@ def run_on(server: str, pytest_arguments: list[str]) -> Outcome:
             try:
                 version = version_of_server(first_on_path)
             except ServerError as error:
-                return Outcome(server, "", f"not run: {error}", False)
+                return MatrixOutcome(server, "", f"not run: {error}", False)
             print(f"\n{version} ({server})", flush=True)
             started = time.monotonic()
             # A server's tests are run once: what may be repeated is noted by the run that asked for
@@ -65,7 +65,7 @@ def run_on(server: str, pytest_arguments: list[str]) -> Outcome:
             command = [sys.executable, "-m", "pytest", "-q", *pytest_arguments]
             code = subprocess.run(command, env=environment).returncode
     verdict = f"{'passed' if code == 0 else f'failed (exit code {code})'} in {time.monotonic() - started:.0f} s"
-    return Outcome(server, version, verdict, code == 0)
+    return MatrixOutcome(server, version, verdict, code == 0)
 
 
 def version_of_server(expected: Path) -> str:

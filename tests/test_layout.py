@@ -2,8 +2,10 @@
 source.
 """
 
+import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -47,6 +49,16 @@ def test_what_the_front_imports_loads_neither_torch_nor_transformers() -> None:
         pytest.fail(
             "\n".join(f"{module}: {loaded}" for module in TORCH_FREE if (loaded := loaded_by(import_of(module))))
         )
+
+
+def test_a_class_name_exists_once() -> None:
+    names = Counter(
+        name
+        for path in REPOSITORY.rglob("*.py")
+        if not any(part.startswith(".") or part == "node_modules" for part in path.relative_to(REPOSITORY).parts)
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)
+    )
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_an_engine_on_the_cpu_loads_neither_transformers_nor_kernels() -> None:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class GpuPass:
     """One workload from its first request to its last token."""
 
     seconds: float
@@ -107,7 +107,7 @@ async def with_engine(config: EngineConfig, use: Callable[[AsyncEngine], Awaitab
         await engine.stop()
 
 
-async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> Pass:
+async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> GpuPass:
     """Submit the whole workload and wait for its last token.
 
     Raises RuntimeError if a request failed.
@@ -125,7 +125,7 @@ async def run_pass(engine: AsyncEngine, work: Workload, first_id: int = 0) -> Pa
         unfinished -= sum(map(bool, output.finish))
         if not unfinished:
             break
-    return Pass(time.perf_counter() - began, tokens, first)
+    return GpuPass(time.perf_counter() - began, tokens, first)
 
 
 async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
@@ -149,7 +149,7 @@ def _throughput(setting: Setting, name: str, work: Workload, full_warmup: bool, 
     """
     folder = checkpoint(setting, name)
 
-    async def measured(engine: AsyncEngine) -> tuple[float, list[Pass]]:
+    async def measured(engine: AsyncEngine) -> tuple[float, list[GpuPass]]:
         warm = await warm_up(engine, setting, len(work.prompts))
         passes = []
         if full_warmup:

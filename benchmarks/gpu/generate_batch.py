@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from benchmarks.gpu.checkpoints import checkpoint
-from benchmarks.gpu.engine import Pass, config_for, run_pass, warm_up, with_engine
+from benchmarks.gpu.engine import GpuPass, config_for, run_pass, warm_up, with_engine
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.workload import Workload, drawn
 from benchmarks.report import versions
@@ -42,7 +42,7 @@ def _share(setting: Setting) -> Workload:
     return Workload(prompts, [4 if setting.tiny else 128] * len(prompts))
 
 
-async def _ours(engine: AsyncEngine, setting: Setting, work: Workload) -> Pass:
+async def _ours(engine: AsyncEngine, setting: Setting, work: Workload) -> GpuPass:
     await warm_up(engine, setting, len(work.prompts))
     await run_pass(engine, work.with_other_prompts(seed=2), first_id=1 << 21)
     return await run_pass(engine, work)

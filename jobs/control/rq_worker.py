@@ -58,7 +58,7 @@ def main() -> None:
         signal.signal(signal.SIGINT, _stop)
         while not slices.stopping.is_set():
             _serve(options.queue, options.redis_url)
-    except (_Stopped, StopRequested):
+    except (_StoppedWhileIdle, StopRequested):
         logger.info("stopping")
     if options.queue == "advance":
         _flush()
@@ -112,7 +112,7 @@ class ControlWorker(SimpleWorker):
         return _WORKER_TTL + 60
 
 
-class _Stopped(Exception):
+class _StoppedWhileIdle(Exception):
     """The signal came while no job ran."""
 
 
@@ -146,7 +146,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def _stop(signum: int, frame: FrameType | None) -> Any:
     slices.stopping.set()
-    raise _Stopped
+    raise _StoppedWhileIdle
 
 
 if __name__ == "__main__":

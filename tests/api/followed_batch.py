@@ -26,7 +26,7 @@ WHOLE = {f"c{number}": "".join(PIECES) for number in range(1, LINES + 1)}
 COMPLETED = [(f"c{number}", "completed") for number in range(1, LINES + 1)]
 
 
-class Batch:
+class FollowedBatch:
     """A batch of `LINES` lines, made over HTTP, whose control plane runs step by step here."""
 
     def __init__(self, client: redis.Redis, redis_url: str, api_url: str, folder: Path, key: str = "none") -> None:

@@ -19,7 +19,7 @@ from jobs.protocol.results import ApiError
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import create_key
-from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends
+from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, FollowedBatch, Steps, ends
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import running_api
 from tests.support.event_reader import EventReader, batch_texts, parse_events
@@ -48,17 +48,17 @@ def api_url(settings: ApiSettings) -> Iterator[str]:
 
 
 @pytest.fixture
-def batch(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path) -> Batch:
-    return Batch(redis_client, redis_url, api_url, tmp_path / "input")
+def batch(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path) -> FollowedBatch:
+    return FollowedBatch(redis_client, redis_url, api_url, tmp_path / "input")
 
 
 @pytest.fixture
-def path(api_url: str, batch: Batch) -> str:
+def path(api_url: str, batch: FollowedBatch) -> str:
     return api_url + batch.path
 
 
 def test_all_tokens_come_under_the_names_of_their_lines_and_then_the_batch(
-    batch: Batch, path: str, scripted: Callable[..., ScriptedWorker]
+    batch: FollowedBatch, path: str, scripted: Callable[..., ScriptedWorker]
 ) -> None:
     with EventReader(path) as reader:
         scripted(lambda claim: PIECES)
@@ -78,7 +78,7 @@ def test_all_tokens_come_under_the_names_of_their_lines_and_then_the_batch(
 
 
 def test_who_has_seen_the_head_of_the_answer_misses_nothing(
-    batch: Batch, path: str, scripted: Callable[..., ScriptedWorker], monkeypatch: pytest.MonkeyPatch
+    batch: FollowedBatch, path: str, scripted: Callable[..., ScriptedWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = Watch.begin
 
@@ -96,7 +96,7 @@ def test_who_has_seen_the_head_of_the_answer_misses_nothing(
     assert ends(events) == COMPLETED
 
 
-def test_who_comes_later_is_shown_what_there_is_so_far(batch: Batch, path: str, steps: Steps) -> None:
+def test_who_comes_later_is_shown_what_there_is_so_far(batch: FollowedBatch, path: str, steps: Steps) -> None:
     steps.go_on(2)
     batch.start()
     wait_until(lambda: published(batch) >= 2 * LINES, 60, "some tokens")
@@ -112,12 +112,12 @@ def test_who_comes_later_is_shown_what_there_is_so_far(batch: Batch, path: str, 
     assert ends(events) == COMPLETED
 
 
-def published(batch: Batch) -> int:
+def published(batch: FollowedBatch) -> int:
     return Queue(batch.client).tokens_in_flight()
 
 
 def test_a_cut_reader_goes_on_at_any_event_on_any_api_process(
-    batch: Batch, path: str, settings: ApiSettings, steps: Steps
+    batch: FollowedBatch, path: str, settings: ApiSettings, steps: Steps
 ) -> None:
     steps.go_on(1)
     batch.start()
@@ -139,7 +139,7 @@ def test_a_cut_reader_goes_on_at_any_event_on_any_api_process(
 
 @pytest.mark.parametrize("lost", ["trimmed", "expired", "of another time"])
 def test_who_cannot_go_on_is_shown_what_there_is_so_far(
-    batch: Batch, path: str, lost: str, redis_client: redis.Redis, steps: Steps
+    batch: FollowedBatch, path: str, lost: str, redis_client: redis.Redis, steps: Steps
 ) -> None:
     steps.go_on(1)
     batch.start()
@@ -162,7 +162,7 @@ def test_who_cannot_go_on_is_shown_what_there_is_so_far(
     assert ends(events) == COMPLETED
 
 
-def test_a_line_that_fails_says_so(batch: Batch, path: str, scripted: Callable[..., ScriptedWorker]) -> None:
+def test_a_line_that_fails_says_so(batch: FollowedBatch, path: str, scripted: Callable[..., ScriptedWorker]) -> None:
     def script(claim: Claim) -> list[str] | ApiError:
         return ApiError(400, "no", code="no") if claim.key.line == 2 else PIECES
 
@@ -175,7 +175,7 @@ def test_a_line_that_fails_says_so(batch: Batch, path: str, scripted: Callable[.
     assert "c2" not in batch_texts(events)
 
 
-def test_a_batch_that_is_cancelled_ends_its_stream(batch: Batch, path: str, steps: Steps) -> None:
+def test_a_batch_that_is_cancelled_ends_its_stream(batch: FollowedBatch, path: str, steps: Steps) -> None:
     steps.go_on(1)
     batch.start()
     with EventReader(path) as reader:
@@ -187,7 +187,7 @@ def test_a_batch_that_is_cancelled_ends_its_stream(batch: Batch, path: str, step
 
 
 def test_of_a_batch_that_ended_there_is_its_end(
-    batch: Batch, path: str, scripted: Callable[..., ScriptedWorker]
+    batch: FollowedBatch, path: str, scripted: Callable[..., ScriptedWorker]
 ) -> None:
     scripted(lambda claim: PIECES)
     batch.start()
@@ -206,12 +206,12 @@ def test_what_is_no_batch_is_not_found(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("after", ["x", "1", "-", "99999999999999999999-1"])
-def test_what_is_not_the_id_of_an_event_is_refused(http: httpx.Client, batch: Batch, after: str) -> None:
+def test_what_is_not_the_id_of_an_event_is_refused(http: httpx.Client, batch: FollowedBatch, after: str) -> None:
     answer = http.get(batch.path, headers={"last-event-id": after})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
-def test_a_reader_that_left_is_forgotten(batch: Batch, path: str) -> None:
+def test_a_reader_that_left_is_forgotten(batch: FollowedBatch, path: str) -> None:
     values: list[Any] = []
     for _ in range(3):
         with EventReader(path):
@@ -224,7 +224,7 @@ def test_a_batch_of_another_tenant_is_not_found(
     redis_client: redis.Redis, redis_url: str, api_url: str, settings: ApiSettings, http: httpx.Client, tmp_path: Path
 ) -> None:
     (_, mine), (_, other) = (create_key(settings.file_store, tenant=tenant) for tenant in ("mine", "other"))
-    batch = Batch(redis_client, redis_url, api_url, tmp_path / "input", key=mine)
+    batch = FollowedBatch(redis_client, redis_url, api_url, tmp_path / "input", key=mine)
     for key, status in ((other, 404), ("sk-wrong", 401)):
         assert http.get(batch.path, headers={"authorization": f"Bearer {key}"}).status_code == status
     with EventReader(api_url + batch.path, headers={"authorization": f"Bearer {mine}"}):
@@ -232,7 +232,7 @@ def test_a_batch_of_another_tenant_is_not_found(
 
 
 def test_a_reader_that_does_not_read_holds_up_nothing_and_is_shown_later_what_there_is(
-    batch: Batch, api_url: str, queue: Queue
+    batch: FollowedBatch, api_url: str, queue: Queue
 ) -> None:
     """Far more comes than sockets hold: what is not sent is not kept for it either."""
     batch.start()

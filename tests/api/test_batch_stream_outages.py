@@ -10,7 +10,7 @@ from jobs.batch.rebuild import rebuild_all
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
-from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, Batch, Steps, ends
+from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, FollowedBatch, Steps, ends
 from tests.api.scripted_worker import ScriptedWorker
 from tests.support.api_server import running_api
 from tests.support.event_reader import EventReader, batch_texts
@@ -47,7 +47,7 @@ def test_a_server_that_was_killed_costs_no_token(
     machine: RedisMachine, queue: Queue, settings: ApiSettings, steps: Steps, tmp_path: Path
 ) -> None:
     with running_api(settings) as url:
-        batch = Batch(queue.redis, machine.url, url, tmp_path / "input")
+        batch = FollowedBatch(queue.redis, machine.url, url, tmp_path / "input")
         batch.start()
         steps.go_on(2)
         with EventReader(url + batch.path) as reader, EventReader(url + batch.path) as cut:
@@ -70,7 +70,7 @@ def test_an_empty_server_gets_the_batch_back_and_the_reader_a_new_beginning(
     machine: RedisMachine, queue: Queue, settings: ApiSettings, steps: Steps, tmp_path: Path
 ) -> None:
     with running_api(settings) as url:
-        batch = Batch(queue.redis, machine.url, url, tmp_path / "input")
+        batch = FollowedBatch(queue.redis, machine.url, url, tmp_path / "input")
         batch.start()
         steps.go_on(2)
         with EventReader(url + batch.path) as reader:

@@ -142,12 +142,12 @@ def test_real_shapes_have_their_weights() -> None:
 
 
 @dataclass
-class Event:
+class Timed:
     """As torch's profiler gives them; times in microseconds."""
 
     name: str
     microseconds: float
-    cpu_children: list["Event"] = field(default_factory=list)
+    cpu_children: list["Timed"] = field(default_factory=list)
 
     @property
     def time_range(self) -> SimpleNamespace:
@@ -155,14 +155,16 @@ class Event:
 
 
 def test_the_parts_of_a_step_add_up() -> None:
-    forward = Event("forward", 60, [
-        Event("native::packed_matmul", 30),
-        Event("part: attention", 12, [Event("aten::matmul", 7, [Event("aten::mm", 6)]), Event("aten::add", 1)]),
-        Event("aten::add", 5),
+    forward = Timed("forward", 60, [
+        Timed("native::packed_matmul", 30),
+        Timed("part: attention", 12, [Timed("aten::matmul", 7, [Timed("aten::mm", 6)]), Timed("aten::add", 1)]),
+        Timed("aten::add", 5),
     ])  # fmt: skip
-    sample = Event("sample", 20, [Event("aten::linear", 9), Event("aten::argmax", 4)])
-    step = Event(
-        "one step", 100, [Event("schedule", 5), Event("inputs", 6, [Event("aten::copy_", 2)]), forward, sample]
+    sample = Timed("sample", 20, [Timed("aten::linear", 9), Timed("aten::argmax", 4)])
+    step = Timed(
+        "one step",
+        100,
+        [Timed("schedule", 5), Timed("inputs", 6, [Timed("aten::copy_", 2)]), forward, sample],
     )
     parts = {name: round(1e6 * seconds) for name, seconds in step_profile.parts_of(step).items()}
     expected = {"matrix": 39, "attention": 8, "norms and elementwise": 5, "sampling": 4, "inputs": 2, "python": 42}
@@ -171,7 +173,7 @@ def test_the_parts_of_a_step_add_up() -> None:
 
 
 def test_a_call_of_all_layers_reports_its_parts() -> None:
-    step = Event("one step", 100, [Event("forward", 70, [Event("native::run_stack", 60)])])
+    step = Timed("one step", 100, [Timed("forward", 70, [Timed("native::run_stack", 60)])])
     layers = {"matrix": 40e-6, "attention": 15e-6}
     parts = {name: round(1e6 * seconds) for name, seconds in step_profile.parts_of(step, layers=layers).items()}
     assert parts == {"matrix": 40, "attention": 15, "python": 45}

@@ -16,7 +16,7 @@ import pytest
 from benchmarks.gpu import __main__ as bench
 from benchmarks.gpu import attention, engine, generate_batch, gpu_rates, idle
 from benchmarks.gpu.checkpoints import checkpoint
-from benchmarks.gpu.engine import Pass
+from benchmarks.gpu.engine import GpuPass
 from benchmarks.gpu.roofline import Gpu, cost_of, roofline
 from benchmarks.gpu.rows import ROWS
 from benchmarks.gpu.setting import Setting
@@ -131,7 +131,7 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
 
 
 def test_a_pass_counts_tokens_per_second() -> None:
-    assert Pass(2.0, 10, 0.5).tokens_per_second == 5.0
+    assert GpuPass(2.0, 10, 0.5).tokens_per_second == 5.0
 
 
 def test_a_row_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

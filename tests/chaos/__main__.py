@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 from tests.chaos.killers import Killers
-from tests.chaos.load import Load
+from tests.chaos.load import ChaosLoad
 from tests.chaos.verdict import Verdict, judge
-from tests.support.fleet import Fleet, running_fleet
+from tests.support.fleet import LocalFleet, running_fleet
 from tests.support.processes import descendants
 
 LEASE_SECONDS = 2.0
@@ -64,7 +64,7 @@ def run(
         "stream_interval": STREAM_INTERVAL,
     }
     with running_fleet(folder, api=True, **flags) as fleet:  # type: ignore[arg-type]
-        load = Load(fleet, random.Random(rng.random()))
+        load = ChaosLoad(fleet, random.Random(rng.random()))
         killers = Killers(fleet, load, random.Random(rng.random()), every)
         began = time.monotonic()
         with load:
@@ -76,7 +76,9 @@ def run(
         return judge(fleet, load, killers, time.monotonic() - began, seed, requests, others)
 
 
-def _break_things(fleet: Fleet, load: Load, killers: Killers, began: float, seconds: float, requests: int) -> None:
+def _break_things(
+    fleet: LocalFleet, load: ChaosLoad, killers: Killers, began: float, seconds: float, requests: int
+) -> None:
     said = began
     while (now := time.monotonic()) < began + seconds or load.finished < requests:
         fleet.look_after()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import redis
 
 from jobs.queue.scripts import persistently
-from tests.chaos.load import Load
-from tests.support.fleet import Fleet, Member
+from tests.chaos.load import ChaosLoad
+from tests.support.fleet import LocalFleet, Member
 from tests.support.processes import descendants, send_all
 
 CONTROL_PLANE = {"advance": "--queue advance", "bulk": "--queue bulk", "ticker": "jobs.control.ticker"}
@@ -37,7 +37,7 @@ class Killers:
     each.
     """
 
-    def __init__(self, fleet: Fleet, load: Load, rng: random.Random, every: float) -> None:
+    def __init__(self, fleet: LocalFleet, load: ChaosLoad, rng: random.Random, every: float) -> None:
         self.fleet = fleet
         self.load = load
         self.rng = rng

@@ -20,7 +20,7 @@ from jobs.batch.client import BatchRecord, BatchSpec, StoreError, cancel_batch, 
 from jobs.queue import keys
 from jobs.queue.scripts import QueueUnavailable
 from tests.pipeline.test_pool import pool
-from tests.support.fleet import Fleet
+from tests.support.fleet import LocalFleet
 
 TENANTS = ("red", "green", "blue")
 SIZES = (100, 500)
@@ -36,7 +36,7 @@ _PAUSE = 0.2
 
 
 @dataclass
-class Batch:
+class SubmittedBatch:
     """One file that was handed in, and what was seen of it."""
 
     source: Path
@@ -61,12 +61,12 @@ class LiveAnswers:
     refusals: dict[str, int] = field(default_factory=dict)
 
 
-class Load:
+class ChaosLoad:
     """Hands in batches so that some are always under way, follows them, and makes live calls, until
     `stop`; all in threads.
     """
 
-    def __init__(self, fleet: Fleet, rng: random.Random) -> None:
+    def __init__(self, fleet: LocalFleet, rng: random.Random) -> None:
         self._fleet = fleet
         self._rng = rng
         self._questions: list[dict[str, Any]] = pool()
@@ -78,14 +78,14 @@ class Load:
             for _ in range(LIVE_CALLERS)
         ]
         self._lock = threading.Lock()
-        self.batches: list[Batch] = []
+        self.batches: list[SubmittedBatch] = []
         self.live = LiveAnswers()
         self.faults: list[str] = []  # what was seen on the way and must not be
         # How often Redis began or ended to lose something; even while it loses nothing
         self.lives = 0
         self._lost_totals = (0, 0)
 
-    def __enter__(self) -> "Load":
+    def __enter__(self) -> "ChaosLoad":
         for thread in self._threads:
             thread.start()
         return self
@@ -162,7 +162,7 @@ class Load:
                     with contextlib.suppress(redis.RedisError, QueueUnavailable, KeyError):
                         self._look_at(batch)
 
-    def _write_batch(self) -> Batch:
+    def _write_batch(self) -> SubmittedBatch:
         number = len(self.batches)
         folder = self._fleet.folder / f"batch-{number}"
         folder.mkdir()
@@ -189,9 +189,9 @@ class Load:
             models=("demo",),
         )
         cancel_at = self._rng.randrange(len(answers)) if number % CANCELLED == 1 else None
-        return Batch(source, output, spec, answers, cancel_at)
+        return SubmittedBatch(source, output, spec, answers, cancel_at)
 
-    def _look_at(self, batch: Batch) -> None:
+    def _look_at(self, batch: SubmittedBatch) -> None:
         """Hands the batch in until that is known to have worked; then follows its record, which
         only moves forward.
         """
@@ -209,7 +209,7 @@ class Load:
         if batch.cancel_at is not None and record.state == "in_progress" and record.completed >= batch.cancel_at:
             cancel_batch(self._fleet.client, batch.id)
 
-    def _compare(self, batch: Batch, before: BatchRecord, now: BatchRecord) -> None:
+    def _compare(self, batch: SubmittedBatch, before: BatchRecord, now: BatchRecord) -> None:
         if _ORDER[now.state] < _ORDER[before.state]:
             self.faults.append(f"{batch.source}: went back from {before.state} to {now.state}")
         if now.completed < before.completed or now.failed < before.failed:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.killers import Killers
-from tests.chaos.load import Batch, Load
+from tests.chaos.load import ChaosLoad, SubmittedBatch
 from tests.pipeline.results import read_results, text_of
-from tests.support.fleet import Fleet
+from tests.support.fleet import LocalFleet
 from tests.support.integrity import faults
 from tests.support.leftovers import leftovers
 from tests.support.processes import command_line, descendants
@@ -25,7 +25,7 @@ class Verdict:
     seed: int
     seconds: float
     lines: int
-    load: Load
+    load: ChaosLoad
     killers: Killers
     exits: dict[str, list[int]]
     tokens: tuple[int, int]  # generated, delivered
@@ -63,7 +63,7 @@ class Verdict:
 
 
 def judge(
-    fleet: Fleet, load: Load, killers: Killers, seconds: float, seed: int, requests: int, others: set[int]
+    fleet: LocalFleet, load: ChaosLoad, killers: Killers, seconds: float, seed: int, requests: int, others: set[int]
 ) -> Verdict:
     """Stops the fleet, which has nothing to do any more, and looks at all that it leaves.
 
@@ -95,7 +95,7 @@ def _left_running(others: set[int], patience: float = 30.0) -> set[int]:
     return left
 
 
-def _batch_faults(batch: Batch) -> list[str]:
+def _batch_faults(batch: SubmittedBatch) -> list[str]:
     """Every line once, in the output or among the errors, the output's in order and right; nothing
     but cancelling makes errors.
     """

@@ -23,7 +23,7 @@ from tests.support.commands import REPOSITORY
 _SECONDS = 600  # that the tests of one fault may take
 
 
-class Verdict(NamedTuple):
+class FaultVerdict(NamedTuple):
     """Which test found a fault, if one did, after how many seconds."""
 
     test: str | None
@@ -54,7 +54,7 @@ def copy_tree(folder: Path) -> None:
     subprocess.run(["xargs", "-0", "cp", "--parents", "-t", str(folder)], cwd=REPOSITORY, input=names, check=True)
 
 
-def try_fault(fault: Fault, folder: Path) -> Verdict:
+def try_fault(fault: Fault, folder: Path) -> FaultVerdict:
     """Run the fault's tests on the faulty copy, the fast ones first; the copy is whole again
     afterwards.
     """
@@ -66,7 +66,7 @@ def try_fault(fault: Fault, folder: Path) -> Verdict:
         found = run_tests(fault, folder) or run_tests(fault, folder, "-m", "proof")
     finally:
         path.write_text(text)
-    return Verdict(found, time.monotonic() - began)
+    return FaultVerdict(found, time.monotonic() - began)
 
 
 def run_tests(fault: Fault, folder: Path, *options: str) -> str | None:

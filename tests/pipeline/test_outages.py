@@ -22,7 +22,7 @@ import redis
 from jobs.batch.client import BatchRecord, BatchSpec, cancel_batch, create_batch, get_batch
 from jobs.queue import keys
 from tests.pipeline.results import read_results, text_of
-from tests.support.fleet import Fleet, running_fleet
+from tests.support.fleet import LocalFleet, running_fleet
 from tests.support.integrity import faults
 from tests.support.processes import cpu_seconds, descendants, send_all
 
@@ -35,20 +35,20 @@ END_SECONDS = 90
 
 
 @pytest.fixture(scope="module")
-def whole() -> Iterator[Fleet]:
+def whole() -> Iterator[LocalFleet]:
     with running_fleet(workers=2, lease_seconds=LEASE_SECONDS, stream_interval=0.2, max_num_seqs=8, api=True) as fleet:
         yield fleet
 
 
 @pytest.fixture(scope="module")
-def undisturbed(whole: Fleet) -> list[str]:
+def undisturbed(whole: LocalFleet) -> list[str]:
     """What the lines of `Work` are answered with; the last is the live call's."""
     work = Work(whole)
     return work.check_end(None)
 
 
 @pytest.fixture
-def fleet(whole: Fleet, undisturbed: list[str]) -> Iterator[Fleet]:
+def fleet(whole: LocalFleet, undisturbed: list[str]) -> Iterator[LocalFleet]:
     """All at work before, and all still there after the test, none of them restarted.
 
     A test that failed half-way harms no other.
@@ -65,7 +65,7 @@ def fleet(whole: Fleet, undisturbed: list[str]) -> Iterator[Fleet]:
     assert faults(whole.client) == []
 
 
-def repair(fleet: Fleet) -> None:
+def repair(fleet: LocalFleet) -> None:
     """Undoes what a test has left broken or running that failed half-way; changes nothing after the
     others.
     """
@@ -90,7 +90,7 @@ class Work:
     `go_on`.
     """
 
-    def __init__(self, fleet: Fleet, held: bool = False) -> None:
+    def __init__(self, fleet: LocalFleet, held: bool = False) -> None:
         self._fleet = fleet
         self.cores = [pid for worker in fleet.workers for pid in worker.below("core_process")]
         send_all(self.cores, signal.SIGSTOP)
@@ -150,7 +150,7 @@ class Work:
 class FollowedCall:
     """A streamed call by the official client, in a thread."""
 
-    def __init__(self, fleet: Fleet, request: dict[str, Any]) -> None:
+    def __init__(self, fleet: LocalFleet, request: dict[str, Any]) -> None:
         self._url = f"{fleet.api_url}/v1"
         self._request = request
         self._texts: list[str] = []
@@ -195,36 +195,36 @@ def line(number: int) -> dict[str, object]:
     }
 
 
-def fences(fleet: Fleet) -> int:
+def fences(fleet: LocalFleet) -> int:
     return int(fleet.client.get(keys.FENCE) or 0)  # type: ignore[arg-type]
 
 
-def pass_time(fleet: Fleet, seconds: float) -> None:
+def pass_time(fleet: LocalFleet, seconds: float) -> None:
     """Lets an outage last."""
     ends = time.monotonic() + seconds
     fleet.wait(lambda: time.monotonic() > ends, seconds + 5, "the outage to end")
 
 
-def killed(fleet: Fleet, seconds: float) -> None:
+def killed(fleet: LocalFleet, seconds: float) -> None:
     fleet.redis.kill()
     pass_time(fleet, seconds)
     fleet.redis.start()
 
 
-def stopped(fleet: Fleet, seconds: float) -> None:
+def stopped(fleet: LocalFleet, seconds: float) -> None:
     fleet.redis.hang()
     pass_time(fleet, seconds)
     fleet.redis.go_on()
 
 
-def disk_full(fleet: Fleet, seconds: float) -> None:
+def disk_full(fleet: LocalFleet, seconds: float) -> None:
     fleet.redis.fill_disk()
     fleet.wait(partial(refuses_writes, fleet), 60, "writes to be refused")
     pass_time(fleet, seconds)
     fleet.redis.free_disk()
 
 
-def read_only(fleet: Fleet, seconds: float) -> None:
+def read_only(fleet: LocalFleet, seconds: float) -> None:
     """As a server that was a master until another took over."""
     fleet.client.replicaof("127.0.0.1", 1)
     assert refuses_writes(fleet)
@@ -232,7 +232,7 @@ def read_only(fleet: Fleet, seconds: float) -> None:
     fleet.client.replicaof("NO", "ONE")
 
 
-def loading(fleet: Fleet, seconds: float) -> None:
+def loading(fleet: LocalFleet, seconds: float) -> None:
     """A large file, as the server sees it: each key takes its time to load."""
     fleet.client.mset({f"ballast:{number}": number for number in range(1000)})
     fleet.client.bgrewriteaof()
@@ -243,12 +243,12 @@ def loading(fleet: Fleet, seconds: float) -> None:
     fleet.client.unlink(*(f"ballast:{number}" for number in range(1000)))
 
 
-def is_rewriting(fleet: Fleet) -> bool:
+def is_rewriting(fleet: LocalFleet) -> bool:
     about: Any = fleet.client.info("persistence")
     return bool(about["aof_rewrite_scheduled"] or about["aof_rewrite_in_progress"])
 
 
-def refuses_writes(fleet: Fleet) -> bool:
+def refuses_writes(fleet: LocalFleet) -> bool:
     try:
         fleet.client.set("ballast", 1)
     except redis.ResponseError:
@@ -259,7 +259,7 @@ def refuses_writes(fleet: Fleet) -> bool:
 OUTAGES = [
     pytest.param(killed, 0.0, id="killed and started again"),
     pytest.param(killed, LONGER_THAN_A_LEASE, id="gone for longer than a lease", marks=pytest.mark.proof),
-    pytest.param(stopped, LONGER_THAN_A_LEASE, id="stopped for longer than a lease"),
+    pytest.param(stopped, LONGER_THAN_A_LEASE, id="stopped for longer than a lease", marks=pytest.mark.proof),
     pytest.param(disk_full, LONGER_THAN_A_LEASE, id="disk full for longer than a lease", marks=pytest.mark.proof),
     pytest.param(read_only, LONGER_THAN_A_LEASE, id="read-only for longer than a lease", marks=pytest.mark.proof),
     pytest.param(loading, LONGER_THAN_A_LEASE, id="loading for longer than a lease", marks=pytest.mark.proof),
@@ -272,7 +272,7 @@ OUTAGES = [
 
 @pytest.mark.parametrize(("outage", "seconds"), OUTAGES)
 def test_an_outage_of_redis_makes_nothing_run_again(
-    fleet: Fleet, undisturbed: list[str], outage: Callable[[Fleet, float], None], seconds: float
+    fleet: LocalFleet, undisturbed: list[str], outage: Callable[[LocalFleet, float], None], seconds: float
 ) -> None:
     work = Work(fleet)
     outage(fleet, seconds)
@@ -283,7 +283,7 @@ def test_an_outage_of_redis_makes_nothing_run_again(
 @pytest.mark.parametrize("whose", ["redis", pytest.param("workers", marks=pytest.mark.proof)])
 @pytest.mark.parametrize("seconds", [60.0, -60.0])
 def test_a_clock_that_is_set_makes_nothing_run_again(
-    fleet: Fleet, undisturbed: list[str], whose: str, seconds: float
+    fleet: LocalFleet, undisturbed: list[str], whose: str, seconds: float
 ) -> None:
     work = Work(fleet)
     clocks = [fleet.redis.clock] if whose == "redis" else [fleet.clocks[worker.name] for worker in fleet.workers]
@@ -294,7 +294,7 @@ def test_a_clock_that_is_set_makes_nothing_run_again(
 
 
 @pytest.mark.proof
-def test_a_full_memory_lets_results_through_which_make_room(fleet: Fleet, undisturbed: list[str]) -> None:
+def test_a_full_memory_lets_results_through_which_make_room(fleet: LocalFleet, undisturbed: list[str]) -> None:
     work = Work(fleet)
     fleet.client.config_set("maxmemory", 1)
     try:
@@ -308,7 +308,7 @@ def test_a_full_memory_lets_results_through_which_make_room(fleet: Fleet, undist
     assert work.claims == LINES + 1
 
 
-def test_a_redis_that_came_back_empty_gets_all_its_work_again(fleet: Fleet, undisturbed: list[str]) -> None:
+def test_a_redis_that_came_back_empty_gets_all_its_work_again(fleet: LocalFleet, undisturbed: list[str]) -> None:
     work = Work(fleet)
     fleet.redis.lose_everything()
     fleet.redis.start()
@@ -316,7 +316,7 @@ def test_a_redis_that_came_back_empty_gets_all_its_work_again(fleet: Fleet, undi
 
 
 @pytest.mark.proof
-def test_a_power_loss_takes_back_what_redis_said_and_no_line(fleet: Fleet, undisturbed: list[str]) -> None:
+def test_a_power_loss_takes_back_what_redis_said_and_no_line(fleet: LocalFleet, undisturbed: list[str]) -> None:
     work = Work(fleet)
     on_disk = fleet.redis.on_disk()
     fleet.wait(lambda: work.record.completed > 0, END_SECONDS, "a line that will not be done any more")
@@ -326,7 +326,7 @@ def test_a_power_loss_takes_back_what_redis_said_and_no_line(fleet: Fleet, undis
 
 
 @pytest.mark.proof
-def test_a_checkpoint_with_a_hole_is_never_used(fleet: Fleet, undisturbed: list[str]) -> None:
+def test_a_checkpoint_with_a_hole_is_never_used(fleet: LocalFleet, undisturbed: list[str]) -> None:
     """Tokens were published, the server forgot them, and the worker that knows them goes on and
     dies.
     """
@@ -351,7 +351,7 @@ def test_a_checkpoint_with_a_hole_is_never_used(fleet: Fleet, undisturbed: list[
 
 
 @contextlib.contextmanager
-def cut_off(fleet: Fleet, number: int) -> Iterator[list[int]]:
+def cut_off(fleet: LocalFleet, number: int) -> Iterator[list[int]]:
     """Nothing gets through between the worker and Redis; no process is stopped."""
     fleet.proxies[number].part()
     try:
@@ -361,7 +361,7 @@ def cut_off(fleet: Fleet, number: int) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def stopped_worker(fleet: Fleet, number: int) -> Iterator[list[int]]:
+def stopped_worker(fleet: LocalFleet, number: int) -> Iterator[list[int]]:
     """The worker and its core do nothing at all; gives their process ids."""
     pids = [fleet.workers[number].pid, *descendants(fleet.workers[number].pid)]
     send_all(pids, signal.SIGSTOP)
@@ -374,7 +374,9 @@ def stopped_worker(fleet: Fleet, number: int) -> Iterator[list[int]]:
 @pytest.mark.proof
 @pytest.mark.parametrize("absence", [cut_off, stopped_worker])
 def test_a_worker_that_was_away_for_longer_than_its_lease_is_refused(
-    fleet: Fleet, undisturbed: list[str], absence: Callable[[Fleet, int], contextlib.AbstractContextManager[list[int]]]
+    fleet: LocalFleet,
+    undisturbed: list[str],
+    absence: Callable[[LocalFleet, int], contextlib.AbstractContextManager[list[int]]],
 ) -> None:
     work = Work(fleet, held=True)
     number = holder(fleet)
@@ -388,19 +390,19 @@ def test_a_worker_that_was_away_for_longer_than_its_lease_is_refused(
     work.check_end(undisturbed)
 
 
-def let_go_of(fleet: Fleet, number: int) -> int:
+def let_go_of(fleet: LocalFleet, number: int) -> int:
     """How often the worker dropped requests that another has now."""
     return fleet.workers[number].log.count("their leases expired")
 
 
-def holder(fleet: Fleet) -> int:
+def holder(fleet: LocalFleet) -> int:
     """The worker that holds the most requests."""
     held = {record.pid: int(fleet.client.scard(keys.held(record.id))) for record in fleet.queue.workers()}
     return max(range(len(fleet.workers)), key=lambda number: held.get(fleet.workers[number].pid, 0))
 
 
 @pytest.mark.proof
-def test_workers_go_on_decoding_while_redis_is_away(fleet: Fleet, undisturbed: list[str]) -> None:
+def test_workers_go_on_decoding_while_redis_is_away(fleet: LocalFleet, undisturbed: list[str]) -> None:
     """None of the work is done before Redis is gone, and then at least half of what it costs
     otherwise.
     """
@@ -426,7 +428,7 @@ def spent(work: Work) -> float:
 
 
 @pytest.mark.parametrize("how", ["lose", pytest.param("swallow", marks=pytest.mark.proof)])
-def test_lost_replies_make_nothing_run_again(fleet: Fleet, undisturbed: list[str], how: str) -> None:
+def test_lost_replies_make_nothing_run_again(fleet: LocalFleet, undisturbed: list[str], how: str) -> None:
     """A swallowed reply holds its caller up for longer than so short a lease: then what it held
     runs again, and just that.
     """

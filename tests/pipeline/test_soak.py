@@ -16,7 +16,7 @@ import pytest
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from tests.pipeline.results import read_results
-from tests.support.fleet import Fleet, running_fleet
+from tests.support.fleet import LocalFleet, running_fleet
 from tests.support.integrity import faults
 from tests.support.leftovers import leftovers
 from tests.support.processes import command_line, descendants
@@ -50,7 +50,7 @@ def test_memory_stays_where_it_is_over_many_requests() -> None:
         assert faults(fleet.client) == []
 
 
-def soak(fleet: Fleet) -> Iterator[float]:
+def soak(fleet: LocalFleet) -> Iterator[float]:
     """Runs all batches, a few at a time; gives the share of lines that are done, again and
     again.
     """
@@ -76,7 +76,7 @@ def soak(fleet: Fleet) -> Iterator[float]:
         time.sleep(0.2)
 
 
-def begin(fleet: Fleet, lines: range) -> tuple[str, range, Path]:
+def begin(fleet: LocalFleet, lines: range) -> tuple[str, range, Path]:
     folder = fleet.folder / f"batch-{lines.start}"
     folder.mkdir()
     source, output = folder / "in.jsonl", folder / "out.jsonl"
@@ -96,7 +96,7 @@ def begin(fleet: Fleet, lines: range) -> tuple[str, range, Path]:
 class LiveCalls:
     """Short streamed calls, one after the other, in a thread."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: LocalFleet) -> None:
         self._url = f"{fleet.api_url}/v1"
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -120,7 +120,7 @@ class LiveCalls:
 class Memory:
     """Resident memory of every process of a fleet, and Redis' own count, over the run."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: LocalFleet) -> None:
         self._fleet = fleet
         pids = [pid for member in fleet.members.values() for pid in (member.pid, *descendants(member.pid))]
         self._processes = {short_name(pid): pid for pid in [*pids, fleet.redis.pid]}

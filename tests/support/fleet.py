@@ -105,7 +105,7 @@ class Member:
             )  # fmt: skip
 
 
-class Fleet:
+class LocalFleet:
     """Belongs to the thread that made it, which calls `look_after` (or `wait`) often: the kernel
     ties processes to their thread.
     """
@@ -229,14 +229,14 @@ def running_fleet(
     stream_interval: float = 0.2,
     max_num_seqs: int = 16,
     api: bool = False,
-) -> Iterator[Fleet]:
+) -> Iterator[LocalFleet]:
     """A fleet whose workers are ready.
 
     No process of it is left at the end, and no file if it had to make its own folder.
     """
     with ExitStack() as stack:
         own = None if folder else stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))
-        fleet = Fleet(
+        fleet = LocalFleet(
             folder or Path(str(own)),
             stack,
             workers=workers,

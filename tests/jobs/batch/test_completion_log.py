@@ -29,11 +29,8 @@ from jobs.store.file_store import FileStore
 from jobs.store.storage import StoreError
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import failing
+from tests.support.kills import Killed
 from tests.support.store_batches import content_of, lines_of, log_of, manifest_of, store_of, submit
-
-
-class Killed(BaseException):
-    """A kill at one exact point."""
 
 
 def joined(root: Path, extent: Extent, offset: int, limit: int | None = None) -> tuple[bytes, int]:

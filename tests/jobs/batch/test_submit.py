@@ -29,6 +29,7 @@ from jobs.store.storage import StoreError
 from tests.support.batch_steps import run_to_end, step
 from tests.support.control_plane import chat_line, failing
 from tests.support.integrity import faults
+from tests.support.kills import Killed
 from tests.support.store_batches import (
     check_every_line_once,
     content_of,
@@ -41,10 +42,6 @@ from tests.support.store_batches import (
     submit,
     submit_file,
 )
-
-
-class Killed(BaseException):
-    """A kill at one exact point."""
 
 
 def codes(record: BatchRecord) -> list[tuple[str, int | None, str | None]]:

@@ -20,6 +20,7 @@ from jobs.store.file_store import FileStore
 from jobs.store.storage import AtomicWriter, StoreError
 from tests.support.batch_steps import run_to_end, step
 from tests.support.control_plane import failing
+from tests.support.kills import Killed
 from tests.support.store_batches import (
     check_every_line_once,
     content_of,
@@ -34,10 +35,6 @@ from tests.support.store_batches import (
 )
 
 MONTH = 30 * 24 * 3600
-
-
-class Killed(BaseException):
-    """A kill at one exact point."""
 
 
 @pytest.mark.parametrize(("failures", "files"), [((), (True, False)), ((1, 2), (False, True))])

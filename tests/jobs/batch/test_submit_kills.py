@@ -34,7 +34,7 @@ FORWARD = {
 }
 
 
-class Reader(threading.Thread):
+class BatchReader(threading.Thread):
     """Looks at batches and their logs all the time, and holds that nothing goes back."""
 
     def __init__(self, client: redis.Redis, batches: list[str]) -> None:
@@ -86,7 +86,7 @@ def test_kills_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
         ]
         cancel_batch(client, batches[1])  # one at least in time
         plane.start()
-        reader = Reader(connect(server.url), batches)
+        reader = BatchReader(connect(server.url), batches)
         reader.start()
         until = time.monotonic() + 10
         while time.monotonic() < until or (reader.looks <= 100 and reader.is_alive()):

@@ -23,10 +23,7 @@ from jobs.queue.settings import QueueSettings
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, failing, write_input
 from tests.support.integrity import faults
-
-
-class Killed(BaseException):
-    """A kill at one exact point; nothing may catch it on the way out."""
+from tests.support.kills import Killed
 
 
 def die(*_: Any, **__: Any) -> None:

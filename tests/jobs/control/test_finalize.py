@@ -25,6 +25,7 @@ from jobs.store.storage import AtomicWriter, sha256_of
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, echo, failing, read_jsonl, write_input
 from tests.support.integrity import faults
+from tests.support.kills import Killed
 
 
 def ready_to_finalize(client: redis.Redis, url: str, source: Path, **options: Any) -> str:
@@ -120,10 +121,6 @@ def test_an_empty_parquet_output_has_its_columns(redis_client: redis.Redis, redi
     )
     table = parquet.read_table(tmp_path / "out.parquet")
     assert (table.num_rows, table.column_names[:3]) == (0, ["custom_id", "id", "status_code"])
-
-
-class Killed(BaseException):
-    """A kill at one exact point."""
 
 
 @pytest.mark.parametrize("call", ["write_outputs", "commit", "save_manifest", "transition", "clean_up"])

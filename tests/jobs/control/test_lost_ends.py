@@ -18,6 +18,7 @@ from jobs.queue.request_queue import Queue
 from tests.support.batch_steps import answer_all, begin, step
 from tests.support.control_plane import failing
 from tests.support.integrity import faults
+from tests.support.kills import Killed
 from tests.support.store_batches import (
     check_every_line_once,
     finished,
@@ -27,10 +28,6 @@ from tests.support.store_batches import (
     submit,
     under_way,
 )
-
-
-class Killed(BaseException):
-    """A kill at one exact point."""
 
 
 def roll_back(client: redis.Redis, saved: dict[bytes, tuple[bytes, int]]) -> None:

@@ -249,7 +249,7 @@ class TestTrial:
         assert lines(take(queue, "w3", 1)) == [0, 1, 2, 3]
 
 
-class TestCancel:
+class TestCancelInQuarantine:
     def test_a_live_call_among_the_quarantined(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.submit("live_a", request())
         quarantine(queue, "w1", take(queue, "w1", 1))

@@ -20,13 +20,13 @@ from workers.engine.models.decoder import RotaryDecoder
 
 
 @dataclass(frozen=True)
-class Case:
+class RandomCase:
     request: EngineRequest
     arrives: int  # turn of the loop
     aborted: int | None
 
 
-def random_cases(draw: random.Random, number: int, tokens: int, longest: int) -> list[Case]:
+def random_cases(draw: random.Random, number: int, tokens: int, longest: int) -> list[RandomCase]:
     """Greedy and drawn, live and batch ones, some with stop tokens that come up soon, some that
     another worker began.
     """
@@ -48,11 +48,13 @@ def random_cases(draw: random.Random, number: int, tokens: int, longest: int) ->
             request_id, prompt, output, sampling, live=draw.random() < 0.3, priority=draw.choice([0, 0, 1])
         )
         arrives = draw.randint(0, tokens)
-        cases.append(Case(request, arrives, draw.choice([None, None, None, arrives + draw.randint(0, 2 * tokens)])))
+        cases.append(
+            RandomCase(request, arrives, draw.choice([None, None, None, arrives + draw.randint(0, 2 * tokens)]))
+        )
     return cases
 
 
-def drive(core: EngineCore, cases: list[Case]) -> tuple[dict[int, tuple[list[int], Finish]], int]:
+def drive(core: EngineCore, cases: list[RandomCase]) -> tuple[dict[int, tuple[list[int], Finish]], int]:
     """Tokens and end of each request, and how often one was preempted."""
     tokens: dict[int, list[int]] = {case.request.request_id: [] for case in cases}
     finish: dict[int, Finish] = {}
@@ -75,10 +77,10 @@ def drive(core: EngineCore, cases: list[Case]) -> tuple[dict[int, tuple[list[int
     return {number: (tokens[number], finish[number]) for number in finish}, preemptions
 
 
-def assert_own_answers(got: dict[int, tuple[list[int], Finish]], cases: list[Case], alone: EngineCore) -> None:
+def assert_own_answers(got: dict[int, tuple[list[int], Finish]], cases: list[RandomCase], alone: EngineCore) -> None:
     for case in cases:
         tokens, finish = got[case.request.request_id]
-        expected, how = drive(alone, [Case(case.request, 0, None)])[0][case.request.request_id]
+        expected, how = drive(alone, [RandomCase(case.request, 0, None)])[0][case.request.request_id]
         if finish is Finish.ABORT:
             assert expected[: len(tokens)] == tokens
         else:
@@ -200,5 +202,5 @@ def test_no_launch_waits_for_the_gpu() -> None:
         requests = [
             EngineRequest(100 * round_number + row, prompt, [], sampling[row % 3]) for row, prompt in enumerate(prompts)
         ]
-        got, _ = drive(core, [Case(request, row, None) for row, request in enumerate(requests)])
+        got, _ = drive(core, [RandomCase(request, row, None) for row, request in enumerate(requests)])
         assert {how for _, how in got.values()} == {Finish.LENGTH}

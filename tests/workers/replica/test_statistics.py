@@ -31,7 +31,7 @@ READY = Ready(
 
 
 @dataclass
-class Engine:
+class FailingEngine:
     """One whose figures cannot be had at first."""
 
     failures: int
@@ -49,7 +49,7 @@ def test_what_fails_is_logged_once_and_tried_again(
     queue: Queue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def until_logged() -> None:
-        task = asyncio.create_task(statistics.report_gauges("w", Engine(failures=3), queue))
+        task = asyncio.create_task(statistics.report_gauges("w", FailingEngine(failures=3), queue))
         async with asyncio.timeout(60):
             while not redis_client.exists(keys.gauges("w")):
                 await asyncio.sleep(0.01)

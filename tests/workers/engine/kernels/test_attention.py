@@ -46,7 +46,7 @@ def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class Step:
+class KernelStep:
     """Rows whose earlier tokens are in the cache, in blocks handed out in random order, with random
     tensors and a random seed.
     """
@@ -158,14 +158,14 @@ class Step:
     ids=["group-2-bf16", "group-7-of-80", "window"],
 )
 def test_equals_the_formula(shape: dict[str, object], rows: Rows) -> None:
-    Step(rows, **shape).check()
+    KernelStep(rows, **shape).check()
 
 
 @pytest.mark.usefixtures("_short_pieces")
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("window", [None, 90])
 def test_a_context_in_pieces(window: int | None, rows: Rows) -> None:
-    step = Step(rows, kv_heads=1, group=4, window=window)
+    step = KernelStep(rows, kv_heads=1, group=4, window=window)
     step.check()
     metadata = step.metadata()
     attention = make_attention("triton", step.shape, 4, step.dtype, DEVICE)
@@ -176,7 +176,7 @@ def test_a_context_in_pieces(window: int | None, rows: Rows) -> None:
 @pytest.mark.parametrize("contexts", [[20] * 19 + [4300], [1100] * 20], ids=["one-long", "alike"])
 def test_of_many_rows_those_are_cut_that_are_long_beside_the_others(contexts: list[int]) -> None:
     """As in a graph, where the host knows no more than that a context may be long."""
-    step = Step([(1, context) for context in contexts], kv_heads=1, group=4, dim=16)
+    step = KernelStep([(1, context) for context in contexts], kv_heads=1, group=4, dim=16)
     metadata = step.metadata()
     metadata.max_context = 8192
     attention = make_attention("triton", step.shape, 4, step.dtype, DEVICE)
@@ -201,11 +201,11 @@ def test_wide_grid(
     if split:
         request.getfixturevalue("_short_pieces")
     for rows, dtype in ((DECODE, torch.float32), (MIXED, torch.bfloat16)):
-        Step(rows, 1, group, dim, block_size, dtype, window).check()
+        KernelStep(rows, 1, group, dim, block_size, dtype, window).check()
 
 
 def test_heads_are_normed_and_rotated_on_the_way() -> None:
-    step = Step(MIXED, dtype=torch.bfloat16)
+    step = KernelStep(MIXED, dtype=torch.bfloat16)
     tokens = step.q.shape[0]
     angles = torch.rand(tokens, 1, step.dim // 2, device=DEVICE).repeat(1, 1, 2)
     sin = angles.sin() * torch.tensor([-1.0, 1.0], device=DEVICE).repeat_interleave(step.dim // 2)
@@ -242,7 +242,7 @@ def test_real_shapes(kv_heads: int, group: int, dim: int, window: int | None, dt
         for count, before in zip(random.integers(2, 900, 5), random.integers(0, 3000, 5), strict=True)
     ]
     for rows in (decode, [(1, 30000)], [(2048, 2048)], [(100, 20000)], decode + chunks):
-        Step(rows, kv_heads, group, dim, 16, dtype, window).check()
+        KernelStep(rows, kv_heads, group, dim, 16, dtype, window).check()
 
 
 @pytest.mark.gpu
@@ -260,7 +260,7 @@ def test_tiles_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.gpu
 def test_a_recording_reads_the_lengths_in_memory() -> None:
-    first = Step([(1, length) for length in (3000, 17, 1, 0)], dtype=torch.bfloat16)
+    first = KernelStep([(1, length) for length in (3000, 17, 1, 0)], dtype=torch.bfloat16)
     metadata, cache = first.metadata(), first.cache()
     attention = make_attention("triton", first.shape, 4, first.dtype, DEVICE)
     k, v = first.new(first.keys), first.new(first.values)

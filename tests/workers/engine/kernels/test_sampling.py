@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
-from tests.workers.engine.sampling.plain import Row, random_row, sampled_rows
+from tests.workers.engine.sampling.plain import SampledRow, random_row, sampled_rows
 from workers.engine.device.staging import to_device
 from workers.engine.kernels import sampling as kernels
 from workers.engine.messages.core import SamplingParams
@@ -282,7 +282,7 @@ def test_frequencies_follow_the_distribution(limits: dict[str, Any]) -> None:
 def test_sampling_does_not_wait_for_the_device() -> None:
     """Every stage and the draw, under a mode in which torch refuses to wait."""
     draw = random.Random("no waiting")
-    rows = [random_row(draw, VOCAB) for _ in range(64)] + [Row([1], [], SamplingParams(1))]
+    rows = [random_row(draw, VOCAB) for _ in range(64)] + [SampledRow([1], [], SamplingParams(1))]
     logits, batch = rows_of("plain", len(rows), VOCAB).to(DEVICE), sampled_rows(rows, VOCAB, DEVICE)
     for kernels_draw in (False, True):
         sampler = Sampler(2 * len(rows) + 1, VOCAB, (3, 690), DEVICE, kernels_draw)

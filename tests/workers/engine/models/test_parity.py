@@ -52,7 +52,7 @@ VARIANTS = {
 }
 
 
-class Recorder:
+class LogitsRecorder:
     """Keeps the logits behind every token that a runner samples, under the request's number, which
     travels as its seed.
     """
@@ -78,7 +78,7 @@ class Recorder:
         return sampled
 
 
-def start(name: str, variant: ParityVariant, place: Place) -> tuple[EngineCore, Recorder]:
+def start(name: str, variant: ParityVariant, place: Place) -> tuple[EngineCore, LogitsRecorder]:
     per_block = block_bytes(open_checkpoint(str(folder(name))).config, torch.float32, 16)
     config = EngineConfig(
         model=str(folder(name)),
@@ -94,7 +94,7 @@ def start(name: str, variant: ParityVariant, place: Place) -> tuple[EngineCore, 
         **place.settings(),  # type: ignore[arg-type]
     )
     executor = Executor(config)
-    return EngineCore(executor), Recorder(executor.runner)
+    return EngineCore(executor), LogitsRecorder(executor.runner)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def answers(core: EngineCore, expected: Reference, first_id: int = 0) -> Answers
     return Answers(tokens, cached, preemptions)
 
 
-def assert_same(expected: Reference, got: Answers, sampler: Recorder) -> None:
+def assert_same(expected: Reference, got: Answers, sampler: LogitsRecorder) -> None:
     assert got.tokens == expected.tokens
     for request, logits in enumerate(expected.logits):
         ours = torch.stack([sampler.logits[request, index] for index in range(len(logits))])
@@ -186,10 +186,12 @@ def small(expected: Reference) -> Reference:
 
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.proof
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("rope-linear", "rope-llama3", "rope-yarn")])
 @pytest.mark.parametrize("place", [interpreted])
 def test_same_as_transformers_by_the_gpus_kernels(name: str, place: Place) -> None:
-    """Kernels and inputs made on the device: what a GPU runs where nothing is recorded."""
+    """Kernels and inputs made on the device: what a GPU runs where nothing is recorded. Tables of
+    positions that are computed once are the same for every device, so one such model is enough.
+    """
     expected = small(reference(name))
     core, sampler = start(name, SMALL, place)
     got = answers(core, expected)

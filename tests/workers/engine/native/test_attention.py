@@ -32,7 +32,7 @@ LONG: Rows = [(1, 2100), (130, 2100), (2, 1025)]
 
 
 @dataclass
-class Step:
+class NativeStep:
     """Rows with random tensors, whose earlier tokens are in the cache, in blocks handed out in
     random order.
     """
@@ -116,12 +116,12 @@ class Step:
     ("dim", "group", "block_size"), [(64, 1, 16), (64, 3, 32), (80, 4, 16), (128, 8, 8), (12, 2, 7), (17, 1, 16)]
 )
 def test_mixed_rows(dim: int, group: int, block_size: int, window: int | None, dtype: torch.dtype) -> None:
-    Step(DECODE + MIXED, 2, group, dim, block_size, dtype, window).check()
+    NativeStep(DECODE + MIXED, 2, group, dim, block_size, dtype, window).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_more_queries_to_a_head_than_a_tile_has(dtype: torch.dtype) -> None:
-    Step(MIXED, 1, 40, 64, dtype=dtype).check()
+    NativeStep(MIXED, 1, 40, 64, dtype=dtype).check()
 
 
 @pytest.mark.proof
@@ -131,13 +131,13 @@ def test_more_queries_to_a_head_than_a_tile_has(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim", [32, 64, 80, 96, 128, 256])
 def test_every_shape(dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     for seed, window in enumerate([None, 1, 7, 16, 33, 300]):
-        Step(DECODE + MIXED + LONG, 2, group, dim, block_size, dtype, window, seed).check()
+        NativeStep(DECODE + MIXED + LONG, 2, group, dim, block_size, dtype, window, seed).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_row_is_the_same_in_any_batch_on_any_number_of_threads(window: int | None, dtype: torch.dtype) -> None:
-    step = Step(DECODE + MIXED, 2, 3, window=window, dtype=dtype)
+    step = NativeStep(DECODE + MIXED, 2, 3, window=window, dtype=dtype)
     together = step.attended(threads=1)
     for threads in (2, 3):
         assert all(map(torch.equal, step.attended(threads), together))
@@ -154,7 +154,7 @@ def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
     dtype: torch.dtype, block_size: int, before: int, count: int, threads: int
 ) -> None:
     shared = (before + 1) * block_size
-    step = Step([(count, shared + count), (1, shared)], 2, 3, dtype=dtype, block_size=block_size)
+    step = NativeStep([(count, shared + count), (1, shared)], 2, 3, dtype=dtype, block_size=block_size)
     step.tables[0, : before + 1] = step.tables[1, : before + 1]
     for of in (step.keys, step.values):
         of[0][:shared] = of[1]
@@ -176,7 +176,7 @@ def written_ahead(rows: Rows, shared: dict[tuple[int, int], int]) -> list[int]:
     """Which rows are, where row `a` has the first `n` blocks of row `b` by shared {(a, b): n}, and
     whether any are.
     """
-    step = Step(rows, 2, 3)
+    step = NativeStep(rows, 2, 3)
     for (a, b), number in shared.items():
         step.tables[a, :number] = step.tables[b, :number]
     metadata = step.metadata([(row, context - count, context) for row, (count, context) in enumerate(rows)])
@@ -197,15 +197,15 @@ def test_only_what_others_see_in_the_same_step_is_written_ahead() -> None:
 
 
 def test_the_parts_of_a_prompt_are_what_the_whole_is() -> None:
-    whole = Step([(300, 300)], 2, 3, window=50)
+    whole = NativeStep([(300, 300)], 2, 3, window=50)
     expected = whole.attended()[0]
-    part = Step([(170, 300)], 2, 3, window=50)
+    part = NativeStep([(170, 300)], 2, 3, window=50)
     part.keys, part.values, part.q = whole.keys, whole.values, [whole.q[0][130:]]
     assert torch.equal(part.attended()[0], expected[130:])
 
 
 def test_a_row_without_context_gets_zeros() -> None:
-    step = Step([(1, 20), (1, 9)])
+    step = NativeStep([(1, 20), (1, 9)])
     attention = make_attention("cpu", step.shape, 2, torch.bfloat16, CPU)
     cache = attention.new_cache(1)[0]
     metadata = AttentionMetadata(
@@ -217,7 +217,7 @@ def test_a_row_without_context_gets_zeros() -> None:
 
 
 def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
-    step = Step([(40, 40), (1, 1)], 2, 2)
+    step = NativeStep([(40, 40), (1, 1)], 2, 2)
     q, k, v = torch.cat(step.q), torch.cat(step.keys), torch.cat(step.values)
     by_head = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     fused = list(torch.cat((q, k, v), 1).split((4, 2, 2), 1))
@@ -235,7 +235,7 @@ def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_norm_and_rotation(dtype: torch.dtype, dim: int, block_size: int, norms: bool) -> None:
     """As the reference does them, which rounds bfloat16 at every operation."""
-    step = Step([(37, 37), (1, 1), (20, 20)], 2, 3, dim, block_size, dtype)
+    step = NativeStep([(37, 37), (1, 1), (20, 20)], 2, 3, dim, block_size, dtype)
     torch.manual_seed(5)
     positions = torch.cat([torch.arange(count) for count, _ in step.rows])
     cos, sin = Rotary(RopeConfig(10000.0, "default", {}, 4096), dim, 100, dtype, CPU).cos_sin(positions, positions + 1)

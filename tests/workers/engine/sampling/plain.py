@@ -19,7 +19,7 @@ from workers.engine.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True)
-class Row:
+class SampledRow:
     """One request at one step."""
 
     prompt: list[int]
@@ -27,7 +27,7 @@ class Row:
     params: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=99))
 
 
-def sampled_rows(rows: Sequence[Row], vocab: int, device: torch.device | str = "cpu") -> SampledRows:
+def sampled_rows(rows: Sequence[SampledRow], vocab: int, device: torch.device | str = "cpu") -> SampledRows:
     """Row i in slot 2 i + 1, the other slots and the ends of the table full of other tokens."""
     columns = max(len(row.prompt) + len(row.output) for row in rows) + 5
     table = torch.randint(
@@ -41,14 +41,14 @@ def sampled_rows(rows: Sequence[Row], vocab: int, device: torch.device | str = "
     return SampledRows(np.arange(1, 2 * len(rows), 2, dtype=np.int32), prompts, prompts + outputs, table.to(device))
 
 
-def sampler_for(rows: Sequence[Row], vocab: int, eos: Sequence[int] = ()) -> Sampler:
+def sampler_for(rows: Sequence[SampledRow], vocab: int, eos: Sequence[int] = ()) -> Sampler:
     sampler = Sampler(2 * len(rows) + 1, vocab, eos)
     for number, row in enumerate(rows):
         sampler.set(2 * number + 1, row.params)
     return sampler
 
 
-def plain_logits(logits: Tensor, row: Row, eos: Sequence[int] = ()) -> NDArray[np.float64]:
+def plain_logits(logits: Tensor, row: SampledRow, eos: Sequence[int] = ()) -> NDArray[np.float64]:
     """Float64 [vocab]: bias, min_tokens, bad words and penalties."""
     z, params = logits.double().numpy().copy(), row.params
     for token, bias in params.logit_bias:
@@ -87,7 +87,7 @@ def plain_probabilities(z: NDArray[np.float64], params: SamplingParams) -> NDArr
     return weights / weights.sum()
 
 
-def plain_token(z: NDArray[np.float64], row: Row) -> int:
+def plain_token(z: NDArray[np.float64], row: SampledRow) -> int:
     """The largest of logit / temperature + noise among the tokens kept, or the largest logit."""
     params = row.params
     if params.temperature == 0:
@@ -97,7 +97,7 @@ def plain_token(z: NDArray[np.float64], row: Row) -> int:
     return max(kept, key=lambda token: z[token] / params.temperature + noise(params.seed, params.choice, index, token))
 
 
-def random_row(draw: random.Random, vocab: int, **asked: object) -> Row:
+def random_row(draw: random.Random, vocab: int, **asked: object) -> SampledRow:
     """A request whose output repeats itself, and which asks for a random part of all there is
     besides `asked`.
     """
@@ -121,4 +121,4 @@ def random_row(draw: random.Random, vocab: int, **asked: object) -> Row:
         "logprobs": draw.choice([-1, -1, 0, 1, 7]),
     }
     params = SamplingParams(seed=draw.getrandbits(64), choice=draw.randint(0, 3), **(some | asked))
-    return Row(draw.choices(range(vocab), k=draw.choice([1, 5, 30])), output, params)
+    return SampledRow(draw.choices(range(vocab), k=draw.choice([1, 5, 30])), output, params)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.sampling.plain import Row, plain_token
+from tests.workers.engine.sampling.plain import SampledRow, plain_token
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling import draw, draw_cpu, limits
 from workers.engine.sampling.draw import Draw
@@ -56,7 +56,7 @@ def test_equals_the_definition(top_k: int, top_p: float) -> None:
         for row in range(6)
     ]
     indices = list(range(6))
-    expected = [plain_token(logits[row].double().numpy(), Row([1], [1] * row, params[row])) for row in range(6)]
+    expected = [plain_token(logits[row].double().numpy(), SampledRow([1], [1] * row, params[row])) for row in range(6)]
     assert sample(logits, params, indices) == expected
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.sampling.plain import (
-    Row,
+    SampledRow,
     plain_logits,
     plain_probabilities,
     plain_token,
@@ -56,17 +56,17 @@ def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3.0
 
 
-def random_rows(stage: str, seed: int, number: int = 64) -> list[Row]:
+def random_rows(stage: str, seed: int, number: int = 64) -> list[SampledRow]:
     draw = random.Random(f"{stage} {seed}")
     off = {name: value for name, value in OFF.items() if name not in STAGES[stage]}
     return [random_row(draw, VOCAB, **(off if draw.random() < 0.8 else OFF)) for _ in range(number)]
 
 
-def sample(logits: Tensor, rows: list[Row]) -> Sampled:
+def sample(logits: Tensor, rows: list[SampledRow]) -> Sampled:
     return sampler_for(rows, VOCAB, EOS).sample(logits.clone(), sampled_rows(rows, VOCAB, logits.device))
 
 
-def changed(logits: Tensor, rows: list[Row]) -> Tensor:
+def changed(logits: Tensor, rows: list[SampledRow]) -> Tensor:
     """The logits as they are before the temperature."""
     sampler, batch, logits = sampler_for(rows, VOCAB, EOS), sampled_rows(rows, VOCAB, logits.device), logits.clone()
     for stage in sampler._changes:
@@ -131,7 +131,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_more_logprobs_than_tokens_are_all_tokens() -> None:
-    row = Row([1], [], SamplingParams(max_tokens=1, temperature=0.0, logprobs=VOCAB + 5))
+    row = SampledRow([1], [], SamplingParams(max_tokens=1, temperature=0.0, logprobs=VOCAB + 5))
     sampled = sample(random_logits(1), [row])
     assert sampled.logprobs is not None
     assert sorted(sampled.logprobs.to_host()[0].token_ids[1:]) == list(range(VOCAB))
@@ -141,7 +141,7 @@ def test_a_row_without_a_candidate_stays_in_the_vocabulary() -> None:
     """Whatever a request rules out, what comes is a token."""
     everything = tuple((token,) for token in range(VOCAB))
     rows = [
-        Row([1], [], SamplingParams(max_tokens=1, bad_words=everything, **limits))
+        SampledRow([1], [], SamplingParams(max_tokens=1, bad_words=everything, **limits))
         for limits in ({}, {"temperature": 0.0}, {"top_p": 0.5})
     ]
     assert all(0 <= token < VOCAB for token in sample(random_logits(3), rows).tokens.tolist())
@@ -166,7 +166,7 @@ def test_frequencies_follow_the_distribution(name: str) -> None:
     draws, vocab, first_seed = 20_000, 24, 100_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 1.5
     rows = [
-        Row(
+        SampledRow(
             [1, 2, 2],
             [2, 5, 5, 5, 9],
             SamplingParams(max_tokens=9, seed=first_seed + i, **({"temperature": 0.9} | LIMITS[name])),

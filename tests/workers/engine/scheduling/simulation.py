@@ -18,7 +18,7 @@ EOS = 50_000
 
 
 @dataclass(frozen=True)
-class Line:
+class SimulatedLine:
     """A request and how many tokens it will answer with, unless `max_tokens` cuts it; `known`: only
     `max_tokens` can end it.
     """
@@ -62,7 +62,7 @@ class Simulation:
     """
 
     def __init__(
-        self, lines: Sequence[Line], num_blocks: int, *, slots: int = 64, budget: int = 2048, depth: int = 0
+        self, lines: Sequence[SimulatedLine], num_blocks: int, *, slots: int = 64, budget: int = 2048, depth: int = 0
     ) -> None:
         self._lines = lines
         self._prompts = [[*line.prompt[:-1], number] for number, line in enumerate(lines)]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, Line, Report, Simulation
+from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, Report, SimulatedLine, Simulation
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
 from workers.engine.scheduling.output_lengths import EDGES, OutputLengths
 from workers.engine.scheduling.request import RequestState
@@ -24,11 +24,11 @@ LENGTHS: dict[str, Callable[[random.Random], float]] = {
 }
 
 
-def lines_of(kind: str, count: int = 1000, seed: int = 1, *, known: bool = False) -> list[Line]:
+def lines_of(kind: str, count: int = 1000, seed: int = 1, *, known: bool = False) -> list[SimulatedLine]:
     """Prompts without anything in common."""
     draw = random.Random(seed)
     return [
-        Line(
+        SimulatedLine(
             draw.choices(range(50_000), k=draw.randint(40, 120)),
             min(512, max(1, int(LENGTHS[kind](draw)))),
             known=known,
@@ -37,13 +37,13 @@ def lines_of(kind: str, count: int = 1000, seed: int = 1, *, known: bool = False
     ]
 
 
-def blocks_of(lines: list[Line], requests: float) -> int:
+def blocks_of(lines: list[SimulatedLine], requests: float) -> int:
     """What so many requests take when each is as long as it gets."""
     each = sum(-(-(len(line.prompt) + line.output) // BLOCK_SIZE) for line in lines) / len(lines)
     return int(each * requests)
 
 
-def in_a_quarter(lines: list[Line], depth: int) -> Report:
+def in_a_quarter(lines: list[SimulatedLine], depth: int) -> Report:
     return Simulation(lines, blocks_of(lines, SLOTS / 4), slots=SLOTS, depth=depth).run()
 
 
@@ -64,7 +64,7 @@ def test_in_a_quarter_of_the_cache_little_is_computed_twice(kind: str, depth: in
 def test_many_come_in_at_a_step_where_many_run() -> None:
     """Two for each three steps or so: a pace of whole steps would let in half as many."""
     draw = random.Random(4)
-    lines = [Line(draw.choices(range(50_000), k=100), max(1, int(draw.gauss(150, 15)))) for _ in range(1200)]
+    lines = [SimulatedLine(draw.choices(range(50_000), k=100), max(1, int(draw.gauss(150, 15)))) for _ in range(1200)]
     report = Simulation(lines, 1400, slots=256).run()
     assert report.recomputed_share < 0.02
     assert report.rows / report.steps > 0.85 * 1400 / 12, (
@@ -98,7 +98,7 @@ def test_lengths_that_are_known_need_no_guess(depth: int) -> None:
 def test_live_requests_come_in_as_ever() -> None:
     """Each tenth is live: none of them waits while batch requests, which came before, run on."""
     draw = random.Random(2)
-    lines = [Line(line.prompt, line.output, live=draw.random() < 0.1) for line in lines_of("lognormal", 600)]
+    lines = [SimulatedLine(line.prompt, line.output, live=draw.random() < 0.1) for line in lines_of("lognormal", 600)]
     report = in_a_quarter(lines, 0)
     place = {number: at for at, number in enumerate(report.order)}
     late = {

@@ -34,7 +34,7 @@ def score(token: int, position: int) -> TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Case:
+class ScheduledCase:
     """A request, the step at which it comes, how much of its answer it brings, and the step at
     which it is aborted, if ever.
     """
@@ -188,9 +188,9 @@ class TokenDevice:
 
 
 @dataclass
-class Run:
+class ScheduledRun:
     setup: Setup
-    cases: list[Case]
+    cases: list[ScheduledCase]
     got: dict[int, list[int]] = field(default_factory=dict)
     finish: dict[int, Finish] = field(default_factory=dict)
     seen: set[int] = field(default_factory=set)
@@ -333,7 +333,7 @@ PROMPTS = st.builds(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8).map(tuple),
 )
 CASES = st.builds(
-    Case,
+    ScheduledCase,
     prompt=PROMPTS,
     max_tokens=st.integers(0, 16),
     arrives=st.integers(0, 12),
@@ -350,8 +350,8 @@ CASES = st.builds(
 )
 
 
-def check(setup: Setup, cases: list[Case]) -> Run:
-    run = Run(setup, cases)
+def check(setup: Setup, cases: list[ScheduledCase]) -> ScheduledRun:
+    run = ScheduledRun(setup, cases)
     run.to_the_end()
     for number, case in enumerate(cases):
         answer, finish = run.answers[number]
@@ -367,7 +367,7 @@ def check(setup: Setup, cases: list[Case]) -> Run:
 
 @settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(setup=SETUPS, cases=st.lists(CASES, max_size=9))
-def test_any_schedule_gives_every_request_its_own_answer(setup: Setup, cases: list[Case]) -> None:
+def test_any_schedule_gives_every_request_its_own_answer(setup: Setup, cases: list[ScheduledCase]) -> None:
     check(setup, cases)
 
 
@@ -386,9 +386,9 @@ def random_setup(draw: random.Random) -> Setup:
     )
 
 
-def random_case(draw: random.Random) -> Case:
+def random_case(draw: random.Random) -> ScheduledCase:
     shared = draw.choice([(), tuple(range(4)), tuple(range(9)), (0,) * 12])
-    return Case(
+    return ScheduledCase(
         prompt=(*shared, *draw.choices(range(VOCAB), k=draw.randint(1, 12))),
         max_tokens=draw.randint(0, 24),
         arrives=draw.randint(0, 20),
@@ -422,7 +422,9 @@ def test_many_more_schedules_without_shrinking() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_schedules_exercise_what_they_should(depth: int) -> None:
     """Preemption, prefix hits and slot shortage do occur in schedules like the ones above."""
-    cases = [Case((1, 2, 3, 4, 5, number), 14, number, number % 3 == 2, 0, True, (), None) for number in range(8)]
+    cases = [
+        ScheduledCase((1, 2, 3, 4, 5, number), 14, number, number % 3 == 2, 0, True, (), None) for number in range(8)
+    ]
     run = check(Setup(2, 16, 4, 6, 40, depth, True, crowded=True), cases)
     assert run.stats.preemptions > 0
     assert run.stats.prefix_hit_tokens > 0

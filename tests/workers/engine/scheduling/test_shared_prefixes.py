@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from jobs.batch.plan import PlanBuilder, PlanEntry, read_plan
-from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, Line, Report, Simulation
+from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, Report, SimulatedLine, Simulation
 
 SYSTEMS = 50
 SYSTEM_BLOCKS = 16
 LINES = 1000
 
 
-def shuffled(seed: int) -> list[tuple[int, Line]]:
+def shuffled(seed: int) -> list[tuple[int, SimulatedLine]]:
     """Lines in random order, each with the number of its system prompt."""
     draw = random.Random(seed)
     systems = [draw.choices(range(50_000), k=SYSTEM_BLOCKS * BLOCK_SIZE + 5) for _ in range(SYSTEMS)]
@@ -24,11 +24,11 @@ def shuffled(seed: int) -> list[tuple[int, Line]]:
     for _ in range(LINES):
         number = draw.randrange(SYSTEMS)
         prompt = systems[number] + draw.choices(range(50_000), k=draw.randint(8, 40))
-        lines.append((number, Line(prompt, draw.randint(1, 60), max_tokens=draw.choice([32, 64, 128]))))
+        lines.append((number, SimulatedLine(prompt, draw.randint(1, 60), max_tokens=draw.choice([32, 64, 128]))))
     return lines
 
 
-def planned(lines: list[tuple[int, Line]], folder: Path) -> list[tuple[int, Line]]:
+def planned(lines: list[tuple[int, SimulatedLine]], folder: Path) -> list[tuple[int, SimulatedLine]]:
     """The same in the order of the plan, as `advance` feeds them and a worker claims them."""
     builder = PlanBuilder(folder)
     for index, (number, line) in enumerate(lines):
@@ -42,7 +42,7 @@ def planned(lines: list[tuple[int, Line]], folder: Path) -> list[tuple[int, Line
         return [lines[entry.line] for entry in read_plan(file, 0, LINES)]
 
 
-def share_of_possible(lines: list[tuple[int, Line]], report: Report) -> float:
+def share_of_possible(lines: list[tuple[int, SimulatedLine]], report: Report) -> float:
     """What the cache gave of what it could give: all whole blocks of a system prompt, but for the
     first line that has it.
     """
