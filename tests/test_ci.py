@@ -87,6 +87,7 @@ def test_tests_that_ended_by_a_time_limit_are_repeated_once_and_listed(repositor
     assert done.stdout.endswith(f"proofs ran\nTests repeated after a time limit: 3\n{listed}")
 
 
+@pytest.mark.proof
 def test_a_second_time_limit_ends_the_run(repository: Path) -> None:
     write_test(repository, WAIT)
     done = run(repository, repository / ".ci" / "run")
@@ -99,9 +100,9 @@ def test_a_second_time_limit_ends_the_run(repository: Path) -> None:
     ("body", "decorator", "arguments"),
     [
         ("assert not is_first()", "", ""),
-        (f"is_first(); {WAIT}", "@pytest.mark.proof", ""),
-        (f"is_first(); {WAIT}", "@given(number=strategies.integers())", "number"),
-        (f"is_first(); {WAIT}", "@pytest.mark.parametrize('seed', [1])", "seed"),
+        pytest.param(f"is_first(); {WAIT}", "@pytest.mark.proof", "", marks=pytest.mark.proof),
+        pytest.param(f"is_first(); {WAIT}", "@given(number=strategies.integers())", "number", marks=pytest.mark.proof),
+        pytest.param(f"is_first(); {WAIT}", "@pytest.mark.parametrize('seed', [1])", "seed", marks=pytest.mark.proof),
     ],
     ids=["assertion", "proof", "hypothesis", "seed"],
 )

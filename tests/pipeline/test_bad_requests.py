@@ -54,6 +54,7 @@ def check_error(case: BadRequest, status: int, body: dict[str, Any]) -> None:
     assert len(error["message"]) < 500, case.name
 
 
+@pytest.mark.proof
 def test_each_bad_line_gets_its_error_and_the_others_their_answers(tmp_path: Path) -> None:
     source, output = examples(tmp_path / "requests.jsonl", GOOD), tmp_path / "out.jsonl"
     good, expected = source.read_bytes().splitlines(), answers()
@@ -144,6 +145,7 @@ def served() -> Iterator[tuple[RunningCommand, str]]:
         yield command, url[1]
 
 
+@pytest.mark.proof
 def test_each_bad_call_gets_its_status_and_the_others_their_answers(
     served: tuple[RunningCommand, str], tmp_path: Path
 ) -> None:

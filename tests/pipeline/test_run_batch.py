@@ -111,6 +111,7 @@ def test_a_finished_run_whose_output_was_removed_is_run_anew(tmp_path: Path) -> 
     assert len(identities) == 2
 
 
+@pytest.mark.proof
 def test_errors_in_a_body_are_answers_and_can_be_retried(tmp_path: Path) -> None:
     source, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     message = {"role": "user", "content": "How much is 2 plus 3?"}

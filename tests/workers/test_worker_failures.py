@@ -245,6 +245,7 @@ def test_sigterm_lets_finish_what_needs_a_few_long_steps_more(queue: Queue, redi
     assert len(queue.results(batch)) == 1
 
 
+@pytest.mark.proof
 def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS), endless(TOKENS)])
@@ -257,6 +258,7 @@ def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_
         assert worker.process.wait(60) == 0
 
 
+@pytest.mark.proof
 def test_a_stopping_worker_starts_no_other_core(queue: Queue, redis_url: str) -> None:
     with running_worker(queue, redis_url, *FLAGS, "--shutdown-timeout", "600", **SLOW) as worker:
         batch = submit_batch(queue, [endless(TOKENS)])

@@ -80,6 +80,7 @@ def test_from_a_checkpoint(depth: int, place: Place) -> None:
         assert_same(answer, whole[number], start=number % NEW_TOKENS)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("place", [interpreted, on_gpu])
 def test_a_few_are_drawn_as_torch_draws_them(place: Place) -> None:
     """By the kernels, in a batch and alone: what a worker without a GPU would have answered."""

@@ -121,6 +121,7 @@ def find_one(
     return seconds - deaths * starting - sum(max(0.0, silence - MIN_TIMEOUT) for silence in silences)
 
 
+@pytest.mark.proof
 def test_a_request_that_kills_the_core_gets_its_error_and_the_innocent_their_answers(
     queue: Queue, redis_url: str
 ) -> None:

@@ -89,6 +89,7 @@ def test_an_older_vocabulary_is_converted(tmp_path: Path) -> None:
     assert ours.decode(ours.encode(["café 🙂"], special_tokens=False)[0]) == "café 🙂"
 
 
+@pytest.mark.proof
 def test_what_is_missing_is_said_in_one_sentence(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -66,7 +66,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
 def test_one_core_from_start_to_stop(depth: int) -> None:
     """One start, since each costs seconds: answers, refusals, aborts, readers that leave, idleness,
     a clean end.
@@ -248,7 +248,7 @@ def test_the_watchdog_timeout_follows_the_estimate_within_its_bounds() -> None:
         (signal.SIGSEGV, True),
         pytest.param(signal.SIGABRT, True, marks=pytest.mark.proof),
         pytest.param(signal.SIGBUS, True, marks=pytest.mark.proof),
-        (signal.SIGUSR1, False),
+        pytest.param(signal.SIGUSR1, False, marks=pytest.mark.proof),
         pytest.param(signal.SIGXCPU, False, marks=pytest.mark.proof),
     ],
 )

@@ -103,10 +103,11 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     ("number", "by_itself"),
     [
         (signal.SIGKILL, False),
-        pytest.param(signal.SIGSEGV, True, marks=pytest.mark.proof),
-        pytest.param(signal.SIGABRT, True, marks=pytest.mark.proof),
+        (signal.SIGSEGV, True),
+        (signal.SIGABRT, True),
     ],
 )
+@pytest.mark.proof
 def test_a_rank_that_is_ended_by_a_signal_ends_the_core_by_the_same(number: signal.Signals, by_itself: bool) -> None:
     async def scenario() -> None:
         async with started() as (engine, rank):

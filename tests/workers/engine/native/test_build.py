@@ -14,6 +14,7 @@ from workers.engine.native.build import NativeUnavailable, built_library
 pytestmark = needs_native
 
 
+@pytest.mark.proof
 def test_is_built_once(tmp_path: Path) -> None:
     library = built_library(tmp_path)
     written = library.stat().st_mtime_ns
