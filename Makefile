@@ -17,10 +17,10 @@ endif
 
 # The lanes run side by side. The engine's tests keep one core busy; those of the two other lanes mostly wait for processes that they started.
 ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
-PROCESS_TESTS := tests/pipeline tests/workers tests/docker tests/chaos
+QUEUE_TESTS := tests/jobs tests/api tests/contract tests/workers
 MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test again test-engine test-jobs-and-api test-processes proof proof-engine proof-jobs-and-api proof-processes chaos faults matrix coverage lint bench bench-full bench-gpu clean
+.PHONY: demo test again test-engine test-queue test-pipeline proof proof-engine proof-queue proof-pipeline chaos faults matrix coverage lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -30,12 +30,12 @@ LANE_TIMES := .lanes
 lane = began=$$(date +%s); $(2); status=$$?; mkdir -p $(LANE_TIMES); \
   echo "$(1): $$(( $$(date +%s) - began )) s" > $(LANE_TIMES)/$(1); exit $$status
 busy = $(if $(filter 1,$(BUSY)),(while :; do :; done) & trap "kill $$!" EXIT; trap "exit 130" INT TERM;)
-lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j3 --output-sync=target $(1)-engine $(1)-jobs-and-api $(1)-processes; \
+lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j3 --output-sync=target $(1)-engine $(1)-queue $(1)-pipeline; \
   status=$$?; echo "Time of each lane:"; cat $(LANE_TIMES)/$(1)-*; exit $$status
 
 engine_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(ENGINE_TESTS)
-process_tests = $(BIN)/pytest -q $(1) $(PROCESS_TESTS) $(ENGINE_TESTS:%=--ignore=%)
-other_tests = $(BIN)/pytest -q $(1) $(ENGINE_TESTS:%=--ignore=%) $(PROCESS_TESTS:%=--ignore=%)
+queue_tests = $(BIN)/pytest -q $(1) $(QUEUE_TESTS) $(ENGINE_TESTS:%=--ignore=%)
+pipeline_tests = $(BIN)/pytest -q $(1) $(ENGINE_TESTS:%=--ignore=%) $(QUEUE_TESTS:%=--ignore=%)
 
 test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in three lanes (under 6 minutes on two slow cores)
 	+@$(call lanes,test)
@@ -43,11 +43,11 @@ test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and 
 test-engine:
 	@$(call lane,$@,$(call engine_tests))
 
-test-jobs-and-api:
-	@$(call lane,$@,$(MAKE) --no-print-directory lint && $(call other_tests))
+test-queue:
+	@$(call lane,$@,$(call queue_tests))
 
-test-processes:
-	@$(call lane,$@,$(call process_tests))
+test-pipeline:
+	@$(call lane,$@,$(MAKE) --no-print-directory lint && $(call pipeline_tests))
 
 again:  ## one test, alone, whose id is TEST in the environment
 	@$(BIN)/pytest -q "$$TEST"
@@ -58,11 +58,11 @@ proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in three
 proof-engine:
 	@$(call lane,$@,$(call engine_tests,-m proof))
 
-proof-jobs-and-api:
-	@$(call lane,$@,$(call other_tests,-m proof))
+proof-queue:
+	@$(call lane,$@,$(call queue_tests,-m proof))
 
-proof-processes:
-	@$(call lane,$@,$(call process_tests,-m proof))
+proof-pipeline:
+	@$(call lane,$@,$(call pipeline_tests,-m proof))
 
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))

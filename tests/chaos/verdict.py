@@ -75,7 +75,7 @@ def judge(
     exits = fleet.exits
     codes = fleet.stop("api", "worker")
     # While the control plane still clears away what stopped workers leave
-    found += leftovers(fleet.client)
+    found += leftovers(fleet.client, ahead=fleet.clocks["jobs"].offset - fleet.redis.clock.offset)
     codes |= fleet.stop("jobs")
     found += [f"{name} ended with exit code {code} when it was ordered to stop" for name, code in codes.items() if code]
     found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]

@@ -29,26 +29,29 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
 }
 
 
-def leftovers(client: Any, patience: float = 60.0) -> list[str]:
-    """Sentences about unexpected keys; those of workers that just stopped get the
-    time to go away.
+def leftovers(client: Any, patience: float = 60.0, ahead: float = 0.0) -> list[str]:
+    """Return sentences about unexpected keys, after `patience` seconds in which those of workers
+    that just stopped can go away.
+
+    `ahead`: seconds by which the clock of the control plane is ahead of the server's. RQ sets the
+    time at which a failed job is removed by the former.
     """
     deadline = time.monotonic() + patience
     while (
-        found := list(filter(None, (_fault(client, key) for key in client.keys("*"))))
+        found := list(filter(None, (_fault(client, key, ahead) for key in client.keys("*"))))
     ) and time.monotonic() < deadline:
         time.sleep(0.5)
     return found
 
 
-def _fault(client: Any, raw: bytes) -> str | None:
+def _fault(client: Any, raw: bytes, ahead: float) -> str | None:
     key, left = raw.decode(errors="replace"), client.ttl(raw)
     if key == keys.WATCHED:  # its members go when no client watches any more
         last = client.zrange(raw, -1, -1, withscores=True)
         left = int(last[0][1] / 1000 - client.time()[0]) if last else -2
     if key.startswith("rq:failed:"):  # RQ takes out what such jobs left when its time has come
         last = client.zrange(raw, -1, -1, withscores=True)
-        left = max(0, int(last[0][1] - client.time()[0])) if last else -2
+        left = max(0, int(last[0][1] - ahead - client.time()[0])) if last else -2
     if key in _STAY or _STAY_WITH_FILES.fullmatch(key) or left == -2:
         return None
     for pattern, seconds in _GO_AWAY.items():

@@ -345,6 +345,11 @@ class TestLines:
         assert (error.code, error.line, error.param) == (code, 17, param)
         assert error.message.endswith(".")
 
+    def test_where_no_model_is_served_each_is_refused(self) -> None:
+        error = check_line(json.dumps(line()).encode(), 1, endpoint=CHAT, models=set())
+        assert isinstance(error, LineError)
+        assert (error.code, error.message) == ("model_not_found", "The model 'm' is not served; there is: none.")
+
     def test_either_endpoint_when_none_is_given(self) -> None:
         for url, body in ((CHAT, chat()), (COMPLETIONS, completion())):
             assert isinstance(check_line(json.dumps(line(url=url, body=body)).encode(), 1), LineRequest)

@@ -298,6 +298,17 @@ class TestFences:
         assert queue.ready_length("batch_a") == 0
         assert queue.renew("w2", held([new])) == []
 
+    def test_an_old_fence_of_the_worker_that_holds_the_request_again(self, queue: Queue) -> None:
+        start_batch(queue, "batch_a", 1)
+        [old] = take(queue, "w1", 1)
+        queue.requeue("w1", held([old]))
+        [new] = take(queue, "w1", 2)
+        assert queue.publish("w1", [delta(old, 0, [9], "x")]) == [old.key]
+        assert queue.commit("w1", [finished(old, "stale")]) == [old.key]
+        assert queue.requeue("w1", held([old])) == [old.key]
+        assert queue.results("batch_a") == []
+        assert queue.commit("w1", [finished(new)]) == []
+
     def test_a_right_fence_from_another_worker(self, queue: Queue, stale) -> None:
         _, new = stale
         assert queue.commit("w1", [finished(new)]) == [new.key]
@@ -322,6 +333,16 @@ class TestCommit:
         items = [finished(claim) for claim in claims]
         assert queue.commit("w1", items) == []
         assert queue.commit("w1", items) == [claim.key for claim in claims]
+        assert queue.batch_fields("batch_a")["completed"] == "2"
+
+    def test_of_a_line_that_is_done_counts_nothing(self, queue: Queue, redis_client: redis.Redis) -> None:
+        start_batch(queue, "batch_a", 2)
+        claims = take(queue, "w1", 1)
+        queue.set_done("batch_a", b"\x80")  # as after a restore from the parts on disk
+        queue.set_parts("batch_a", {"part-0": 1})
+        redis_client.hset(keys.batch("batch_a"), "completed", 1)
+        commit_all(queue, "w1", claims)
+        assert [line for line, _ in queue.results("batch_a")] == [1]
         assert queue.batch_fields("batch_a")["completed"] == "2"
 
     def test_of_a_live_call_ends_its_stream(self, queue: Queue, redis_client: redis.Redis) -> None:

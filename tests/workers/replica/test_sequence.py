@@ -129,6 +129,15 @@ def test_an_ended_choice_is_known_from_its_checkpoint() -> None:
     assert not sequence(ChoiceCheckpoint(TOKENS[:5], 3), stop=["words"]).ended
 
 
+def test_a_stop_string_may_end_with_the_first_token_after_min_tokens() -> None:
+    """The string is what one token adds: among the first `min_tokens` it is passed by."""
+    number = 4
+    begin, end = (TOKENIZER.decode(TOKENS[:count], PROMPT) for count in (number, number + 1))
+    stop = [end.removeprefix(begin)]
+    assert not take(sequence(stop=stop, min_tokens=number + 1), TOKENS[: number + 1])
+    assert take(sequence(stop=stop, min_tokens=number), TOKENS[: number + 1])
+
+
 @pytest.mark.parametrize("stop", [[], ["never"]])
 def test_the_token_that_stops_counts_but_gives_no_text(stop: list[str]) -> None:
     one = sequence(stop=stop, logprobs=0)

@@ -18,6 +18,7 @@ from tests.workers.engine.sampling.plain import (
 )
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling import penalties
+from workers.engine.sampling.limits import nucleus_floors
 from workers.engine.sampling.sampler import Sampled
 
 VOCAB = 700
@@ -145,6 +146,12 @@ def test_a_row_without_a_candidate_stays_in_the_vocabulary() -> None:
         for limits in ({}, {"temperature": 0.0}, {"top_p": 0.5})
     ]
     assert all(0 <= token < VOCAB for token in sample(random_logits(3), rows).tokens.tolist())
+
+
+def test_a_nucleus_that_reaches_top_p_exactly_takes_no_candidate_more() -> None:
+    z = torch.tensor([[1.0, 0.5, 0.5]]).log()
+    floors = nucleus_floors(z, torch.full((1, 1), -float("inf")), torch.tensor([[0.5]]))
+    assert floors.tolist() == [[0.0]]
 
 
 LIMITS: dict[str, dict[str, float]] = {
