@@ -67,6 +67,7 @@ def test_every_bad_line_of_a_file_is_named_at_once(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["requests.jsonl"]
 
 
+@pytest.mark.proof
 def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
     source = write(tmp_path / "requests.jsonl", *(b"{" for _ in range(1200)))
     done = run_pipeline("run-batch", source)
@@ -75,6 +76,7 @@ def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(tmp_path: Path) ->
     assert "200 more lines are bad" in done.stderr
 
 
+@pytest.mark.proof
 def test_an_empty_file_gives_an_empty_output(tmp_path: Path) -> None:
     source = write(tmp_path / "requests.jsonl")
     done = run_pipeline("run-batch", source)
@@ -82,6 +84,7 @@ def test_an_empty_file_gives_an_empty_output(tmp_path: Path) -> None:
     assert (tmp_path / "requests.results.jsonl").read_bytes() == b""
 
 
+@pytest.mark.proof
 def test_an_output_in_a_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
     source = write(tmp_path / "requests.jsonl")
     done = run_pipeline("run-batch", source, "-o", tmp_path / "new" / "deep" / "results.jsonl")

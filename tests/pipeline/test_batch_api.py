@@ -29,6 +29,8 @@ from tests.support.processes import command_line, cpu_seconds, descendants, send
 from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.proof
+
 CHAT = "/v1/chat/completions"
 SHORT_WINDOW = "12s"
 HOLD = Poison("long", "hold", start=100)
@@ -165,7 +167,6 @@ def is_watched(redis_url: str, batch: Batch) -> bool:
         return client.zscore(keys.WATCHED, batch.id) is not None
 
 
-@pytest.mark.proof
 def test_results_can_be_read_while_the_batch_runs(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
     with held(served.hold):
         batch = submit(client, lines(tmp_path / "in.jsonl", short=5, long=12, tokens=1000))
@@ -189,7 +190,6 @@ def test_results_can_be_read_while_the_batch_runs(served: Served, client: openai
     assert {row["response"]["body"]["usage"]["completion_tokens"] for row in whole} == {4, 1000}
 
 
-@pytest.mark.proof
 def test_a_cancel_takes_the_work_out_of_the_engine_at_once(
     served: Served, client: openai.OpenAI, tmp_path: Path
 ) -> None:
@@ -239,7 +239,6 @@ def check_ends(client: openai.OpenAI, batch: Batch, code: str, short: int, total
     assert {(row["response"], row["error"]["code"]) for row in failed} == {(None, code)}
 
 
-@pytest.mark.proof
 def test_a_batch_that_is_not_done_in_time_expires(served: Served, client: openai.OpenAI, tmp_path: Path) -> None:
     """The window is long enough for the file to be read in any case."""
     with held(served.hold):
@@ -310,7 +309,6 @@ class Following(threading.Thread):
             time.sleep(0.05)  # without a listener it would try again at once
 
 
-@pytest.mark.proof
 def test_any_process_may_be_killed_while_a_batch_is_made_run_and_followed(tmp_path: Path) -> None:
     """The API comes back under the same address.
 

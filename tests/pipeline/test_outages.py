@@ -427,7 +427,8 @@ def spent(work: Work) -> float:
     return sum(map(cpu_seconds, work.cores))
 
 
-@pytest.mark.parametrize("how", ["lose", pytest.param("swallow", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("how", ["lose", "swallow"])
 def test_lost_replies_make_nothing_run_again(fleet: LocalFleet, undisturbed: list[str], how: str) -> None:
     """A swallowed reply holds its caller up for longer than so short a lease: then what it held
     runs again, and just that.

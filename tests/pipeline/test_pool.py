@@ -14,6 +14,7 @@ from tests.support.commands import run_pipeline
 POOL = Path(__file__).parents[1] / "data" / "pool.jsonl.gz"
 
 
+@pytest.mark.proof
 def test_a_sample_of_the_pool_is_answered_right(tmp_path: Path) -> None:
     seed = int(os.environ.get("POOL_SEED", 1))
     print(f"seed {seed} (set POOL_SEED to draw others)")

@@ -103,6 +103,7 @@ def test_run_batch_shows_its_rate_in_a_terminal(tmp_path: Path) -> None:
     assert any(RUNNING.search(row) for row in rows)
 
 
+@pytest.mark.proof
 def test_run_batch_prints_whole_lines_into_a_pipe(tmp_path: Path) -> None:
     done = subprocess.run(
         run_batch(tmp_path),

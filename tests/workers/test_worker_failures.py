@@ -343,13 +343,14 @@ def test_a_worker_that_loses_its_leases_lets_go(queue: Queue, redis_url: str) ->
     [
         (("--model", "/proc/self", "--tokenizer", DEMO_MODEL), 2, "has no config.json"),
         (("--redis-url", "unix:///nowhere/redis.sock"), 1, "Redis cannot be used"),
-        (("--chat-template", "{% for %}"), 2, "not valid Jinja"),
-        (
+        pytest.param(("--chat-template", "{% for %}"), 2, "not valid Jinja", marks=pytest.mark.proof),
+        pytest.param(
             ("--chat-template", 25 * "{% for a in messages %}" + 25 * "{% endfor %}"),
             2,
             "too many statically nested blocks",
+            marks=pytest.mark.proof,
         ),
-        (("--kv-cache-memory-bytes", "999999G"), 2, "do not fit into the"),
+        pytest.param(("--kv-cache-memory-bytes", "999999G"), 2, "do not fit into the", marks=pytest.mark.proof),
     ],
 )
 def test_a_worker_that_cannot_start_says_why_in_one_sentence(

@@ -33,7 +33,7 @@ GPU = Place("cuda", "triton")
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
 
 on_gpu = pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)
-interpreted = pytest.param(INTERPRETER, id="interpreter", marks=needs_interpreter)
+interpreted = pytest.param(INTERPRETER, id="interpreter", marks=[pytest.mark.proof, needs_interpreter])
 
 in_torch = pytest.param(
     TORCH,

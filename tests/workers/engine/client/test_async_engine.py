@@ -264,6 +264,7 @@ def test_a_crash_is_distinguished_from_an_end_from_outside(number: signal.Signal
     run(scenario)
 
 
+@pytest.mark.proof
 def test_an_idle_core_may_be_silent_and_heeds_no_sigterm() -> None:
     async def scenario() -> None:
         silence = 1.25 * STEP_TIMEOUT
@@ -429,6 +430,7 @@ def test_a_frame_that_ends_early_is_an_end() -> None:
         assert FrameReader(theirs).read(msgspec.msgpack.Decoder(FromCore)) is None
 
 
+@pytest.mark.proof
 def test_a_core_that_was_launched_before_is_used() -> None:
     launched = launch_core(config())
 

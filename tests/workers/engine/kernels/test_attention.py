@@ -161,6 +161,7 @@ def test_equals_the_formula(shape: dict[str, object], rows: Rows) -> None:
     KernelStep(rows, **shape).check()
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("_short_pieces")
 @pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("window", [None, 90])
@@ -173,6 +174,7 @@ def test_a_context_in_pieces(window: int | None, rows: Rows) -> None:
     assert (pieces.leaders >= 0).any()
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("contexts", [[20] * 19 + [4300], [1100] * 20], ids=["one-long", "alike"])
 def test_of_many_rows_those_are_cut_that_are_long_beside_the_others(contexts: list[int]) -> None:
     """As in a graph, where the host knows no more than that a context may be long."""

@@ -131,6 +131,7 @@ def test_equals_the_sorting_draw_on_other_rows(
     assert drawn(logits, params, first=5) == sorted_draw(logits, params, first=5)
 
 
+@pytest.mark.proof
 def test_parts_of_a_row_change_nothing(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     params, logits = asked([LIMITS[1], LIMITS[7]]), rows_of("plain", 2, VOCAB)
     parted = drawn(logits, params)
@@ -151,6 +152,7 @@ def test_the_draw_leaves_the_logits(small: None) -> None:
     assert torch.equal(logits, before)
 
 
+@pytest.mark.proof
 def test_all_stages_give_what_plain_torch_gives(small: None) -> None:
     """The stages before the draw, in a step whose rows ask for anything."""
     draw = random.Random("all stages")
@@ -166,6 +168,7 @@ def test_all_stages_give_what_plain_torch_gives(small: None) -> None:
     assert sampled[0].tokens.tolist() == sampled[1].tokens.tolist()
 
 
+@pytest.mark.proof
 def test_parameters_count_from_their_upload_on(small: None) -> None:
     logits, rows = torch.zeros(2, VOCAB, device=DEVICE), torch.arange(2, dtype=torch.int32, device=DEVICE)
     logits[:, 9] = 8.0

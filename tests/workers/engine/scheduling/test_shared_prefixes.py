@@ -50,8 +50,8 @@ def share_of_possible(lines: list[tuple[int, SimulatedLine]], report: Report) ->
     return sum(report.hits.values()) / ((len(lines) - groups) * SYSTEM_BLOCKS * BLOCK_SIZE)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("slots", [8, 64])
+@pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.proof), 1])
+@pytest.mark.parametrize("slots", [8, pytest.param(64, marks=pytest.mark.proof)])
 def test_a_cache_of_two_prefixes_gives_nearly_all_that_fifty_could(
     tmp_path: Path, depth: int, slots: int, seed: int
 ) -> None:
@@ -70,7 +70,9 @@ def test_without_the_plan_there_is_little_to_find(seed: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("budget", [64, 300, 2048])
+@pytest.mark.parametrize(
+    "budget", [pytest.param(64, marks=pytest.mark.proof), 300, pytest.param(2048, marks=pytest.mark.proof)]
+)
 @pytest.mark.parametrize("in_order", [True, False])
 def test_one_goes_ahead_and_no_other_computes_what_it_just_did(
     tmp_path: Path, depth: int, budget: int, in_order: bool, seed: int
