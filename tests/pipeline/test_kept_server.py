@@ -31,7 +31,10 @@ def test_calls_made_while_it_is_away_succeed(tmp_path: Path) -> None:
         for _ in range(3):
             kill_server(tmp_path)
             assert queue.batch_fields("batch_x")["total"] == "3"
-        assert said == ["the private Redis ended; restarting it"] * 3
+        assert said.count("the private Redis ended; restarting it") == 3
+        # A kill may come before its owner has seen that it is up
+        others = [line for line in said if line != "the private Redis ended; restarting it"]
+        assert all("does not start: The private Redis ended while starting" in line for line in others)
 
 
 def test_one_that_ends_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
