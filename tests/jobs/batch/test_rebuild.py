@@ -87,7 +87,7 @@ def test_what_is_on_disk_is_not_done_again(redis_client: redis.Redis, redis_url:
     answer_all(redis_client, failing(7, status=500), most=3000)
     advance.flush(Queue(redis_client))
     stored = get_batch(redis_client, batch)
-    assert (stored.completed, stored.failed) == (2999, 1)
+    assert (stored.stored_completed, stored.stored_failed) == (2999, 1)
     redis_client.flushall()
     rebuild_all(Queue(redis_client), str(tmp_path))
     record = step(redis_client, batch)

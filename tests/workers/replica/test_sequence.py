@@ -136,6 +136,7 @@ def test_a_stop_string_may_end_with_the_first_token_after_min_tokens() -> None:
     stop = [end.removeprefix(begin)]
     assert not take(sequence(stop=stop, min_tokens=number + 1), TOKENS[: number + 1])
     assert take(sequence(stop=stop, min_tokens=number), TOKENS[: number + 1])
+    assert sequence(ChoiceCheckpoint(TOKENS[: number + 1], 0), stop=stop, min_tokens=number).ended
 
 
 @pytest.mark.parametrize("stop", [[], ["never"]])
