@@ -15,13 +15,16 @@ else ifneq ($(ISA),)
 $(error ISA is avx2 or not given)
 endif
 
-# The lanes run side by side. The engine's tests keep one core busy; those of the other lanes mostly wait for processes that they started.
+# Four lanes run side by side, the fifth begins when one of them has ended. Tests of the engine and of the models keep one core busy; those of
+# the other lanes mostly wait for processes that they started.
+LANES := engine queue workers pipeline models
+MODEL_TESTS := tests/workers/engine/models tests/workers/engine/kernels
 ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
 QUEUE_TESTS := tests/jobs tests/api tests/contract
 WORKER_TESTS := tests/workers
 MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test again test-engine test-queue test-workers test-pipeline proof proof-engine proof-queue proof-workers proof-pipeline chaos faults matrix coverage lint bench bench-full bench-gpu clean
+.PHONY: demo test again proof $(LANES:%=test-%) $(LANES:%=proof-%) chaos faults matrix coverage lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -31,15 +34,16 @@ LANE_TIMES := .lanes
 lane = began=$$(date +%s); $(2); status=$$?; mkdir -p $(LANE_TIMES); \
   echo "$(1): $$(( $$(date +%s) - began )) s" > $(LANE_TIMES)/$(1); exit $$status
 busy = $(if $(filter 1,$(BUSY)),(while :; do :; done) & trap "kill $$!" EXIT; trap "exit 130" INT TERM;)
-lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j4 --output-sync=target $(1)-engine $(1)-queue $(1)-workers $(1)-pipeline; \
+lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j4 --output-sync=target $(LANES:%=$(1)-%); \
   status=$$?; echo "Time of each lane:"; cat $(LANE_TIMES)/$(1)-*; exit $$status
 
-engine_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(ENGINE_TESTS)
+model_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(MODEL_TESTS)
+engine_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(ENGINE_TESTS) $(MODEL_TESTS:%=--ignore=%)
 queue_tests = $(BIN)/pytest -q $(1) $(QUEUE_TESTS)
 worker_tests = $(BIN)/pytest -q $(1) $(WORKER_TESTS) $(ENGINE_TESTS:%=--ignore=%)
 pipeline_tests = $(BIN)/pytest -q $(1) $(patsubst %,--ignore=%,$(ENGINE_TESTS) $(QUEUE_TESTS) $(WORKER_TESTS))
 
-test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in four lanes (under 6 minutes on two slow cores)
+test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in lanes (under 6 minutes on two slow cores)
 	+@$(call lanes,test)
 
 test-engine:
@@ -51,13 +55,16 @@ test-queue:
 test-workers:
 	@$(call lane,$@,$(call worker_tests))
 
+test-models:
+	@$(call lane,$@,$(call model_tests))
+
 test-pipeline:
 	@$(call lane,$@,$(MAKE) --no-print-directory lint && $(call pipeline_tests))
 
 again:  ## one test, alone, whose id is TEST in the environment
 	@$(BIN)/pytest -q "$$TEST"
 
-proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in four lanes (under 40 minutes on two slow cores)
+proof: $(VENV)/.installed-test  ## kill rounds, fuzzing and wide grids, in lanes (under 40 minutes on two slow cores)
 	+@$(call lanes,proof)
 
 proof-engine:
@@ -68,6 +75,9 @@ proof-queue:
 
 proof-workers:
 	@$(call lane,$@,$(call worker_tests,-m proof))
+
+proof-models:
+	@$(call lane,$@,$(call model_tests,-m proof))
 
 proof-pipeline:
 	@$(call lane,$@,$(call pipeline_tests,-m proof))
