@@ -24,7 +24,7 @@ QUEUE_TESTS := tests/jobs tests/api tests/contract
 WORKER_TESTS := tests/workers
 MATRIX_TESTS ?= tests/jobs tests/api
 
-.PHONY: demo test again proof $(LANES:%=test-%) $(LANES:%=proof-%) chaos faults matrix coverage lint bench bench-full bench-gpu clean
+.PHONY: demo test again proof $(LANES:%=test-%) $(LANES:%=proof-%) chaos faults matrix coverage docs lint bench bench-full bench-gpu clean
 
 demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with the demo model
 	$(BIN)/pipeline run-batch examples/requests.jsonl
@@ -94,6 +94,9 @@ matrix: $(VENV)/.installed-test  ## tests of what talks to Redis on each server 
 coverage: $(VENV)/.installed-test  ## the share of each package's lines that the fast tests run, or those of TESTS="path …"; child processes count
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -q $(TESTS); tests=$$?; $(BIN)/coverage combine --quiet && $(BIN)/python -m tests.coverage_table && exit $$tests
+
+docs: $(VENV)/.installed  ## the tables of docs/ that follow from the code
+	$(BIN)/python -m tools.docs_tables
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -59,5 +59,5 @@ def create_app(settings: ApiSettings) -> FastAPI:
         app.include_router(module.router, dependencies=[Depends(auth.authorise)], responses=auth.ANSWERS)
     for module in (health, metrics):
         app.include_router(module.router)
-    describe(app)
+    describe(app, settings.completion_windows)
     return app

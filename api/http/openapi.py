@@ -24,9 +24,8 @@ EVENTS: dict[str, Any] = {"text/event-stream": {}}
 """The content of a response that streams."""
 
 
-def json_body(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
+def json_body(schema: dict[str, Any]) -> dict[str, Any]:
     """`openapi_extra` of a route that reads its JSON body itself."""
-    schema = {"type": "object", "required": required, "properties": properties}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
@@ -35,18 +34,20 @@ def query(name: str, description: str, schema: dict[str, Any]) -> dict[str, Any]
     return {"name": name, "in": "query", "required": False, "description": description, "schema": schema}
 
 
-def describe(app: FastAPI) -> None:
-    """Replace the app's document: FastAPI's own lists a 422 that no client ever gets."""
+def describe(app: FastAPI, completion_windows: tuple[str, ...]) -> None:
+    """Replace the app's document: FastAPI's own lists a 422 that no client ever gets, and knows
+    neither that a server without keys asks for none nor the windows of this one.
+    """
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _document(app)
+            app.openapi_schema = _document(app, completion_windows)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI) -> dict[str, Any]:
+def _document(app: FastAPI, completion_windows: tuple[str, ...]) -> dict[str, Any]:
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
@@ -55,8 +56,12 @@ def _document(app: FastAPI) -> dict[str, Any]:
     if "FileObject" in schemas:
         # Of uploads only, as the package has it
         schemas["FileObject"]["properties"]["purpose"]["enum"].append("evals")
+    new_batch = found["paths"]["/v1/batches"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    new_batch["properties"]["completion_window"]["enum"] = list(completion_windows)
     for path in found["paths"].values():
         for operation in path.values():
+            if "security" in operation:
+                operation["security"].append({})
             responses = operation["responses"]
             responses.pop("422", None)
             responses["default"] = {"description": "Any failure."}

@@ -45,14 +45,17 @@ _METADATA = {
     "additionalProperties": {"type": "string", "maxLength": _MAX_VALUE},
 }
 _BODY = json_body(
-    ["input_file_id", "endpoint", "completion_window"],
     {
-        "input_file_id": {"type": "string", "maxLength": _MAX_ID},
-        "endpoint": {"type": "string", "enum": list(ENDPOINTS)},
-        "completion_window": {"type": "string"},
-        "metadata": _METADATA,
-        "output_expires_after": _EXPIRY,
-    },
+        "type": "object",
+        "required": ["input_file_id", "endpoint", "completion_window"],
+        "properties": {
+            "input_file_id": {"type": "string", "maxLength": _MAX_ID},
+            "endpoint": {"type": "string", "enum": list(ENDPOINTS)},
+            "completion_window": {"type": "string"},
+            "metadata": _METADATA,
+            "output_expires_after": _EXPIRY,
+        },
+    }
 )
 _PAGE = [
     query("after", "a batch's id; the page begins behind it", {"type": "string"}),

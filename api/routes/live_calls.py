@@ -35,36 +35,13 @@ from jobs.protocol.bodies import chat_chunk, completion_chunk, new_body_id, usag
 from jobs.protocol.logprobs import TextOffsets, chat_logprobs, completion_logprobs
 from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.protocol.results import ApiError, Result
-from jobs.protocol.validation import CHAT, COMPLETIONS, Call, decode_body, parse_call
+from jobs.protocol.validation import CHAT, COMPLETIONS, Call, body_schema, decode_body, parse_call
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 
 _WORKER_CHECK_SECONDS = 5.0
 _LARGE_BODY = 256 * 1024  # bytes; reading it would keep other calls waiting
 _SILENCE_SECONDS = 2.0
-
-_COUNT = {"type": ["integer", "null"], "minimum": 1, "maximum": 128}
-_PROMPT = {"type": ["string", "array"], "minLength": 1, "minItems": 1}
-_MESSAGE = {
-    "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": {"enum": ["system", "developer", "user", "assistant"]}, "content": {"type": "string"}},
-}
-_SAMPLING: dict[str, Any] = {  # the most used of docs/requests.md
-    "model": {"type": "string"},
-    "stream": {"type": ["boolean", "null"]},
-    "n": _COUNT,
-    "max_tokens": {"type": ["integer", "null"], "minimum": 1},
-    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2},
-    "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
-    "seed": {"type": ["integer", "null"]},
-    "stop": {
-        "type": ["string", "array", "null"],
-        "items": {"type": "string", "minLength": 1},
-        "minLength": 1,
-        "maxItems": 16,
-    },
-}
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -73,7 +50,7 @@ router = APIRouter()
 @router.post(
     COMPLETIONS,
     responses={200: {"model": Completion, "content": EVENTS}},
-    openapi_extra=json_body(["model", "prompt"], {**_SAMPLING, "prompt": _PROMPT, "best_of": _COUNT}),
+    openapi_extra=json_body(body_schema(COMPLETIONS)),
 )
 async def completions(request: Request) -> Response:
     """Continue a prompt."""
@@ -83,9 +60,7 @@ async def completions(request: Request) -> Response:
 @router.post(
     CHAT,
     responses={200: {"model": ChatCompletion, "content": EVENTS}},
-    openapi_extra=json_body(
-        ["model", "messages"], {**_SAMPLING, "messages": {"type": "array", "minItems": 1, "items": _MESSAGE}}
-    ),
+    openapi_extra=json_body(body_schema(CHAT)),
 )
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from jobs.batch.input_files import PARQUET_REFUSED, PARQUET_UNREADABLE, InputError
 from jobs.protocol import fields
 from jobs.protocol.lines import decode_json
+from jobs.protocol.parameters import FILE_COLUMNS
 from jobs.store.storage import StoreError, open_input
 
 _ROWS = 64  # at once, all of them in memory
@@ -25,36 +26,7 @@ _READ_BYTES = 1 << 20
 _SHOWN_COLUMNS = 20
 _SHOWN_CHARACTERS = 1000
 _LINE_COLUMNS = ("custom_id", "method", "url", "body", "prompt", "messages")
-_BODY_COLUMNS = (
-    "model",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "n",
-    "best_of",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_p",
-    "min_tokens",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "echo",
-    "logit_bias",
-    "bad_words",
-    "skip_special_tokens",
-    "priority",
-    "truncate_prompt_tokens",
-    "response_format",
-    "user",
-)
+_BODY_COLUMNS = ("model", *FILE_COLUMNS, "response_format", "user")
 
 
 def main() -> None:

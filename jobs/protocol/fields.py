@@ -61,10 +61,12 @@ def required(values: dict[str, Any], name: str, prefix: str = "") -> Any:
     return value
 
 
-def optional(values: dict[str, Any], name: str, read: Callable[[Any, str], Read], default: Default) -> Read | Default:
+def optional(
+    values: dict[str, Any], name: str, read: Callable[[Any, str], Read], default: Default, prefix: str = ""
+) -> Read | Default:
     """The value of a field as `read` gives it, or the default when it is absent or null."""
     value = values.get(name)
-    return default if value is None else read(value, name)
+    return default if value is None else read(value, prefix + name)
 
 
 def text(value: Any, param: str, most: int | None = None, least: int = 0) -> str:
@@ -91,7 +93,9 @@ def boolean(value: Any, param: str) -> bool:
 
 
 def integer(value: Any, param: str, low: int, high: int) -> int:
-    """An integer of at least `low` and at most `high`."""
+    """An integer of at least `low` and at most `high`, which may be written as 4.0."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         wrong_type(value, "an integer", param)
     _check_range(value, param, "integer", low, high)

@@ -1,226 +1,309 @@
-"""How a call wants its tokens drawn and where it wants them to end: each parameter's type, range
-and size.
+"""The parameters of a call, each declared once, as a field of `Parameters` or a row of
+`UNSUPPORTED`.
+
+What follows from them: how a body is read, its JSON Schema, the columns of a Parquet file, the
+table of `docs/requests.md`, and what is copied into the engine's `SamplingParams`, whose fields
+have the same names.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+import msgspec
 
 from jobs.protocol import fields
+from jobs.protocol.value_types import (
+    Boolean,
+    Integer,
+    LogitBias,
+    Number,
+    PlainText,
+    Schema,
+    StreamOptions,
+    Strings,
+    TokenIds,
+    TopK,
+    Truncation,
+    Unsupported,
+    ValueType,
+    must_be,
+    or_null,
+)
 
-MOST_ANSWERS = 128
-MOST_LOGPROBS = 20
-MOST_STOP_STRINGS = 16
-MOST_STOP_TOKEN_IDS = 1024
-MOST_BIASED_TOKENS = 1024
-MOST_BAD_WORDS = 256
-LONGEST_STOP_STRING = 1000  # characters
-LONGEST_BAD_WORD = 100  # characters
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
+_ANSWERS = Integer(1, 128)
+_LIKELIEST = Integer(0, 20)
 _INT64 = 2**63 - 1
-_COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 
 
-def answers(value: Any, param: str) -> int:
-    """`n` and `best_of`."""
-    return fields.integer(value, param, 1, MOST_ANSWERS)
-
-
-def temperature(value: Any, param: str) -> float:
-    return fields.number(value, param, 0, 2)
-
-
-def top_p(value: Any, param: str) -> float:
-    return fields.number(value, param, 0, 1, above_low=True)
-
-
-def top_k(value: Any, param: str) -> int:
-    """0: all, which may also be written as -1."""
-    return max(0, fields.integer(value, param, -1, fields.INT32))
-
-
-def min_p(value: Any, param: str) -> float:
-    return fields.number(value, param, 0, 1)
-
-
-def penalty(value: Any, param: str) -> float:
-    """`presence_penalty` and `frequency_penalty`."""
-    return fields.number(value, param, -2, 2)
-
-
-def repetition_penalty(value: Any, param: str) -> float:
-    """A divisor, so it stays away from 0."""
-    return fields.number(value, param, 0.01, 100)
-
-
-def seed(value: Any, param: str) -> int:
-    return fields.integer(value, param, -_INT64 - 1, _INT64)
-
-
-def int32(value: Any, param: str) -> int:
-    """`priority`: any integer, lower ones first."""
-    return fields.integer(value, param, -fields.INT32 - 1, fields.INT32)
-
-
-def most_likely(value: Any, param: str) -> int:
-    """How many of the most likely tokens are returned at each position."""
-    return fields.integer(value, param, 0, MOST_LOGPROBS)
-
-
-def max_tokens(body: dict[str, Any], chat: bool) -> int | None:
-    """`max_completion_tokens` goes before `max_tokens`; none means the rest of the context."""
-    least, default = (1, None) if chat else (0, _COMPLETION_MAX_TOKENS)
-
-    def read(value: Any, param: str) -> int:
-        return fields.integer(value, param, least, fields.INT32)
-
-    limit = fields.optional(body, "max_tokens", read, default)
-    return fields.optional(body, "max_completion_tokens", read, limit)
-
-
-def min_tokens(body: dict[str, Any], limit: int | None) -> int:
-    """At most as many as may be generated at all."""
-    least = fields.optional(body, "min_tokens", lambda value, param: fields.integer(value, param, 0, fields.INT32), 0)
-    if limit is not None and least > limit:
-        fields.fail(
-            f"Invalid 'min_tokens': it must be at most 'max_tokens', which is {limit}, but is {least}.",
-            "min_tokens",
-            "invalid_value",
-        )
-    return least
-
-
-def truncation(value: Any, param: str) -> int:
-    """How many of the prompt's last tokens are kept; -1: as many as the model can take."""
-    kept = fields.integer(value, param, -1, fields.INT32)
-    if kept == 0:
-        fields.fail(
-            f"Invalid '{param}': it must be at least 1, or -1 for as many tokens as the model can take.",
-            param,
-            "invalid_value",
-        )
-    return kept
-
-
-def stop_strings(value: Any, param: str) -> list[str]:
-    """One string or several."""
-    if isinstance(value, str):
-        return [fields.text(value, param, LONGEST_STOP_STRING, least=1)]
-    if not isinstance(value, list):
-        fields.wrong_type(value, "one of a string or array of strings", param)
-    return _strings(value, param, MOST_STOP_STRINGS, LONGEST_STOP_STRING)
-
-
-def bad_words(value: Any, param: str) -> list[str]:
-    return _strings(value, param, MOST_BAD_WORDS, LONGEST_BAD_WORD)
-
-
-def stop_token_ids(value: Any, param: str) -> list[int]:
-    return fields.integers(fields.array(value, param, MOST_STOP_TOKEN_IDS), param, 0, fields.INT32)
-
-
-def logit_bias(value: Any, param: str) -> dict[int, float]:
-    """Token ids, which JSON can write as strings only, and what is added to their logits."""
-    entries = fields.mapping(value, param)
-    if len(entries) > MOST_BIASED_TOKENS:
-        fields.fail(
-            f"Invalid '{param}': too many properties. Expected an object with at most {MOST_BIASED_TOKENS} properties,"
-            f" but got an object with {len(entries)} properties instead.",
-            param,
-            "object_above_max_properties",
-        )
-    return {
-        _token_id(key, param): fields.number(bias, f"{param}.{fields.shown(key)}", -100, 100)
-        for key, bias in entries.items()
-    }
-
-
-def logprobs(body: dict[str, Any], chat: bool) -> int | None:
-    """How many of the most likely tokens are returned beside each generated one; None: no log
-    probabilities at all.
+@dataclass(frozen=True)
+class Parameter:
+    """What a parameter may be, for chats something else where `in_chats` says so, and what it
+    does.
     """
-    if not chat:
-        if fields.optional(body, "top_logprobs", most_likely, 0):
-            fields.unsupported("top_logprobs", "is for chats; in a completion 'logprobs' is the number.")
-        return fields.optional(body, "logprobs", most_likely, None)
-    wanted = fields.optional(body, "logprobs", fields.boolean, False)
-    count = fields.optional(body, "top_logprobs", most_likely, 0)
-    if count and not wanted:
-        fields.fail("The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", "top_logprobs", None)
-    return count if wanted else None
+
+    values: ValueType
+    does: str
+    in_chats: ValueType | None = None
+    default: str = ""  # for a table, where the field's own does not say it
+    for_streams: bool = False  # and so for no line of a file
+
+    def values_of(self, chat: bool) -> ValueType:
+        """Return its type in calls of one of the two endpoints."""
+        return self.in_chats if chat and self.in_chats is not None else self.values
 
 
-def prompt_logprobs(body: dict[str, Any], stream: bool) -> int | None:
-    """The same for the prompt's tokens, in vLLM's field."""
-    count = fields.optional(body, "prompt_logprobs", most_likely, None)
-    if count is not None and stream:
-        fields.fail(
-            "The 'prompt_logprobs' parameter is not allowed when 'stream' is enabled.",
-            "prompt_logprobs",
-            "invalid_value",
-        )
-    return count
+class Parameters(msgspec.Struct, frozen=True, kw_only=True):
+    """A call's parameters, but for its prompt and its model."""
+
+    n: Annotated[int, Parameter(_ANSWERS, "answers to each prompt")] = 1
+    best_of: Annotated[
+        int,
+        Parameter(_ANSWERS, "generate that many, return the `n` of the highest mean log probability", default="`n`"),
+    ] = 1
+    max_tokens: Annotated[
+        int | None,
+        Parameter(
+            Integer(0),
+            "tokens to generate at most; 0 scores the prompt",
+            Integer(1),
+            "16; in chats the rest of the context",
+        ),
+    ] = None
+    max_completion_tokens: Annotated[int | None, Parameter(Integer(0), "the same, and goes before it", Integer(1))] = (
+        None
+    )
+    min_tokens: Annotated[
+        int, Parameter(Integer(0), "no end before that many tokens, not even by stop strings; at most `max_tokens`")
+    ] = 0
+    temperature: Annotated[float, Parameter(Number(0, 2), "0 takes the most likely token")] = 1.0
+    top_p: Annotated[
+        float, Parameter(Number(0, 1, above_low=True), "keeps the fewest tokens that make up this probability")
+    ] = 1.0
+    top_k: Annotated[int, Parameter(TopK(), "keeps that many of the most likely tokens; 0 or -1: all")] = 0
+    min_p: Annotated[
+        float, Parameter(Number(0, 1), "keeps tokens with at least this share of the highest probability")
+    ] = 0.0
+    presence_penalty: Annotated[float, Parameter(Number(-2, 2), "over the output")] = 0.0
+    frequency_penalty: Annotated[float, Parameter(Number(-2, 2), "over the output, by count")] = 0.0
+    repetition_penalty: Annotated[float, Parameter(Number(0.01, 100), "over prompt and output")] = 1.0
+    logit_bias: Annotated[dict[int, float], Parameter(LogitBias(1024, Number(-100, 100)), "added to the logits")] = {}
+    seed: Annotated[
+        int | None,
+        Parameter(
+            Integer(-_INT64 - 1, _INT64),
+            "the noise is a function of seed, choice, position and token alone",
+            default="one that is stored with the request",
+        ),
+    ] = None
+    stop: Annotated[
+        list[str], Parameter(Strings(16, 1000, or_one=True), "where the text ends; `stop_reason` names the one found")
+    ] = []
+    stop_token_ids: Annotated[
+        tuple[int, ...], Parameter(TokenIds(1024), "tokens that end it; `stop_reason` is the id")
+    ] = ()
+    allowed_token_ids: Annotated[
+        tuple[int, ...], Parameter(TokenIds(4096, least=1), "no other token is generated")
+    ] = ()
+    bad_words: Annotated[
+        list[str],
+        Parameter(Strings(256, 100), "never generated, with a space before them or without"),
+    ] = []
+    include_stop_str_in_output: Annotated[
+        bool, Parameter(Boolean(), "the text ends with the stop string, or the stop token's text")
+    ] = False
+    ignore_eos: Annotated[bool, Parameter(Boolean(), "continue after the model's own end")] = False
+    skip_special_tokens: Annotated[bool, Parameter(Boolean(), "false: special tokens appear in the text")] = True
+    logprobs: Annotated[
+        int | None,
+        Parameter(
+            _LIKELIEST, "natural logarithms of that many of the most likely tokens too; in chats true", Boolean()
+        ),
+    ] = None
+    top_logprobs: Annotated[
+        int,
+        Parameter(
+            Unsupported((0,), "is for chats; in a completion 'logprobs' is the number."),
+            "how many of the most likely tokens, with `logprobs`",
+            _LIKELIEST,
+        ),
+    ] = 0
+    prompt_logprobs: Annotated[int | None, Parameter(_LIKELIEST, "the same for the prompt's tokens")] = None
+    echo: Annotated[
+        bool,
+        Parameter(
+            Boolean(),
+            "the answer begins with the prompt",
+            Unsupported((False,), "is for completions: a chat's answer cannot begin with its prompt."),
+        ),
+    ] = False
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Parameter(Truncation(), "keep only that many of the prompt's last tokens; -1: as many as the model can take"),
+    ] = None
+    priority: Annotated[
+        int,
+        Parameter(
+            Integer(-fields.INT32 - 1),
+            "lower runs first inside a worker, among live calls and among batch lines; vLLM's meaning",
+        ),
+    ] = 0
+    stream: Annotated[bool, Parameter(Boolean(), "answer with events, of a live call only", for_streams=True)] = False
+    stream_options: Annotated[
+        bool, Parameter(StreamOptions(), "end a stream with a chunk that contains the usage", for_streams=True)
+    ] = False
 
 
-def echo(body: dict[str, Any], chat: bool) -> bool:
-    """Return whether the answer begins with the prompt."""
-    wanted = fields.optional(body, "echo", fields.boolean, False)
-    if wanted and chat:
-        fields.unsupported("echo", "is for completions: a chat's answer cannot begin with its prompt.")
-    return wanted
+_NOT_YET = Unsupported()
+_NO_CHOICE = Unsupported(("none", "auto"))
+UNSUPPORTED: dict[str, ValueType] = {
+    "chat_template": Unsupported(
+        (),
+        "is code and cannot come with a request: the model's own is used, or that of the worker's --chat-template.",
+    ),
+    "chat_template_kwargs": Unsupported(({},), "must be left out: a template's variables are the worker's own."),
+    "logits_processors": _NOT_YET,
+    "tools": _NOT_YET,
+    "tool_choice": _NO_CHOICE,
+    "functions": _NOT_YET,
+    "function_call": _NO_CHOICE,
+    "response_format": PlainText(),
+    "structured_outputs": _NOT_YET,
+    "guided_json": _NOT_YET,
+    "guided_regex": _NOT_YET,
+    "guided_choice": _NOT_YET,
+    "guided_grammar": _NOT_YET,
+    "guided_whitespace_pattern": _NOT_YET,
+    "guided_decoding_backend": _NOT_YET,
+    "structural_tag": _NOT_YET,
+    "suffix": _NOT_YET,
+    "audio": _NOT_YET,
+    "modalities": must_be(["text"]),
+    "prediction": _NOT_YET,
+    "web_search_options": _NOT_YET,
+    "documents": _NOT_YET,
+    "prompt_embeds": _NOT_YET,
+    "cache_salt": _NOT_YET,
+    "vllm_xargs": _NOT_YET,
+    "mm_processor_kwargs": _NOT_YET,
+    "truncation_side": must_be("left"),
+    "reasoning": _NOT_YET,
+    "reasoning_effort": _NOT_YET,
+    "include_reasoning": must_be(True),
+    "thinking": _NOT_YET,
+    "thinking_token_budget": _NOT_YET,
+    "verbosity": must_be("medium"),
+    "repetition_detection": _NOT_YET,
+    "logprob_token_ids": _NOT_YET,
+    "detokenize": must_be(True),
+    "spaces_between_special_tokens": must_be(True),
+    "return_token_ids": must_be(False),
+    "return_tokens_as_token_ids": must_be(False),
+    "use_beam_search": _NOT_YET,
+    "length_penalty": must_be(1.0),
+    "continue_final_message": must_be(False),
+    "add_generation_prompt": must_be(True),
+}
+"""Parameters that OpenAI or vLLM know and that cannot be honored here; unknown ones are ignored."""
+
+_OF_CHATS: dict[str, ValueType] = {"add_special_tokens": must_be(False)}  # a rendered chat has them
+_OF_COMPLETIONS: dict[str, ValueType] = {"add_special_tokens": must_be(True)}
 
 
-def best_of(body: dict[str, Any], n: int, stream: bool) -> int:
-    """How many answers are generated, of which the best `n` are given."""
-    count = fields.optional(body, "best_of", answers, n)
-    if count < n:
+class Row(NamedTuple):
+    """A field of `Parameters` with what is declared about it."""
+
+    name: str
+    parameter: Parameter
+    default: Any
+
+
+def rows() -> list[Row]:
+    """Return the declared parameters in their order."""
+    hints = get_type_hints(Parameters, include_extras=True)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(Parameters)}
+    return [Row(name, hint.__metadata__[0], defaults[name]) for name, hint in hints.items()]
+
+
+_ROWS = rows()
+FILE_COLUMNS = tuple(row.name for row in _ROWS if not row.parameter.for_streams)
+"""Parameters that a line of a file can have."""
+TOKEN_ID_LISTS = tuple(row.name for row in _ROWS if isinstance(row.parameter.values, TokenIds))
+"""Parameters that hold token ids, which a model may not have."""
+
+_TYPES: dict[bool, Mapping[str, ValueType]] = {
+    chat: UNSUPPORTED
+    | (_OF_CHATS if chat else _OF_COMPLETIONS)
+    | {row.name: row.parameter.values_of(chat) for row in _ROWS}
+    for chat in (True, False)
+}
+_DECLARED = frozenset(row.name for row in _ROWS)
+
+
+def read_parameters(body: dict[str, Any], chat: bool) -> dict[str, Any]:
+    """Return the values of `Parameters` that a body gives, each read by itself.
+
+    Raise `ApiError` 400 for a bad value and for one that cannot be honored.
+    """
+    types, values = _TYPES[chat], {}
+    for name, value in body.items():
+        if value is not None and (kind := types.get(name)) is not None:
+            found = kind.read(value, name)
+            if name in _DECLARED:
+                values[name] = found
+    return values
+
+
+def schemas(chat: bool) -> dict[str, Schema]:
+    """Return the JSON Schema of each parameter, as `read_parameters` takes it."""
+    return {name: or_null(kind.schema) for name, kind in _TYPES[chat].items()}
+
+
+def combine(values: dict[str, Any], chat: bool) -> None:
+    """Settle, in place, the values of parameters that depend on each other.
+
+    Raise `ApiError` 400 for those that contradict each other.
+    """
+    stream, n = values.get("stream", False), values.get("n", 1)
+    _limit_tokens(values, chat)
+    if chat:
+        _settle_logprobs(values)
+    if stream and values.get("prompt_logprobs") is not None:
+        _not_streamed("The 'prompt_logprobs' parameter is", "prompt_logprobs")
+    if not stream and "stream_options" in values:
+        message = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
+        fields.fail(message, "stream_options", "invalid_value")
+    best_of = values.setdefault("best_of", n)
+    if best_of < n:
         fields.fail(
             "You requested that the server return more choices than it will generate (HINT: you must set 'n'"
-            f" (currently {n}) to be at most 'best_of' (currently {count}), or omit either parameter if you don't"
+            f" (currently {n}) to be at most 'best_of' (currently {best_of}), or omit either parameter if you don't"
             " specifically want to use them.)",
             "best_of",
             None,
         )
-    if count > n and stream:
-        fields.fail(
-            "Which answers are best shows at their end: 'best_of' above 'n' is not allowed when 'stream' is enabled.",
-            "best_of",
-            "invalid_value",
-        )
-    return count
+    if best_of > n and stream:
+        _not_streamed("Which answers are best shows at their end: 'best_of' above 'n' is", "best_of")
 
 
-def include_usage(body: dict[str, Any], stream: bool) -> bool:
-    """Return whether a stream ends with a chunk that contains the usage."""
-    options = body.get("stream_options")
-    if options is None:
-        return False
-    if not stream:
-        fields.fail(
-            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
-            "stream_options",
-            "invalid_value",
-        )
-    wanted = fields.mapping(options, "stream_options")
-    continuous, value = (wanted.get(name) for name in ("continuous_usage_stats", "include_usage"))
-    if continuous is not None and fields.boolean(continuous, "stream_options.continuous_usage_stats"):
-        fields.unsupported("stream_options.continuous_usage_stats", "must be false.")
-    return value is not None and fields.boolean(value, "stream_options.include_usage")
+def _limit_tokens(values: dict[str, Any], chat: bool) -> None:
+    limit = values.pop("max_completion_tokens", values.get("max_tokens", None if chat else COMPLETION_MAX_TOKENS))
+    least = values.get("min_tokens", 0)
+    if limit is not None and least > limit:
+        message = f"Invalid 'min_tokens': it must be at most 'max_tokens', which is {limit}, but is {least}."
+        fields.fail(message, "min_tokens", "invalid_value")
+    values["max_tokens"] = limit
 
 
-def _strings(value: Any, param: str, most: int, longest: int) -> list[str]:
-    items = fields.array(value, param, most)
-    return [fields.text(item, f"{param}[{i}]", longest, least=1) for i, item in enumerate(items)]
+def _settle_logprobs(values: dict[str, Any]) -> None:
+    wanted, count = values.pop("logprobs", False), values.get("top_logprobs", 0)
+    if count and not wanted:
+        message = "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled."
+        fields.fail(message, "top_logprobs", None)
+    values["logprobs"] = count if wanted else None
 
 
-def _token_id(key: str, param: str) -> int:
-    if not (key.isascii() and key.isdigit()) or (key[0] == "0" and key != "0"):
-        fields.fail(
-            f"Invalid key in '{param}': {fields.shown(key)}. You should only be submitting non-negative integers,"
-            " without leading zeros.",
-            param,
-            "invalid_value",
-        )
-    if len(key) > len(str(fields.INT32)) or int(key) > fields.INT32:
-        fields.fail(
-            f"Invalid key in '{param}': {fields.shown(key)}. Maximum value is {fields.INT32}.", param, "invalid_value"
-        )
-    return int(key)
+def _not_streamed(what: str, param: str) -> None:
+    fields.fail(f"{what} not allowed when 'stream' is enabled.", param, "invalid_value")

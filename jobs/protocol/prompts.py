@@ -5,12 +5,55 @@ from typing import Any
 import msgspec
 
 from jobs.protocol import fields
+from jobs.protocol.value_types import Integer, Schema
 
 MOST_MESSAGES = 10_000
 MOST_SEQUENCES = 512
 """What one request may make the engine generate: prompts times the larger of `n` and `best_of`."""
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_TEXT: Schema = {"type": "string"}
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+_PARTS: Schema = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MOST_MESSAGES,
+    "items": {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": _TEXT}},
+}
+_TOOL_CALLS: Schema = {"type": "array", "items": {"type": "object"}}
+_MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": list(_ROLES)},
+        "content": {"anyOf": [_TEXT, _PARTS, {"type": "null"}]},
+        "name": _TEXT_OR_NULL,
+        "tool_call_id": _TEXT_OR_NULL,
+        "tool_calls": {"anyOf": [_TOOL_CALLS, {"type": "null"}]},
+    },
+    "anyOf": [
+        {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+        {
+            "required": ["tool_calls"],
+            "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+        },
+    ],
+}
+MESSAGES: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE}
+"""What `read_messages` takes, as a JSON Schema."""
+
+_PROMPT: Schema = {"type": "string", "minLength": 1}
+_TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": Integer(0).schema}
+PROMPT: Schema = {
+    "anyOf": [
+        _PROMPT,
+        _TOKEN_IDS,
+        {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": _PROMPT},
+        {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": _TOKEN_IDS},
+    ]
+}
+"""What `read_prompts` takes, as a JSON Schema; several answers to each leave room for fewer."""
 
 
 def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:

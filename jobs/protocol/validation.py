@@ -2,16 +2,17 @@
 structure, `parse_call` into its body.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
-from jobs.protocol import fields, parameters
+from jobs.protocol import fields
 from jobs.protocol.lines import decode_json, read_line
-from jobs.protocol.prompts import read_messages, read_prompts
+from jobs.protocol.parameters import Parameters, combine, read_parameters, schemas
+from jobs.protocol.prompts import MESSAGES, PROMPT, read_messages, read_prompts
 from jobs.protocol.results import ApiError
-from jobs.protocol.unsupported import refuse_unsupported
+from jobs.protocol.value_types import Schema
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -40,46 +41,28 @@ class LineError(msgspec.Struct, frozen=True):
     message: str
 
 
-class Call(msgspec.Struct, frozen=True):
-    """A valid call; either `prompts` or `messages` is set. Counts of tokens fit 32 bits."""
+class Call(Parameters, frozen=True, kw_only=True):
+    """A valid call; either `prompts` or `messages` is set.
+
+    `max_tokens` is that of both parameters, None for the rest of the context. `logprobs` is how
+    many of the most likely tokens are given beside the answer's own, None for no log probabilities.
+    """
 
     endpoint: str
     model: str
-    prompts: list[str | list[int]]  # texts, or lists of token ids
+    prompts: Sequence[str | list[int]] = ()  # texts, or lists of token ids
     # Role, content (a string), and name, tool_calls, tool_call_id as given
-    messages: list[dict[str, Any]]
-    n: int  # answers to each prompt
-    best_of: int  # answers to generate, of which the best `n` count
-    max_tokens: int | None  # None: the rest of the context
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int  # 0: all
-    min_p: float
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: dict[int, float]  # by token id
-    seed: int | None
-    stop: list[str]
-    stop_token_ids: list[int]
-    bad_words: list[str]
-    ignore_eos: bool
-    skip_special_tokens: bool
-    # How many of the most likely tokens beside the answer's own; None: no log probabilities
-    logprobs: int | None
-    prompt_logprobs: int | None  # the same for the prompt's, in vLLM's field
-    echo: bool
-    # How many of the prompt's last tokens are kept; -1: as many as the model can take
-    truncate_prompt_tokens: int | None
-    priority: int  # lower ones first
-    stream: bool
-    include_usage: bool
+    messages: Sequence[dict[str, Any]] = ()
 
     @property
     def sequences(self) -> int:
         """How many the engine generates for it."""
         return max(1, len(self.prompts)) * self.best_of
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether its stream ends with a chunk that contains the usage."""
+        return self.stream_options
 
 
 def check_line(
@@ -131,42 +114,26 @@ def parse_call(endpoint: str, body: Any) -> Call:
     body = fields.mapping(body, "body")
     model = fields.text(fields.required(body, "model"), "model")
     chat = endpoint == CHAT
-    refuse_unsupported(body, chat)
-    stream = fields.optional(body, "stream", fields.boolean, False)
-    n = fields.optional(body, "n", parameters.answers, 1)
-    best_of = parameters.best_of(body, n, stream)
-    max_tokens = parameters.max_tokens(body, chat)
-    return Call(
-        endpoint=endpoint,
-        model=model,
-        prompts=[] if chat else read_prompts(fields.required(body, "prompt"), "prompt", best_of),
-        messages=read_messages(fields.required(body, "messages"), "messages") if chat else [],
-        n=n,
-        best_of=best_of,
-        max_tokens=max_tokens,
-        min_tokens=parameters.min_tokens(body, max_tokens),
-        temperature=fields.optional(body, "temperature", parameters.temperature, 1.0),
-        top_p=fields.optional(body, "top_p", parameters.top_p, 1.0),
-        top_k=fields.optional(body, "top_k", parameters.top_k, 0),
-        min_p=fields.optional(body, "min_p", parameters.min_p, 0.0),
-        presence_penalty=fields.optional(body, "presence_penalty", parameters.penalty, 0.0),
-        frequency_penalty=fields.optional(body, "frequency_penalty", parameters.penalty, 0.0),
-        repetition_penalty=fields.optional(body, "repetition_penalty", parameters.repetition_penalty, 1.0),
-        logit_bias=fields.optional(body, "logit_bias", parameters.logit_bias, {}),
-        seed=fields.optional(body, "seed", parameters.seed, None),
-        stop=fields.optional(body, "stop", parameters.stop_strings, []),
-        stop_token_ids=fields.optional(body, "stop_token_ids", parameters.stop_token_ids, []),
-        bad_words=fields.optional(body, "bad_words", parameters.bad_words, []),
-        ignore_eos=fields.optional(body, "ignore_eos", fields.boolean, False),
-        skip_special_tokens=fields.optional(body, "skip_special_tokens", fields.boolean, True),
-        logprobs=parameters.logprobs(body, chat),
-        prompt_logprobs=parameters.prompt_logprobs(body, stream),
-        echo=parameters.echo(body, chat),
-        truncate_prompt_tokens=fields.optional(body, "truncate_prompt_tokens", parameters.truncation, None),
-        priority=fields.optional(body, "priority", parameters.int32, 0),
-        stream=stream,
-        include_usage=parameters.include_usage(body, stream),
-    )
+    values = read_parameters(body, chat)
+    combine(values, chat)
+    if chat:
+        values["messages"] = read_messages(fields.required(body, "messages"), "messages")
+    else:
+        values["prompts"] = read_prompts(fields.required(body, "prompt"), "prompt", values["best_of"])
+    return Call(endpoint=endpoint, model=model, **values)
+
+
+def body_schema(endpoint: str) -> Schema:
+    """The bodies that `parse_call` takes, as a JSON Schema, but for parameters that contradict each
+    other.
+    """
+    chat = endpoint == CHAT
+    prompt = {"messages": MESSAGES} if chat else {"prompt": PROMPT}
+    return {
+        "type": "object",
+        "required": ["model", *prompt],
+        "properties": {"model": {"type": "string"}, **prompt, **schemas(chat)},
+    }
 
 
 def decode_body(raw: bytes) -> Any:

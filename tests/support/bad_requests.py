@@ -343,7 +343,7 @@ def _numbers() -> Iterator[BadRequest]:
     for name, low, high in integers:
         yield _of(CHAT, chat(**{name: low - 1}), f"{name} too small", name, "integer_below_min_value", f">= {low}")
         yield _of(CHAT, chat(**{name: high + 1}), f"{name} too large", name, "integer_above_max_value", f"<= {high}")
-        for kind, value in (("text", "1"), ("decimal", 1.0), ("boolean", True), ("array", [1])):
+        for kind, value in (("text", "1"), ("decimal", 1.5), ("boolean", True), ("array", [1])):
             yield _of(CHAT, chat(**{name: value}), f"{name} {kind}", name, "invalid_type", "expected an integer")
     yield _of(
         CHAT,
@@ -412,6 +412,10 @@ def _lists() -> Iterator[BadRequest]:
         ("stop_token_ids", ["a"], "stop_token_ids[0]", "invalid_type", "expected an integer"),
         ("stop_token_ids", [1, True], "stop_token_ids[1]", "invalid_type", "got a boolean"),
         ("stop_token_ids", [1] * 1025, "stop_token_ids", "array_above_max_length", "maximum length 1024"),
+        ("allowed_token_ids", [], "allowed_token_ids", "empty_array", "minimum length 1"),
+        ("allowed_token_ids", "5", "allowed_token_ids", "invalid_type", "expected an array"),
+        ("allowed_token_ids", [1, -1], "allowed_token_ids[1]", "integer_below_min_value", ">= 0"),
+        ("allowed_token_ids", [1] * 4097, "allowed_token_ids", "array_above_max_length", "maximum length 4096"),
         ("logit_bias", [1], "logit_bias", "invalid_type", "expected an object"),
         ("logit_bias", "5", "logit_bias", "invalid_type", "expected an object"),
         ("logit_bias", {"fox": 1}, "logit_bias", "invalid_value", "non-negative integers"),
@@ -422,7 +426,7 @@ def _lists() -> Iterator[BadRequest]:
         ("logit_bias", {"\ud800": 1}, "logit_bias", "invalid_value", "non-negative integers"),
         ("logit_bias", {"007": 1, "7": 2}, "logit_bias", "invalid_value", "007. You should"),
         ("logit_bias", {"00": 1}, "logit_bias", "invalid_value", "without leading zeros"),
-        ("logit_bias", {"9" * 5000: 1}, "logit_bias", "invalid_value", "Maximum value is 2147483647"),
+        ("logit_bias", {"9" * 5000: 1}, "logit_bias", "invalid_value", "Maximum value is 999999999"),
         ("logit_bias", {"k" * 1_000_000: 1}, "logit_bias", "invalid_value", "kkk…"),
         ("logit_bias", {"5": "1"}, "logit_bias.5", "invalid_type", "expected a decimal"),
         ("logit_bias", {"5": None}, "logit_bias.5", "invalid_type", "got null"),
@@ -435,7 +439,7 @@ def _lists() -> Iterator[BadRequest]:
 
 
 def _flags() -> Iterator[BadRequest]:
-    for name in ("ignore_eos", "skip_special_tokens", "echo", "stream"):
+    for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo", "stream"):
         for kind, value in (("1", 1), ("text", "true"), ("array", [])):
             yield _of(
                 COMPLETIONS, completion(**{name: value}), f"{name} {kind}", name, "invalid_type", "expected a boolean"
@@ -580,10 +584,8 @@ def _unsupported() -> Iterator[BadRequest]:
         ("audio", {"voice": "alloy"}, "must be left out"),
         ("modalities", ["text", "audio"], "must be ['text']"),
         ("prompt_embeds", "AAAA", "must be left out"),
-        ("allowed_token_ids", [1, 2], "must be left out"),
         ("use_beam_search", True, "must be left out"),
         ("length_penalty", 0.5, "must be 1.0"),
-        ("include_stop_str_in_output", True, "must be false"),
         ("continue_final_message", True, "must be false"),
         ("add_generation_prompt", False, "must be true"),
         ("add_special_tokens", True, "must be false"),
@@ -754,6 +756,13 @@ def _vocabulary() -> Iterator[BadRequest]:
         ({"prompt": [1, VOCABULARY]}, "prompt[1]", "integer_above_max_value", "<= 1023"),
         ({"prompt": [[1], [2, 3, 2**31 - 1]]}, "prompt[1][2]", "integer_above_max_value", "<= 1023"),
         ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids[0]", "integer_above_max_value", "<= 1023"),
+        ({"allowed_token_ids": [5, VOCABULARY]}, "allowed_token_ids[1]", "integer_above_max_value", "<= 1023"),
+        (
+            {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1, "max_tokens": 1},
+            "allowed_token_ids",
+            "invalid_value",
+            "rule out each of them",
+        ),
         ({"logit_bias": {str(VOCABULARY): 1}}, "logit_bias", "invalid_value", "1024. Maximum value is 1023"),
     ]
     for number, (changes, param, code, words) in enumerate(table):

@@ -41,7 +41,7 @@ class _Pending:
     claim: Claim
     call: Call
     sampling: SamplingMaker
-    given: list[str | list[int]]
+    given: Sequence[str | list[int]]
     token_ids: list[list[int]] = field(default_factory=list)
     error: Exception | None = None
 
@@ -86,7 +86,7 @@ class Preparation:
         if call.model not in self._models:
             message = f"The model '{fields.shown(call.model)}' is not served here."
             raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
-        given: list[str | list[int]] = [self._render(call)] if call.endpoint == CHAT else call.prompts
+        given: Sequence[str | list[int]] = [self._render(call)] if call.endpoint == CHAT else call.prompts
         item = _Pending(claim, call, SamplingMaker(call, claim.request.seed, self._tokenizer, self._limits), given)
         item.given = [self._cut(prompt, item, number) for number, prompt in enumerate(given)]
         return item

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from jobs.protocol.parameters import TOKEN_ID_LISTS, Parameters
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import CHAT, Call
 from workers.engine.messages.core import MAX_SEED, SamplingParams
@@ -42,6 +43,13 @@ MOST_BAD_WORD_TOKENS = 8192
 """Tokens of all the runs that write a request's bad words; each is compared at each step."""
 
 
+_MADE = {"max_tokens", "seed", "stop_token_ids", "logit_bias", "bad_words", "logprobs", "prompt_logprobs"}
+_COPIED = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in Parameters.__struct_fields__ and name not in _MADE
+)
+"""Fields that the engine takes as the call has them; the others need the model or its tokenizer."""
+
+
 class SamplingMaker:
     """Makes the parameters of one call's prompts."""
 
@@ -56,6 +64,7 @@ class SamplingMaker:
         self._stops = (*call.stop_token_ids, *(() if call.ignore_eos else limits.eos_token_ids))
         self._bad_words = _bad_words(call.bad_words, tokenizer, limits.vocab_size)
         _check_vocabulary(call, limits.vocab_size)
+        self._check_allowed()
 
     def make(self, prompt_tokens: int, param: str) -> SamplingParams:
         """For a prompt of this many tokens, at least one, which the caller knows as `param`.
@@ -76,23 +85,23 @@ class SamplingMaker:
                 param="min_tokens", code="invalid_value",
             )  # fmt: skip
         return SamplingParams(
+            **{name: getattr(call, name) for name in _COPIED},
             max_tokens=max_tokens,
-            temperature=call.temperature,
-            top_p=call.top_p,
-            top_k=call.top_k,
             seed=self._seed,
-            ignore_eos=call.ignore_eos,
             stop_token_ids=self._stops,
-            min_p=call.min_p,
-            presence_penalty=call.presence_penalty,
-            frequency_penalty=call.frequency_penalty,
-            repetition_penalty=call.repetition_penalty,
-            min_tokens=call.min_tokens,
             logit_bias=tuple(call.logit_bias.items()),
             bad_words=self._bad_words,
             logprobs=call.logprobs if call.logprobs is not None else 0 if call.best_of > call.n else -1,
             prompt_logprobs=max(echoed, -1 if call.prompt_logprobs is None else call.prompt_logprobs),
         )
+
+    def _check_allowed(self) -> None:
+        """Raise ApiError where other parameters may leave no token that could be generated."""
+        call = self._call
+        ruled_out = {run[-1] for run in self._bad_words} | set(self._stops if call.min_tokens else ())
+        if call.allowed_token_ids and ruled_out.issuperset(call.allowed_token_ids):
+            message = "Invalid 'allowed_token_ids': 'bad_words' and 'min_tokens' rule out each of them."
+            raise ApiError(400, message, param="allowed_token_ids", code="invalid_value")
 
     def _max_tokens(self, prompt_tokens: int, param: str) -> int:
         """How many tokens to generate at most."""
@@ -153,8 +162,9 @@ def _check_vocabulary(call: Call, vocab_size: int) -> None:
                 param="logit_bias",
                 code="invalid_value",
             )
-    for i, token in enumerate(call.stop_token_ids):
-        check_token(token, vocab_size, f"stop_token_ids[{i}]")
+    for name in TOKEN_ID_LISTS:
+        for i, token in enumerate(getattr(call, name)):
+            check_token(token, vocab_size, f"{name}[{i}]")
 
 
 def check_token(token: int, vocab_size: int, param: str) -> None:

@@ -64,7 +64,7 @@ class Sequence:
         self._sampling = prompt.sampling
         self._token_bytes = tokenizer.token_bytes
         self._detokenizer = tokenizer.detokenizer(prompt.token_ids, call.skip_special_tokens)
-        self._stops = StopStrings(call.stop) if call.stop else None
+        self._stops = StopStrings(call.stop, call.include_stop_str_in_output) if call.stop else None
         self._min_tokens = prompt.sampling.min_tokens
         self._decoded = 0
         self._text = prompt.text
@@ -140,7 +140,8 @@ class Sequence:
         """Add generated tokens, in order; whether a stop string ended it, after which it keeps no
         more of them.
 
-        `stop_token`, if any, is the last of the tokens: it counts but gives no text. `logprobs` has
+        `stop_token`, if any, is the last of the tokens: it counts but gives no text, unless the
+        call includes it. `logprobs` has
         one item per token, if it asked.
         """
         stopped = False
@@ -159,7 +160,7 @@ class Sequence:
         A stop string that was found goes before any other reason.
         """
         stop_reason: int | str | None = stop_token if stop_token in self._call.stop_token_ids else None
-        self._decode(len(self.token_ids) - (stop_token >= 0))
+        self._decode(self._shown_tokens(stop_token))
         self._decoded = len(self.token_ids)
         text = self._detokenizer.finish()
         self._text += text if self._stops is None else self._stops.feed(text) + self._stops.finish()
@@ -201,11 +202,15 @@ class Sequence:
         last = self.token_ids[-1] if self.token_ids else -1
         stop_token = last if last in self._sampling.stop_token_ids else -1
         if self._stops is not None:
-            self._decode(len(self.token_ids) - (stop_token >= 0))
+            self._decode(self._shown_tokens(stop_token))
         if stop_token >= 0 or (self._stops is not None and self._stops.matched is not None):
             self.end("stop", stop_token)
         elif self.tokens_left <= 0:
             self.end("length")
+
+    def _shown_tokens(self, stop_token: int) -> int:
+        """How many of the tokens give text, when the last is `stop_token`."""
+        return len(self.token_ids) - (stop_token >= 0 and not self._call.include_stop_str_in_output)
 
     def _take_until_stop(self, stops: StopStrings, token_ids: list[int], stop_token: int) -> bool:
         for token_id in token_ids[:-1] if stop_token >= 0 else token_ids:

@@ -15,9 +15,11 @@ class StopStrings:
     longer one counts. So what is released does not depend on how the text was cut into pieces.
     """
 
-    __slots__ = ("_first_characters", "_held", "_longest", "_stops", "matched")
+    __slots__ = ("_first_characters", "_held", "_include", "_longest", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        """With `include` the text ends with the string that was found, else before it."""
+        self._include = include
         self._stops = tuple(stop for stop in stops if stop)
         self._longest = max(map(len, self._stops), default=0)
         self._first_characters = frozenset(stop[0] for stop in self._stops)
@@ -39,7 +41,7 @@ class StopStrings:
         if first is not None:
             self.matched = first[2]
             self._held = ""
-            return text[: first[1]]
+            return text[: first[0] if self._include else first[1]]
         kept = self._possible_start(text)
         self._held = text[kept:]
         return text[:kept]

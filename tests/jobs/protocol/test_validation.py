@@ -31,11 +31,11 @@ def without(body: dict[str, Any], name: str) -> dict[str, Any]:
 class TestGoodCalls:
     def test_chat_defaults(self) -> None:
         call = parse_call(CHAT, chat())
-        assert (call.model, call.messages, call.prompts) == ("m", MESSAGES, [])
+        assert (call.model, call.messages, call.prompts) == ("m", MESSAGES, ())
         assert (call.max_tokens, call.temperature, call.top_p, call.top_k, call.seed) == (None, 1.0, 1.0, 0, None)
         assert (call.stop, call.stop_token_ids, call.ignore_eos, call.stream, call.include_usage) == (
             [],
-            [],
+            (),
             False,
             False,
             False,
@@ -43,7 +43,7 @@ class TestGoodCalls:
 
     def test_completion_defaults(self) -> None:
         call = parse_call(COMPLETIONS, completion())
-        assert (call.prompts, call.messages, call.max_tokens) == (["hi"], [], 16)
+        assert (call.prompts, call.messages, call.max_tokens) == (["hi"], (), 16)
 
     @pytest.mark.parametrize(
         ("prompt", "prompts"),
@@ -115,7 +115,7 @@ class TestGoodCalls:
         assert (call.max_tokens, call.temperature, call.top_p, call.top_k, call.seed) == (5, 0.0, 0.5, 0, -(2**63))
         assert (call.stop, call.stop_token_ids, call.ignore_eos, call.stream, call.include_usage) == (
             ["x"],
-            [1],
+            (1,),
             True,
             True,
             True,

@@ -197,6 +197,22 @@ def test_penalties_keep_tokens_from_coming_again(queue: Queue) -> None:
         assert len(set(output)) > len(set(plain)), penalty
 
 
+def test_allowed_tokens_alone_are_generated(queue: Queue) -> None:
+    allowed = TOKENIZER.encode(["yes no"], special_tokens=False)[0]
+    assert set(token_ids(queue, allowed_token_ids=allowed, temperature=1.0)) <= set(allowed)
+    (stopped,) = complete(queue, {"allowed_token_ids": allowed, "stop_token_ids": allowed, "max_tokens": 9})
+    assert stopped.usage.completion_tokens == 1
+
+
+def test_the_text_may_end_with_the_stop_string(queue: Queue) -> None:
+    (whole,) = complete(queue, {}, temperature=0)
+    stop = texts(whole)[0].split()[1]
+    without, included = complete(
+        queue, {"stop": stop}, {"stop": stop, "include_stop_str_in_output": True}, temperature=0
+    )
+    assert texts(included) == [texts(without)[0] + stop]
+
+
 def test_bias_and_bad_words_reach_the_engine(queue: Queue) -> None:
     plain = token_ids(queue)
     wanted = TOKENIZER.encode(["x"], special_tokens=False)[0][0]

@@ -93,6 +93,7 @@ def test_all_that_a_call_asks_for_reaches_the_engine() -> None:
         "logit_bias": {"5": -100, "6": 2.5},
         "ignore_eos": True,
         "stop_token_ids": [3],
+        "allowed_token_ids": [8, 3],
         "logprobs": 4,
         "prompt_logprobs": 2,
         "seed": 11,
@@ -112,6 +113,7 @@ def test_all_that_a_call_asks_for_reaches_the_engine() -> None:
         logit_bias=((5, -100.0), (6, 2.5)),
         ignore_eos=True,
         stop_token_ids=(3,),
+        allowed_token_ids=(8, 3),
         logprobs=4,
         prompt_logprobs=2,
         seed=11,
@@ -306,7 +308,7 @@ def test_the_tokenizers_own_end_ends_an_answer(tmp_path: Path) -> None:
     prepared, errors = preparation.prepare(claims)
     assert errors == []
     assert [item.prompts[0].sampling.stop_token_ids for item in prepared] == [(2,), (1, 2), (1,)]
-    assert [item.call.stop_token_ids for item in prepared] == [[], [1], [1]]
+    assert [item.call.stop_token_ids for item in prepared] == [(), (1,), (1,)]
 
 
 def test_a_seed_of_the_request_goes_before_the_stored_one() -> None:

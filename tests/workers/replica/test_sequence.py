@@ -69,11 +69,14 @@ def checkpoint_of(chunks: list[TokenChunk]) -> ChoiceCheckpoint | None:
 
 @pytest.mark.parametrize("stop", [[], ["STOP"], ["never"], ["; then STOP", "here"]])
 @pytest.mark.parametrize("echo", ["", "Say something:"])
+@pytest.mark.parametrize("included", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(stop: list[str], echo: str, seed: int) -> None:
+def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(
+    stop: list[str], echo: str, included: bool, seed: int
+) -> None:
     print("seed", seed)
     chance = random.Random(seed)
-    wanted: dict[str, Any] = {"stop": stop, "logprobs": 2, "text": echo}
+    wanted: dict[str, Any] = {"stop": stop, "logprobs": 2, "text": echo, "include_stop_str_in_output": included}
     one = sequence(**wanted)
     publish = sorted(chance.sample(range(len(TOKENS)), 12))
     chunks, stopped = generate(one, TOKENS[: chance.randrange(len(TOKENS))], publish)
@@ -90,7 +93,7 @@ def test_what_was_published_goes_on_elsewhere_as_if_nothing_had_happened(stop: l
     one.end("length")
     last = one.chunk()
     chunks += [] if last is None else [last]
-    ends = [WHOLE.index(string) for string in stop if string in WHOLE]
+    ends = [WHOLE.index(string) + included * len(string) for string in stop if string in WHOLE]
     choice = one.choice(0, None)
     assert choice.text == "".join(chunk.text for chunk in chunks) == echo + (WHOLE[: min(ends)] if ends else WHOLE)
     assert stopped == bool(ends)
@@ -140,13 +143,19 @@ def test_a_stop_string_may_end_with_the_first_token_after_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("stop", [[], ["never"]])
-def test_the_token_that_stops_counts_but_gives_no_text(stop: list[str]) -> None:
-    one = sequence(stop=stop, logprobs=0)
+@pytest.mark.parametrize("included", [False, True])
+def test_the_token_that_stops_counts_but_gives_no_text_unless_it_is_included(stop: list[str], included: bool) -> None:
+    asked: dict[str, Any] = {"stop": stop, "include_stop_str_in_output": included, "skip_special_tokens": False}
+    one = sequence(logprobs=0, **asked)
     assert not take(one, TOKENS[:5])
     assert not one.take([TOKENS[5], STOP_TOKEN], STOP_TOKEN, logprobs_of([TOKENS[5], STOP_TOKEN]))
     one.end("stop", STOP_TOKEN)
     choice = one.choice(0, None)
-    assert (choice.text, choice.stop_reason) == (TOKENIZER.decode(TOKENS[:6], PROMPT), STOP_TOKEN)
+    shown = [*TOKENS[:6], STOP_TOKEN] if included else TOKENS[:6]
+    assert (choice.text, choice.stop_reason) == (TOKENIZER.decode(shown, PROMPT), STOP_TOKEN)
+    again = sequence(ChoiceCheckpoint(one.token_ids, 3, choice.logprobs or []), logprobs=0, **asked)
+    assert again.ended
+    assert again.choice(0, None) == choice
     assert (
         [position.chosen.token_id for position in choice.logprobs or []] == [*TOKENS[:6], STOP_TOKEN] == one.token_ids
     )

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from workers.text.stop_strings import StopStrings
 
 
-def run(stops: list[str], parts: list[str]) -> tuple[str, str | None]:
-    watcher = StopStrings(stops)
+def run(stops: list[str], parts: list[str], include: bool = False) -> tuple[str, str | None]:
+    watcher = StopStrings(stops, include)
     text = ""
     for part in parts:
         text += watcher.feed(part)
@@ -53,7 +53,9 @@ def test_examples(stops: list[str], parts: list[str], text: str, matched: str | 
 )
 def test_the_cut_does_not_matter(stops: list[str], parts: list[str]) -> None:
     whole = "".join(parts)
-    assert run(stops, parts) == run(stops, list(whole)) == run(stops, [whole]) == expected(stops, whole)
+    text, stop = expected(stops, whole)
+    assert run(stops, parts) == run(stops, list(whole)) == run(stops, [whole]) == (text, stop)
+    assert run(stops, parts, include=True) == (text + (stop or ""), stop)
 
 
 @given(stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3), text=st.text("abc", max_size=30))

@@ -32,8 +32,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
     request's choices. Repetition counts prompt and output, presence and frequency the output. Stop
     and end-of-text tokens cannot come among the first `min_tokens`. `logit_bias` holds pairs of
     token and what is added to its logit; `bad_words` are runs of tokens that never come about in
-    the output. `logprobs` and `prompt_logprobs`: how many of the most likely tokens to report at
-    each position beside its own token; -1 for no log probabilities at all.
+    the output; where `allowed_token_ids` are given, no other token does. `logprobs` and
+    `prompt_logprobs`: how many of the most likely tokens to report at each position beside its own
+    token; -1 for no log probabilities at all.
     """
 
     max_tokens: int
@@ -51,6 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
     prompt_logprobs: int = -1
 

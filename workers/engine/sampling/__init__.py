@@ -1,4 +1,4 @@
 """From logits to tokens, a whole step at a time.
 
-`sampler` is the entry point; every stage has a file of its own.
+`sampler` is the entry point; a stage that changes logits is a class with `uses`, `set` and `apply`.
 """

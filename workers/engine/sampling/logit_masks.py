@@ -1,5 +1,5 @@
-"""Logits that a request moves or rules out: bias, stop tokens before their time, the last token of
-a bad word.
+"""Logits that a request moves or rules out: bias, tokens that are not allowed, stop tokens before
+their time, the last token of a bad word.
 
 Only the logits concerned are touched, at their place in the flat [R * vocab] view.
 """
@@ -15,7 +15,12 @@ from torch import Tensor
 
 from workers.engine.device.staging import to_device
 from workers.engine.messages.core import SamplingParams
-from workers.engine.sampling.rows import Lists, SampledRows
+from workers.engine.sampling.rows import Lists, SampledRows, Stage
+
+
+def logit_stages(num_slots: int, vocab_size: int, eos_token_ids: Collection[int]) -> tuple[Stage, ...]:
+    """Return the stages of this file, in the order in which they run."""
+    return LogitBias(), AllowedTokens(vocab_size), MinTokens(num_slots, vocab_size, eos_token_ids), BadWords()
 
 
 class LogitBias:
@@ -23,6 +28,9 @@ class LogitBias:
 
     def __init__(self) -> None:
         self._bias = Lists()
+
+    def uses(self, params: SamplingParams) -> bool:
+        return bool(params.logit_bias)
 
     def set(self, slot: int, params: SamplingParams) -> None:
         bias = dict(params.logit_bias)
@@ -37,6 +45,30 @@ class LogitBias:
         logits.view(-1).index_add_(0, places, to_device(bias, logits.device))
 
 
+class AllowedTokens:
+    """Rules out every token that is not among the allowed ones."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._allowed = Lists()
+
+    def uses(self, params: SamplingParams) -> bool:
+        return bool(params.allowed_token_ids)
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        allowed = {token for token in params.allowed_token_ids if 0 <= token < self._vocab_size}
+        self._allowed.put(slot, np.array(sorted(allowed), np.int64))
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        users = self._allowed.users(rows.slots)
+        if not users:
+            return
+        places, flat = _places(logits, *self._allowed.gather(rows.slots, users)), logits.view(-1)
+        kept = flat[places]
+        logits.index_fill_(0, to_device(np.array(users, np.int64), logits.device), -torch.inf)
+        flat.index_copy_(0, places, kept)
+
+
 class MinTokens:
     """Rules stop and end-of-text tokens out of a request's first `min_tokens` tokens."""
 
@@ -45,6 +77,9 @@ class MinTokens:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._stops = Lists()
+
+    def uses(self, params: SamplingParams) -> bool:
+        return params.min_tokens > 0
 
     def set(self, slot: int, params: SamplingParams) -> None:
         self._until[slot] = params.min_tokens
@@ -67,6 +102,9 @@ class BadWords:
         self._last = Lists()  # of each word: its last token, and how many tokens precede it
         # Of each token before the last of a word: its distance from that, and itself
         self._rest = Lists()
+
+    def uses(self, params: SamplingParams) -> bool:
+        return bool(params.bad_words)
 
     def set(self, slot: int, params: SamplingParams) -> None:
         words = set(params.bad_words)

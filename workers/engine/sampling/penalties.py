@@ -32,6 +32,9 @@ class Penalties:
         self._frequency = np.zeros(num_slots, np.float32)
         self._counters: Tensor | None = None  # all 0 between two calls
 
+    def uses(self, params: SamplingParams) -> bool:
+        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
     def set(self, slot: int, params: SamplingParams) -> None:
         self._repetition[slot] = params.repetition_penalty
         self._presence[slot] = params.presence_penalty

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from workers.engine.messages.core import SamplingParams
 
 
 @dataclass(slots=True)
@@ -30,6 +33,21 @@ class SampledRows:
     def indices(self) -> NDArray[np.int64]:
         """The output index of the token that each row is about to draw; [R]."""
         return self.lengths - self.prompt_lengths
+
+
+class Stage(Protocol):
+    """A feature of sampling that changes logits before a token is drawn; it keeps its parameters by
+    slot.
+    """
+
+    def uses(self, params: SamplingParams) -> bool:
+        """Return whether a request with these parameters needs the stage."""
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        """Overwrite a slot's parameters."""
+
+    def apply(self, logits: Tensor, rows: SampledRows) -> None:
+        """Change float32 logits [R, vocab] in place, those of rows that use the stage."""
 
 
 class Lists:

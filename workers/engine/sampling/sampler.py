@@ -1,7 +1,7 @@
 """Whole-batch sampling: a step's logits become one token per row, and log probabilities for the
 rows that ask.
 
-The stages, in vLLM's order: bias, stop tokens before their time and bad words, penalties,
+The stages: bias, allowed tokens, stop tokens before their time and bad words, penalties,
 temperature, min_p, top-k, top-p, and the argmax of logits plus noise, which is a draw from what is
 left. A greedy row takes the argmax after the penalties. Parameters live in tables by slot, and a
 stage that no row of the step uses costs nothing: all greedy is one argmax.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.draw import Draw
-from workers.engine.sampling.logit_masks import BadWords, LogitBias, MinTokens
+from workers.engine.sampling.logit_masks import logit_stages
 from workers.engine.sampling.logprobs import AskedLogprobs, Logprobs
 from workers.engine.sampling.penalties import Penalties
 from workers.engine.sampling.rows import SampledRows
@@ -55,16 +55,16 @@ class Sampler:
         fused: bool = False,
     ) -> None:
         self._logprobs = AskedLogprobs(num_slots)
-        self._changes = (LogitBias(), MinTokens(num_slots, vocab_size, eos_token_ids), BadWords(), Penalties(num_slots))
+        self._stages = (*logit_stages(num_slots, vocab_size, eos_token_ids), Penalties(num_slots))
         self._staged = np.zeros(num_slots, np.bool_)  # slots that use more than the draw
         self._fused = _fused_draw(num_slots, vocab_size, device) if fused else None
         self._draw = self._fused or Draw(num_slots, vocab_size)
 
     def set(self, slot: int, params: SamplingParams) -> None:
-        """Overwrites a slot's parameters."""
-        for stage in (self._logprobs, *self._changes, self._draw):
-            stage.set(slot, params)
-        self._staged[slot] = _more_than_the_draw(params)
+        """Overwrite a slot's parameters."""
+        for part in (self._logprobs, *self._stages, self._draw):
+            part.set(slot, params)
+        self._staged[slot] = params.logprobs >= 0 or any(stage.uses(params) for stage in self._stages)
 
     def upload(self) -> None:
         """To be called once a step, behind the last `set` and before anything is sampled."""
@@ -94,7 +94,7 @@ class Sampler:
         if not self._staged[rows.slots].any():
             return Sampled(self._draw.tokens(logits, rows), np.empty(0, np.int64), None)
         kept = self._logprobs.keep(logits, rows)
-        for stage in self._changes:
+        for stage in self._stages:
             stage.apply(logits, rows)
         tokens = self._draw.tokens(logits, rows)
         if kept is None:
@@ -106,8 +106,3 @@ def _fused_draw(num_slots: int, vocab_size: int, device: torch.device) -> FusedD
     from workers.engine.sampling.fused import FusedDraw
 
     return FusedDraw(num_slots, vocab_size, device)
-
-
-def _more_than_the_draw(params: SamplingParams) -> bool:
-    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalties or bool(params.logit_bias or params.bad_words or params.min_tokens) or params.logprobs >= 0

@@ -193,6 +193,7 @@ def test_parameters_count_from_their_upload_on(small: None) -> None:
     [
         {"logit_bias": ((5, 1.0),)},
         {"bad_words": ((5,),)},
+        {"allowed_token_ids": (5,)},
         {"min_tokens": 3},
         {"presence_penalty": 0.5},
         {"frequency_penalty": 0.5},

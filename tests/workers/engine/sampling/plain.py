@@ -49,10 +49,12 @@ def sampler_for(rows: Sequence[SampledRow], vocab: int, eos: Sequence[int] = ())
 
 
 def plain_logits(logits: Tensor, row: SampledRow, eos: Sequence[int] = ()) -> NDArray[np.float64]:
-    """Float64 [vocab]: bias, min_tokens, bad words and penalties."""
+    """Float64 [vocab]: bias, allowed tokens, min_tokens, bad words and penalties."""
     z, params = logits.double().numpy().copy(), row.params
     for token, bias in params.logit_bias:
         z[token] += bias
+    if params.allowed_token_ids:
+        z[[token for token in range(len(z)) if token not in params.allowed_token_ids]] = -np.inf
     if len(row.output) < params.min_tokens:
         z[[*eos, *params.stop_token_ids]] = -np.inf
     for word in params.bad_words:
@@ -105,6 +107,8 @@ def random_row(draw: random.Random, vocab: int, **asked: object) -> SampledRow:
     output = draw.choices(few, k=draw.choice([0, 1, 2, 7, 40]))
     words = [tuple(draw.choices(few, k=draw.randint(1, 4))) for _ in range(draw.randint(1, 6))]
     words += [(*output[len(output) - length :], draw.choice(few)) for length in range(4) if length <= len(output)]
+    others = sorted(set(range(vocab)) - {*few})
+    allowed = (*few[:2], *draw.sample(others, len(others) // 4 + 1)) if others else ()
     some = {
         "max_tokens": 99,
         "temperature": draw.choice([0.0, 0.3, 1.0, 1.7]),
@@ -117,6 +121,7 @@ def random_row(draw: random.Random, vocab: int, **asked: object) -> SampledRow:
         "min_tokens": draw.choice([0, 3, 60]),
         "stop_token_ids": tuple(draw.sample(few, 2)),
         "logit_bias": draw.choice([(), tuple((token, draw.uniform(-9, 9)) for token in draw.sample(range(vocab), 5))]),
+        "allowed_token_ids": draw.choice([(), (), allowed]),
         "bad_words": draw.choice([(), tuple(words)]),
         "logprobs": draw.choice([-1, -1, 0, 1, 7]),
     }

@@ -33,11 +33,13 @@ OFF = {
     "frequency_penalty": 0.0,
     "min_tokens": 0,
     "logit_bias": (),
+    "allowed_token_ids": (),
     "bad_words": (),
 }
 STAGES = {
     "logit_bias": ("logit_bias",),
     "min_tokens": ("min_tokens",),
+    "allowed_token_ids": ("allowed_token_ids",),
     "bad_words": ("bad_words",),
     "repetition": ("repetition_penalty",),
     "presence": ("presence_penalty",),
@@ -70,7 +72,7 @@ def sample(logits: Tensor, rows: list[SampledRow]) -> Sampled:
 def changed(logits: Tensor, rows: list[SampledRow]) -> Tensor:
     """The logits as they are before the temperature."""
     sampler, batch, logits = sampler_for(rows, VOCAB, EOS), sampled_rows(rows, VOCAB, logits.device), logits.clone()
-    for stage in sampler._changes:
+    for stage in sampler._stages:
         stage.apply(logits, batch)
     return logits
 

@@ -1,0 +1,270 @@
+"""Types of values in a request's body: each reads a value, in OpenAI's words where it is wrong, and
+says the same as a JSON Schema.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from jobs.protocol import fields
+
+Schema = dict[str, Any]
+
+_MOST_TOKEN_DIGITS = 9  # of a token id in a key
+
+
+class ValueType(Protocol):
+    """What a parameter may be, null aside."""
+
+    def read(self, value: Any, param: str) -> Any:
+        """Return the value as the call keeps it. Raise `ApiError` 400 for one that is wrong."""
+
+    @property
+    def schema(self) -> Schema:
+        """What `read` takes, as a JSON Schema."""
+
+    @property
+    def summary(self) -> str:
+        """The same in a few words, for a table."""
+
+
+@dataclass(frozen=True)
+class Boolean:
+    """True or false."""
+
+    schema: ClassVar[Schema] = {"type": "boolean"}
+    summary: ClassVar[str] = "boolean"
+
+    def read(self, value: Any, param: str) -> bool:
+        return fields.boolean(value, param)
+
+
+@dataclass(frozen=True)
+class Integer:
+    """An integer in a range."""
+
+    low: int
+    high: int = fields.INT32
+
+    def read(self, value: Any, param: str) -> int:
+        return fields.integer(value, param, self.low, self.high)
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "integer", "minimum": self.low, "maximum": self.high}
+
+    @property
+    def summary(self) -> str:
+        if self.low == -self.high - 1:
+            return f"{self.high.bit_length() + 1} bits"
+        return f"{self.low} and up" if self.high == fields.INT32 else f"{self.low} to {self.high}"
+
+
+@dataclass(frozen=True)
+class TopK(Integer):
+    """How many of the most likely tokens are kept: 0 or -1 for all, which is kept as 0."""
+
+    low: int = -1
+
+    def read(self, value: Any, param: str) -> int:
+        return max(0, super().read(value, param))
+
+
+@dataclass(frozen=True)
+class Truncation(Integer):
+    """How many of a prompt's last tokens are kept; -1: as many as the model can take."""
+
+    low: int = -1
+
+    def read(self, value: Any, param: str) -> int:
+        kept = super().read(value, param)
+        if kept == 0:
+            why = "it must be at least 1, or -1 for as many tokens as the model can take."
+            fields.fail(f"Invalid '{param}': {why}", param, "invalid_value")
+        return kept
+
+    @property
+    def schema(self) -> Schema:
+        return {**super().schema, "not": {"const": 0}}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number in a range."""
+
+    low: float
+    high: float
+    above_low: bool = False  # `low` itself is no value
+
+    def read(self, value: Any, param: str) -> float:
+        return fields.number(value, param, self.low, self.high, self.above_low)
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "number", "exclusiveMinimum" if self.above_low else "minimum": self.low, "maximum": self.high}
+
+    @property
+    def summary(self) -> str:
+        return f"({self.low:g}, {self.high:g}]" if self.above_low else f"{self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Strings:
+    """Several strings of at least one character; with `or_one` also one alone."""
+
+    most: int
+    longest: int  # characters
+    or_one: bool = False
+
+    def read(self, value: Any, param: str) -> list[str]:
+        if self.or_one and isinstance(value, str):
+            return [fields.text(value, param, self.longest, least=1)]
+        if self.or_one and not isinstance(value, list):
+            fields.wrong_type(value, "one of a string or array of strings", param)
+        items = fields.array(value, param, self.most)
+        return [fields.text(item, f"{param}[{i}]", self.longest, least=1) for i, item in enumerate(items)]
+
+    @property
+    def schema(self) -> Schema:
+        one = {"type": "string", "minLength": 1, "maxLength": self.longest}
+        several = {"type": "array", "items": one, "maxItems": self.most}
+        return {"anyOf": [one, several]} if self.or_one else several
+
+    @property
+    def summary(self) -> str:
+        return f"{'a string, or ' if self.or_one else ''}up to {self.most:,} strings"
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids; the model's vocabulary bounds them further."""
+
+    most: int
+    least: int = 0
+
+    def read(self, value: Any, param: str) -> tuple[int, ...]:
+        items = fields.array(value, param, self.most, self.least)
+        return tuple(fields.integers(items, param, 0, fields.INT32))
+
+    @property
+    def schema(self) -> Schema:
+        return {"type": "array", "items": Integer(0).schema, "minItems": self.least, "maxItems": self.most}
+
+    @property
+    def summary(self) -> str:
+        return f"up to {self.most:,} token ids"
+
+
+@dataclass(frozen=True)
+class LogitBias:
+    """Token ids, which JSON can write as strings only, and what is added to their logits."""
+
+    most: int
+    bias: Number
+
+    def read(self, value: Any, param: str) -> dict[int, float]:
+        entries = fields.mapping(value, param)
+        if len(entries) > self.most:
+            expected = f"Expected an object with at most {self.most} properties"
+            fields.fail(
+                f"Invalid '{param}': too many properties. {expected}, but got an object with {len(entries)} properties"
+                " instead.",
+                param,
+                "object_above_max_properties",
+            )
+        return {
+            _token_id(key, param): self.bias.read(bias, f"{param}.{fields.shown(key)}") for key, bias in entries.items()
+        }
+
+    @property
+    def schema(self) -> Schema:
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": f"^(0|[1-9][0-9]{{0,{_MOST_TOKEN_DIGITS - 1}}})$"},
+            "additionalProperties": self.bias.schema,
+            "maxProperties": self.most,
+        }
+
+    @property
+    def summary(self) -> str:
+        return f"up to {self.most:,} token ids, each with {self.bias.summary}"
+
+
+@dataclass(frozen=True)
+class StreamOptions:
+    """What a stream holds beside the text: whether it ends with a chunk that contains the usage."""
+
+    schema: ClassVar[Schema] = {
+        "type": "object",
+        "properties": {
+            "include_usage": {"type": ["boolean", "null"]},
+            "continuous_usage_stats": {"enum": [False, None]},
+        },
+    }
+    summary: ClassVar[str] = "`include_usage`"
+
+    def read(self, value: Any, param: str) -> bool:
+        options = fields.mapping(value, param)
+        if fields.optional(options, "continuous_usage_stats", fields.boolean, False, f"{param}."):
+            fields.unsupported(f"{param}.continuous_usage_stats", "must be false.")
+        return fields.optional(options, "include_usage", fields.boolean, False, f"{param}.")
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A parameter that cannot be honored: only values that change nothing pass."""
+
+    neutral: tuple[Any, ...] = ("", [], {}, False)
+    why: str = "must be left out: this cannot be done yet."
+
+    def read(self, value: Any, param: str) -> Any:
+        if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in self.neutral):
+            fields.unsupported(param, self.why)
+        return value
+
+    @property
+    def schema(self) -> Schema:
+        return {"enum": list(self.neutral)} if self.neutral else {"not": {}}
+
+    @property
+    def summary(self) -> str:
+        return " or ".join(f"`{json.dumps(value)}`" for value in self.neutral) or "none"
+
+
+def must_be(neutral: bool | float | str | list[str]) -> Unsupported:
+    """The type of a parameter that may have one value only."""
+    shown = str(neutral).lower() if isinstance(neutral, bool) else repr(neutral)
+    return Unsupported((neutral,), f"must be {shown}.")
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A format of answers that is no format."""
+
+    schema: ClassVar[Schema] = {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}
+    summary: ClassVar[str] = '`{"type": "text"}`'
+
+    def read(self, value: Any, param: str) -> Any:
+        if fields.mapping(value, param).get("type") != "text":
+            fields.unsupported(f"{param}.type", "must be 'text'.")
+        return value
+
+
+def or_null(schema: Schema) -> Schema:
+    """The same, or null."""
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {**schema, "type": [kind, "null"]}
+    if "enum" in schema:
+        return {"enum": [*schema["enum"], None]}
+    return {"type": "null"} if schema == {"not": {}} else {"anyOf": [*schema.get("anyOf", [schema]), {"type": "null"}]}
+
+
+def _token_id(key: str, param: str) -> int:
+    if not (key.isascii() and key.isdigit()) or (key[0] == "0" and key != "0"):
+        expected = "You should only be submitting non-negative integers, without leading zeros."
+        fields.fail(f"Invalid key in '{param}': {fields.shown(key)}. {expected}", param, "invalid_value")
+    if len(key) > _MOST_TOKEN_DIGITS:
+        most = 10**_MOST_TOKEN_DIGITS - 1
+        fields.fail(f"Invalid key in '{param}': {fields.shown(key)}. Maximum value is {most}.", param, "invalid_value")
+    return int(key)

@@ -1,0 +1,148 @@
+"""The JSON Schema of a body takes what the validator takes, and nothing else."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from jobs.protocol.parameters import FILE_COLUMNS, UNSUPPORTED, read_parameters, rows, schemas
+from jobs.protocol.prompts import read_messages, read_prompts
+from jobs.protocol.results import ApiError
+from jobs.protocol.validation import CHAT, COMPLETIONS, body_schema, parse_call
+
+SCHEMAS = {endpoint: body_schema(endpoint) for endpoint in (CHAT, COMPLETIONS)}
+PROMPTS = {
+    CHAT: ("messages", read_messages),
+    COMPLETIONS: ("prompt", lambda value, param: read_prompts(value, param, 1)),
+}
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", None)
+PART = {"type": "text", "text": "x"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+CONTENTS = ("x", "", None, 5, [], [PART], [PART, IMAGE], ["x"], [{"type": "text"}], {})
+TOOL_CALLS = (None, [], [{}], [{"id": "a"}], ["x"], {}, "x")
+
+
+def bounds(schema: Any, name: str) -> Iterator[Any]:
+    """The values of a keyword, wherever it is in a schema."""
+    if isinstance(schema, dict):
+        yield from (value for key, value in schema.items() if key == name and isinstance(value, int | float))
+        yield from itertools.chain.from_iterable(bounds(value, name) for value in schema.values())
+    elif isinstance(schema, list):
+        yield from itertools.chain.from_iterable(bounds(item, name) for item in schema)
+
+
+def all_bounds(*names: str) -> list[Any]:
+    return sorted({value for name in names for value in bounds(schemas(True) | schemas(False), name)})
+
+
+def around(values: list[Any], step: float) -> Iterator[Any]:
+    """Each bound, and what is just beyond and just within it."""
+    return itertools.chain.from_iterable((value - step, value, value + step) for value in values)
+
+
+def samples() -> list[Any]:
+    """Values at every bound of every parameter, and of every JSON type."""
+    ranges = all_bounds("minimum", "maximum", "exclusiveMinimum")
+    numbers = [*around(ranges, 1), *around(ranges, 0.25), *map(float, ranges)]
+    lengths = [int(most) for most in all_bounds("maxLength", "minLength")]
+    texts = ["x" * max(0, length) for length in around(lengths, 1)]
+    counts = [int(most) for most in all_bounds("maxItems", "minItems") if most <= 1024]
+    lists = [[item] * max(0, int(count)) for item in ("x", 1) for count in around(counts, 1)]
+    lists += [[1.0], [-1], [2**31], ["x", 1], [True], [None], [""], ["x" * 2000], ["text"], ["text", "audio"]]
+    keys = ["0", "7", "007", "-1", "1.5", "x", "", "9" * 9, "9" * 10]
+    objects = [{key: bias} for key in keys for bias in (1, -100, 100.5, "1", None)]
+    objects += [{str(token): 1 for token in range(count)} for count in (1023, 1024, 1025)]
+    objects += [{"type": kind} for kind in ("text", "json_object", None)]
+    objects += [
+        {"include_usage": wanted, "continuous_usage_stats": often}
+        for wanted in (True, False, None, 1)
+        for often in (True, False, None, "x")
+    ]
+    neutral = [value for kind in UNSUPPORTED.values() for value in getattr(kind, "neutral", ())]
+    return [None, True, False, 0, "", [], {}, "none", "auto", *numbers, *texts, *lists, *objects, *neutral]
+
+
+SAMPLES = samples()
+
+
+def is_taken(endpoint: str, body: dict[str, Any]) -> bool:
+    """Whether the validator takes a body, parameters that contradict each other aside."""
+    name, read = PROMPTS[endpoint]
+    try:
+        read_parameters(body, endpoint == CHAT)
+        read(body[name], name)
+    except ApiError:
+        return False
+    return True
+
+
+def is_valid(endpoint: str, body: dict[str, Any]) -> bool:
+    return bool(Draft202012Validator(SCHEMAS[endpoint]).is_valid(body))
+
+
+def good(endpoint: str) -> dict[str, Any]:
+    return {"model": "m"} | ({"messages": [{"role": "user", "content": "x"}]} if endpoint == CHAT else {"prompt": "x"})
+
+
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
+def test_a_parameter_takes_the_values_of_its_schema(endpoint: str) -> None:
+    taken = dict.fromkeys(schemas(endpoint == CHAT), 0)
+    for name, schema in schemas(endpoint == CHAT).items():
+        validator = Draft202012Validator(schema)
+        for value in SAMPLES:
+            body = good(endpoint) | {name: value}
+            found = is_taken(endpoint, body)
+            assert found == validator.is_valid(value), (name, repr(value)[:100], schema)
+            taken[name] += found
+    assert all(0 < count < len(SAMPLES) for count in taken.values()), taken
+
+
+@given(
+    endpoint=st.sampled_from([CHAT, COMPLETIONS]),
+    chosen=st.dictionaries(st.sampled_from([*schemas(True), "unheard_of"]), st.sampled_from(SAMPLES), max_size=4),
+)
+def test_a_body_is_taken_where_the_schema_takes_it(endpoint: str, chosen: dict[str, Any]) -> None:
+    body = good(endpoint) | chosen
+    assert is_taken(endpoint, body) == is_valid(endpoint, body)
+
+
+def test_messages_are_taken_where_the_schema_takes_them() -> None:
+    count = 0
+    for role, content, calls, name in itertools.product(ROLES, CONTENTS, TOOL_CALLS, (None, "x", 5)):
+        message = {"role": role, "content": content, "tool_calls": calls, "name": name}
+        given = {key: value for key, value in message.items() if value is not None}
+        for messages in ([message], [given], [{"role": "user", "content": "x"}, given]):
+            body = {"model": "m", "messages": messages}
+            found = is_taken(CHAT, body)
+            assert found == is_valid(CHAT, body), messages
+            count += found
+    assert count > 100
+    for messages in ([], {}, "x", None, [5], [{"role": "user", "content": "x"}] * 10_001):
+        assert not is_valid(CHAT, {"model": "m", "messages": messages})
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["x", "", [1], [1.0], [-1], [2**31], ["x"], [""], ["x", 1], [[1]], [[1], []], [[1], ["x"]], [[1], "x"], [], {}, 5,
+     True, [True], [None], ["x"] * 512, ["x"] * 513, [[1]] * 513, [5] * 600],
+    ids=lambda prompt: repr(prompt)[:20],
+)  # fmt: skip
+def test_prompts_are_taken_where_the_schema_takes_them(prompt: Any) -> None:
+    body = {"model": "m", "prompt": prompt}
+    assert is_taken(COMPLETIONS, body) == is_valid(COMPLETIONS, body)
+
+
+def test_every_default_is_what_its_parameter_takes() -> None:
+    """And a call that names the defaults is the call that names nothing."""
+    for endpoint in (CHAT, COMPLETIONS):
+        named = {row.name: row.default for row in rows() if isinstance(row.default, bool | int | float)}
+        del named["stream_options"]
+        assert parse_call(endpoint, good(endpoint) | named) == parse_call(endpoint, good(endpoint))
+
+
+def test_a_file_has_a_column_for_each_parameter_of_a_line() -> None:
+    assert {row.name for row in rows()} - set(FILE_COLUMNS) == {"stream", "stream_options"}

@@ -1,0 +1,63 @@
+"""Write the tables of `docs/` that follow from the code: `python -m tools.docs_tables`.
+
+A table is between `<!-- table: NAME -->` and the next `<!-- end -->`.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jobs.protocol import parameters
+
+DOCS = Path(__file__).parents[1] / "docs"
+_MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    """Write every page whose tables are not those of the code."""
+    for page in sorted(DOCS.glob("*.md")):
+        old = page.read_text()
+        new = with_tables(old)
+        if new != old:
+            page.write_text(new)
+            print(f"wrote {page.name}")
+
+
+def with_tables(text: str) -> str:
+    """Return a page with its tables as the code has them."""
+    return _MARKED.sub(lambda found: f"{found[1]}{_table(TABLES[found[2]]())}{found[3]}", text)
+
+
+def _table(rows: Iterator[tuple[str, ...]]) -> str:
+    """Rows in Markdown, the first as the head."""
+    head, *body = rows
+    lines = [head, ("---",) * len(head), *body]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def _parameters() -> Iterator[tuple[str, ...]]:
+    yield "parameter", "values", "default", "what it does"
+    for name, parameter, default in parameters.rows():
+        values = parameter.values.summary
+        if parameter.in_chats is not None:
+            values = f"chats {parameter.in_chats.summary}, completions {values}"
+        yield f"`{name}`", values, parameter.default or _default(default), parameter.does
+
+
+def _unsupported() -> Iterator[tuple[str, ...]]:
+    yield "parameter", "values that pass"
+    for name, kind in parameters.UNSUPPORTED.items():
+        yield f"`{name}`", kind.summary
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, int | float) else "none"
+
+
+TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {"parameters": _parameters, "unsupported": _unsupported}
+
+if __name__ == "__main__":
+    main()
