@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import REPOSITORY
+from tests.support.time_limits import REFUSED
 
 MAKEFILE = """
 test:
@@ -17,6 +18,7 @@ again:
 	.venv/bin/pytest -q "$$TEST"
 proof:
 	@echo proofs ran
+	.venv/bin/pytest -q -m proof proofs.py || test $$? = 5
 """
 SETTINGS = f"[pytest]\npythonpath = {REPOSITORY}\naddopts = -ra -p no:schemathesis\nmarkers =\n    proof: long\n"
 TESTS = """
@@ -60,6 +62,7 @@ def repository(tmp_path: Path) -> Path:
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "Makefile").write_text(MAKEFILE)
     (tmp_path / "pytest.ini").write_text(SETTINGS)
+    (tmp_path / "proofs.py").write_text("")
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.time_limits"]\n')
     return tmp_path
 
@@ -70,8 +73,9 @@ def write_test(repository: Path, body: str, decorator: str = "", arguments: str 
     (repository / "test_suite.py").write_text(TESTS + test)
 
 
-def run(repository: Path, *command: object) -> subprocess.CompletedProcess[str]:
+def run(repository: Path, *command: object, **variables: object) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TIMED_OUT_TESTS"}
+    environment |= {name: str(value) for name, value in variables.items()}
     return subprocess.run(
         list(map(str, command)), cwd=repository, env=environment, capture_output=True, text=True, timeout=200
     )
@@ -84,7 +88,8 @@ def test_tests_that_ended_by_a_time_limit_are_repeated_once_and_listed(repositor
     names = ("command", "condition", "limit")
     assert [(repository / name).read_text() for name in names] == ["xx"] * 3
     listed = "".join(f"  test_suite.py::test_{name}\n" for name in names)
-    assert done.stdout.endswith(f"proofs ran\nTests repeated after a time limit: 3\n{listed}")
+    assert "proofs ran" in done.stdout
+    assert done.stdout.endswith(f"\nTests repeated after a time limit: 3\n{listed}")
 
 
 @pytest.mark.proof
@@ -115,6 +120,21 @@ def test_any_other_failure_ends_the_run_without_a_repeat(
     assert "FAILED test_suite.py::test_it" in done.stdout
     assert "Repeated" not in done.stdout
     assert "proofs ran" not in done.stdout
+
+
+def test_a_proof_that_fails_ends_the_run_and_the_other_lanes(repository: Path) -> None:
+    (repository / "test_suite.py").write_text(TESTS)
+    (repository / "proofs.py").write_text(f"{TESTS}\n@pytest.mark.proof\ndef test_it():\n    {WAIT}\n")
+    done = run(repository, repository / ".ci" / "run")
+    assert done.returncode != 0
+    assert "FAILED proofs.py::test_it" in done.stdout
+    assert "Repeated" not in done.stdout
+    lane = run(repository, "make", "test", TIMED_OUT_TESTS=repository / "timed_out")
+    assert lane.returncode == 0, lane.stdout
+    (repository / REFUSED).write_text("proofs.py::test_it")
+    lane = run(repository, "make", "test", TIMED_OUT_TESTS=repository / "timed_out")
+    assert lane.returncode != 0
+    assert "another lane failed: proofs.py::test_it" in lane.stdout
 
 
 def test_without_the_variable_a_time_limit_fails_the_suite(repository: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from tests.faults.faults import Fault, read_faults
 from tests.support.commands import REPOSITORY
 
 _SECONDS = 600  # that the tests of one fault may take
+_NO_END = f"its tests did not end within {_SECONDS} s"
 
 
 class FaultVerdict(NamedTuple):
@@ -66,6 +68,12 @@ def try_fault(fault: Fault, folder: Path) -> FaultVerdict:
         found = run_tests(fault, folder) or run_tests(fault, folder, "-m", "proof")
     finally:
         path.write_text(text)
+    if (
+        found is not None
+        and found != _NO_END
+        and run_pytest([found, "-m", "proof or not proof"], folder).returncode != 0
+    ):
+        raise RuntimeError(f"{found} fails without the fault in {fault.file} too")
     return FaultVerdict(found, time.monotonic() - began)
 
 
@@ -74,15 +82,23 @@ def run_tests(fault: Fault, folder: Path, *options: str) -> str | None:
 
     Raises RuntimeError where the tests could not be run.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, *fault.tests]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+    try:
+        done = run_pytest([*options, *fault.tests], folder)
+    except subprocess.TimeoutExpired:
+        return _NO_END
     if done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     if done.returncode != pytest.ExitCode.TESTS_FAILED or failed is None:
         raise RuntimeError(f"the tests of {fault.file} did not run:\n{done.stdout}{done.stderr}")
     return failed[1]
+
+
+def run_pytest(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run tests of the copy. Raises `TimeoutExpired`."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_SECONDS)
 
 
 if __name__ == "__main__":

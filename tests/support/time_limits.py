@@ -2,7 +2,8 @@
 former once.
 
 Where the environment variable TIMED_OUT_TESTS names a file, their ids are appended to it and they
-do not fail the run. Any other failure ends the run at once. Without the variable nothing changes.
+do not fail the run. Any other failure ends the run at once, and those of the other lanes, which see
+the file `REFUSED` beside it. Without the variable nothing changes.
 """
 
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support.waiting import WaitTimeout
 
+REFUSED = "refused"
 CHAOS = Path(__file__).parents[1] / "chaos"
 
 
@@ -24,7 +26,14 @@ class TimedOutTests:
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._refused = file.with_name(REFUSED)
         self._ids: set[str] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if self._refused.exists() and not item.session.shouldfail:
+            item.session.shouldstop = f"another lane failed: {self._refused.read_text()}"
+        yield
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
@@ -33,6 +42,7 @@ class TimedOutTests:
             if may_be_repeated(item) and is_time_limit(call.excinfo.value):
                 self._ids.add(item.nodeid)
             else:
+                self._refused.write_text(item.nodeid)
                 item.session.shouldfail = f"{item.nodeid} failed; a failure of its kind is not repeated"
         return report
 
