@@ -56,7 +56,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
         app.add_middleware(middleware)
     install_error_handlers(app)
     for module in (live_calls, streams, models, files, batches, batch_stream):
-        app.include_router(module.router, dependencies=[Depends(auth.authorise)], responses=auth.ANSWERS)
+        app.include_router(module.router, dependencies=[Depends(auth.authorize)], responses=auth.ANSWERS)
     for module in (health, metrics):
         app.include_router(module.router)
     describe(app, settings.completion_windows)

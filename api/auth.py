@@ -23,7 +23,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
     429: {"description": "More requests in a minute than the key allows."},
     503: {"description": "The keys or the queue cannot be read at the moment."},
 }
-"""What `authorise` may answer in place of a route."""
+"""What `authorize` may answer in place of a route."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Caller:
     open_batches: int | None = None
 
 
-async def authorise(
+async def authorize(
     request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Security(HTTPBearer(auto_error=False))]
 ) -> Caller:
     """Dependency of every route below /v1, which then finds the caller by `caller_of`.
@@ -71,7 +71,7 @@ async def authorise(
 
 
 def caller_of(request: Request) -> Caller:
-    """Whom `authorise` let in."""
+    """Whom `authorize` let in."""
     return cast(Caller, request.state.caller)
 
 

@@ -31,7 +31,7 @@ from workers.engine.messages.core import EngineRequest
 _LINE = re.compile(r"(\d+):(\d+):(\d+\.\d+) worker DEBUG (claimed \d+ requests|committed \d+ results)$")
 _ROLES = {
     "core_process": "engine core",
-    "pipeline worker": "worker's front",
+    "pipeline worker": "worker process",
     "jobs.": "control plane",
     "server": "Redis",
 }

@@ -109,7 +109,7 @@ class Worker:
                 if isinstance(error, EngineStartError):
                     if not self._may_start_yet(error):
                         raise WorkerError(str(error)) from error
-                    logger.error("%s", error)
+                    logger.error("failed to start an engine core; starting another: %s", error)
                 pause = deaths.count(
                     isolated=replica.isolated, answered=replica.has_answered, cleared=replica.cleared_requests
                 )

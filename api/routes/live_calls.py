@@ -104,7 +104,7 @@ class LiveCall:
         self._created = time.time()
 
     async def submit(self, raw: bytes) -> None:
-        """Hands the call in, to be answered to this process."""
+        """Submit the call, to be answered to this process."""
         self._inbox = self._reader.open(self.key)
         self._request = requests.Request(
             self._call.endpoint,

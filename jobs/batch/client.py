@@ -232,7 +232,7 @@ def _problems(root: str) -> list[LineProblem]:
     try:
         manifest = load_manifest(root)
     except StoreError as error:
-        logger.error("%s", error)
+        logger.error("failed to read what is wrong with the lines of a batch: %s", error)
         manifest = None
     return manifest.problems if manifest is not None else [_UNREADABLE]
 

@@ -22,7 +22,7 @@ def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
     changes = {"cancelling_at": time.time(), "generation": generation + 1}
     if not queue.transition(batch, CANCELLABLE, "cancelling", changes, generation):
         return False
-    queue.cancel_batch(batch)
+    queue.remove_unfinished(batch)
     enqueue(queue.redis, "finalize", batch, generation + 1)
     return True
 

@@ -107,11 +107,11 @@ def read_lines(
         offset += length
 
 
-def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, beat: Callable[[], object] = int) -> str:
+def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, check: Callable[[], object] = int) -> str:
     """Write the lines of a Parquet or compressed file as JSONL, and return the hash of that; calls
-    `beat` often.
+    `check` often.
 
-    Raise `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `beat`
+    Raise `InputError`, also for a file that costs more than `bounds`, `StoreError` and what `check`
     raises.
     """
     with (
@@ -121,12 +121,12 @@ def write_spool(location: str, spool: str, bounds: Bounds = OWN_FILE, beat: Call
     ):
         try:
             for chunk in chunks:
-                beat()
+                check()
                 if bounds.most_bytes is not None and writer.bytes + len(chunk) > bounds.most_bytes:
                     raise InputError(f"{location} holds more than {bounds.most_bytes} bytes when it is unpacked")
                 writer.write(chunk)
         except InputError:
-            beat()  # a process that ends may have killed the reader
+            check()  # a process that ends may have killed the reader
             raise
         writer.commit()
         return writer.sha256

@@ -44,7 +44,7 @@ def rebuild_all(
         except Busy:
             busy.append(name)
         except StoreError as error:
-            logger.error("failed to rebuild a batch: %s", error)
+            logger.error("failed to rebuild batch %s; retrying later: %s", name, error)
         if time.monotonic() >= deadline:
             return count, [*names[place:], *busy]
     return count, busy

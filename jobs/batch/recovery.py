@@ -23,7 +23,7 @@ def repair(manifest: Manifest) -> None:
             manifest.parts[index] = write_records(root, name, salvage(root, part.name))
 
 
-def restore_progress(queue: Queue, manifest: Manifest, beat: Callable[[], None]) -> dict[str, Any]:
+def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> dict[str, Any]:
     """Set the done bitmap and the registered parts from the manifest; return counts and usage as
     fields of the record.
     """
@@ -33,7 +33,7 @@ def restore_progress(queue: Queue, manifest: Manifest, beat: Callable[[], None])
         return progress_fields(manifest)
     done = Bitmap()
     for record in merge_parts(manifest.spec.root, manifest.parts):
-        beat()
+        check()
         done.add(record.line)
         count_results(manifest, [record.result])
     queue.set_done(manifest.batch_id, bytes(done.bits))

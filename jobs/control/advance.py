@@ -81,7 +81,7 @@ def advance(held: Slice) -> None:
         _progress.clear()
     progress = _progress.setdefault(held.batch, BatchProgress())
     while True:
-        held.beat()
+        held.check_current()
         fed = feed(held, progress, deadline)
         drained = drain(held, progress)
         fields = held.record()
@@ -155,7 +155,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
             and min(ready_lengths(queue, batch, models).values()) < window
             and queue.window_bytes(batch) < most_bytes
         ):
-            held.beat()
+            held.check_current()
             entries = read_plan(plan, cursor, MAX_ITEMS)
             if not entries:
                 raise StoreError(f"the plan of {batch} ends at line {cursor} of {total}")
@@ -232,7 +232,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     results = queue.results(batch)
     if not results:
         return False
-    held.beat()
+    held.check_current()
     part = write_part(held.root, _next_name(held), results)
     fresh = (
         results if manifest.spec.output_file_id is None else log_successes(queue, manifest, results, progress.logged)
@@ -276,15 +276,15 @@ def compact(held: Slice) -> bool:
     tier = [part for part in to_compact(parts[:-1]) if verify(held.root, part)]
     if len(tier) < 2:
         return False
-    merged = write_records(held.root, _next_name(held), _beating(held, merge_parts(held.root, tier)))
+    merged = write_records(held.root, _next_name(held), _checking(held, merge_parts(held.root, tier)))
     names = {part.name for part in tier}
     held.manifest.parts = [merged, *(part for part in parts if part.name not in names)]
     return True
 
 
-def _beating(held: Slice, records: Iterator[Record]) -> Iterator[Record]:
+def _checking(held: Slice, records: Iterator[Record]) -> Iterator[Record]:
     for record in records:
-        held.beat()
+        held.check_current()
         yield record
 
 

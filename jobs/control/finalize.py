@@ -67,14 +67,14 @@ def finalize(held: Slice) -> None:
     manifest.outcome = "cancelled" if held.state == "cancelling" else held.fields["outcome"]  # type: ignore[assignment]
     manifest.timestamps.setdefault(held.state, float(held.fields[f"{held.state}_at"]))
     if manifest.outcome != "completed":
-        held.queue.cancel_batch(held.batch)
+        held.queue.remove_unfinished(held.batch)
     progress = BatchProgress()
     while drain(held, progress, everything=True):
-        held.beat()
+        held.check_current()
     try:
         outcome = Outcome(0, 0, Usage(), None, None) if manifest.plan_sha256 is None else _write_results(held)
     except ResultsMissing as error:
-        logger.error("batch %s: %s; running them again", held.batch, error)
+        logger.error("batch %s: %s; running the lines without a result again", held.batch, error)
         run_again(held)
         return
     manifest.completed, manifest.failed, manifest.usage, manifest.output, manifest.error_output = outcome
@@ -88,9 +88,9 @@ def _write_results(held: Slice) -> Outcome:
     """
     manifest = held.manifest
     if manifest.spec.output_file_id is None:
-        return write_outputs(manifest, held.beat)
+        return write_outputs(manifest, held.check_current)
     begin_result_files(held.queue, manifest)
-    outcome = write_outputs(manifest, held.beat)
+    outcome = write_outputs(manifest, held.check_current)
     publish_result_files(held.queue, manifest, outcome.output, outcome.error_output, manifest.timestamps[held.state])
     return outcome
 
@@ -102,15 +102,20 @@ def run_again(held: Slice) -> None:
     save_manifest(manifest)
     drop_unlisted(held.root, manifest.parts)
     manifest.timestamps.pop("finalizing", None)
-    progress = {"completed": 0, "failed": 0, "restored": 1, **restore_progress(held.queue, held.manifest, held.beat)}
+    progress = {
+        "completed": 0,
+        "failed": 0,
+        "restored": 1,
+        **restore_progress(held.queue, held.manifest, held.check_current),
+    }
     held.move("in_progress", {**progress, "cursor": 0, "open_models": held.fields["line_models"], "passed_over": "[]"})
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
 
 
-def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
-    """Write the output and error files durably, calling `beat` often.
+def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
+    """Write the output and error files durably, calling `check` often.
 
-    Raise `StoreError`, `ResultsMissing` or what `beat` raises.
+    Raise `StoreError`, `ResultsMissing` or what `check` raises.
     """
     spec = manifest.spec
     output = spec.output or join(spec.root, "output.parquet" if is_parquet(spec.input) else "output.jsonl")
@@ -123,7 +128,7 @@ def write_outputs(manifest: Manifest, beat: Callable[[], None]) -> Outcome:
     with _writer(manifest, output) as good, _writer(manifest, error_output or output, unused=inline) as bad:
         for number, answer in enumerate(_answers(manifest)):
             if number % _BEAT_LINES == 0:
-                beat()
+                check()
             succeeded = answer.result is not None and answer.result.succeeded
             counts[succeeded] += 1
             if answer.result is not None:

@@ -93,7 +93,7 @@ class ControlWorker(SimpleWorker):
         """The process keeps its title."""
 
     def handle_warm_shutdown_request(self) -> None:
-        """Long jobs end at their next beat."""
+        """Long jobs end at their next check."""
         slices.stopping.set()
 
     def handle_job_success(self, job: Job, queue: JobQueue, started_job_registry: StartedJobRegistry) -> None:
@@ -123,7 +123,7 @@ def _serve(queue: str, url: str) -> None:
         check_server(client)
         ControlWorker(queue, client).work(logging_level="WARNING")
     except (redis.RedisError, QueueUnavailable) as error:
-        logger.warning("Redis unavailable: %s", error)
+        logger.warning("Redis unavailable; this process takes jobs again when it answers: %s", error)
     finally:
         client.close()
     if not slices.stopping.is_set():

@@ -56,7 +56,8 @@ def process_queue() -> Queue:
 class Slice:
     """A job's hold on one batch.
 
-    No other process works on its folder; `beat` raises when the state or the generation changed.
+    No other process works on its folder; `check_current` raises when the state or the generation
+    changed.
     """
 
     def __init__(self, queue: Queue, batch: str, generation: int, fields: dict[str, str], manifest: Manifest) -> None:
@@ -79,10 +80,10 @@ class Slice:
         """The state in Redis, as this job knows it."""
         return self.fields["state"]
 
-    def beat(self) -> None:
-        """Cheap, to be called often.
+    def check_current(self) -> None:
+        """Raise `Superseded`, or `Stopping` when the process was ordered to end.
 
-        Raises `Superseded`, or `Stopping` when the process was ordered to end.
+        Cheap, to be called often.
         """
         if self._lost:
             raise Superseded(self.batch)
@@ -122,11 +123,11 @@ class Slice:
                 self.manifest.timestamps["cancelling"] = float(self.fields["cancelling_at"])
             self.manifest.end_cancelled()
             save_manifest(self.manifest)
-        self.queue.cancel_batch(self.batch)  # lines that Redis takes for unfinished again
+        self.queue.remove_unfinished(self.batch)  # lines that Redis takes for unfinished again
         self.note({"result_bytes": 0})  # of results that go with the end
         self._record_end()
 
-    def keep_beating(self) -> None:
+    def send_heartbeats(self) -> None:
         """Send a heartbeat each second, however long one step of the job takes; the body of a
         thread.
         """
@@ -185,7 +186,7 @@ def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], p
         sweep(fields["root"])
         held = Slice(queue, batch, generation, fields, manifest)
         held.note({})
-        heart = threading.Thread(target=held.keep_beating, name=f"beat-{batch}", daemon=True)
+        heart = threading.Thread(target=held.send_heartbeats, name=f"heartbeat-{batch}", daemon=True)
         heart.start()
         try:
             yield held
@@ -243,7 +244,7 @@ def run_slice(
     try:
         _run(queue, batch, generation, states, work, patience)
     except (QueueUnavailable, redis.RedisError) as error:
-        logger.warning("batch %s: Redis unavailable: %s", batch, error)
+        logger.warning("batch %s: Redis unavailable; the ticker runs the job again: %s", batch, error)
 
 
 def _run(

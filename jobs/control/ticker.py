@@ -89,7 +89,7 @@ def main() -> None:
                 check_server(client)
                 ticker.run()
             except (redis.RedisError, QueueUnavailable) as error:
-                logger.warning("Redis unavailable: %s", error)
+                logger.warning("Redis unavailable or full; the ticker goes on when it answers: %s", error)
                 if is_full(error):
                     ticker.make_room()
                 time.sleep(TICK_SECONDS / 2)
@@ -165,7 +165,9 @@ class Ticker:
         """What is due once a second."""
         if not self._client.exists(keys.TICK):
             self._server = None
-        self._queue.reap()
+        requeued = self._queue.reap()
+        if requeued:
+            logger.info("requeued or ended %d requests whose leases expired", requeued)
         if self._files is not None:
             self._restore(self._files)
         now = self._queue.now()
@@ -281,7 +283,8 @@ class Ticker:
         moved = {"outcome": "expired", "finalizing_at": time.time()}
         if not self._queue.transition(batch, ["validating", "in_progress"], "finalizing", moved):
             return False
-        self._queue.cancel_batch(batch)
+        logger.info("batch %s: its completion window has ended; finalizing it", batch)
+        self._queue.remove_unfinished(batch)
         enqueue(self._client, "finalize", batch, int(fields["generation"]))
         return True
 
@@ -307,7 +310,7 @@ class Ticker:
             # Also those of processes that were killed before they wrote the record in Redis
             self._unknown = unknown_folders(self._queue, str(files.root))
         except StoreError as error:
-            logger.error("%s", error)
+            logger.error("failed to remove expired files; retrying in %d s: %s", SWEEP_SECONDS, error)
             return
         if swept or ended:
             logger.info("removed %d expired files and %d expired batches", swept, ended)
@@ -322,7 +325,7 @@ class Ticker:
             count, self._unknown = rebuild_all(self._queue, str(files.root), self._unknown, MOMENT_SECONDS)
             self._unlisted = files.reindex(self._unlisted, MOMENT_SECONDS)
         except StoreError as error:
-            logger.error("%s", error)
+            logger.error("failed to restore batches and files that Redis lost; retrying: %s", error)
             return
         if count:
             logger.warning("rebuilt %d batches that were missing from Redis", count)

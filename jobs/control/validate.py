@@ -74,7 +74,7 @@ def validate(held: Slice) -> None:
             held.end("failed")
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
-    progress = restore_progress(held.queue, held.manifest, held.beat)
+    progress = restore_progress(held.queue, held.manifest, held.check_current)
     models = msgspec.json.encode(manifest.models).decode()
     held.move("in_progress", {"total": manifest.total, "line_models": models, "cursor": 0, **progress})
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
@@ -108,9 +108,9 @@ def _read_input(held: Slice) -> Checked:
     before = stamp_of(location)
     if needs_spool(location):
         manifest.input_sha256 = sha256_of(location)
-        held.beat()
+        held.check_current()
         source = join(held.root, SPOOL_NAME)
-        source_sha256 = write_spool(location, source, _bounds_of(manifest.spec), held.beat)
+        source_sha256 = write_spool(location, source, _bounds_of(manifest.spec), held.check_current)
         checked = check_source(held, source)
     else:
         digest = hashlib.sha256()
@@ -150,7 +150,7 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
         file = stack.enter_context(open_input(source))
         for count, line in enumerate(read_lines(file, note, _MOST_BLANK if of_api else None)):
             if count % _BEAT_LINES == 0:
-                held.beat()
+                held.check_current()
             if spec.max_lines is not None and count == spec.max_lines:
                 return _refused(
                     LineProblem("too_many_tasks", f"The input file holds more than {spec.max_lines} requests.")
@@ -165,9 +165,9 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
             if index is not None:
                 index.add(entry)
             findings.add_request(found)
-        held.beat()
+        held.check_current()
         problems = findings.problems(*ids.duplicates(source))
-        held.beat()
+        held.check_current()
         if of_api and not problems and (too_many := _token_problem(held, findings.body_bytes)):
             problems.append(too_many)
         if problems:
@@ -184,7 +184,7 @@ def known_models(held: Slice, patience: float) -> set[str]:
     """
     deadline = time.monotonic() + min(held.queue.settings.lease_seconds / 3, patience)
     while not (models := {model.name for model in held.queue.models()}) and time.monotonic() < deadline:
-        held.beat()
+        held.check_current()
         time.sleep(_REGISTRY_POLL_SECONDS)
     return models
 

@@ -14,9 +14,9 @@ import msgspec
 
 from jobs.protocol import fields
 from jobs.protocol.value_types import (
+    BiasByToken,
     Boolean,
     Integer,
-    LogitBias,
     Number,
     PlainText,
     Schema,
@@ -89,7 +89,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: Annotated[float, Parameter(Number(-2, 2), "over the output")] = 0.0
     frequency_penalty: Annotated[float, Parameter(Number(-2, 2), "over the output, by count")] = 0.0
     repetition_penalty: Annotated[float, Parameter(Number(0.01, 100), "over prompt and output")] = 1.0
-    logit_bias: Annotated[dict[int, float], Parameter(LogitBias(1024, Number(-100, 100)), "added to the logits")] = {}
+    logit_bias: Annotated[dict[int, float], Parameter(BiasByToken(1024, Number(-100, 100)), "added to the logits")] = {}
     seed: Annotated[
         int | None,
         Parameter(
@@ -212,7 +212,7 @@ _OF_CHATS: dict[str, ValueType] = {"add_special_tokens": must_be(False)}  # a re
 _OF_COMPLETIONS: dict[str, ValueType] = {"add_special_tokens": must_be(True)}
 
 
-class Row(NamedTuple):
+class DeclaredParameter(NamedTuple):
     """A field of `Parameters` with what is declared about it."""
 
     name: str
@@ -220,11 +220,11 @@ class Row(NamedTuple):
     default: Any
 
 
-def rows() -> list[Row]:
+def rows() -> list[DeclaredParameter]:
     """Return the declared parameters in their order."""
     hints = get_type_hints(Parameters, include_extras=True)
     defaults = {field.name: field.default for field in msgspec.structs.fields(Parameters)}
-    return [Row(name, hint.__metadata__[0], defaults[name]) for name, hint in hints.items()]
+    return [DeclaredParameter(name, hint.__metadata__[0], defaults[name]) for name, hint in hints.items()]
 
 
 _ROWS = rows()

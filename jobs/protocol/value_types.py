@@ -156,7 +156,7 @@ class TokenIds:
 
 
 @dataclass(frozen=True)
-class LogitBias:
+class BiasByToken:
     """Token ids, which JSON can write as strings only, and what is added to their logits."""
 
     most: int

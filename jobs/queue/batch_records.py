@@ -197,7 +197,7 @@ class BatchQueue(QueueBase):
         rows = self._command("ZRANGE", keys.batch_index(tenant), start, "-", "BYLEX", "REV", "LIMIT", 0, count)
         return [text(batch) for batch in rows]
 
-    def cancel_batch(self, batch: str) -> None:
+    def remove_unfinished(self, batch: str) -> None:
         """Remove every waiting and running line and notify the workers.
 
         Move the state first, so that nothing is claimed or added meanwhile.
@@ -213,7 +213,7 @@ class BatchQueue(QueueBase):
         tenant = self.batch_fields(batch).get("tenant", "")
         while (state := self.batch_fields(batch).get("state")) not in (None, FORGOTTEN):
             self.transition(batch, [str(state)], FORGOTTEN)
-        self.cancel_batch(batch)
+        self.remove_unfinished(batch)
         self.dismiss(tenant, batch)
         names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies, keys.batch_tokens)
         self._command("UNLINK", *(name(batch) for name in names))

@@ -71,8 +71,8 @@ def check_server(client: redis.Redis) -> None:
         )
     if _config(client, "appendonly") == "no":
         logger.warning(
-            "the server keeps nothing on disk (appendonly no): when it restarts, requests and results that only Redis"
-            " stores are lost and run again"
+            "the Redis server stores nothing on disk (appendonly no): when it restarts, requests and results that only"
+            " Redis stores are lost and run again"
         )
     # Asked first, because a server that is full refuses to be written to
     if not client.exists(keys.SCHEMA):

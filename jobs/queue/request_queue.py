@@ -167,7 +167,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
     def cancel(self, requests: list[RequestKey]) -> None:
         """End requests without a result, wherever they are, and notify their workers.
 
-        For live calls (a batch has `cancel_batch`).
+        For live calls (a batch has `remove_unfinished`).
         """
         for group in chunks([str(key)] for key in requests):
             self._scripts.call("cancel", ["requests", 0, *flat(group)])

@@ -181,7 +181,7 @@ class FileStore:
             try:
                 removed += self._sweep_one(file_id, now)
             except StoreError as error:
-                logger.error("failed to remove a file; retrying later: %s", error)
+                logger.error("failed to remove file %s; retrying later: %s", file_id, error)
                 self._queue.commands([("ZADD", keys.FILE_EXPIRY, now + _RETRY_SECONDS, file_id)])
             if time.monotonic() >= deadline:
                 break
@@ -213,7 +213,7 @@ class FileStore:
         try:
             record = self._read(file_id)
         except StoreError as error:
-            logger.error("failed to index a file; retrying later: %s", error)
+            logger.error("failed to index file %s; retrying later: %s", file_id, error)
             return [("ZADD", keys.FILE_EXPIRY, "NX", now + _RETRY_SECONDS, file_id)]
         return [("ZADD", keys.FILE_EXPIRY, "NX", now + _UPLOAD_SECONDS, file_id)] if record is None else _index(record)
 
@@ -254,7 +254,7 @@ class FileStore:
             try:
                 record = self._read(member.partition(":")[2])
             except StoreError as error:
-                logger.error("omitting a file from a listing: %s", error)
+                logger.error("omitting file %s from a listing: %s", member.partition(":")[2], error)
                 continue
             # Of a result that was finished twice, the first
             if record is None or member != _member(record):

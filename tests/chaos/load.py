@@ -37,7 +37,7 @@ _PAUSE = 0.2
 
 @dataclass
 class SubmittedBatch:
-    """One file that was handed in, and what was seen of it."""
+    """One file that was submitted, and what was seen of it."""
 
     source: Path
     output: Path

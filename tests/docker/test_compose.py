@@ -109,7 +109,7 @@ def test_volumes_belong_to_the_user_of_the_image(name: str) -> None:
     assert {volume.split(":")[1] for volume in OURS[name]["volumes"]} <= set(folders(OURS[name]["build"]["target"]))
 
 
-def test_what_an_image_is_told_to_write_lies_in_a_folder_of_its_own() -> None:
+def test_what_an_image_is_to_write_lies_in_a_folder_of_its_own() -> None:
     for name in stages():
         for variable in ("FILE_STORE", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR", "PIPELINE_DEVICE_LOCK_FOLDER"):
             assert any(environment(name)[variable].startswith(folder) for folder in folders(name)), variable

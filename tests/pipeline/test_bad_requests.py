@@ -82,7 +82,7 @@ def test_each_bad_line_gets_its_error_and_the_others_their_answers(tmp_path: Pat
     assert {name: text_of(row) for name, row in rows.items()} == {name: expected[name] for name in rows}
 
 
-def test_a_file_is_refused_for_each_line_that_cannot_stand_in_a_file(tmp_path: Path) -> None:
+def test_a_file_is_refused_for_each_line_that_cannot_be_in_a_file(tmp_path: Path) -> None:
     source, output = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     cases = [(case.line, case.in_file) for case in BAD_REQUESTS if case.in_file not in (None, ANSWERED)]
     cases += [

@@ -214,7 +214,7 @@ def test_lines_of_several_answers_keep_apart(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.splitlines() == ["c2: x", "c1: abc", "c1 (1): B", "c2: y", "c2: failed", "c1: ab"]
 
 
-def test_the_tokens_of_a_batch_that_ended_are_not_told(batches: Batches, tmp_path: Path) -> None:
+def test_the_tokens_of_a_batch_that_ended_are_not_shown(batches: Batches, tmp_path: Path) -> None:
     batch_id = batches("submit", write_input(tmp_path / "in.jsonl", 1)).out.strip()
     assert batches("wait", batch_id).code == 0
     ended = batches("tail", batch_id, "--json")

@@ -41,7 +41,7 @@ def make(said: list[str]) -> Iterator[Make]:
         child.wait_until_stopped(0.0)
 
 
-def test_a_killed_child_is_started_again_and_its_death_told_at_once(make: Make, said: list[str]) -> None:
+def test_a_killed_child_is_started_again_and_its_death_reported_at_once(make: Make, said: list[str]) -> None:
     deaths: list[int] = []
     child = make(FOREVER, deaths.append)
     wait_until(lambda: said == ["up"], 60, "the child to be up")

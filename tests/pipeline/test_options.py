@@ -112,7 +112,7 @@ def test_an_empty_redis_url_is_none() -> None:
         ("redis://:own@host:1/0", "redis://:own@host:1/0"),
     ],
 )
-def test_the_password_of_redis_may_stand_in_a_file(tmp_path: Path, url: str, expected: str) -> None:
+def test_the_password_of_redis_may_be_in_a_file(tmp_path: Path, url: str, expected: str) -> None:
     (tmp_path / "password").write_text("a/b@c\n")
     (tmp_path / "config.yaml").write_text(f"redis-password-file: {tmp_path}/password\n")
     file = str(tmp_path / "password")

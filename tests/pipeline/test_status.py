@@ -10,7 +10,7 @@ from jobs.queue.request_queue import Queue
 from pipeline.status_view import workers_table
 
 
-def test_workers_are_shown_with_what_they_do_and_what_their_gpus_tell(queue: Queue) -> None:
+def test_workers_are_shown_with_what_they_do_and_what_their_gpus_report(queue: Queue) -> None:
     for name in ("busy", "silent"):
         queue.register_worker(WorkerRecord(name, ["m"], "ready", 128, time.time(), "host", 1))
     gpus = [GpuGauges("NVIDIA H200", "GPU-1", 0.5, 60 << 30, 140 << 30, 400.4), GpuGauges("MIG slice", "GPU-2")]

@@ -32,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchedCore]:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
-def test_a_core_that_cannot_be_started_is_told_of(
+def test_a_core_that_cannot_be_started_is_reported(
     run_here: RunHere, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def fail(*_: Any, **__: Any) -> NoReturn:

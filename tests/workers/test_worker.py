@@ -133,7 +133,7 @@ def test_a_shared_beginning_is_computed_once(shared: tuple[Queue, WorkerProcess]
     assert all(usage.cached_tokens < usage.prompt_tokens for usage in usages)
 
 
-def test_the_same_seed_gives_the_same_answer_in_any_company(shared: tuple[Queue, WorkerProcess]) -> None:
+def test_the_same_seed_gives_the_same_answer_beside_any_others(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
     body = question("What is 41 + 30?", temperature=1.0, seed=1234, max_tokens=40, ignore_eos=True)
     other = question("Spell the word apple.", temperature=1.0, max_tokens=40, ignore_eos=True)
@@ -281,7 +281,7 @@ def test_a_cancelled_call_leaves_no_work_behind(shared: tuple[Queue, WorkerProce
     wait_until(lambda: queue.read_tokens({key: FIRST_ID}) == [], 60, "the stream to be gone")
 
 
-def test_the_front_process_has_no_torch(shared: tuple[Queue, WorkerProcess]) -> None:
+def test_the_worker_process_has_no_torch(shared: tuple[Queue, WorkerProcess]) -> None:
     _, worker = shared
     assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
     assert "libtorch" in Path(f"/proc/{worker.core_pid}/maps").read_text()

@@ -30,7 +30,7 @@ _FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
 class Intake:
     """Claims and prepares.
 
-    The next claim is made when enough room is free, or when a bell rings.
+    The next claim is made when enough room is free, or when an order from Redis wakes it.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Intake:
         self._idle.set()
         self._paused = False
         self._isolated = False
-        self._rung = True
+        self._woken = True
         self._more = True
         self._failing = False
         # Rises over the life of the worker's name, whatever happened to earlier claims
         self._seq = time.time_ns() // 1000
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
 
-    def bell(self) -> None:
+    def wake(self) -> None:
         """There may be work."""
-        self._rung = True
+        self._woken = True
         self._wake.set()
 
     def room_made(self) -> None:
@@ -89,7 +89,7 @@ class Intake:
         """Claim again: no quarantined request is left here."""
         self._isolated = False
         self._more = True
-        self.bell()
+        self.wake()
 
     async def pause(self) -> None:
         """Claims nothing more until `resume`; returns when what was being prepared has been handed
@@ -100,7 +100,7 @@ class Intake:
 
     def resume(self) -> None:
         self._paused = False
-        self.bell()
+        self.wake()
 
     def close(self) -> None:
         """Wait for nothing."""
@@ -120,7 +120,7 @@ class Intake:
         if self._paused or self._isolated:
             return False
         load = self._load()
-        return (self._rung and self._free_for_live(load) > 0) or (self._more and self._free(load) >= self._least)
+        return (self._woken and self._free_for_live(load) > 0) or (self._more and self._free(load) >= self._least)
 
     def _free(self, load: Load) -> int:
         return self._room - load.batch - load.live
@@ -147,10 +147,10 @@ class Intake:
         live_room = self._requests_for(self._free_for_live(load), load)
         self._idle.clear()
         try:
-            rung, self._rung = self._rung, False
+            woken, self._woken = self._woken, False
             claims = await loop.run_in_executor(self._thread, self._claim, room, live_room)
             if claims is None:
-                self._rung = self._rung or rung  # a bell may have rung meanwhile
+                self._woken = self._woken or woken  # it may have been woken meanwhile
                 return False
             if room:
                 self._more = len(claims) >= min(room, MAX_ITEMS)
@@ -179,8 +179,8 @@ class Intake:
 
     async def _sleep(self, seconds: float) -> None:
         try:
-            # Python 3.11's wait_for may lose a cancellation that comes with the bell
+            # Python 3.11's wait_for may lose a cancellation that comes with the event
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
         except TimeoutError:
-            self._rung = True
+            self._woken = True

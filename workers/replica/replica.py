@@ -119,7 +119,7 @@ class Replica:
         registry has the worker already.
 
         Raise WorkerError or EngineStartError when it cannot start, and EngineDeadError, everything
-        given back, after a death.
+        requeued, after a death.
         """
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -247,7 +247,7 @@ class Replica:
             asyncio.create_task(self._take_steps(), name="steps"),
             asyncio.create_task(self._intake.run(), name="intake"),
             asyncio.create_task(self._quarantine.run(), name="quarantine"),
-            asyncio.create_task(self._outbox.run(self._running.due, lambda: len(self._running) > 0), name="outbox"),
+            asyncio.create_task(self._outbox.run(self._running.due, self._running.any), name="outbox"),
             asyncio.create_task(report, name="statistics"),
             asyncio.create_task(statistics.report_gauges(self.id, self._engine, self._queue), name="gauges"),
         ]
@@ -287,7 +287,7 @@ class Replica:
         await self._stop_claiming()
         unstarted = self._running.drop_unstarted()
         await self._requeue(unstarted)
-        if len(self._running):
+        if self._running.any():
             logger.info(
                 "draining: %d requests may run for up to %.0f s",
                 len(self._running.keys()),
@@ -296,7 +296,7 @@ class Replica:
         begun, start, looked = 0, self._loop.time(), False
         deadline = start + self._settings.shutdown_timeout
         before, steps_before = self._running.tokens_left(), self._running.steps
-        while len(self._running) and not steps.done() and self._loop.time() < deadline:
+        while self._running.any() and not steps.done() and self._loop.time() < deadline:
             await asyncio.sleep(0.02)
             seconds = self._loop.time() - start
             if (
@@ -381,7 +381,7 @@ class Replica:
     def _on_orders(self, orders: list[ControlMessage]) -> None:
         for order in orders:
             if order.kind == "bell" and self._intake is not None:
-                self._intake.bell()
+                self._intake.wake()
             elif order.kind == "cancel":
                 self._leases.drop(self._running.cancel(order))
             elif order.kind == "watch":
@@ -395,7 +395,7 @@ class Replica:
         running = self._running.lose(held)
         self._leases.drop(held)
         if running:
-            logger.warning("lost %d requests: their leases expired or they were cancelled", running)
+            logger.warning("stopped %d requests whose leases expired, were cancelled or were lost by Redis", running)
 
     def _from_thread(self, action: Callable[[T], None]) -> Callable[[T], None]:
         """The same action, called from another thread, runs in the event loop."""
@@ -443,7 +443,7 @@ class Replica:
         try:
             await asyncio.to_thread(action)
         except QueueUnavailable as error:
-            logger.warning("Redis unavailable: %s", error)
+            logger.warning("Redis unavailable; the worker's record expires by itself if it stays away: %s", error)
 
 
 def _unfit(error: EngineDeadError, tokens: int) -> EngineDeadError:

@@ -76,9 +76,14 @@ class Running:
         self.finished = 0
         self.failed = 0
 
-    def __len__(self) -> int:
+    @property
+    def num_sequences(self) -> int:
         """Choices that have not ended, the engine's unit of work."""
         return len(self._sequences)
+
+    def any(self) -> bool:
+        """Return whether a choice has not ended."""
+        return bool(self._sequences)
 
     @property
     def load(self) -> Load:

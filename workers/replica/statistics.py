@@ -37,7 +37,9 @@ async def report(running: Running, engine: HasStats, num_blocks: int) -> None:
         await asyncio.sleep(INTERVAL)
         now, seconds = engine.stats, loop.time() - since
         if now.steps != before.steps:
-            logger.info("%s", describe(before, now, seconds, running.finished - finished, len(running), num_blocks))
+            logger.info(
+                "%s", describe(before, now, seconds, running.finished - finished, running.num_sequences, num_blocks)
+            )
         before, finished, since = now, running.finished, loop.time()
 
 
@@ -46,7 +48,7 @@ def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight
     computed, hits = now.computed_tokens - before.computed_tokens, now.prefix_hit_tokens - before.prefix_hit_tokens
     return (
         f"generated {(now.tokens - before.tokens) / seconds:.0f} tokens/s, computed {computed / seconds:.0f} tokens/s,"
-        f" finished {finished / seconds:.1f} requests/s; worker process: {in_flight} requests in"
+        f" finished {finished / seconds:.1f} requests/s; worker process: {in_flight} sequences in"
         f" flight; engine: {now.running} running, {now.waiting} waiting, {now.preemptions - before.preemptions}"
         f" preempted; KV cache: {1 - now.free_blocks / max(1, num_blocks):.0%} full,"
         f" {hits / max(1, hits + computed):.0%} of the tokens found in it"

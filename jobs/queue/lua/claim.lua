@@ -16,7 +16,7 @@ local QUANTUM = 16 -- lines taken of one batch in a row: neighbors in the plan s
 local LIVE_PER_BATCH = 9
 local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- until lines of a batch have finished
 
-local function published(name)
+local function published_chunks(name)
   local entries = redis.call('XRANGE', key.tokens(name), '-', '+')
   for i, entry in ipairs(entries) do
     entries[i] = entry[2][2]
@@ -39,7 +39,7 @@ local function describe(items)
     local _, _, engine_crashes = tries_of(item.tries)
     local request = redis.call('HGET', key.bodies(batch), line)
     local is_watched = watched[item.name] and 1 or 0
-    local chunks = item.tries and published(item.name) or {}
+    local chunks = item.tries and published_chunks(item.name) or {}
     rows[i] = {item.name, tonumber(item.fence), item.attempt, request, is_watched, engine_crashes or 0, chunks}
   end
   return rows

@@ -12,7 +12,7 @@
 local worker, generated = ARGV[1], tonumber(ARGV[2])
 local lost = {}
 
-local function published(name)
+local function published_tokens(name)
   local last = redis.call('XREVRANGE', key.tokens(name), '+', '-', 'COUNT', 1)[1]
   return last and tonumber(string.match(last[1], '^%d+')) or 0
 end
@@ -21,7 +21,7 @@ count_generated(worker, generated)
 for i = 3, #ARGV, 7 do
   local name, fence, before, total, chunks, reply_to, accepted = unpack(ARGV, i, i + 6)
   local held = holds(worker, name, fence)
-  if held and tonumber(before) <= published(name) then
+  if held and tonumber(before) <= published_tokens(name) then
     append(name, total .. '-' .. accepted, reply_to, chunks, 'a', accepted, '')
   else
     lost[#lost + 1] = name

@@ -32,6 +32,7 @@ from jobs.queue.settings import QueueSettings
 from jobs.store.storage import StoreError, exclusive
 from tests.support.batch_steps import answer_all, begin, list_batches, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, failing, read_jsonl, write_input
+from tests.support.kills import Killed
 from tests.support.redis_server import running_server
 
 
@@ -338,14 +339,11 @@ def test_waiting_reports_changes_and_stops_in_time(redis_client: redis.Redis, re
         wait_for(redis_client, other, timeout=0)
 
 
-@pytest.mark.parametrize("step_of_it", ["cancel_batch", "_command"])
+@pytest.mark.parametrize("step_of_it", ["remove_unfinished", "_command"])
 @pytest.mark.parametrize("by", ["start", "rebuild"])
 def test_a_kill_while_a_record_is_removed_delays_no_other(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_of_it: str, by: str
 ) -> None:
-    class Killed(BaseException):
-        pass
-
     source = write_input(tmp_path / "in.jsonl", 10)
     batch = begin(redis_client, redis_url, source).id
     step(redis_client, batch)

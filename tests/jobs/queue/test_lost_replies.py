@@ -101,7 +101,7 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
     call("cancel", queue.cancel, [RequestKey("live_b", 0)])
     answers += [call("admit", queue.admit, "key_a", 2)[:2] for _ in range(3)]
     answers += [queue.token_totals(), call("transition", queue.transition, "batch_a", ["in_progress"], "cancelling")]
-    call("cancel", queue.cancel_batch, "batch_a")
+    call("cancel", queue.remove_unfinished, "batch_a")
     return answers
 
 

@@ -72,7 +72,7 @@ def test_one_poison_among_256_is_found_and_all_others_get_through(queue: Queue) 
     assert {line: result.status for line, result in queue.results("batch_a") if not result.succeeded} == {77: 500}
 
 
-class TestSuspect:
+class TestQuarantined:
     def test_groups_of_sixteen_then_alone_then_dead_lettered(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 40)
         assert quarantine(queue, "w1", take(queue, "w1", 1)) == []
@@ -156,7 +156,7 @@ class TestSuspect:
         assert redis_client.zcard(keys.quarantined(MODEL)) == 700
 
 
-class TestTrial:
+class TestIsolatedRun:
     def test_before_anything_else_and_beside_nothing(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 3)
         quarantined = take(queue, "w1", 1)
@@ -270,7 +270,7 @@ class TestCancelInQuarantine:
         isolated = take(queue, "w2", 1, models=["a"])
         assert queue.transition("batch_a", ["in_progress"], "cancelling")
         for _ in range(2):
-            queue.cancel_batch("batch_a")
+            queue.remove_unfinished("batch_a")
         assert queue.renew("w2", held(isolated)) == [claim.key for claim in isolated]
         assert quarantine(queue, "w2", isolated) == [claim.key for claim in isolated]
         assert take(queue, "w3", 1, models=["a", "b"]) == []
@@ -303,7 +303,7 @@ class TestCancelInQuarantine:
         assert [claim.key.batch for claim in take(queue, "w2", 3)] == ["live_new"]
 
 
-class TestBellsAndOrders:
+class TestWakingAndOrders:
     def test_idle_workers_are_woken_for_each_group(self, queue: Queue) -> None:
         for worker in ("idle1", "idle2", "busy"):
             ready(queue, worker)
@@ -315,7 +315,7 @@ class TestBellsAndOrders:
         quarantine(queue, "w1", claims)
         assert [orders(queue, worker) for worker in ("idle1", "idle2", "busy")] == [["bell"], ["bell"], []]
 
-    def test_a_worker_in_isolation_is_not_rung_for(self, queue: Queue, redis_client: redis.Redis) -> None:
+    def test_a_worker_in_isolation_is_not_woken(self, queue: Queue, redis_client: redis.Redis) -> None:
         ready(queue, "w2")
         start_batch(queue, "batch_a", 1)
         quarantine(queue, "w1", take(queue, "w1", 1))

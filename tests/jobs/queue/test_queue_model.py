@@ -143,9 +143,9 @@ class QueueModel(RuleBasedStateMachine):
 
     @rule()
     def submit(self) -> None:
-        self.hand_in()
+        self.submit_lines()
 
-    def hand_in(self) -> None:
+    def submit_lines(self) -> None:
         key = RequestKey(f"live_{self.submitted}", 0)
         self.submitted += 1
         self.queue.submit(key.batch, request(reply_to="api1"))
@@ -297,9 +297,9 @@ class QueueModel(RuleBasedStateMachine):
     @precondition(lambda self: any(self.claims))
     @rule(data=st.data(), cleared=st.booleans())
     def requeue(self, data: st.DataObject, cleared: bool) -> None:
-        self.give_back(*self.pick(data), cleared)
+        self.requeue_some(*self.pick(data), cleared)
 
-    def give_back(self, worker: str, chosen: list[Claim], lost: list[RequestKey], cleared: bool) -> None:
+    def requeue_some(self, worker: str, chosen: list[Claim], lost: list[RequestKey], cleared: bool) -> None:
         answer = self.queue.requeue(worker, held(chosen), cleared)
         assert sorted(answer) == sorted(lost)
         back = [claim.key for claim in chosen if claim.key not in lost]
@@ -327,10 +327,10 @@ class QueueModel(RuleBasedStateMachine):
         if fate == "dies":
             self.blame(worker, taken, [])
         elif fate == "runs on":
-            self.hand_in()
+            self.submit_lines()
             self.take(slot, 3)  # beside quarantined requests nothing
         else:
-            self.give_back(worker, taken, [], fate == "releases")
+            self.requeue_some(worker, taken, [], fate == "releases")
 
     def free_slots(self) -> list[int]:
         return [slot for slot in range(SLOTS) if not self.held_by(self.name(slot))]
@@ -394,7 +394,7 @@ class QueueModel(RuleBasedStateMachine):
             return
         batch = data.draw(st.sampled_from([batch for batch in BATCHES if batch not in self.cancelled]))
         assert self.queue.transition(batch, ["in_progress"], "cancelling")
-        self.queue.cancel_batch(batch)
+        self.queue.remove_unfinished(batch)
         self.cancelled.add(batch)
         for key, known in self.known.items():
             if key.batch == batch and not known.ended:

@@ -1,4 +1,4 @@
-"""Workers and models, orders to workers, bells and watchers."""
+"""Workers and models, orders to workers, waking and watchers."""
 
 import tempfile
 import threading
@@ -108,8 +108,8 @@ class TestWorkers:
         assert [worker.id for worker in queue.workers()] == ["w1"]
 
 
-class TestBell:
-    def test_rings_for_a_worker_that_found_too_little(self, queue: Queue) -> None:
+class TestWaking:
+    def test_wakes_a_worker_that_found_too_little(self, queue: Queue) -> None:
         queue.register_worker(record())
         start_batch(queue, "batch_a", 1)
         assert orders(queue, "w1") == []
@@ -121,7 +121,7 @@ class TestBell:
         start_batch(queue, "batch_d", 1)
         assert [order.kind for order in orders(queue, "w1")] == ["bell"]
 
-    def test_rings_for_what_others_put_back(self, queue: Queue) -> None:
+    def test_wakes_a_worker_for_what_others_requeue(self, queue: Queue) -> None:
         queue.register_worker(record())
         start_batch(queue, "batch_a", 1)
         queue.claim("w2", 1, 1, models=[MODEL])

@@ -194,7 +194,7 @@ class TestFairness:
         start_batch(queue, "batch_long", 2000, tenant="old")
         for seq in range(50):
             commit_all(queue, "w1", take(queue, "w1", seq, 16))
-        queue.cancel_batch("batch_long")
+        queue.remove_unfinished("batch_long")
         start_batch(queue, "batch_new", 400, tenant="new")
         start_batch(queue, "batch_old", 400, tenant="old")
         claims = [claim for seq in range(10) for claim in take(queue, "w1", 50 + seq, 32)]
@@ -428,7 +428,7 @@ class TestPublish:
         assert queue.read_tokens({claim.key: entry.entry_id}, timeout=0.01) == []
 
 
-class TestHandBack:
+class TestRequeue:
     def test_goes_to_the_front_in_order_and_counts_no_attempt(self, queue: Queue) -> None:
         start_batch(queue, "batch_a", 6)
         claims = take(queue, "w1", 1, 4)
@@ -587,7 +587,7 @@ class TestCancel:
         commit_all(queue, "w1", claims[:5])
         assert queue.transition("batch_a", ["in_progress"], "cancelling")
         for _ in range(2):
-            queue.cancel_batch("batch_a")
+            queue.remove_unfinished("batch_a")
         for worker in ("w1", "w2"):
             orders = queue.control_messages(worker, "0-0", 0)
             assert [(order.batch, order.keys) for order in orders if order.kind == "cancel"] == [("batch_a", [])] * len(

@@ -131,7 +131,7 @@ def test_the_best_are_found_over_the_death_of_a_worker(queue: Queue, redis_url: 
 
 
 @pytest.mark.proof
-def test_seeds_give_the_same_in_any_company_and_through_preemption(queue: Queue, redis_url: str) -> None:
+def test_seeds_give_the_same_beside_any_others_and_through_preemption(queue: Queue, redis_url: str) -> None:
     """Twelve sequences that all fit into the cache at their beginning, and four at their end."""
     bodies: list[dict[str, Any] | bytes] = [
         {**SEEDED, "n": 2, "seed": seed, "max_tokens": 100, "logprobs": 1} for seed in range(6)

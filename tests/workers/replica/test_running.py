@@ -209,7 +209,7 @@ def test_a_prompt_is_computed_once_for_all_its_choices(queue: Queue) -> None:
     bench = begun(queue, 0, prompt=PROMPTS, n=3, prompt_logprobs=2, priority=-4)
     assert {(request.priority, request.live) for request in bench.engine.added} == {(-4, True)}
     assert [request.sampling.choice for request in bench.engine.added] == [0, 3]
-    assert len(bench.running) == 6
+    assert bench.running.num_sequences == 6
     bench.step(lambda request: request.sampling.choice == 3)
     assert [request.sampling.choice for request in bench.engine.added] == [0, 3, 4, 5]
     bench.step()
@@ -250,7 +250,7 @@ def test_one_choice_that_fails_ends_the_request_and_leaves_nothing_behind(queue:
     bench.step()
     result = bench.results[0].result
     assert (result.status, json.loads(result.body)["error"]["message"]) == (500, "It cannot be.")
-    assert len(bench.running) == len(bench.engine.running) == 0
+    assert bench.running.num_sequences == len(bench.engine.running) == 0
     assert bench.running.failed == 1
 
 
@@ -283,7 +283,7 @@ def test_an_unforeseen_error_ends_one_request_alone(queue: Queue, body: dict[str
             bench.publish()
     assert (bench.results[0].key.batch, bench.results[0].result.status) == ("live_bad", 500)
     bench.step()
-    assert len(bench.running) == len(bench.engine.running) == 1
+    assert bench.running.num_sequences == len(bench.engine.running) == 1
     while len(bench.results) < 2:
         bench.step()
     assert (bench.results[1].key.batch, bench.results[1].result.status) == ("live_good", 200)
@@ -295,12 +295,12 @@ def test_a_cancelled_request_leaves_nothing_in_the_engine(queue: Queue, steps: i
     claim = bench.running.drop(bench.running.keys())
     assert [key for key, _ in claim] == [RequestKey("live_a", 0)]
     bench.step()
-    assert len(bench.running) == len(bench.engine.running) == len(bench.results) == 0
+    assert bench.running.num_sequences == len(bench.engine.running) == len(bench.results) == 0
 
 
 def test_a_stop_string_takes_its_choice_out_of_the_engine(queue: Queue) -> None:
     bench = begun(queue, 0, n=2, stop=["words"])
-    while len(bench.running) == 2:
+    while bench.running.num_sequences == 2:
         bench.step()
     assert len(bench.engine.running) == 1
     assert [choice["stop_reason"] for choice in run_to_the_end(bench)["choices"]] == ["words", "words"]
@@ -330,7 +330,7 @@ def test_watchers_are_woken_at_the_first_token(queue: Queue) -> None:
     batch = ControlMessage("0-1", "watch", keys=[RequestKey("live_a", 0)], seconds=10)
     bench.running.watch(batch)
     assert [delta.total for delta in bench.publish()] == [3]
-    while len(bench.running) == 2:  # the end of a choice is news too while another goes on
+    while bench.running.num_sequences == 2:  # the end of a choice is news too while another goes on
         woken = len(bench.woken)
         bench.step()
         assert len(bench.woken) == woken + 1

@@ -120,7 +120,7 @@ class AsyncEngine:
         self._death: EngineDeadError | None = None
         self._stopping = False
         self._unfinished = 0
-        self._heard = False
+        self._received = False
         self._hung = ""  # how long it said nothing, in words
         self._outputs: deque[StepOutput] = deque()
         self._wake = asyncio.Event()
@@ -322,8 +322,8 @@ class AsyncEngine:
         while quiet < self.watchdog_timeout.seconds:
             interval = min(self.watchdog_timeout.seconds / _CHECKS, _MAX_CHECK_INTERVAL)
             await asyncio.sleep(interval)
-            quiet = quiet + interval if self._unfinished and not self._heard else 0.0
-            self._heard = False
+            quiet = quiet + interval if self._unfinished and not self._received else 0.0
+            self._received = False
         self._hung = f"{self.watchdog_timeout.seconds:g} s"
         core.kill()
 
@@ -337,7 +337,7 @@ class AsyncEngine:
     def _hand_out(self, output: StepOutput) -> None:
         self.stats = output.stats
         self.watchdog_timeout.record(output.stats.full_step_seconds)
-        self._heard = True
+        self._received = True
         self._unfinished -= sum(map(bool, output.finish))
         if not output.request_ids:
             return

@@ -194,9 +194,9 @@ def require_triton(device: torch.device) -> None:
     if _numbers(installed) < _TRITON_SINCE:
         raise ModelLoadError(f"the engine's kernels need Triton 3.6 or newer, and {installed} is installed; {install}")
     try:
-        from workers.engine.kernels.trial import run_trial
+        from workers.engine.kernels.smoke_test import run_smoke_test
 
-        run_trial(device)
+        run_smoke_test(device)
     except Exception as error:  # whatever a compiler, a linker, a driver or a mixture of versions may say
         raise ModelLoadError(
             f"Triton {installed} cannot run a kernel on {device}: {triton_trouble(error, installed, needed)}"

@@ -32,7 +32,7 @@ class GpuMemory:
     def account(self) -> str:
         """The beginning of a sentence that says what is left."""
         usable = (
-            f"gpu_memory_utilization {self.utilization:g} makes {gib(int(self.total * self.utilization))} of them"
+            f"--gpu-memory-utilization {self.utilization:g} makes {gib(int(self.total * self.utilization))} of them"
             " usable"
         )
         parts = (

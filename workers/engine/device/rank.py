@@ -114,7 +114,7 @@ class Rank:
     def _load_on_gpu(self, weights: int) -> int:
         config = self._config
         gpu, total = torch.cuda.get_device_name(self.device), torch.cuda.mem_get_info(self.device)[1]
-        _give_back()  # what an earlier model of this process left
+        _release_unused()  # what an earlier model of this process left
         taken = _used(self.device)
         place = f"on {gpu} with {gib(total)}, of which {gib(taken)} are taken"
         with _refusing(
@@ -137,7 +137,7 @@ class Rank:
                 replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder
             )
         profiled = _used(self.device)
-        _give_back()
+        _release_unused()
         self._memory = GpuMemory(
             gpu, config.gpu_memory_utilization, total, taken, loaded - taken, profiled - loaded, graphs
         )
@@ -201,8 +201,8 @@ def _refusing(why: str) -> Iterator[None]:
         raise ModelLoadError(f"{why} ({one_line(error)})") from error
 
 
-def _give_back() -> None:
-    """Has the GPU's memory that this process holds and does not use; some is tied up in cycles."""
+def _release_unused() -> None:
+    """Free the GPU's memory that this process holds and does not use; some is tied up in cycles."""
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 
-def run_trial(device: torch.device) -> None:
+def run_smoke_test(device: torch.device) -> None:
     """Raise whatever Triton does where it cannot run a kernel on the device."""
     out = torch.zeros(1, dtype=torch.int32, device=device)
     _write_one[(1,)](out)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from workers.engine.device.staging import to_device
 from workers.engine.messages.core import SamplingParams
-from workers.engine.sampling.rows import Lists, SampledRows, Stage
+from workers.engine.sampling.rows import Lists, LogitsStage, SampledRows
 
 
-def logit_stages(num_slots: int, vocab_size: int, eos_token_ids: Collection[int]) -> tuple[Stage, ...]:
+def logit_stages(num_slots: int, vocab_size: int, eos_token_ids: Collection[int]) -> tuple[LogitsStage, ...]:
     """Return the stages of this file, in the order in which they run."""
     return LogitBias(), AllowedTokens(vocab_size), MinTokens(num_slots, vocab_size, eos_token_ids), BadWords()
 

@@ -16,8 +16,8 @@ from workers.engine.device.staging import to_device
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.rows import SampledRows
 
-_COUNTERS = 1 << 24  # of rows penalised at once: one per token of the vocabulary
-_PLACES = 1 << 22  # of rows penalised at once: one per token of the longest text
+_COUNTERS = 1 << 24  # of rows penalized at once: one per token of the vocabulary
+_PLACES = 1 << 22  # of rows penalized at once: one per token of the longest text
 
 
 class Penalties:
@@ -54,10 +54,10 @@ class Penalties:
         while first < users.size:
             width = int((rows.lengths - starts)[users[first]])
             last = first + max(1, min(_COUNTERS // logits.shape[1], _PLACES // width))
-            self._penalise(logits, rows, users[first:last], starts, width)
+            self._penalize(logits, rows, users[first:last], starts, width)
             first = last
 
-    def _penalise(
+    def _penalize(
         self, logits: Tensor, rows: SampledRows, users: NDArray[np.int64], starts: NDArray[np.int64], width: int
     ) -> None:
         """Rows `users`, the longest of which has `width` tokens to look at."""

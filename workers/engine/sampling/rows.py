@@ -35,7 +35,7 @@ class SampledRows:
         return self.lengths - self.prompt_lengths
 
 
-class Stage(Protocol):
+class LogitsStage(Protocol):
     """A feature of sampling that changes logits before a token is drawn; it keeps its parameters by
     slot.
     """

@@ -19,7 +19,7 @@ from workers.engine.device.device import (
     usable_device,
     without_code,
 )
-from workers.engine.kernels import trial
+from workers.engine.kernels import smoke_test
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.native.build import NativeUnavailable
@@ -169,7 +169,7 @@ def test_triton_is_tried_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: torch.device) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
-    monkeypatch.setattr(trial, "run_trial", fail)
+    monkeypatch.setattr(smoke_test, "run_smoke_test", fail)
     with pytest.raises(
         ModelLoadError, match=r"^Triton \S+ cannot run a kernel on cpu: Failed to find C .*: install gcc"
     ):

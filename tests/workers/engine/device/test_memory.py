@@ -57,7 +57,7 @@ def test_a_gpu_is_divided_up() -> None:
     assert GPU.left == 30 * GIB
     assert (
         GPU.account
-        == "Some GPU has 100.00 GiB, gpu_memory_utilization 0.9 makes 90.00 GiB of them usable; 3.00 GiB are taken"
+        == "Some GPU has 100.00 GiB, --gpu-memory-utilization 0.9 makes 90.00 GiB of them usable; 3.00 GiB are taken"
         " already, the weights take 50.00 GiB, the largest step 5.00 GiB and CUDA graphs 2.00 GiB, which leaves"
         " 30.00 GiB"
     )

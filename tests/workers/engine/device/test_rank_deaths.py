@@ -66,7 +66,7 @@ async def death_at_work(engine: AsyncEngine, rank: int, harm: Callable[[], None]
     return death
 
 
-def signalled(pid: int, number: signal.Signals) -> None:
+def signaled(pid: int, number: signal.Signals) -> None:
     """Signal a process and let it go on: a stopped one handles most signals only then."""
     send_all([pid], number)
     send_all([pid], signal.SIGCONT)
@@ -111,7 +111,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def test_a_rank_that_is_ended_by_a_signal_ends_the_core_by_the_same(number: signal.Signals, by_itself: bool) -> None:
     async def scenario() -> None:
         async with started() as (engine, rank):
-            death = await death_at_work(engine, rank, lambda: signalled(rank, number))
+            death = await death_at_work(engine, rank, lambda: signaled(rank, number))
             assert (death.returncode, death.by_itself) == (-number, by_itself)
             assert death.reason == f"the engine core was ended by {number.name}"
             assert f"rank 1 (process {rank}) was ended by {number.name}" in str(death)

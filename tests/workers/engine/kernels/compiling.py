@@ -24,7 +24,7 @@ SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10}
 
 @dataclass(frozen=True)
 class KernelVariant:
-    """A kernel as one launch would specialise it.
+    """A kernel as one launch would specialize it.
 
     Of the constants, "tl.bfloat16" and the like are Triton's types.
     """

@@ -234,7 +234,7 @@ def test_the_waiting_come_in_by_priority_and_then_by_arrival() -> None:
 
 
 @pytest.mark.usefixtures("crowded")
-def test_the_least_urgent_by_priority_is_preempted_though_it_came_first() -> None:
+def test_the_lowest_priority_is_preempted_though_it_came_first() -> None:
     scheduler = make_scheduler(blocks=9, caching=False)
     scheduler.add(request(1, prompt=5, max_tokens=20, priority=1))
     scheduler.add(request(2, prompt=5, max_tokens=20))

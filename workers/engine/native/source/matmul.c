@@ -93,7 +93,7 @@ typedef struct {
 
 static product make_product(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void *y);
 static gathering_rooms *take_rooms(ptrdiff_t count);
-static void give_back(gathering_rooms *rooms);
+static void free_rooms(gathering_rooms *rooms);
 static void multiply_units(const product *p, bf16 *room, ptrdiff_t first, ptrdiff_t end, int backward,
                            ptrdiff_t *taken);
 static void enter_block(const product *p, ptrdiff_t index, bf16 *room, row_block *block);
@@ -120,7 +120,7 @@ void packed_matmul(const packed_matrix *matrix, const bf16 *x, ptrdiff_t m, void
         else
             multiply_units(&p, room, units * 2 * pair / threads, units * behind / threads, thread % 2, &taken[pair]);
     }
-    give_back(rooms);
+    free_rooms(rooms);
 }
 
 /* Kept from call to call. Calls at the same time have rooms of their own, of which the last to end leaves its. */
@@ -138,7 +138,7 @@ static gathering_rooms *take_rooms(ptrdiff_t count) {
     return rooms;
 }
 
-static void give_back(gathering_rooms *rooms) {
+static void free_rooms(gathering_rooms *rooms) {
     if (rooms)
         free(atomic_exchange(&kept_rooms, rooms));
 }

@@ -1,4 +1,4 @@
-/* Functions written so that compilers vectorise loops over them. */
+/* Functions written so that compilers vectorize loops over them. */
 #ifndef VECTOR_MATH_H
 #define VECTOR_MATH_H
 
