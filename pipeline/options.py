@@ -279,7 +279,11 @@ model_options = all_of(
         type=Size(),
         help="Longest prompt and answer together, in tokens. [default: from the model's config]",
     ),
-    flag("--max-num-seqs", type=Size(), help="Requests that run at once. [default: 64 on a CPU, 1024 on a GPU]"),
+    flag(
+        "--max-num-seqs",
+        type=Size(),
+        help="Sequences (choices of requests) that run at once. [default: 64 on a CPU, 1024 on a GPU]",
+    ),
     flag(
         "--max-num-batched-tokens",
         type=Size(),

@@ -27,7 +27,7 @@ from jobs.batch.line_index import LineIndex
 from jobs.batch.manifest import load_manifest
 from jobs.protocol.requests import BatchEntry, RequestKey
 from jobs.queue import keys
-from jobs.queue.following import Beginning
+from jobs.queue.following import StreamSnapshot
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import StoreError
 
@@ -69,9 +69,9 @@ class Follower:
         self._lines: LineIndex | None = None
 
     async def begin(self) -> None:
-        """Before the head of the answer is sent: who has seen that misses nothing.
+        """Start to watch before the response's headers are sent, so that no event is missed.
 
-        Raises `QueueUnavailable`.
+        Raise `QueueUnavailable`.
         """
         if not self._record.ended:
             self._first_id = await self._watch.begin()
@@ -97,31 +97,34 @@ class Follower:
             elif self._record.ended:
                 break
             elif entries is None or after is None:
-                beginning = Beginning(self._state.queue, self._batch, first_id or await self._watch.begin())
-                async for one in self._from(beginning):
+                snapshot = StreamSnapshot(self._state.queue, self._batch, first_id or await self._watch.begin())
+                async for one in self._from(snapshot):
                     yield one
-                after = beginning.last_id
+                after = snapshot.last_id
             elif not await next_entries(self._state, keys.batch_tokens(self._batch), after, 1, _SILENCE_SECONDS):
                 await self._look()
-            first_id = None  # too old for another beginning
+            first_id = None  # too old for another snapshot
         yield event(batch_object(self._record))
 
     async def close(self) -> None:
-        """Give back what was opened."""
+        """Close the index of the file's lines."""
         if self._lines is not None:
             self._lines.close()
 
-    async def _from(self, beginning: Beginning) -> AsyncIterator[bytes]:
-        """Its last event alone has an id: who is cut before that begins again."""
+    async def _from(self, snapshot: StreamSnapshot) -> AsyncIterator[bytes]:
+        """Yield the events of what running requests have so far.
+
+        Only the last has an id, so that a client that is cut before it begins again.
+        """
         last: dict[str, Any] | None = None
-        groups = iter(beginning)
+        groups = iter(snapshot)
         while (entries := await asyncio.to_thread(next, groups, None)) is not None:
             for value, _ in await self._values(entries):
                 if last is not None:
                     yield event(last)
                 last = value
         if last is not None:
-            yield event(last, beginning.last_id)
+            yield event(last, snapshot.last_id)
 
     async def _values(self, entries: Sequence[BatchEntry]) -> list[tuple[dict[str, Any], str]]:
         """Return what clients are shown, and under which id."""
@@ -149,7 +152,7 @@ class Follower:
         return values
 
     def _find_custom_ids(self, requests: Sequence[RequestKey]) -> dict[RequestKey, str]:
-        """Of an ended batch the file may be gone that names its lines."""
+        """Return the custom_ids; none where the file of an ended batch was removed."""
         with contextlib.suppress(StoreError):
             if self._lines is None:
                 root = self._record.spec.root

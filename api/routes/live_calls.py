@@ -121,7 +121,7 @@ class LiveCall:
             raise
 
     async def first(self) -> StreamEntry:
-        """The worker's first word. Raises `ApiError` when no worker is left that could speak it."""
+        """Return the first entry from the worker. Raise `ApiError` when no worker is left."""
         while True:
             try:
                 async with asyncio.timeout(_WORKER_CHECK_SECONDS):
@@ -215,7 +215,7 @@ class Chunks:
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
 
     def openings(self) -> list[dict[str, Any]]:
-        """The chunks that say whose turn it is, one for each answer of a chat."""
+        """Return the chunks that carry the role, one for each answer of a chat."""
         if self._call.endpoint != CHAT:
             return []
         answers = range(self._call.n)

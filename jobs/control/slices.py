@@ -163,13 +163,10 @@ class Slice:
 
 @contextlib.contextmanager
 def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], patience: float) -> Iterator[Slice]:
-    """The hold of one job.
+    """Hold a batch for one job.
 
-    Raises `Superseded` if the batch is not in one of `states` and `generation`, or in another's
-    hands.
-
-    So it is too where another start, with another server, took the folder over: its manifest names
-    that server's record.
+    Raise `Superseded` if the batch is not in one of `states` and `generation`, if another process
+    holds it, or if its manifest names the record of another server, which took the folder over.
     """
     fields = queue.batch_fields(batch)
     if fields.get("state") not in states or fields.get("generation") != str(generation):

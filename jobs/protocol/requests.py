@@ -53,7 +53,7 @@ class RequestKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Request(msgspec.Struct):
-    """One call of the API as Redis stores it."""
+    """A line of a batch or a live call, as Redis stores it."""
 
     endpoint: str  # "/v1/chat/completions" or "/v1/completions"
     model: str

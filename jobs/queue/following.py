@@ -1,5 +1,5 @@
-"""What a client that begins to read a batch is shown first: what its running requests have so
-far.
+"""The snapshot that a client gets which begins to read a batch: the tokens of its running requests
+so far.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,12 @@ _AT_ONCE = 16
 """Requests whose text so far is in memory at once."""
 
 
-class Beginning:
-    """Walk it once. Reading on after `last_id` misses nothing, and reads nothing twice.
+class StreamSnapshot:
+    """Iterate over it once; reading the stream after `last_id` then misses nothing and repeats
+    nothing.
 
-    `first_id` is the batch's last entry when it was watched; `last_id` is None when the walk took
-    so long that it was trimmed meanwhile.
+    `first_id` is the batch's last entry when it was watched; `last_id` is None when the iteration
+    took so long that it was trimmed meanwhile.
     """
 
     def __init__(self, queue: Queue, batch: str, first_id: str) -> None:
@@ -27,7 +28,7 @@ class Beginning:
         self.last_id: str | None = None
 
     def __iter__(self) -> Iterator[list[BatchEntry]]:
-        """In groups, none of them large."""
+        """Yield small groups of entries."""
         running = self._queue.running(self._batch)
         for start in range(0, len(running), _AT_ONCE):
             yield self._so_far(running[start : start + _AT_ONCE])

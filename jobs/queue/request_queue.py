@@ -93,7 +93,8 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
     def publish(self, worker: str, deltas: list[Delta], generated: int = 0) -> list[RequestKey]:
         """Append tokens to the requests' streams and to those of the API processes.
 
-        Return the requests whose lease is lost.
+        Return the requests that the worker no longer holds: their lease is lost, or they were
+        requeued because their stream lacks tokens that Redis lost.
 
         `generated` is how many tokens the worker generated in its life, here and below; the totals
         count each of them once.

@@ -56,13 +56,17 @@ PACE_STEPS = 2
 """How many steps it sees meanwhile, at least, unless the core's process is stopped."""
 
 _RETRY_SECONDS = 0.5
-_TRY_LENGTH = 15  # tokens; fewer than a block of the KV cache, so that nothing of it stays there
+_SELF_TEST_LENGTH = 15  # tokens; fewer than a block of the KV cache, so that nothing of it stays there
 
 T = TypeVar("T")
 
 
 class Replica:
-    """From the start of an engine core to its end, whichever way that comes."""
+    """One engine core, the requests that the worker holds for it, and the tasks that serve them.
+
+    It lasts from the start of the core to its end; the next core gets a new one, with an id of its
+    own.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class Replica:
         interval = settings.queue.stream_interval
         self._outbox = Outbox(queue, self.id, interval, self._generated, self._leases.drop, self._on_lost)
         self._running = Running(self._engine, self._outbox, self._loop.time, interval)
-        self._tried_tokens = 0
+        self._self_test_tokens = 0
         self._intake: Intake | None = None
         self._quarantine: Quarantine | None = None
 
@@ -188,13 +192,13 @@ class Replica:
             ),
         )
         try:
-            await self._try_engine(info.max_model_len)
+            await self._run_self_test(info.max_model_len)
         except EngineRequestError as error:
             raise EngineDeadError(
                 f"the engine core failed at the first request, which was the worker's own: {error}", None
             ) from error
 
-    async def _try_engine(self, max_model_len: int) -> None:
+    async def _run_self_test(self, max_model_len: int) -> None:
         """Run a request of the worker's own before any claim, so that no request is dead-lettered
         for a device that fails at everything.
 
@@ -203,7 +207,7 @@ class Replica:
         length. It also loads what the first request would wait for, and starts the estimate of
         step times.
         """
-        length, tokens = (self.longest_at_death, HARMLESS_TOKENS) if self.longest_at_death else (_TRY_LENGTH, 2)
+        length, tokens = (self.longest_at_death, HARMLESS_TOKENS) if self.longest_at_death else (_SELF_TEST_LENGTH, 2)
         tokens = min(tokens, max_model_len - 1)
         prompt = [0] * min(length, max_model_len - tokens)
         if tokens > 0:
@@ -216,7 +220,7 @@ class Replica:
                 if not error.by_itself:
                     raise
                 raise _unfit(error, len(prompt) + tokens) from error
-        self._tried_tokens = self._engine.stats.tokens
+        self._self_test_tokens = self._engine.stats.tokens
 
     async def _become_ready(self, tokenizer: TextTokenizer) -> None:
         info, models = self._engine.info, self._settings.models
@@ -280,8 +284,8 @@ class Replica:
             self._quarantine.begin()
 
     async def _drain(self, steps: asyncio.Task[None]) -> None:
-        """Stop in order: nothing new, what has not begun goes back at once, the rest when its time
-        is over, with what it has so far.
+        """Stop in order: claim nothing, requeue what has not started, then what cannot finish in
+        time, then the rest at the deadline, each with its checkpoint.
         """
         await self._set_state("draining")
         await self._stop_claiming()
@@ -363,7 +367,7 @@ class Replica:
 
     def _generated(self) -> int:
         """Tokens that this core has generated for requests."""
-        return self._engine.stats.tokens - self._tried_tokens
+        return self._engine.stats.tokens - self._self_test_tokens
 
     async def _end(self) -> None:
         """Leave nothing registered and nothing running; what is still held counts as lost."""

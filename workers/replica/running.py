@@ -60,7 +60,10 @@ class Outgoing(Protocol):
 
 
 class Running:
-    """All requests in flight, and their choices by engine id. Used from the event loop only."""
+    """The requests of one engine core that have not ended, and their choices by engine id.
+
+    Used from the event loop only.
+    """
 
     def __init__(self, engine: Engine, outgoing: Outgoing, clock: Callable[[], float], stream_interval: float) -> None:
         self._engine = engine

@@ -1,5 +1,5 @@
-"""Beginning to read a batch at any moment: nothing is missing and nothing comes twice, whatever
-workers do meanwhile.
+"""A client may begin to read a batch at any moment: nothing is missing and nothing comes twice,
+whatever workers do meanwhile.
 """
 
 import random
@@ -10,7 +10,7 @@ import redis
 
 from jobs.protocol.requests import BatchEntry, Claim, RequestKey
 from jobs.queue.connection import connect
-from jobs.queue.following import Beginning
+from jobs.queue.following import StreamSnapshot
 from jobs.queue.request_queue import Queue
 from tests.support.requests import MODEL, delta, finished, start_batch
 
@@ -88,12 +88,12 @@ def test_a_reader_may_begin_at_any_moment(queue: Queue, redis_client: redis.Redi
     readers: list[tuple[Reading, str]] = []
     while workers.is_alive():
         reading = Reading()
-        beginning = Beginning(queue, "batch_a", queue.watch("batch_a", 60))
-        for entries in beginning:
+        snapshot = StreamSnapshot(queue, "batch_a", queue.watch("batch_a", 60))
+        for entries in snapshot:
             reading.take(entries)
-        assert beginning.last_id is not None
+        assert snapshot.last_id is not None
         workers.begun.release()
-        readers.append((reading, beginning.last_id))
+        readers.append((reading, snapshot.last_id))
     workers.join()
     for reading, last_id in readers:
         while entries := queue.read_batch("batch_a", last_id):

@@ -163,7 +163,8 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 class Stats(msgspec.Struct, array_like=True):
     """Counters of the core.
 
-    `running`, `waiting` and `free_blocks` are the present; the rest only grow.
+    `running`, `waiting`, `free_blocks` and `full_step_seconds` are current values, the others
+    totals.
 
     `tokens` counts generated tokens, `computed_tokens` those run through the model,
     `prefix_hit_tokens` those that the cache gave instead, `recomputed_tokens` the computed ones
