@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs.batch.input_files import InputError, first_line
+from jobs.protocol.chat import CHAT
 from jobs.protocol.lines import decode_json
 from jobs.protocol.states import END_STATES
 from jobs.store.storage import StoreError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import openai
     from openai.types import Batch
 
-DEFAULT_ENDPOINT = "/v1/chat/completions"
+DEFAULT_ENDPOINT = CHAT
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
 _PATIENCE_SECONDS = 60.0  # with a server that does not answer

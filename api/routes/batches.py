@@ -19,9 +19,10 @@ from api.state import ApiState, state_of
 from jobs.batch.client import BatchRecord, cancel_batch, list_batches
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.protocol import fields
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError
-from jobs.protocol.validation import ENDPOINTS, decode_body
+from jobs.protocol.validation import decode_body
 from jobs.protocol.windows import window_seconds
 from jobs.store.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
 
@@ -115,7 +116,7 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
     """Read what a client asks for; unknown keys are ignored. Raise `ApiError` 400."""
     body = fields.mapping(body, "body")
     input_file_id = fields.text(fields.required(body, "input_file_id"), "input_file_id", _MAX_ID)
-    endpoint = _choice(body, "endpoint", ENDPOINTS)
+    endpoint = _choice(body, "endpoint", tuple(ENDPOINTS))
     window = _choice(body, "completion_window", settings.completion_windows)
     return BatchSubmission(
         input_file_id=input_file_id,

@@ -31,11 +31,14 @@ from api.http.request_body import read_body
 from api.reader import Inbox, Reader
 from api.state import ApiState, state_of
 from jobs.protocol import requests
-from jobs.protocol.bodies import chat_chunk, completion_chunk, new_body_id, usage_chunk
-from jobs.protocol.logprobs import TextOffsets, chat_logprobs, completion_logprobs
+from jobs.protocol.chat import CHAT
+from jobs.protocol.completions import COMPLETIONS
+from jobs.protocol.endpoint import AnswerHead, ChoiceEnd
+from jobs.protocol.endpoints import new_body_id
+from jobs.protocol.logprobs import TextOffsets
 from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.protocol.results import ApiError, Result
-from jobs.protocol.validation import CHAT, COMPLETIONS, Call, body_schema, decode_body, parse_call
+from jobs.protocol.validation import Call, body_schema, decode_body, parse_call
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 
@@ -107,7 +110,7 @@ class LiveCall:
         """Submit the call, to be answered to this process."""
         self._inbox = self._reader.open(self.key)
         self._request = requests.Request(
-            self._call.endpoint,
+            self._call.endpoint.url,
             self._call.model,
             raw,
             secrets.randbits(63),
@@ -210,19 +213,16 @@ class Chunks:
 
     def __init__(self, call: Call, created: int) -> None:
         self._call = call
-        self._created = created
-        self._id = new_body_id(call.endpoint)
+        self._endpoint = call.endpoint
+        self._head = AnswerHead(new_body_id(call.endpoint), call.model, created)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
 
     def openings(self) -> list[dict[str, Any]]:
         """Return the chunks that carry the role, one for each answer of a chat."""
-        if self._call.endpoint != CHAT:
+        opening = self._endpoint.opening()
+        if opening is None:
             return []
-        answers = range(self._call.n)
-        return [
-            self._with_usage(chat_chunk(self._id, self._call.model, "", None, self._created, index=i, first=True))
-            for i in answers
-        ]
+        return [self._with_usage(self._endpoint.chunk(self._head, index, opening)) for index in range(self._call.n)]
 
     def of(self, entry: StreamEntry) -> list[dict[str, Any]]:
         """The chunks for one entry: text, then at the end the reasons and, if it was asked for, the
@@ -241,29 +241,18 @@ class Chunks:
             return [body]
         ending = [self._ending_of(choice) for choice in body["choices"]]
         if self._call.include_usage:
-            ending.append(usage_chunk(self._call.endpoint, self._id, self._call.model, result.usage, self._created))
+            ending.append(self._endpoint.usage_chunk(self._head, result.usage))
         return ending
 
     def _ending_of(self, choice: dict[str, Any]) -> dict[str, Any]:
-        reasons, index = (choice["finish_reason"], self._created, choice.get("stop_reason")), choice["index"]
-        if self._call.endpoint == CHAT:
-            return chat_chunk(self._id, self._call.model, None, *reasons, index=index)
-        return completion_chunk(self._id, self._call.model, "", *reasons, index=index)
+        end = ChoiceEnd(choice["finish_reason"], choice.get("stop_reason"))
+        return self._endpoint.chunk(self._head, choice["index"], self._endpoint.delta(None, ()), end)
 
     def _tokens(self, chunk: TokenChunk) -> dict[str, Any]:
         """Add the log probabilities of its tokens; an echoed prompt's come before them."""
         positions = [*(chunk.prompt_logprobs or ()), *(chunk.logprobs or ())]
-        if self._call.endpoint == CHAT:
-            logprobs = chat_logprobs(positions) if positions else None
-            return chat_chunk(
-                self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs
-            )
-        logprobs = (
-            completion_logprobs(positions, self._offsets[chunk.choice].of(positions, chunk.text)) if positions else None
-        )
-        return completion_chunk(
-            self._id, self._call.model, chunk.text, None, self._created, index=chunk.choice, logprobs=logprobs
-        )
+        delta = self._endpoint.delta(chunk.text, positions, self._offsets[chunk.choice])
+        return self._endpoint.chunk(self._head, chunk.choice, delta)
 
     def _with_usage(self, chunk: dict[str, Any]) -> dict[str, Any]:
         """With include_usage every chunk but the last carries `usage: null`."""

@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 
 from jobs.batch.input_files import PARQUET_REFUSED, PARQUET_UNREADABLE, InputError
 from jobs.protocol import fields
+from jobs.protocol.completions import COMPLETIONS
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.lines import decode_json
 from jobs.protocol.parameters import FILE_COLUMNS
 from jobs.store.storage import StoreError, open_input
@@ -113,7 +115,7 @@ def _line_of(row: dict[str, Any]) -> dict[str, Any]:
     if "url" in row:
         line["url"] = row["url"]
     elif isinstance(body, dict):
-        line["url"] = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        line["url"] = next((url for url, endpoint in ENDPOINTS.items() if endpoint.prompt_field in body), COMPLETIONS)
     return line
 
 

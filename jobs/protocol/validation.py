@@ -8,15 +8,12 @@ from typing import Any
 import msgspec
 
 from jobs.protocol import fields
+from jobs.protocol.endpoint import Endpoint
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.lines import decode_json, read_line
 from jobs.protocol.parameters import Parameters, combine, read_parameters, schemas
-from jobs.protocol.prompts import MESSAGES, PROMPT, read_messages, read_prompts
 from jobs.protocol.results import ApiError
 from jobs.protocol.value_types import Schema
-
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-ENDPOINTS = (CHAT, COMPLETIONS)
 
 _BATCH_CODES = frozenset(
     {"invalid_json_line", "missing_required_parameter", "invalid_url", "streaming_unsupported", "model_not_found"}
@@ -48,7 +45,7 @@ class Call(Parameters, frozen=True, kw_only=True):
     many of the most likely tokens are given beside the answer's own, None for no log probabilities.
     """
 
-    endpoint: str
+    endpoint: Endpoint
     model: str
     prompts: Sequence[str | list[int]] = ()  # texts, or lists of token ids
     # Role, content (a string), and name, tool_calls, tool_call_id as given
@@ -113,26 +110,26 @@ def parse_call(endpoint: str, body: Any) -> Call:
     """
     body = fields.mapping(body, "body")
     model = fields.text(fields.required(body, "model"), "model")
-    chat = endpoint == CHAT
-    values = read_parameters(body, chat)
-    combine(values, chat)
-    if chat:
-        values["messages"] = read_messages(fields.required(body, "messages"), "messages")
-    else:
-        values["prompts"] = read_prompts(fields.required(body, "prompt"), "prompt", values["best_of"])
-    return Call(endpoint=endpoint, model=model, **values)
+    found = ENDPOINTS[endpoint]
+    values = read_parameters(body, found.is_chat)
+    combine(values, found.is_chat)
+    prompt = found.read_prompt(fields.required(body, found.prompt_field), values["best_of"])
+    return Call(endpoint=found, model=model, **prompt, **values)
 
 
 def body_schema(endpoint: str) -> Schema:
     """The bodies that `parse_call` takes, as a JSON Schema, but for parameters that contradict each
     other.
     """
-    chat = endpoint == CHAT
-    prompt = {"messages": MESSAGES} if chat else {"prompt": PROMPT}
+    found = ENDPOINTS[endpoint]
     return {
         "type": "object",
-        "required": ["model", *prompt],
-        "properties": {"model": {"type": "string"}, **prompt, **schemas(chat)},
+        "required": ["model", found.prompt_field],
+        "properties": {
+            "model": {"type": "string"},
+            found.prompt_field: found.prompt_schema,
+            **schemas(found.is_chat),
+        },
     }
 
 
@@ -146,10 +143,8 @@ def decode_body(raw: bytes) -> Any:
 
 def _check_body(body: dict[str, Any], endpoint: str) -> None:
     """What a request cannot do without. Raises `ApiError`."""
-    if endpoint == CHAT:
-        fields.array(fields.required(body, "messages", "body."), "body.messages")
-    elif not isinstance(prompt := fields.required(body, "prompt", "body."), str | list):
-        fields.wrong_type(prompt, "a string or an array", "body.prompt")
+    found = ENDPOINTS[endpoint]
+    found.check_prompt(fields.required(body, found.prompt_field, "body."), f"body.{found.prompt_field}")
     if body.get("stream") is not None:
         fields.boolean(body["stream"], "body.stream")
 

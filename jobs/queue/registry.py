@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 import redis
 
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.requests import pack
-from jobs.protocol.validation import ENDPOINTS
 from jobs.queue import keys
 from jobs.queue.base import QueueBase
 from jobs.queue.settings import QueueSettings

@@ -7,7 +7,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 
-from jobs.protocol.bodies import new_body_id, response_body
+from jobs.protocol.endpoint import AnswerHead
+from jobs.protocol.endpoints import ENDPOINTS, new_body_id
 from jobs.protocol.requests import Claim, Delta, Finished, RequestKey, TokenChunk
 from jobs.protocol.results import ApiError, Choice, Result, Usage, encode_json, new_request_id
 from jobs.queue.registry import WorkerRecord
@@ -83,10 +84,8 @@ class ScriptedWorker:
                 return
             text, index = text + piece, index + 1
         usage = Usage(7, index, 3)
-        endpoint = claim.request.endpoint
-        created = int(claim.request.created)
-        body = response_body(
-            endpoint, new_body_id(endpoint), claim.request.model, [Choice(0, text, "stop")], usage, created
-        )
+        endpoint = ENDPOINTS[claim.request.endpoint]
+        head = AnswerHead(new_body_id(endpoint), claim.request.model, int(claim.request.created))
+        body = endpoint.body(head, [Choice(0, text, "stop")], usage)
         result = Result(200, encode_json(body), usage, new_request_id())
         self.queue.commit(self.id, [Finished(claim.key, claim.fence, result, None, reply_to)])

@@ -8,10 +8,13 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from api.routes.live_calls import Chunks
-from jobs.protocol.bodies import response_body
+from jobs.protocol.chat import CHAT
+from jobs.protocol.completions import COMPLETIONS
+from jobs.protocol.endpoint import AnswerHead
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.protocol.results import Choice, PositionLogprobs, Result, TokenLogprob, Usage, encode_json
-from jobs.protocol.validation import CHAT, COMPLETIONS, parse_call
+from jobs.protocol.validation import parse_call
 
 KEY = RequestKey("live_1", 0)
 USAGE = Usage(3, 4)
@@ -42,7 +45,7 @@ def entry(*chunks: TokenChunk, result: Result | None = None) -> StreamEntry:
 
 
 def end(endpoint: str, *choices: Choice) -> Result:
-    return Result(200, encode_json(response_body(endpoint, "id", "m", choices, USAGE, 1)), USAGE, "req_1")
+    return Result(200, encode_json(ENDPOINTS[endpoint].body(AnswerHead("id", "m", 1), choices, USAGE)), USAGE, "req_1")
 
 
 def test_each_answer_of_a_chat_has_its_opening_its_text_and_its_end() -> None:

@@ -15,8 +15,9 @@ from api.routes.live_calls import LiveCall
 from api.settings import ApiSettings
 from api.state import ApiState
 from jobs.batch.retention import forget_output
+from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.requests import StreamEntry, TokenChunk
-from jobs.protocol.validation import COMPLETIONS, parse_call
+from jobs.protocol.validation import parse_call
 from jobs.queue import keys
 from jobs.queue.connection import connect, connect_async
 from jobs.queue.request_queue import Queue

@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
+from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.requests import Request
-from jobs.protocol.validation import COMPLETIONS
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.waiting import wait_until

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from api.settings import ApiSettings
+from jobs.protocol.chat import CHAT
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
-from jobs.protocol.validation import CHAT
 from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue

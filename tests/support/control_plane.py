@@ -18,10 +18,11 @@ from typing import Any
 
 import redis
 
-from jobs.protocol.bodies import chat_body, completion_body
+from jobs.protocol.chat import CHAT
+from jobs.protocol.endpoint import AnswerHead
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError, Choice, Result, Usage, encode_json
-from jobs.protocol.validation import CHAT
 from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
@@ -62,10 +63,10 @@ def echo(claim: Claim) -> Result:
     usage = Usage(7, 3, 2)
     if claim.request.endpoint == CHAT:
         choice = Choice(0, _as_text(body["messages"][-1].get("content")), "stop")
-        answer = chat_body(f"chatcmpl-{claim.key.line}", body["model"], [choice], usage, 1)
     else:
         choice = Choice(0, _as_text(body["prompt"]), "length")
-        answer = completion_body(f"cmpl-{claim.key.line}", body["model"], [choice], usage, 1)
+    endpoint = ENDPOINTS[claim.request.endpoint]
+    answer = endpoint.body(AnswerHead(f"{endpoint.id_prefix}{claim.key.line}", body["model"], 1), [choice], usage)
     return Result(200, encode_json(answer), usage, f"req_{claim.key.line}")
 
 

@@ -14,7 +14,7 @@ from jobs.batch.manifest import Manifest, load_manifest
 from jobs.batch.retention import forget_output
 from jobs.batch.submit import BatchSubmission, submit_batch
 from jobs.control import slices
-from jobs.protocol.validation import CHAT
+from jobs.protocol.chat import CHAT
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from jobs.protocol import fields
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError
-from jobs.protocol.validation import CHAT, Call, decode_body, parse_call
+from jobs.protocol.validation import Call, decode_body, parse_call
 from workers.replica.prepared import PreparedRequest, Prompt
 from workers.replica.requests_in_flight import rejected
 from workers.replica.sampling_params import (
@@ -21,7 +21,6 @@ from workers.replica.sampling_params import (
     SamplingMaker,
     check_logprobs,
     check_token,
-    prompt_name,
     too_long,
 )
 from workers.text.errors import EncodingError, TemplateError
@@ -47,7 +46,7 @@ class _Pending:
 
     def param(self, number: int) -> str:
         """What the caller knows one of the prompts as."""
-        name = prompt_name(self.call)
+        name = self.call.endpoint.prompt_field
         return name if len(self.given) == 1 else f"{name}[{number}]"
 
 
@@ -70,9 +69,7 @@ class Preparation:
             except Exception as error:
                 errors.append(rejected(claim, _answer_for(error, claim)))
         for chats in (True, False):
-            self._tokenize(
-                [item for item in pending if (item.call.endpoint == CHAT) == chats], special_tokens=not chats
-            )
+            self._tokenize([item for item in pending if bool(item.call.messages) == chats], special_tokens=not chats)
         prepared: list[PreparedRequest] = []
         for item in pending:
             try:
@@ -86,7 +83,7 @@ class Preparation:
         if call.model not in self._models:
             message = f"The model '{fields.shown(call.model)}' is not served here."
             raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
-        given: Sequence[str | list[int]] = [self._render(call)] if call.endpoint == CHAT else call.prompts
+        given: Sequence[str | list[int]] = [self._render(call)] if call.messages else call.prompts
         item = _Pending(claim, call, SamplingMaker(call, claim.request.seed, self._tokenizer, self._limits), given)
         item.given = [self._cut(prompt, item, number) for number, prompt in enumerate(given)]
         return item
@@ -151,7 +148,7 @@ class Preparation:
 
     def _check(self, item: _Pending) -> PreparedRequest:
         if item.error is not None:
-            param = prompt_name(item.call)
+            param = item.call.endpoint.prompt_field
             raise ApiError(400, f"Invalid '{param}': {item.error}", param=param, code="invalid_value")
         prompts = [self._prompt(item, number, token_ids) for number, token_ids in enumerate(item.token_ids)]
         check_logprobs(item.call, prompts)
@@ -161,9 +158,7 @@ class Preparation:
         call, param = item.call, item.param(number)
         kept = self._kept(call)
         if kept is not None and len(token_ids) > kept:
-            token_ids = self._last(
-                token_ids, kept, framed=call.endpoint != CHAT and isinstance(item.given[number], str)
-            )
+            token_ids = self._last(token_ids, kept, framed=not call.messages and isinstance(item.given[number], str))
         token_ids = token_ids or self._tokenizer.empty_prompt
         if not token_ids:
             message = f"Invalid '{param}': it has no tokens, and the model has none to begin with."

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from jobs.protocol.parameters import TOKEN_ID_LISTS, Parameters
 from jobs.protocol.results import ApiError
-from jobs.protocol.validation import CHAT, Call
+from jobs.protocol.validation import Call
 from workers.engine.messages.core import MAX_SEED, SamplingParams
 from workers.replica.prepared import Prompt
 from workers.text.errors import EncodingError
@@ -105,7 +105,7 @@ class SamplingMaker:
 
     def _max_tokens(self, prompt_tokens: int, param: str) -> int:
         """How many tokens to generate at most."""
-        call, longest, name = self._call, self._longest, prompt_name(self._call)
+        call, longest, name = self._call, self._longest, self._call.endpoint.prompt_field
         if prompt_tokens >= longest:
             too_long(f"your {name} resulted in {prompt_tokens} tokens", param, longest, name)
         if call.max_tokens is None:
@@ -115,11 +115,6 @@ class SamplingMaker:
             asked = f"you requested {total} tokens ({prompt_tokens} in the {name}, {call.max_tokens} in the completion)"
             too_long(asked, param, longest, f"{name} or completion")
         return call.max_tokens
-
-
-def prompt_name(call: Call) -> str:
-    """What the caller knows the prompt as."""
-    return "messages" if call.endpoint == CHAT else "prompt"
 
 
 def too_long(asked: str, param: str, longest: int, reducible: str) -> NoReturn:

@@ -21,7 +21,8 @@ from jobs.batch.line_index import LineIndex
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.control import validate
 from jobs.control.ticker import Ticker
-from jobs.protocol.validation import CHAT, COMPLETIONS
+from jobs.protocol.chat import CHAT
+from jobs.protocol.completions import COMPLETIONS
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.queue.settings import QueueSettings

@@ -2,7 +2,6 @@
 
 import codecs
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,20 +11,16 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from jobs.protocol.bodies import (
-    chat_body,
-    chat_chunk,
-    completion_body,
-    completion_chunk,
-    new_body_id,
-    response_body,
-    usage_chunk,
-)
+from jobs.protocol.chat import CHAT
+from jobs.protocol.completions import COMPLETIONS
+from jobs.protocol.endpoint import AnswerHead, ChoiceEnd, Endpoint
+from jobs.protocol.endpoints import ENDPOINTS, new_body_id
 from jobs.protocol.logprobs import TextOffsets, chat_logprobs, completion_logprobs, text_offsets
 from jobs.protocol.results import Choice, PositionLogprobs, TokenLogprob, Usage, encode_json
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=4)
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHATS, TEXTS = ENDPOINTS[CHAT], ENDPOINTS[COMPLETIONS]
+CHAT_HEAD, TEXT_HEAD = AnswerHead("chatcmpl-1", "m", 1), AnswerHead("cmpl-1", "m", 1)
 
 A = TokenLogprob(5, b"a", -0.5, 1)
 HALF = TokenLogprob(6, b"\xc3", -1.5, 2)
@@ -52,7 +47,7 @@ def written(body: Any) -> Any:
 
 def test_chat_body() -> None:
     choices = [Choice(0, "hello", "stop", "\n"), Choice(1, "world", "length")]
-    body = chat_body(new_body_id(CHAT), "m", choices, USAGE, 1_700_000_000)
+    body = CHATS.body(AnswerHead(new_body_id(CHATS), "m", 1_700_000_000), choices, USAGE)
     parsed = strictly(ChatCompletion, body)
     assert parsed.id.startswith("chatcmpl-")
     assert [
@@ -65,11 +60,11 @@ def test_chat_body() -> None:
     assert parsed.usage.prompt_tokens_details.cached_tokens == 4
     assert [choice["stop_reason"] for choice in body["choices"]] == ["\n", None]
     assert "prompt_logprobs" not in body
-    assert response_body(CHAT, body["id"], "m", choices, USAGE, 1_700_000_000) == body
+    assert (body["object"], body["created"]) == ("chat.completion", 1_700_000_000)
 
 
 def test_completion_body() -> None:
-    body = completion_body(new_body_id(COMPLETIONS), "m", [Choice(0, "hello", "length")], USAGE, 1_700_000_000)
+    body = TEXTS.body(AnswerHead(new_body_id(TEXTS), "m", 1_700_000_000), [Choice(0, "hello", "length")], USAGE)
     parsed = strictly(Completion, body)
     assert parsed.id.startswith("cmpl-")
     assert (parsed.choices[0].text, parsed.choices[0].finish_reason, parsed.choices[0].logprobs) == (
@@ -87,7 +82,7 @@ def test_logprobs_of_a_chat() -> None:
         "stop",
         logprobs=[PositionLogprobs(A, [A, HALF]), PositionLogprobs(HALF, []), PositionLogprobs(NEVER, [A])],
     )
-    content = strictly(ChatCompletion, chat_body("chatcmpl-1", "m", [choice], USAGE, 1)).choices[0].logprobs.content
+    content = strictly(ChatCompletion, CHATS.body(CHAT_HEAD, [choice], USAGE)).choices[0].logprobs.content
     assert [(token.token, token.logprob, token.bytes) for token in content] == [
         ("a", -0.5, [97]),
         ("\\xc3", -1.5, [0xC3]),
@@ -102,7 +97,7 @@ def test_logprobs_of_a_completion() -> None:
         PositionLogprobs(OTHER_HALF, [OTHER_HALF]),
         PositionLogprobs(A, [A, NEVER]),
     ]
-    body = completion_body("cmpl-1", "m", [Choice(0, "éa", "stop", logprobs=positions)], USAGE, 1)
+    body = TEXTS.body(TEXT_HEAD, [Choice(0, "éa", "stop", logprobs=positions)], USAGE)
     logprobs = strictly(Completion, body).choices[0].logprobs
     assert logprobs.tokens == ["bytes:\\xc3", "bytes:\\xa9", "a"]
     assert logprobs.token_logprobs == [-1.5, -0.25, -0.5]
@@ -116,14 +111,14 @@ def test_logprobs_of_a_completion() -> None:
 
 def test_the_first_token_of_an_echoed_prompt_has_no_logprob() -> None:
     positions = [PositionLogprobs(FIRST, []), PositionLogprobs(A, [A])]
-    body = completion_body("cmpl-1", "m", [Choice(0, "pa", "length", logprobs=positions)], USAGE, 1)
+    body = TEXTS.body(TEXT_HEAD, [Choice(0, "pa", "length", logprobs=positions)], USAGE)
     logprobs = body["choices"][0]["logprobs"]
     assert (logprobs["tokens"], logprobs["token_logprobs"]) == (["p", "a"], [None, -0.5])
     assert (logprobs["top_logprobs"], logprobs["text_offset"]) == ([None, {"a": -0.5}], [0, 1])
 
 
 def test_tokens_behind_a_stop_string_are_at_the_end_of_the_text() -> None:
-    body = completion_body("cmpl-1", "m", [Choice(0, "abc", "stop", "def", tokens(b"ab", b"c", b"d", b"ef"))], USAGE, 1)
+    body = TEXTS.body(TEXT_HEAD, [Choice(0, "abc", "stop", "def", tokens(b"ab", b"c", b"d", b"ef"))], USAGE)
     assert body["choices"][0]["logprobs"]["text_offset"] == [0, 2, 3, 3]
 
 
@@ -155,18 +150,16 @@ def test_a_long_answer_costs_few_objects() -> None:
     first, second = chat_logprobs([PositionLogprobs(A, [A, HALF]), PositionLogprobs(A, [HALF])])["content"]
     assert first.token is second.token is first.top_logprobs[0].token
     assert first.top_logprobs[1].bytes is second.top_logprobs[0].bytes
-    of_prompt = chat_body(
-        "chatcmpl-1", "m", [Choice(0, "x", "stop", prompt_logprobs=[PositionLogprobs(A, [A])])], USAGE, 1
-    )
+    of_prompt = CHATS.body(CHAT_HEAD, [Choice(0, "x", "stop", prompt_logprobs=[PositionLogprobs(A, [A])])], USAGE)
     assert not any(map(gc.is_tracked, [A, first, *first.top_logprobs, *of_prompt["prompt_logprobs"][0].values()]))
 
 
-@pytest.mark.parametrize("build", [chat_body, completion_body])
+@pytest.mark.parametrize("endpoint", [CHATS, TEXTS])
 def test_half_a_character_in_a_model_s_name_does_not_keep_log_probabilities_from_being_written(
-    build: Callable[..., Any],
+    endpoint: Endpoint,
 ) -> None:
     choices = [Choice(0, "a", "stop", logprobs=[PositionLogprobs(A, [A])], prompt_logprobs=[PositionLogprobs(A, [A])])]
-    whole, broken = (written(build("1", name, choices, USAGE, 1)) for name in ("m", "\ud800"))
+    whole, broken = (written(endpoint.body(AnswerHead("1", name, 1), choices, USAGE)) for name in ("m", "\ud800"))
     assert broken == whole | {"model": "\ufffd"}
 
 
@@ -180,8 +173,8 @@ def test_logprobs_of_a_prompt() -> None:
         },
     ]
     choices = [Choice(0, "x", "stop", prompt_logprobs=prompt)]
-    assert written(completion_body("cmpl-1", "m", choices, USAGE, 1))["choices"][0]["prompt_logprobs"] == expected
-    assert written(chat_body("chatcmpl-1", "m", choices, USAGE, 1))["prompt_logprobs"] == expected
+    assert written(TEXTS.body(TEXT_HEAD, choices, USAGE))["choices"][0]["prompt_logprobs"] == expected
+    assert written(CHATS.body(CHAT_HEAD, choices, USAGE))["prompt_logprobs"] == expected
 
 
 def test_offsets_go_on_from_chunk_to_chunk() -> None:
@@ -218,31 +211,32 @@ def test_offsets_of_a_stream_are_those_of_the_whole(text: str, pieces: list[tupl
 
 
 def test_chat_chunks() -> None:
-    first = strictly(ChatCompletionChunk, chat_chunk("chatcmpl-1", "m", None, None, 1, index=2, first=True))
+    first = strictly(ChatCompletionChunk, CHATS.chunk(CHAT_HEAD, 2, CHATS.opening() or {}))
     assert (first.choices[0].index, first.choices[0].delta.role, first.choices[0].delta.content) == (2, "assistant", "")
-    logprobs = chat_logprobs([PositionLogprobs(A, [A])])
-    middle = strictly(ChatCompletionChunk, chat_chunk("chatcmpl-1", "m", "a", None, 1, logprobs=logprobs))
+    delta = CHATS.delta("a", [PositionLogprobs(A, [A])])
+    middle = strictly(ChatCompletionChunk, CHATS.chunk(CHAT_HEAD, 0, delta))
     assert (middle.choices[0].delta.content, middle.choices[0].finish_reason) == ("a", None)
     assert middle.choices[0].logprobs.content[0].top_logprobs[0].logprob == -0.5
-    last = strictly(ChatCompletionChunk, chat_chunk("chatcmpl-1", "m", None, "stop", 1, stop_reason=5))
+    ended = CHATS.chunk(CHAT_HEAD, 0, CHATS.delta(None, ()), ChoiceEnd("stop", 5))
+    last = strictly(ChatCompletionChunk, ended)
     assert (last.choices[0].delta.content, last.choices[0].finish_reason) == (None, "stop")
-    usage = strictly(ChatCompletionChunk, usage_chunk(CHAT, "chatcmpl-1", "m", USAGE, 1))
+    assert ended["choices"][0]["stop_reason"] == 5
+    usage = strictly(ChatCompletionChunk, CHATS.usage_chunk(CHAT_HEAD, USAGE))
     assert (usage.choices, usage.usage.completion_tokens) == ([], 5)
 
 
 def test_completion_chunks() -> None:
-    body = completion_chunk(
-        "cmpl-1", "m", "a", None, 1, index=3, logprobs=completion_logprobs([PositionLogprobs(A, [])], [4])
-    )
+    assert TEXTS.opening() is None
+    body = TEXTS.chunk(TEXT_HEAD, 3, TEXTS.delta("a", [PositionLogprobs(A, [])], TextOffsets()))
     assert (body["choices"][0]["index"], body["choices"][0]["finish_reason"]) == (3, None)
-    assert body["choices"][0]["logprobs"]["text_offset"] == [4]
-    last = strictly(Completion, completion_chunk("cmpl-1", "m", "", "stop", 1))
-    assert last.choices[0].finish_reason == "stop"
-    assert strictly(Completion, usage_chunk(COMPLETIONS, "cmpl-1", "m", USAGE, 1)).usage.total_tokens == 12
+    assert body["choices"][0]["logprobs"]["text_offset"] == [0]
+    last = strictly(Completion, TEXTS.chunk(TEXT_HEAD, 0, TEXTS.delta(None, ()), ChoiceEnd("stop")))
+    assert (last.choices[0].text, last.choices[0].finish_reason) == ("", "stop")
+    assert strictly(Completion, TEXTS.usage_chunk(TEXT_HEAD, USAGE)).usage.total_tokens == 12
 
 
-@pytest.mark.parametrize(("endpoint", "prefix"), [(CHAT, "chatcmpl-"), (COMPLETIONS, "cmpl-")])
-def test_ids_differ(endpoint: str, prefix: str) -> None:
+@pytest.mark.parametrize(("endpoint", "prefix"), [(CHATS, "chatcmpl-"), (TEXTS, "cmpl-")])
+def test_ids_differ(endpoint: Endpoint, prefix: str) -> None:
     ids = {new_body_id(endpoint) for _ in range(100)}
     assert len(ids) == 100
     assert all(body_id.startswith(prefix) for body_id in ids)

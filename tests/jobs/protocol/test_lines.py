@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobs.protocol import lines
+from jobs.protocol.chat import CHAT
 from jobs.protocol.lines import MOST_NESTED, decode_json, encode_body, read_line
 from jobs.protocol.results import ApiError, encode_json
-from jobs.protocol.validation import CHAT, LineError, LineRequest, check_line, parse_call
+from jobs.protocol.validation import LineError, LineRequest, check_line, parse_call
 from tests.support.bad_requests import message
 
 

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 from openai.types.chat import ChatCompletion
 
-from jobs.protocol.bodies import chat_body
+from jobs.protocol.chat import CHAT
+from jobs.protocol.endpoint import AnswerHead
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.results import (
     ApiError,
     Choice,
@@ -23,9 +25,8 @@ USAGE = Usage(prompt_tokens=7, completion_tokens=5, cached_tokens=4)
 
 
 def test_output_line_of_a_success() -> None:
-    result = Result(
-        200, encode_json(chat_body("chatcmpl-1", "m", [Choice(0, "é\n", "stop")], USAGE, 1)), USAGE, "req_1"
-    )
+    body = ENDPOINTS[CHAT].body(AnswerHead("chatcmpl-1", "m", 1), [Choice(0, "é\n", "stop")], USAGE)
+    result = Result(200, encode_json(body), USAGE, "req_1")
     line = json.loads(output_line("my id ☃", result, batch_request_id("batch_abc", 17)))
     assert list(line) == ["id", "custom_id", "response", "error"]
     assert (line["id"], line["custom_id"], line["error"]) == ("batch_req_abc_17", "my id ☃", None)

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from jobs.protocol.chat import CHAT
+from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.parameters import FILE_COLUMNS, UNSUPPORTED, read_parameters, rows, schemas
 from jobs.protocol.prompts import read_messages, read_prompts
 from jobs.protocol.results import ApiError
-from jobs.protocol.validation import CHAT, COMPLETIONS, body_schema, parse_call
+from jobs.protocol.validation import body_schema, parse_call
 
 SCHEMAS = {endpoint: body_schema(endpoint) for endpoint in (CHAT, COMPLETIONS)}
 PROMPTS = {

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.protocol.chat import CHAT
+from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.results import ApiError
-from jobs.protocol.validation import CHAT, COMPLETIONS, LineError, LineRequest, check_line, decode_body, parse_call
+from jobs.protocol.validation import LineError, LineRequest, check_line, decode_body, parse_call
 from tests.support.bad_requests import BAD_REQUESTS, HOSTILE_BUT_GOOD, NOT_JSON, BadRequest, as_json
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
+from jobs.protocol.chat import CHAT
 from jobs.protocol.requests import Claim, Request, RequestKey
-from jobs.protocol.validation import CHAT
 from tests.support.small_tokenizers import byte_level, panicking, write_folder
 from workers.engine.messages.core import SamplingParams
 from workers.replica.preparation import Preparation

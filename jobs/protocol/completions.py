@@ -1,0 +1,48 @@
+"""`/v1/completions`, in OpenAI's shapes with vLLM's `stop_reason` and `prompt_logprobs`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jobs.protocol import fields
+from jobs.protocol.endpoint import Endpoint
+from jobs.protocol.logprobs import TextOffsets, completion_logprobs, prompt_logprobs, text_offsets
+from jobs.protocol.prompts import PROMPT, read_prompts
+from jobs.protocol.results import Choice, PositionLogprobs
+
+COMPLETIONS = "/v1/completions"
+
+
+class CompletionsEndpoint(Endpoint):
+    """Prompts in, what follows them out."""
+
+    url = COMPLETIONS
+    is_chat = False
+    prompt_field = "prompt"
+    prompt_schema = PROMPT
+    id_prefix = "cmpl-"
+    body_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def check_prompt(self, value: Any, param: str) -> None:
+        if not isinstance(value, str | list):
+            fields.wrong_type(value, "a string or an array", param)
+
+    def read_prompt(self, value: Any, answers: int) -> dict[str, Any]:
+        return {"prompts": read_prompts(value, self.prompt_field, answers)}
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = completion_logprobs(choice.logprobs, text_offsets(choice.text, choice.logprobs))
+        body: dict[str, Any] = {"index": choice.index, "text": choice.text, "logprobs": logprobs}
+        if choice.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs)
+        return body
+
+    def delta(
+        self, text: str | None, positions: Sequence[PositionLogprobs], offsets: TextOffsets | None = None
+    ) -> dict[str, Any]:
+        logprobs = None
+        if positions and offsets is not None:
+            logprobs = completion_logprobs(positions, offsets.of(positions, text or ""))
+        return {"text": text or "", "logprobs": logprobs}

@@ -1,0 +1,96 @@
+"""What an endpoint of text in and text out is: how its prompt is read, and what its answers look
+like. `chat.py` and `completions.py` are two, `endpoints.py` lists them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from jobs.protocol.logprobs import TextOffsets
+from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, Usage
+from jobs.protocol.value_types import Schema
+
+
+class AnswerHead(NamedTuple):
+    """What all chunks of a stream, and the body of an answer, have in common."""
+
+    id: str
+    model: str
+    created: int  # unix seconds
+
+
+class ChoiceEnd(NamedTuple):
+    """Why a choice ended."""
+
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+
+
+class Endpoint(ABC):
+    """One endpoint; it holds no state."""
+
+    url: ClassVar[str]
+    is_chat: ClassVar[bool]  # which of a parameter's types count
+    prompt_field: ClassVar[str]
+    prompt_schema: ClassVar[Schema]
+    id_prefix: ClassVar[str]
+    body_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    @abstractmethod
+    def check_prompt(self, value: Any, param: str) -> None:
+        """Raise `ApiError` for a prompt of another JSON type."""
+
+    @abstractmethod
+    def read_prompt(self, value: Any, answers: int) -> dict[str, Any]:
+        """Return the fields of a `Call` that the prompt gives, each prompt to be answered `answers`
+        times. Raise `ApiError`.
+        """
+
+    @abstractmethod
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """Return one of a body's choices, without the reasons of its end."""
+
+    @abstractmethod
+    def delta(
+        self, text: str | None, positions: Sequence[PositionLogprobs], offsets: TextOffsets | None = None
+    ) -> dict[str, Any]:
+        """Return what a chunk's choice says of new text; None at its end. `offsets` finds where the
+        tokens begin.
+        """
+
+    def opening(self) -> dict[str, Any] | None:
+        """Return the delta that begins each choice of a stream, if one does."""
+        return None
+
+    def ending(self, end: ChoiceEnd | None) -> dict[str, Any]:
+        """Return what a chunk's choice says of its end, which has come or not."""
+        reason, stop = end or (None, None)
+        return {"finish_reason": reason, "stop_reason": stop}
+
+    def body(self, head: AnswerHead, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """Return the body of a whole answer."""
+        made = [
+            self.choice(choice) | ChoiceEnd(choice.finish_reason, choice.stop_reason)._asdict() for choice in choices
+        ]
+        return self._envelope(head, self.body_object, made) | {"usage": usage.as_openai()}
+
+    def chunk(
+        self, head: AnswerHead, index: int, delta: dict[str, Any], end: ChoiceEnd | None = None
+    ) -> dict[str, Any]:
+        """Return one event of a stream, of choice `index`."""
+        return self._envelope(head, self.chunk_object, [{"index": index} | delta | self.ending(end)])
+
+    def usage_chunk(self, head: AnswerHead, usage: Usage) -> dict[str, Any]:
+        """Return the last event of a stream that asked for `include_usage`."""
+        return self._envelope(head, self.chunk_object, []) | {"usage": usage.as_openai()}
+
+    def _envelope(self, head: AnswerHead, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": head.id,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
+            "choices": choices,
+            "system_fingerprint": None,
+        }
