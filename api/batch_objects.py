@@ -12,10 +12,8 @@ from jobs.batch.retention import is_kept
 from jobs.protocol import fields
 from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError, Usage
-from jobs.protocol.states import END_STATES
+from jobs.protocol.states import END_STATES, KEPT_IN_SIGHT, MAY_EXPIRE
 from jobs.queue.scripts import QueueUnavailable
-
-_FORWARD = ("validating", "in_progress", "finalizing")
 
 
 def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
@@ -78,9 +76,9 @@ def _state(record: BatchRecord) -> Any:
     One whose window has ended is in progress until its files are written: OpenAI's go from there to
     `expired`.
     """
-    if record.state not in _FORWARD:
+    if record.state not in KEPT_IN_SIGHT:
         return record.state
-    states = _FORWARD[:-1] if record.outcome == "expired" else _FORWARD
+    states = MAY_EXPIRE if record.outcome == "expired" else KEPT_IN_SIGHT
     return next(state for state in reversed(states) if state == record.state or state in record.timestamps)
 
 

@@ -23,6 +23,7 @@ from jobs.batch.source import open_source
 from jobs.control.slices import Slice, process_queue, run_slice
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
+from jobs.protocol.states import states_of
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
@@ -71,7 +72,7 @@ _progress: dict[str, BatchProgress] = {}
 
 def run(batch: str, generation: int) -> None:
     """The RQ job."""
-    run_slice(process_queue(), batch, generation, ("in_progress",), advance)
+    run_slice(process_queue(), batch, generation, states_of("advance"), advance)
 
 
 def advance(held: Slice) -> None:
@@ -101,7 +102,7 @@ def flush(queue: Queue) -> None:
     """Drain every running batch that no other process works on; called before a process stops."""
     for batch in sorted(member.decode() for member in _active(queue)):
         generation = int(queue.batch_fields(batch).get("generation", 0))
-        run_slice(queue, batch, generation, ("in_progress",), _drain_all)
+        run_slice(queue, batch, generation, states_of("advance"), _drain_all)
 
 
 def _drain_all(held: Slice) -> None:

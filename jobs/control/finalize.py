@@ -19,6 +19,7 @@ from jobs.control.advance import BatchProgress, drain
 from jobs.control.slices import Slice, process_queue, run_long
 from jobs.protocol.lines import read_line
 from jobs.protocol.results import Result, Usage, batch_request_id, output_line, unanswered_line
+from jobs.protocol.states import states_of
 from jobs.queue.tasks import enqueue
 from jobs.store.storage import AtomicWriter, join, sweep_beside
 
@@ -58,7 +59,7 @@ class _Answer(NamedTuple):
 
 def run(batch: str, generation: int) -> None:
     """The RQ job."""
-    run_long(process_queue(), batch, generation, ("finalizing", "cancelling"), finalize)
+    run_long(process_queue(), batch, generation, states_of("finalize"), finalize)
 
 
 def finalize(held: Slice) -> None:

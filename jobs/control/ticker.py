@@ -26,13 +26,13 @@ from jobs.batch.retention import forget_output, remove_ended
 from jobs.control.advance import flush, needs_slice
 from jobs.control.slices import STALE_SECONDS
 from jobs.process import add_redis_url, die_with_parent, set_up_log
-from jobs.protocol.states import END_STATES
+from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE, JobName
 from jobs.queue import keys
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
 from jobs.queue.streams import FIRST_ID
-from jobs.queue.tasks import Execution, JobName, enqueue, executions, forget_execution, is_waiting, job_id, waiting_jobs
+from jobs.queue.tasks import Execution, enqueue, executions, forget_execution, is_waiting, job_id, waiting_jobs
 from jobs.store.file_store import FileStore
 from jobs.store.storage import StoreError
 
@@ -46,12 +46,6 @@ and slices cannot wait for all of it.
 
 _FIRST_RETRY_SECONDS = 0.02
 _LONGEST_RETRY_SECONDS = 0.25
-_JOBS: dict[str, JobName] = {
-    "validating": "validate",
-    "in_progress": "advance",
-    "finalizing": "finalize",
-    "cancelling": "finalize",
-}
 _RECORD = (
     "state",
     "generation",
@@ -234,7 +228,7 @@ class Ticker:
         """
         now, running, wanted = time.monotonic(), executions(self._client), set[str]()
         for batch, fields in records.items() if running else ():
-            job = _JOBS.get(fields.get("state", ""))
+            job = JOBS.get(fields.get("state", ""))
             wanted |= {job_id(job, batch, int(fields["generation"]))} if job is not None else set()
         self._orphans = {one: self._orphans.get(one, now) for one in running if one.job not in wanted}
         for one, since in self._orphans.items():
@@ -245,7 +239,7 @@ class Ticker:
         state = fields.get("state", "")
         if state in END_STATES:
             clean_up(self._queue, batch)
-        job = _JOBS.get(state)
+        job = JOBS.get(state)
         if job is None:
             return
         if now > float(fields.get("expires_at", "inf")) and self._expire(batch, fields):
@@ -281,7 +275,7 @@ class Ticker:
         lines.
         """
         moved = {"outcome": "expired", "finalizing_at": time.time()}
-        if not self._queue.transition(batch, ["validating", "in_progress"], "finalizing", moved):
+        if not self._queue.transition(batch, MAY_EXPIRE, "finalizing", moved):
             return False
         logger.info("batch %s: its completion window has ended; finalizing it", batch)
         self._queue.remove_unfinished(batch)

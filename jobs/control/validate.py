@@ -32,6 +32,7 @@ from jobs.batch.source import note_source
 from jobs.control.slices import Slice, process_queue, run_long
 from jobs.protocol import fields
 from jobs.protocol.lines import decode_json, read_line
+from jobs.protocol.states import states_of
 from jobs.protocol.validation import LineError, LineRequest, check_batch_line, check_line
 from jobs.queue.tasks import enqueue
 from jobs.store.storage import join, local_path, open_input, sha256_of, size_of, stamp_of
@@ -61,7 +62,7 @@ class Checked(NamedTuple):
 
 def run(batch: str, generation: int) -> None:
     """The RQ job."""
-    run_long(process_queue(), batch, generation, ("validating",), validate)
+    run_long(process_queue(), batch, generation, states_of("validate"), validate)
 
 
 def validate(held: Slice) -> None:

@@ -1,7 +1,7 @@
 """The jobs of a batch in RQ: enqueue one, see whether it waits or runs, forget it."""
 
 import contextlib
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import redis
 import rq.executions
@@ -11,9 +11,9 @@ from rq.job import Job, JobStatus
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
+from jobs.protocol.states import JobName
 from jobs.queue import keys
 
-JobName = Literal["validate", "advance", "finalize"]
 QUEUES: dict[JobName, str] = {"validate": "bulk", "advance": "advance", "finalize": "bulk"}
 _FAILURE_TTL = 3600
 

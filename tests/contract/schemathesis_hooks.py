@@ -34,6 +34,9 @@ def filter_failure(context: Any, failure: Any, case: Any, response: Any) -> bool
 
 
 def _set(values: dict[str, Any] | None, name: str, kind: str) -> None:
+    """An id that an earlier answer gave stays: the check that it is there is for that one."""
+    if values and str(values.get(name)).startswith(("file-", "batch_")):
+        return
     chosen = zlib.crc32(repr(values).encode("utf-8", "surrogatepass"))
     if values and name in values and chosen % 2:
         values[name] = KNOWN[kind][chosen // 2 % len(KNOWN[kind])]
