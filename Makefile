@@ -18,8 +18,8 @@ endif
 # Four lanes run side by side, the fifth begins when one of them has ended. Tests of the engine and of the models keep one core busy; those of
 # the other lanes mostly wait for processes that they started.
 LANES := engine queue workers pipeline models
-MODEL_TESTS := tests/workers/engine/models tests/workers/engine/kernels
-ENGINE_TESTS := tests/workers/engine tests/workers/text tests/tools tests/benchmarks
+MODEL_TESTS := tests/workers/engine/models tests/workers/engine/kernels tests/benchmarks tests/tools
+ENGINE_TESTS := tests/workers/engine tests/workers/text
 QUEUE_TESTS := tests/jobs tests/api tests/contract
 WORKER_TESTS := tests/workers
 MATRIX_TESTS ?= tests/jobs tests/api
@@ -41,7 +41,7 @@ model_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(MODEL_TESTS)
 engine_tests = OMP_NUM_THREADS=1 $(BIN)/pytest -q $(1) $(ENGINE_TESTS) $(MODEL_TESTS:%=--ignore=%)
 queue_tests = $(BIN)/pytest -q $(1) $(QUEUE_TESTS)
 worker_tests = $(BIN)/pytest -q $(1) $(WORKER_TESTS) $(ENGINE_TESTS:%=--ignore=%)
-pipeline_tests = $(BIN)/pytest -q $(1) $(patsubst %,--ignore=%,$(ENGINE_TESTS) $(QUEUE_TESTS) $(WORKER_TESTS))
+pipeline_tests = $(BIN)/pytest -q $(1) $(patsubst %,--ignore=%,$(MODEL_TESTS) $(ENGINE_TESTS) $(QUEUE_TESTS) $(WORKER_TESTS))
 
 test: $(VENV)/.installed-test $(JAVASCRIPT)/node_modules  ## linters, types and the test suite, in lanes (under 6 minutes on two slow cores)
 	+@$(call lanes,test)
