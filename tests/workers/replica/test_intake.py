@@ -108,7 +108,7 @@ def test_live_calls_get_in_when_all_is_full(queue: Queue) -> None:
     async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
         await until(lambda: len(collector.taken) == 18, "a full house")
         queue.submit("live_1", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
-        intake.bell()
+        intake.wake()
         await until(lambda: len(collector.taken) == 19, "the live call")
         assert collector.taken[-1].claim.key == RequestKey("live_1", 0)
         assert queue.ready_length("batch_a") == 42
@@ -127,7 +127,7 @@ def test_requests_of_many_choices_take_as_many_places(queue: Queue) -> None:
         await until(lambda: len(collector.taken) >= 18, "a full house")
         assert len(collector.taken) == 18
         queue.submit("live_1", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
-        intake.bell()
+        intake.wake()
         await until(lambda: len(collector.taken) == 19, "the live call")
         assert collector.taken[-1].claim.live
         assert queue.ready_length("batch_a") == 42
@@ -139,7 +139,7 @@ def test_a_paused_intake_claims_nothing(queue: Queue) -> None:
     async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
         await intake.pause()
         add_lines(queue, "batch_a", 5)
-        intake.bell()
+        intake.wake()
         assert queue.ready_length("batch_a") == 5
         await asyncio.sleep(0)
         assert collector.taken == []
