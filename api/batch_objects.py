@@ -25,7 +25,7 @@ def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
     if is_id(BATCH, batch_id):
         try:
             record = get_batch(state.queue.redis, batch_id)
-            if record.spec.tenant == tenant and record.spec.input_file_id is not None:
+            if record.spec.tenant == tenant and record.spec.of_api:
                 return record
         except KeyError:
             if is_kept(state.queue, str(state.files.root), tenant, batch_id):

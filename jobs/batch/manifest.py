@@ -56,6 +56,11 @@ class BatchSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_lines: int | None = None
     queued_tokens: int | None = None  # that all open batches of the tenant together may hold
 
+    @property
+    def of_api(self) -> bool:
+        """Whether the batch came through the API."""
+        return self.input_file_id is not None
+
 
 class LineProblem(msgspec.Struct, frozen=True):
     """Why the file was refused; `line` counts from 1, None for the file as a whole."""

@@ -78,4 +78,4 @@ def _was_cancelled(manifest: Manifest) -> bool:
     is removed afterwards (`retention.tidy`).
     """
     spec = manifest.spec
-    return manifest.state != "cancelled" and spec.input_file_id is not None and is_marked_cancelled(spec.root)
+    return manifest.state != "cancelled" and spec.of_api and is_marked_cancelled(spec.root)

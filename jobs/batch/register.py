@@ -32,9 +32,9 @@ def register(queue: Queue, manifest: Manifest) -> None:
         manifest.owner = secrets.token_hex(8)
         save_manifest(manifest)
     fields = _record(manifest)
-    if manifest.spec.input_file_id is not None:
+    if manifest.spec.of_api:
         queue.list_batch(manifest.spec.tenant, manifest.batch_id)
-    if state not in END_STATES and manifest.spec.input_file_id is not None:
+    if state not in END_STATES and manifest.spec.of_api:
         queue.open_batch(manifest.spec.tenant, manifest.batch_id, None)
     # Before there is a record, so that no kill leaves a record without a batch in `ACTIVE`
     if state not in END_STATES:

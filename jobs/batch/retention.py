@@ -32,7 +32,7 @@ def tidy(root: str) -> None:
     """
     try:
         manifest = load_manifest(root)
-        if manifest is None or manifest.state not in END_STATES or manifest.spec.input_file_id is None:
+        if manifest is None or manifest.state not in END_STATES or not manifest.spec.of_api:
             return
         delete(join(root, PLAN_NAME))
         drop_unlisted(root, [])

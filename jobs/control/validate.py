@@ -31,7 +31,7 @@ from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.control.slices import Slice, process_queue, run_long
 from jobs.protocol import fields
-from jobs.protocol.lines import decode_json, read_line
+from jobs.protocol.lines import read_line
 from jobs.protocol.states import states_of
 from jobs.protocol.validation import LineError, LineRequest, check_batch_line, check_line
 from jobs.queue.tasks import enqueue
@@ -84,17 +84,17 @@ def validate(held: Slice) -> None:
 def _check(held: Slice) -> Checked:
     """What the file holds, or why it is refused."""
     spec = held.manifest.spec
-    if spec.input_file_id is not None and held.manifest.problems:  # known when the batch was made
+    if spec.of_api and held.manifest.problems:  # known when the batch was made
         return _refused(held.manifest.problems[0])
     try:
         checked = _read_input(held)
     except InputError as error:
-        if spec.input_file_id is None:
+        if not spec.of_api:
             return _refused(LineProblem("invalid_file", str(error)))
         return _refused(
             LineProblem("invalid_request", str(error).replace(spec.input, "The input file"), None, "file_id")
         )
-    if spec.input_file_id is not None and not checked.problems and not checked.total:
+    if spec.of_api and not checked.problems and not checked.total:
         return _refused(LineProblem("empty_file", "The input file holds no requests."))
     return checked
 
@@ -126,7 +126,7 @@ def _read_input(held: Slice) -> Checked:
 
 def _bounds_of(spec: BatchSpec) -> Bounds:
     """What it may cost to unpack the input: that of the API is a stranger's."""
-    if spec.input_file_id is None:
+    if not spec.of_api:
         return OWN_FILE
     most_bytes = max(_UNPACKED_BYTES, _UNPACKED_TIMES * (size_of(spec.input) or 0))
     # One more, so that there are too many
@@ -141,7 +141,7 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
     `note` is handed every byte.
     """
     spec = held.manifest.spec
-    of_api = spec.input_file_id is not None
+    of_api = spec.of_api
     served = set(spec.models) if spec.models is not None else known_models(held, _REGISTRY_SECONDS if of_api else 0.0)
     folder = local_path(held.root)
     findings = _Findings()
@@ -162,7 +162,7 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
                 continue
             entry = PlanEntry(line.number, line.offset, len(line.raw or b""))
             ids.add(found.custom_id, entry)
-            plan.add(entry, found.model, decode_json(found.body))
+            plan.add(entry, found.model, found.values)
             if index is not None:
                 index.add(entry)
             findings.add_request(found)
@@ -212,7 +212,7 @@ def _token_problem(held: Slice, size: int) -> LineProblem | None:
 
 
 def _check_line(line: InputLine, spec: BatchSpec, served: set[str]) -> LineRequest | LineError:
-    of_api = spec.input_file_id is not None
+    of_api = spec.of_api
     if line.raw is None:
         code = "invalid_request" if of_api else "line_too_long"
         return LineError(code, line.number, None, f"This line is longer than {MAX_LINE_BYTES} bytes.")

@@ -27,6 +27,7 @@ class LineRequest(msgspec.Struct, frozen=True):
     endpoint: str
     model: str
     body: bytes  # JSON as in the line, so without a model where the line names none
+    values: dict[str, Any]  # of the body
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -93,7 +94,7 @@ def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Coll
     found = check_line(raw, number, endpoint, models)
     if isinstance(found, LineRequest):
         try:
-            _check_body(decode_json(found.body), found.endpoint)
+            _check_body(found.values, found.endpoint)
             return found
         except ApiError as error:
             found = LineError("invalid_request", number, error.param, error.message)
@@ -172,4 +173,4 @@ def _read_line(
         fields.fail(
             f"The model '{fields.shown(model)}' is not served; there is: {served}.", "body.model", "model_not_found"
         )
-    return LineRequest(custom_id, url, model, read_line(raw).body)
+    return LineRequest(custom_id, url, model, read_line(raw).body, body)

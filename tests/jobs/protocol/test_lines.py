@@ -93,6 +93,7 @@ def test_a_line_with_some_bytes_changed_is_read_alike_by_all_or_refused(data: st
     found = check_line(bytes(raw), 1)
     if isinstance(found, LineRequest):
         line = read_line(bytes(raw))
+        assert repr(decode_json(found.body)) == repr(found.values)
         assert (line.custom_id, line.url, line.model, line.body) == (
             found.custom_id,
             found.endpoint,

@@ -281,7 +281,7 @@ class TestLines:
     def test_a_good_one_keeps_its_body_byte_for_byte(self) -> None:
         body = b'{"model": "m",  "messages":[], "x": 1.50}'
         raw = b'{"custom_id": "a" , "method":"POST","url":"/v1/chat/completions", "body" : %b, "more": 1}' % body
-        assert check_line(raw, 3) == LineRequest("a", CHAT, "m", body)
+        assert check_line(raw, 3) == LineRequest("a", CHAT, "m", body, json.loads(body))
 
     def test_bad_values_inside_the_body_pass(self) -> None:
         for name, value in (
