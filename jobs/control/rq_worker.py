@@ -107,6 +107,17 @@ class ControlWorker(SimpleWorker):
                 pipeline.unlink(job.key)
                 pipeline.execute()
 
+    @property
+    def should_run_maintenance_tasks(self) -> bool:
+        """Return what RQ says; raise `StopRequested` once the process is to stop.
+
+        RQ asks before it waits for each job. A signal's exception alone would not do: redis-py's
+        destructors drop it.
+        """
+        if slices.stopping.is_set():
+            raise StopRequested
+        return bool(super().should_run_maintenance_tasks)
+
     def get_heartbeat_ttl(self, job: Job) -> int:
         """Jobs have no time limit; the worker's entry must not outlive a kill by long."""
         return _WORKER_TTL + 60

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -18,6 +19,7 @@ from rq.serializers import JSONSerializer
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch, wait_for
 from jobs.batch.manifest import load_manifest
+from jobs.control import slices
 from jobs.control.rq_worker import ControlWorker
 from jobs.control.slices import process_queue, use_server
 from jobs.queue.connection import connect
@@ -125,6 +127,16 @@ def test_sigterm_is_handled_from_the_start(redis_url: str, name: str) -> None:
     plane = ControlPlane(redis_url)
     plane.start(name)
     plane.stop()
+
+
+def test_a_stop_whose_exception_was_lost_ends_the_loop(
+    redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal may come while a destructor runs, which drops what its handler raises."""
+    stopping = threading.Event()
+    monkeypatch.setattr(slices, "stopping", stopping)
+    monkeypatch.setattr(ControlWorker, "_install_signal_handlers", lambda worker: stopping.set())
+    assert not ControlWorker("bulk", redis_client).work(logging_level="WARNING")
 
 
 @pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])
