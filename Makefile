@@ -32,6 +32,7 @@ demo: $(VENV)/.installed  ## install, then answer examples/requests.jsonl with t
 # $(call lane,NAME,COMMAND): run a lane and say how long it took; `lanes` repeats that at the end of all output.
 LANE_TIMES := .lanes
 lane = began=$$(date +%s); $(2); status=$$?; mkdir -p $(LANE_TIMES); \
+  if [ $$status != 0 ] && [ -n "$$TIMED_OUT_TESTS" ]; then echo $(1) >> "$$(dirname "$$TIMED_OUT_TESTS")/refused"; fi; \
   echo "$(1): $$(( $$(date +%s) - began )) s" > $(LANE_TIMES)/$(1); exit $$status
 busy = $(if $(filter 1,$(BUSY)),(while :; do :; done) & trap "kill $$!" EXIT; trap "exit 130" INT TERM;)
 lanes = $(busy) rm -f $(LANE_TIMES)/$(1)-*; $(MAKE) --no-print-directory -j4 --output-sync=target $(LANES:%=$(1)-%); \

@@ -5,6 +5,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from jobs.protocol.endpoints import ENDPOINTS
+from jobs.protocol.validation import body_schema
+
+_BATCHES = "/v1/batches"
 _TEXT = {"type": "string"}
 _TEXT_OR_NULL = {"type": ["string", "null"]}
 _ERROR = {
@@ -56,8 +60,7 @@ def _document(app: FastAPI, completion_windows: tuple[str, ...]) -> dict[str, An
     if "FileObject" in schemas:
         # Of uploads only, as the package has it
         schemas["FileObject"]["properties"]["purpose"]["enum"].append("evals")
-    new_batch = found["paths"]["/v1/batches"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    new_batch["properties"]["completion_window"]["enum"] = list(completion_windows)
+    _set_bodies(found["paths"], completion_windows)
     for path in found["paths"].values():
         for operation in path.values():
             if "security" in operation:
@@ -69,3 +72,13 @@ def _document(app: FastAPI, completion_windows: tuple[str, ...]) -> dict[str, An
                 if status == "default" or int(status) >= 400:
                     response.setdefault("content", _FAILURE)
     return found
+
+
+def _set_bodies(paths: dict[str, Any], completion_windows: tuple[str, ...]) -> None:
+    """Put in what a route cannot declare: FastAPI makes floats of bounds, and 2**63 - 1 is none."""
+    bodies = {
+        path: paths[path]["post"]["requestBody"]["content"]["application/json"] for path in (*ENDPOINTS, _BATCHES)
+    }
+    for url in ENDPOINTS:
+        bodies[url]["schema"] = body_schema(url)
+    bodies[_BATCHES]["schema"]["properties"]["completion_window"]["enum"] = list(completion_windows)

@@ -184,7 +184,7 @@ def expected_tokens(body: dict[str, Any]) -> int:
     """How long the answer may get, as far as the request says."""
     for name in ("max_completion_tokens", "max_tokens"):
         value = body.get(name)
-        if isinstance(value, int) and 0 <= value <= _MAX:
+        if isinstance(value, int | float) and 0 <= value <= _MAX:
             return int(value)
     return _CHAT_TOKENS if "messages" in body else _COMPLETION_TOKENS
 

@@ -26,7 +26,7 @@ from jobs.store.storage import AtomicWriter, join, sweep_beside
 _FLUSH_BYTES = 1 << 18
 _ROWS = 2048
 _ROWS_BYTES = 1 << 26
-_BEAT_LINES = 2048
+_CHECK_LINES = 2048
 _WHY_UNANSWERED = {
     "cancelled": ("batch_cancelled", "This request was not executed because the batch was cancelled."),
     "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
@@ -128,7 +128,7 @@ def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
     usage = [0, 0, 0]
     with _writer(manifest, output) as good, _writer(manifest, error_output or output, unused=inline) as bad:
         for number, answer in enumerate(_answers(manifest)):
-            if number % _BEAT_LINES == 0:
+            if number % _CHECK_LINES == 0:
                 check()
             succeeded = answer.result is not None and answer.result.succeeded
             counts[succeeded] += 1

@@ -44,7 +44,7 @@ _UNPACKED_TIMES = 10  # its size so many times if that is more
 _PARQUET_MEMORY_BYTES = 1 << 30
 _PARQUET_CPU_SECONDS = 120
 _MOST_BLANK = 1_000_000  # lines; the index beside the plan has 12 bytes for each, and Redis one bit
-_BEAT_LINES = 1024
+_CHECK_LINES = 1024
 _ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
 _BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
 _REGISTRY_SECONDS = 10.0
@@ -150,7 +150,7 @@ def check_source(held: Slice, source: str, note: Callable[[bytes], object] = len
         index = stack.enter_context(closing(LineIndexWriter(held.root))) if of_api else None
         file = stack.enter_context(open_input(source))
         for count, line in enumerate(read_lines(file, note, _MOST_BLANK if of_api else None)):
-            if count % _BEAT_LINES == 0:
+            if count % _CHECK_LINES == 0:
                 held.check_current()
             if spec.max_lines is not None and count == spec.max_lines:
                 return _refused(

@@ -105,14 +105,14 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
         tuple[int, ...], Parameter(TokenIds(1024), "tokens that end it; `stop_reason` is the id")
     ] = ()
     allowed_token_ids: Annotated[
-        tuple[int, ...], Parameter(TokenIds(4096, least=1), "no other token is generated")
+        tuple[int, ...], Parameter(TokenIds(1024, least=1), "no other token is generated")
     ] = ()
     bad_words: Annotated[
         list[str],
         Parameter(Strings(256, 100), "never generated, with a space before them or without"),
     ] = []
     include_stop_str_in_output: Annotated[
-        bool, Parameter(Boolean(), "the text ends with the stop string, or the stop token's text")
+        bool, Parameter(Boolean(), "the text ends with the stop string; with a stop token too, unless it is special")
     ] = False
     ignore_eos: Annotated[bool, Parameter(Boolean(), "continue after the model's own end")] = False
     skip_special_tokens: Annotated[bool, Parameter(Boolean(), "false: special tokens appear in the text")] = True
@@ -125,7 +125,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: Annotated[
         int,
         Parameter(
-            Unsupported((0,), "is for chats; in a completion 'logprobs' is the number."),
+            Unsupported((0,), "is for chats; in a completion 'logprobs' is the number.", _LIKELIEST),
             "how many of the most likely tokens, with `logprobs`",
             _LIKELIEST,
         ),
@@ -136,7 +136,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
         Parameter(
             Boolean(),
             "the answer begins with the prompt",
-            Unsupported((False,), "is for completions: a chat's answer cannot begin with its prompt."),
+            Unsupported((False,), "is for completions: a chat's answer cannot begin with its prompt.", Boolean()),
         ),
     ] = False
     truncate_prompt_tokens: Annotated[
@@ -152,7 +152,10 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     stream: Annotated[bool, Parameter(Boolean(), "answer with events, of a live call only", for_streams=True)] = False
     stream_options: Annotated[
-        bool, Parameter(StreamOptions(), "end a stream with a chunk that contains the usage", for_streams=True)
+        bool,
+        Parameter(
+            StreamOptions(), "end a stream with a chunk that contains the usage", default="none", for_streams=True
+        ),
     ] = False
 
 

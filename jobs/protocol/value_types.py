@@ -87,6 +87,10 @@ class Truncation(Integer):
     def schema(self) -> Schema:
         return {**super().schema, "not": {"const": 0}}
 
+    @property
+    def summary(self) -> str:
+        return "-1, or 1 and up"
+
 
 @dataclass(frozen=True)
 class Number:
@@ -152,7 +156,7 @@ class TokenIds:
 
     @property
     def summary(self) -> str:
-        return f"up to {self.most:,} token ids"
+        return f"{self.least or 'up'} to {self.most:,} token ids"
 
 
 @dataclass(frozen=True)
@@ -216,8 +220,11 @@ class Unsupported:
 
     neutral: tuple[Any, ...] = ("", [], {}, False)
     why: str = "must be left out: this cannot be done yet."
+    elsewhere: ValueType | None = None  # its type at the other endpoint, whose errors come first
 
     def read(self, value: Any, param: str) -> Any:
+        if self.elsewhere is not None:
+            value = self.elsewhere.read(value, param)
         if not any(value == same and isinstance(value, bool) == isinstance(same, bool) for same in self.neutral):
             fields.unsupported(param, self.why)
         return value
@@ -232,7 +239,7 @@ class Unsupported:
 
 
 def must_be(neutral: bool | float | str | list[str]) -> Unsupported:
-    """The type of a parameter that may have one value only."""
+    """Return the type of a parameter that may have one value only."""
     shown = str(neutral).lower() if isinstance(neutral, bool) else repr(neutral)
     return Unsupported((neutral,), f"must be {shown}.")
 
@@ -251,7 +258,7 @@ class PlainText:
 
 
 def or_null(schema: Schema) -> Schema:
-    """The same, or null."""
+    """Return the schema of the same, or null."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return {**schema, "type": [kind, "null"]}

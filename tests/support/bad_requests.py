@@ -15,6 +15,7 @@ COMPLETIONS = "/v1/completions"
 MODEL = "demo"
 CONTEXT = 2048
 VOCABULARY = 1024
+END = 2  # the token that ends a text
 
 ANSWERED = "answered"
 """A line that names no model is given one by run-batch."""
@@ -415,7 +416,7 @@ def _lists() -> Iterator[BadRequest]:
         ("allowed_token_ids", [], "allowed_token_ids", "empty_array", "minimum length 1"),
         ("allowed_token_ids", "5", "allowed_token_ids", "invalid_type", "expected an array"),
         ("allowed_token_ids", [1, -1], "allowed_token_ids[1]", "integer_below_min_value", ">= 0"),
-        ("allowed_token_ids", [1] * 4097, "allowed_token_ids", "array_above_max_length", "maximum length 4096"),
+        ("allowed_token_ids", [1] * 1025, "allowed_token_ids", "array_above_max_length", "maximum length 1024"),
         ("logit_bias", [1], "logit_bias", "invalid_type", "expected an object"),
         ("logit_bias", "5", "logit_bias", "invalid_type", "expected an object"),
         ("logit_bias", {"fox": 1}, "logit_bias", "invalid_value", "non-negative integers"),
@@ -759,6 +760,12 @@ def _vocabulary() -> Iterator[BadRequest]:
         ({"allowed_token_ids": [5, VOCABULARY]}, "allowed_token_ids[1]", "integer_above_max_value", "<= 1023"),
         (
             {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1, "max_tokens": 1},
+            "allowed_token_ids",
+            "invalid_value",
+            "rule out each of them",
+        ),
+        (
+            {"allowed_token_ids": [END], "ignore_eos": True, "min_tokens": 1, "max_tokens": 1},
             "allowed_token_ids",
             "invalid_value",
             "rule out each of them",

@@ -29,11 +29,12 @@ class TimedOutTests:
         self._refused = file.with_name(REFUSED)
         self._ids: set[str] = set()
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        if self._refused.exists() and not item.session.shouldfail:
-            item.session.shouldstop = f"another lane failed: {self._refused.read_text()}"
-        yield
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        if not self._refused.exists():
+            return None
+        item.session.shouldstop = f"another lane failed: {self._refused.read_text()}"
+        return True  # so that this test does not run
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:

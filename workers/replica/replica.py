@@ -399,7 +399,7 @@ class Replica:
         running = self._running.lose(held)
         self._leases.drop(held)
         if running:
-            logger.warning("stopped %d requests whose leases expired, were cancelled or were lost by Redis", running)
+            logger.warning("stopped %d requests: cancelled, or their leases expired or were lost by Redis", running)
 
     def _from_thread(self, action: Callable[[T], None]) -> Callable[[T], None]:
         """The same action, called from another thread, runs in the event loop."""

@@ -62,6 +62,7 @@ class SamplingMaker:
         self._seed = (seed if call.seed is None else call.seed) & MAX_SEED
         self._longest = limits.max_model_len
         self._stops = (*call.stop_token_ids, *(() if call.ignore_eos else limits.eos_token_ids))
+        self._eos_token_ids = limits.eos_token_ids
         self._bad_words = _bad_words(call.bad_words, tokenizer, limits.vocab_size)
         _check_vocabulary(call, limits.vocab_size)
         self._check_allowed()
@@ -97,9 +98,11 @@ class SamplingMaker:
 
     def _check_allowed(self) -> None:
         """Raise ApiError where other parameters may leave no token that could be generated."""
-        call = self._call
-        ruled_out = {run[-1] for run in self._bad_words} | set(self._stops if call.min_tokens else ())
-        if call.allowed_token_ids and ruled_out.issuperset(call.allowed_token_ids):
+        call, allowed = self._call, set(self._call.allowed_token_ids)
+        ruled_out = {run[-1] for run in self._bad_words if allowed.issuperset(run[:-1])}
+        if call.min_tokens:
+            ruled_out.update(call.stop_token_ids, self._eos_token_ids)
+        if allowed and allowed <= ruled_out and call.max_tokens != 0:
             message = "Invalid 'allowed_token_ids': 'bad_words' and 'min_tokens' rule out each of them."
             raise ApiError(400, message, param="allowed_token_ids", code="invalid_value")
 

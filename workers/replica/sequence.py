@@ -141,8 +141,7 @@ class Sequence:
         more of them.
 
         `stop_token`, if any, is the last of the tokens: it counts but gives no text, unless the
-        call includes it. `logprobs` has
-        one item per token, if it asked.
+        call includes it. `logprobs` has one item per token, if it asked.
         """
         stopped = False
         if self._stops is None:
@@ -209,7 +208,7 @@ class Sequence:
             self.end("length")
 
     def _shown_tokens(self, stop_token: int) -> int:
-        """How many of the tokens give text, when the last is `stop_token`."""
+        """Return how many of the tokens give text, when the last is `stop_token`."""
         return len(self.token_ids) - (stop_token >= 0 and not self._call.include_stop_str_in_output)
 
     def _take_until_stop(self, stops: StopStrings, token_ids: list[int], stop_token: int) -> bool:

@@ -28,6 +28,7 @@ _EVERYTHING = SamplingParams(
     repetition_penalty=1.1,
     logit_bias=((0, 0.5),),
     bad_words=((0,),),
+    allowed_token_ids=tuple(range(1, 1025)),
     logprobs=20,
     prompt_logprobs=20,
 )
