@@ -211,9 +211,6 @@ UNSUPPORTED: dict[str, ValueType] = {
 }
 """Parameters that OpenAI or vLLM know and that cannot be honored here; unknown ones are ignored."""
 
-_OF_CHATS: dict[str, ValueType] = {"add_special_tokens": must_be(False)}  # a rendered chat has them
-_OF_COMPLETIONS: dict[str, ValueType] = {"add_special_tokens": must_be(True)}
-
 
 class DeclaredParameter(NamedTuple):
     """A field of `Parameters` with what is declared about it."""
@@ -238,7 +235,7 @@ TOKEN_ID_LISTS = tuple(row.name for row in _ROWS if isinstance(row.parameter.val
 
 _TYPES: dict[bool, Mapping[str, ValueType]] = {
     chat: UNSUPPORTED
-    | (_OF_CHATS if chat else _OF_COMPLETIONS)
+    | {"add_special_tokens": must_be(not chat)}  # a rendered chat has them
     | {row.name: row.parameter.values_of(chat) for row in _ROWS}
     for chat in (True, False)
 }

@@ -99,10 +99,12 @@ class SamplingMaker:
     def _check_allowed(self) -> None:
         """Raise ApiError where other parameters may leave no token that could be generated."""
         call, allowed = self._call, set(self._call.allowed_token_ids)
+        if not allowed or call.max_tokens == 0:
+            return
         ruled_out = {run[-1] for run in self._bad_words if allowed.issuperset(run[:-1])}
         if call.min_tokens:
             ruled_out.update(call.stop_token_ids, self._eos_token_ids)
-        if allowed and allowed <= ruled_out and call.max_tokens != 0:
+        if allowed <= ruled_out:
             message = "Invalid 'allowed_token_ids': 'bad_words' and 'min_tokens' rule out each of them."
             raise ApiError(400, message, param="allowed_token_ids", code="invalid_value")
 

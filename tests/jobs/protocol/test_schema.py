@@ -11,16 +11,12 @@ from jsonschema import Draft202012Validator
 
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.parameters import FILE_COLUMNS, UNSUPPORTED, read_parameters, rows, schemas
-from jobs.protocol.prompts import read_messages, read_prompts
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import body_schema, parse_call
 
 SCHEMAS = {endpoint: body_schema(endpoint) for endpoint in (CHAT, COMPLETIONS)}
-PROMPTS = {
-    CHAT: ("messages", read_messages),
-    COMPLETIONS: ("prompt", lambda value, param: read_prompts(value, param, 1)),
-}
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", None)
 PART = {"type": "text", "text": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -73,10 +69,10 @@ SAMPLES = samples()
 
 def is_taken(endpoint: str, body: dict[str, Any]) -> bool:
     """Whether the validator takes a body, parameters that contradict each other aside."""
-    name, read = PROMPTS[endpoint]
+    found = ENDPOINTS[endpoint]
     try:
-        read_parameters(body, endpoint == CHAT)
-        read(body[name], name)
+        read_parameters(body, found.is_chat)
+        found.read_prompt(body[found.prompt_field], 1)
     except ApiError:
         return False
     return True
