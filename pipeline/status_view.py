@@ -42,9 +42,9 @@ def batches_table(queue: Queue) -> Table:
     table = new_table("Batches", "id", "state", "total", "completed", "failed", "waiting")
     for batch in queue.batches():
         fields = queue.batch_fields(batch)
-        counts = [fields.get(name, "0") for name in ("total", "completed", "failed")]
+        counts = [str(count) for count in (fields.total, fields.completed, fields.failed)]
         waiting = int(counts[0]) - int(counts[1]) - int(counts[2])
-        table.add_row(batch, fields.get("state", ""), *counts, str(waiting))
+        table.add_row(batch, fields.state, *counts, str(waiting))
     return table
 
 

@@ -52,7 +52,7 @@ def _tail_request(queue: Queue, key: RequestKey) -> None:
 
 
 def _tail_batch(queue: Queue, batch: str) -> None:
-    if not queue.batch_fields(batch):
+    if not queue.batch_fields(batch).state:
         raise Refused(f"there is no batch {batch} in the queue")
     watch = _Watch(queue, batch)
     positions: dict[RequestKey, str] = {}
@@ -69,7 +69,7 @@ def _tail_batch(queue: Queue, batch: str) -> None:
                 del positions[entry.key], lines[entry.key]
                 _write_end(entry, begun)
         if not positions:
-            if queue.batch_fields(batch).get("state", "") in {"", *END_STATES}:
+            if queue.batch_fields(batch).state in {"", *END_STATES}:
                 return
             time.sleep(0.1)
 

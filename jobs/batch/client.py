@@ -27,9 +27,9 @@ from jobs.batch.recovery import repair
 from jobs.batch.register import register
 from jobs.batch.source import is_whole
 from jobs.protocol.results import Usage
-from jobs.protocol.states import CANCELLABLE, END_STATES, EndState, State
+from jobs.protocol.states import CANCELLABLE, END_STATES, JOBS, EndState, State
 from jobs.queue import keys
-from jobs.queue.batch_records import FORGOTTEN
+from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import persistently
 from jobs.queue.settings import QueueSettings
@@ -150,7 +150,8 @@ def create_batch(
             drop_unlisted(spec.root, [])
         sweep(spec.root)
         unmark_cancelled(spec.root)
-        manifest.generation = max(found.generation if found is not None else 0, _generation(queue, manifest.batch_id))
+        known = found.generation if found is not None else 0
+        manifest.generation = max(known, queue.batch_fields(manifest.batch_id).generation)
         queue.forget(manifest.batch_id)
         register(queue, manifest)
     return get_batch(client, manifest.batch_id)
@@ -191,36 +192,32 @@ def _read_records(
     return [_record(batch, *row) for batch, row in zip(batches, rows, strict=True)]
 
 
-def _record(batch_id: str, fields: dict[str, str], held: int, waiting: int) -> BatchRecord | None:
-    if "spec" not in fields or fields["state"] == FORGOTTEN:
+def _record(batch_id: str, fields: BatchFields, held: int, waiting: int) -> BatchRecord | None:
+    if not fields.spec or not fields.exists:
         return None
-    spec = msgspec.json.decode(fields["spec"], type=BatchSpec)
-    counts = [int(fields.get(name, 0)) for name in ("prompt_tokens", "completion_tokens", "cached_tokens")]
-    stored_completed, stored_failed = int(fields.get("stored_completed", 0)), int(fields.get("stored_failed", 0))
-    logged = int(fields.get("logged_lines", 0)) > 0
+    spec = msgspec.json.decode(fields.spec, type=BatchSpec)
+    readable = fields.output or (fields.logged_lines > 0 and fields.state not in END_STATES)
     return BatchRecord(
         id=batch_id,
-        state=fields["state"],  # type: ignore[arg-type]
-        outcome=fields.get("outcome", "completed"),  # type: ignore[arg-type]
+        state=fields.state,  # type: ignore[arg-type]
+        outcome=fields.outcome,
         spec=spec,
-        total=int(fields["total"]),
-        completed=int(fields["completed"]),
-        failed=int(fields["failed"]),
-        stored_completed=stored_completed,
-        stored_failed=stored_failed,
-        models=_models(fields),
+        total=fields.total,
+        completed=fields.completed,
+        failed=fields.failed,
+        stored_completed=fields.stored_completed,
+        stored_failed=fields.stored_failed,
+        models=fields.line_models,
         waiting=waiting,
         running=max(0, held - waiting),
-        errors=_problems(spec.root) if fields["state"] == "failed" else [],
-        usage=Usage(*counts),
-        timestamps={name.removesuffix("_at"): float(value) for name, value in fields.items() if name.endswith("_at")},
-        output=fields.get("output") or None,
-        error_output=fields.get("error_output") or None,
-        output_file_id=spec.output_file_id
-        if fields.get("output") or (logged and fields["state"] not in END_STATES)
-        else None,
-        error_file_id=spec.error_file_id if fields.get("error_output") else None,
-        problem=fields.get("problem") or None,
+        errors=_problems(spec.root) if fields.state == "failed" else [],
+        usage=Usage(fields.prompt_tokens, fields.completion_tokens, fields.cached_tokens),
+        timestamps=fields.timestamps,
+        output=fields.output or None,
+        error_output=fields.error_output or None,
+        output_file_id=spec.output_file_id if readable else None,
+        error_file_id=spec.error_file_id if fields.error_output else None,
+        problem=fields.problem or None,
     )
 
 
@@ -237,24 +234,20 @@ def _problems(root: str) -> list[LineProblem]:
     return manifest.problems if manifest is not None else [_UNREADABLE]
 
 
-def _read(client: redis.Redis, batches: list[str]) -> list[tuple[dict[str, str], int, int]]:
+def _read(client: redis.Redis, batches: list[str]) -> list[tuple[BatchFields, int, int]]:
     """Of each batch the record, its lines in Redis, and those of them that wait."""
     with client.pipeline(transaction=False) as pipeline:
         for batch in batches:
             pipeline.hgetall(keys.batch(batch))
             pipeline.hlen(keys.bodies(batch))
         answers = pipeline.execute()
-        records = [{name.decode(): value.decode() for name, value in raw.items()} for raw in answers[::2]]
-        lists = [[(batch, model) for model in _models(fields)] for batch, fields in zip(batches, records, strict=True)]
+        records = [BatchFields.read(raw) for raw in answers[::2]]
+        lists = [[(batch, model) for model in one.line_models] for batch, one in zip(batches, records, strict=True)]
         for batch, model in itertools.chain(*lists):
             pipeline.llen(keys.ready(batch, model))
         lengths = iter(pipeline.execute())
         waiting = [sum(next(lengths) for _ in names) for names in lists]
         return list(zip(records, answers[1::2], waiting, strict=True))
-
-
-def _models(fields: dict[str, str]) -> list[str]:
-    return msgspec.json.decode(fields.get("line_models", "[]"), type=list[str])
 
 
 def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
@@ -269,8 +262,8 @@ def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     if record.state not in CANCELLABLE:
         return record
     mark_cancelled(record.spec.root)
-    while (fields := queue.batch_fields(batch_id)).get("state") in CANCELLABLE:
-        if begin_cancel(queue, batch_id, int(fields["generation"])):
+    while (fields := queue.batch_fields(batch_id)).state in CANCELLABLE:
+        if begin_cancel(queue, batch_id, fields.generation):
             return get_batch(client, batch_id)
     record = get_batch(client, batch_id)
     if record.state not in ("cancelling", "cancelled"):
@@ -354,7 +347,7 @@ def _running(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
     Raises `BatchRefused` if that is not what is asked for.
     """
     found = load_manifest(spec.root)
-    if found is None or queue.batch_fields(found.batch_id).get("state") in (None, FORGOTTEN, *END_STATES):
+    if found is None or queue.batch_fields(found.batch_id).state not in JOBS:
         return None
     _check_same(found, spec)
     if retry_failed:
@@ -362,10 +355,6 @@ def _running(queue: Queue, spec: BatchSpec, retry_failed: bool) -> str | None:
             f"{found.batch_id} is at work on {spec.root}: failed lines can be run again when it has ended"
         )
     return found.batch_id
-
-
-def _generation(queue: Queue, batch_id: str) -> int:
-    return int(queue.batch_fields(batch_id).get("generation", 0))
 
 
 def _check_same(found: Manifest, spec: BatchSpec) -> None:

@@ -19,7 +19,7 @@ def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
     The generation rises, so that a job which writes the results of a finished batch just now gives
     way to one of the cancelled one.
     """
-    changes = {"cancelling_at": time.time(), "generation": generation + 1}
+    changes = {"timestamps": {"cancelling": time.time()}, "generation": generation + 1}
     if not queue.transition(batch, CANCELLABLE, "cancelling", changes, generation):
         return False
     queue.remove_unfinished(batch)

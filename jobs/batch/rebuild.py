@@ -10,7 +10,6 @@ import time
 from jobs.batch.manifest import Manifest, is_marked_cancelled, load_manifest, save_manifest
 from jobs.batch.register import register
 from jobs.protocol.states import END_STATES
-from jobs.queue.batch_records import FORGOTTEN
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import BATCHES_FOLDER
 from jobs.store.storage import Busy, StoreError, exclusive, join, list_names
@@ -60,12 +59,12 @@ def rebuild(queue: Queue, root: str) -> bool:
         if manifest is None:
             return False
         record = queue.batch_fields(manifest.batch_id)
-        if record and record.get("state") != FORGOTTEN:
+        if record.exists:
             return False
-        if record or manifest.state not in END_STATES:
+        if record.state or manifest.state not in END_STATES:
             # What a start that was killed while it removed a record has left
             queue.forget(manifest.batch_id)
-        manifest.generation = max(manifest.generation, int(record.get("generation", 0)))
+        manifest.generation = max(manifest.generation, record.generation)
         if manifest.state in END_STATES and _was_cancelled(manifest):
             manifest.end_cancelled()
             save_manifest(manifest)

@@ -38,7 +38,7 @@ def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]
         count_results(manifest, [record.result])
     queue.set_done(manifest.batch_id, bytes(done.bits))
     queue.set_parts(manifest.batch_id, {part.name: part.lines for part in manifest.parts})
-    return {"completed": manifest.completed, "failed": manifest.failed, "restored": 1, **progress_fields(manifest)}
+    return {"completed": manifest.completed, "failed": manifest.failed, "restored": True, **progress_fields(manifest)}
 
 
 def count_results(manifest: Manifest, results: Iterable[Result]) -> None:

@@ -67,17 +67,16 @@ def _record(manifest: Manifest) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "root": spec.root,
         "spec": msgspec.json.encode(spec),
-        "created_at": manifest.created_at,
+        "timestamps": {"created": manifest.created_at, **manifest.timestamps},
         "generation": manifest.generation,
         "owner": manifest.owner,
         "outcome": manifest.outcome,
         "queued_tokens": manifest.queued_tokens,
-        "line_models": msgspec.json.encode(manifest.models),
+        "line_models": manifest.models,
         **progress_fields(manifest),
     }
-    fields |= {f"{state}_at": moment for state, moment in manifest.timestamps.items()}
     if spec.completion_window_seconds is not None:
-        fields["expires_at"] = manifest.created_at + spec.completion_window_seconds
+        fields["timestamps"]["expires"] = manifest.created_at + spec.completion_window_seconds
     if manifest.state in END_STATES:
         fields |= end_fields(manifest)
     return fields

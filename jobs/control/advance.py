@@ -11,8 +11,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-import msgspec
-
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.manifest import BatchSpec, progress_fields, save_manifest
 from jobs.batch.parts import Record, drop_unlisted, merge_parts, salvage, to_compact, verify, write_part, write_records
@@ -25,6 +23,7 @@ from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
 from jobs.protocol.states import states_of
 from jobs.queue import keys
+from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
 from jobs.queue.tasks import enqueue, wake
@@ -86,7 +85,7 @@ def advance(held: Slice) -> None:
         fed = feed(held, progress, deadline)
         drained = drain(held, progress)
         fields = held.record()
-        if all_done(fields) and not int(fields.get("result_bytes", 0)):
+        if fields.all_done and not fields.result_bytes:
             _progress.pop(held.batch, None)
             held.move("finalizing", {"outcome": "completed"})
             enqueue(held.queue.redis, "finalize", held.batch, held.generation)
@@ -100,9 +99,8 @@ def advance(held: Slice) -> None:
 
 def flush(queue: Queue) -> None:
     """Drain every running batch that no other process works on; called before a process stops."""
-    for batch in sorted(member.decode() for member in _active(queue)):
-        generation = int(queue.batch_fields(batch).get("generation", 0))
-        run_slice(queue, batch, generation, states_of("advance"), _drain_all)
+    for batch, fields in queue.active_batches().items():
+        run_slice(queue, batch, fields.generation, states_of("advance"), _drain_all)
 
 
 def _drain_all(held: Slice) -> None:
@@ -111,22 +109,17 @@ def _drain_all(held: Slice) -> None:
         pass
 
 
-def needs_slice(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
+def needs_slice(queue: Queue, batch: str, fields: BatchFields) -> bool:
     """Return whether a slice would find something to do."""
-    if int(fields.get("result_bytes", 0)) > 0 or all_done(fields):
+    if fields.result_bytes > 0 or fields.all_done:
         return True
     return feed_needed(queue, batch, fields)
 
 
-def feed_needed(queue: Queue, batch: str, fields: dict[str, str]) -> bool:
+def feed_needed(queue: Queue, batch: str, fields: BatchFields) -> bool:
     """Return whether the plan goes on and a ready list is low."""
     models = _feeding(queue, fields)
-    return bool(models) and min(ready_lengths(queue, batch, models).values()) <= int(fields.get("low_water", 0))
-
-
-def all_done(fields: dict[str, str]) -> bool:
-    """Return whether every line of the batch has a result."""
-    return int(fields["completed"]) + int(fields["failed"]) == int(fields["total"])
+    return bool(models) and min(ready_lengths(queue, batch, models).values()) <= fields.low_water
 
 
 def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
@@ -138,16 +131,16 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     """
     queue, batch = held.queue, held.batch
     fields = held.record()
-    progress.measure(int(fields["completed"]) + int(fields["failed"]))
+    progress.measure(fields.finished)
     window = max(_WINDOW_LINES, int(progress.rate * _WINDOW_SECONDS))
     models = _feeding(queue, fields)
     if not models or min(ready_lengths(queue, batch, models).values()) > window // 2:
         return False
-    if int(fields["cursor"]) >= int(fields["total"]):
-        held.note({"cursor": 0, "restored": 1, "open_models": fields["passed_over"], "passed_over": "[]"})
+    if fields.cursor >= fields.total:
+        held.note({"cursor": 0, "restored": True, "open_models": fields.passed_over, "passed_over": []})
         fields = held.record()
-    cursor, total = int(fields["cursor"]), int(fields["total"])
-    done = Bitmap(queue.done(batch) if "restored" in fields else b"")
+    cursor, total = fields.cursor, fields.total
+    done = Bitmap(queue.done(batch) if fields.restored else b"")
     most_bytes = _window_bytes(queue)
     start = cursor
     with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest) as source:
@@ -183,13 +176,13 @@ def ready_lengths(queue: Queue, batch: str, models: list[str]) -> dict[str, int]
         return dict(zip(models, pipeline.execute(), strict=True))
 
 
-def _feeding(queue: Queue, fields: dict[str, str]) -> list[str]:
+def _feeding(queue: Queue, fields: BatchFields) -> list[str]:
     """The models whose ready lists say how far to feed: those of which the plan has more lines, if
     they are served, else all of these.
     """
-    if int(fields["cursor"]) >= int(fields["total"]):
-        return _names(fields.get("passed_over", "[]"))
-    models = _names(fields.get("open_models", fields["line_models"]))
+    if fields.cursor >= fields.total:
+        return fields.passed_over
+    models = fields.line_models if fields.open_models is None else fields.open_models
     served = [model for model in models if len(models) == 1 or queue.redis.exists(keys.serving(model))]
     return served or models
 
@@ -198,25 +191,21 @@ def _without_full(
     held: Slice, rows: list[tuple[int, Request]], models: list[str], window: int, most_bytes: int
 ) -> list[tuple[int, Request]]:
     """The rows less those to be passed over, which is noted before the cursor moves past them."""
-    queue, batch, fields = held.queue, held.batch, held.fields
+    queue, batch = held.queue, held.batch
     idle = sorted({request.model for _, request in rows} - set(models))
     if not idle:
         return rows
     size = queue.window_bytes(batch) / max(1, queue.window_lines(batch))
-    share = most_bytes / len(_names(fields["line_models"]))
+    share = most_bytes / len(held.fields.line_models)
     full = {
         model
         for model, length in ready_lengths(queue, batch, idle).items()
         if length >= window or length * size >= share
     }
-    noted = set(_names(held.record().get("passed_over", "[]")))
+    noted = set(held.record().passed_over)
     if full - noted:
-        held.note({"passed_over": msgspec.json.encode(sorted(full | noted)).decode()})
+        held.note({"passed_over": sorted(full | noted)})
     return [(line, request) for line, request in rows if request.model not in full]
-
-
-def _names(encoded: str) -> list[str]:
-    return msgspec.json.decode(encoded, type=list[str])
 
 
 def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> bool:
@@ -226,9 +215,9 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     queue, batch, manifest = held.queue, held.batch, held.manifest
     settle(held, progress)
     fields = held.record()
-    waiting = int(fields.get("result_bytes", 0))
+    waiting = fields.result_bytes
     due = time.monotonic() - progress.drained_at >= DRAIN_SECONDS
-    if not waiting or not (everything or due or waiting >= _DRAIN_BYTES or all_done(fields)):
+    if not waiting or not (everything or due or waiting >= _DRAIN_BYTES or fields.all_done):
         return False
     results = queue.results(batch)
     if not results:
@@ -335,10 +324,6 @@ def seed_of(seed: int, line: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
     return (mixed ^ (mixed >> 31)) >> 1
-
-
-def _active(queue: Queue) -> Any:
-    return queue.redis.smembers(keys.ACTIVE)
 
 
 def _window_bytes(queue: Queue) -> int:

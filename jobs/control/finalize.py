@@ -65,8 +65,8 @@ def run(batch: str, generation: int) -> None:
 def finalize(held: Slice) -> None:
     """Move the batch to the end state that its outcome names. Raise `StoreError`."""
     manifest = held.manifest
-    manifest.outcome = "cancelled" if held.state == "cancelling" else held.fields["outcome"]  # type: ignore[assignment]
-    manifest.timestamps.setdefault(held.state, float(held.fields[f"{held.state}_at"]))
+    manifest.outcome = "cancelled" if held.state == "cancelling" else held.fields.outcome
+    manifest.timestamps.setdefault(held.state, held.fields.timestamps[held.state])
     if manifest.outcome != "completed":
         held.queue.remove_unfinished(held.batch)
     progress = BatchProgress()
@@ -106,10 +106,10 @@ def run_again(held: Slice) -> None:
     progress = {
         "completed": 0,
         "failed": 0,
-        "restored": 1,
+        "restored": True,
         **restore_progress(held.queue, held.manifest, held.check_current),
     }
-    held.move("in_progress", {**progress, "cursor": 0, "open_models": held.fields["line_models"], "passed_over": "[]"})
+    held.move("in_progress", {**progress, "cursor": 0, "open_models": held.fields.line_models, "passed_over": []})
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
 
 

@@ -12,6 +12,7 @@ from jobs.batch.ending import begin_cancel, clean_up
 from jobs.batch.input_files import InputError
 from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, load_manifest, save_manifest
 from jobs.protocol.states import CANCELLABLE, END_STATES, State
+from jobs.queue.batch_fields import BatchFields
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
@@ -60,7 +61,7 @@ class Slice:
     changed.
     """
 
-    def __init__(self, queue: Queue, batch: str, generation: int, fields: dict[str, str], manifest: Manifest) -> None:
+    def __init__(self, queue: Queue, batch: str, generation: int, fields: BatchFields, manifest: Manifest) -> None:
         self.queue = queue
         self.batch = batch
         self.generation = generation
@@ -78,7 +79,7 @@ class Slice:
     @property
     def state(self) -> str:
         """The state in Redis, as this job knows it."""
-        return self.fields["state"]
+        return self.fields.state
 
     def check_current(self) -> None:
         """Raise `Superseded`, or `Stopping` when the process was ordered to end.
@@ -90,10 +91,10 @@ class Slice:
         if stopping.is_set():
             raise Stopping
 
-    def record(self) -> dict[str, str]:
+    def record(self) -> BatchFields:
         """The record as it is now. Raises `Superseded`, also where Redis came back without it."""
         fields = self.queue.batch_fields(self.batch)
-        if (fields.get("state"), fields.get("generation")) != (self.state, str(self.generation)):
+        if (fields.state, fields.generation) != (self.state, self.generation):
             self._lost = True
             raise Superseded(self.batch)
         return fields
@@ -119,8 +120,8 @@ class Slice:
         with the results that it has.
         """
         if self.manifest.state != "cancelled" and (self.state == "cancelling" or is_marked_cancelled(self.root)):
-            if "cancelling_at" in self.fields:
-                self.manifest.timestamps["cancelling"] = float(self.fields["cancelling_at"])
+            if "cancelling" in self.fields.timestamps:
+                self.manifest.timestamps["cancelling"] = self.fields.timestamps["cancelling"]
             self.manifest.end_cancelled()
             save_manifest(self.manifest)
         self.queue.remove_unfinished(self.batch)  # lines that Redis takes for unfinished again
@@ -150,7 +151,8 @@ class Slice:
 
     def _record_state(self, fields: dict[str, Any]) -> None:
         state = self.manifest.state
-        self._transition(state, {f"{state}_at": self.manifest.timestamps[state], "problem": "", **fields})
+        times = {state: self.manifest.timestamps[state]}
+        self._transition(state, {"timestamps": times, "problem": "", **fields})
 
     def _transition(self, state: str | None, fields: dict[str, Any]) -> None:
         with self._transitions:
@@ -158,7 +160,7 @@ class Slice:
             if not self.queue.transition(self.batch, [known], state or known, fields, self.generation):
                 self._lost = True
                 raise Superseded(self.batch)
-            self.fields |= {name: str(value) for name, value in fields.items()} | {"state": state or known}
+            self.fields = self.fields.changed({**fields, "state": state or known})
 
 
 @contextlib.contextmanager
@@ -169,18 +171,18 @@ def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], p
     holds it, or if its manifest names the record of another server, which took the folder over.
     """
     fields = queue.batch_fields(batch)
-    if fields.get("state") not in states or fields.get("generation") != str(generation):
+    if fields.state not in states or fields.generation != generation:
         raise Superseded(batch)
-    with exclusive(fields["root"], patience):
-        manifest = load_manifest(fields["root"])
+    with exclusive(fields.root, patience):
+        manifest = load_manifest(fields.root)
         if manifest is None:
-            raise StoreError(f"the manifest of {batch} is gone from {fields['root']}")
-        if manifest.batch_id != batch or manifest.owner != fields.get("owner", "") or manifest.generation > generation:
+            raise StoreError(f"the manifest of {batch} is gone from {fields.root}")
+        if manifest.batch_id != batch or manifest.owner != fields.owner or manifest.generation > generation:
             raise Superseded(batch)
         if manifest.generation < generation:
             manifest.generation = generation
             save_manifest(manifest)
-        sweep(fields["root"])
+        sweep(fields.root)
         held = Slice(queue, batch, generation, fields, manifest)
         held.note({})
         heart = threading.Thread(target=held.send_heartbeats, name=f"heartbeat-{batch}", daemon=True)
@@ -256,7 +258,7 @@ def _run(
                 return
             else:
                 work(held)
-            if held.fields.get("problem"):
+            if held.fields.problem:
                 held.note({"problem": ""})
     except (Superseded, Stopping, Busy):
         logger.debug("batch %s: another process works on it, or this one stops", batch)
@@ -272,6 +274,5 @@ def _run(
 
 def note_problem(queue: Queue, batch: str, problem: str) -> None:
     """Show in the record why the batch makes no progress."""
-    state = queue.batch_fields(batch).get("state")
-    if state is not None:
+    if state := queue.batch_fields(batch).state:
         queue.transition(batch, [state], state, {"problem": problem})

@@ -28,6 +28,7 @@ from jobs.control.slices import STALE_SECONDS
 from jobs.process import add_redis_url, die_with_parent, set_up_log
 from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE, JobName
 from jobs.queue import keys
+from jobs.queue.batch_fields import BatchFields
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
@@ -46,21 +47,6 @@ and slices cannot wait for all of it.
 
 _FIRST_RETRY_SECONDS = 0.02
 _LONGEST_RETRY_SECONDS = 0.25
-_RECORD = (
-    "state",
-    "generation",
-    "heartbeat",
-    "expires_at",
-    "cursor",
-    "total",
-    "completed",
-    "failed",
-    "result_bytes",
-    "low_water",
-    "line_models",
-    "open_models",
-    "passed_over",
-)
 _stopping = threading.Event()
 logger = logging.getLogger(__name__)
 
@@ -198,19 +184,18 @@ class Ticker:
         """Enqueue a slice; while one runs that does not end, retry after ever longer pauses."""
         self._pending.pop(batch, None)
         fields = self._queue.batch_fields(batch)
-        if fields.get("state") != "in_progress":
+        if fields.state != "in_progress":
             return
-        generation = int(fields["generation"])
-        if not enqueue(self._client, "advance", batch, generation) and not is_waiting(
-            self._client, "advance", batch, generation
-        ):
+        generation = fields.generation
+        enqueued = enqueue(self._client, "advance", batch, generation)
+        if not enqueued and not is_waiting(self._client, "advance", batch, generation):
             self._pending[batch] = _Retry(time.monotonic() + pause, pause)
 
     def _look_after_all(self, now: float) -> None:
         """Go on at the next tick where a moment was not enough: thousands of windows may close at
         once.
         """
-        waiting, records = waiting_jobs(self._client), self._records()
+        waiting, records = waiting_jobs(self._client), self._queue.active_batches()
         self._forget_orphans(records)
         deadline = time.monotonic() + MOMENT_SECONDS
         batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
@@ -222,78 +207,63 @@ class Ticker:
                 self._seen = batch
                 break
 
-    def _forget_orphans(self, records: dict[str, dict[str, str]]) -> None:
+    def _forget_orphans(self, records: dict[str, BatchFields]) -> None:
         """Remove what RQ keeps of jobs whose process was killed, some seconds after their batch
         moved on without them.
         """
         now, running, wanted = time.monotonic(), executions(self._client), set[str]()
         for batch, fields in records.items() if running else ():
-            job = JOBS.get(fields.get("state", ""))
-            wanted |= {job_id(job, batch, int(fields["generation"]))} if job is not None else set()
+            job = JOBS.get(fields.state)
+            wanted |= {job_id(job, batch, fields.generation)} if job is not None else set()
         self._orphans = {one: self._orphans.get(one, now) for one in running if one.job not in wanted}
         for one, since in self._orphans.items():
             if now - since > STALE_SECONDS:
                 forget_execution(self._client, one)
 
-    def _look_after(self, batch: str, fields: dict[str, str], now: float, waiting: set[str]) -> None:
-        state = fields.get("state", "")
-        if state in END_STATES:
+    def _look_after(self, batch: str, fields: BatchFields, now: float, waiting: set[str]) -> None:
+        if fields.state in END_STATES:
             clean_up(self._queue, batch)
-        job = JOBS.get(state)
+        job = JOBS.get(fields.state)
         if job is None:
             return
-        if now > float(fields.get("expires_at", "inf")) and self._expire(batch, fields):
+        if now > fields.expires_at and self._expire(batch, fields):
             return
-        if job_id(job, batch, int(fields["generation"])) in waiting:
+        if job_id(job, batch, fields.generation) in waiting:
             return
         if job == "advance":
             if not needs_slice(self._queue, batch, fields):
                 return
             self._slice(batch)
-        if now - float(fields.get("heartbeat", 0)) / 1000 > STALE_SECONDS:
+        if now - fields.heartbeat / 1000 > STALE_SECONDS:
             self._revive(batch, fields, job)
 
-    def _revive(self, batch: str, fields: dict[str, str], job: JobName) -> None:
+    def _revive(self, batch: str, fields: BatchFields, job: JobName) -> None:
         """Run the batch's job again, under a new generation if a process took the last one with it.
 
         That is so if the job neither waits nor sends a heartbeat at two ticks in a row; at one,
         it may have begun just now.
         """
-        generation = int(fields["generation"])
+        generation, state = fields.generation, fields.state
         if enqueue(self._client, job, batch, generation) or is_waiting(self._client, job, batch, generation):
             return
         if batch not in self._silent_before:
             self._silent.add(batch)
             return
-        state = fields["state"]
         if self._queue.transition(batch, [state], state, {"generation": generation + 1}, generation):
             logger.warning("batch %s: no heartbeat in state %s; running its job again", batch, state)
             enqueue(self._client, job, batch, generation + 1)
 
-    def _expire(self, batch: str, fields: dict[str, str]) -> bool:
+    def _expire(self, batch: str, fields: BatchFields) -> bool:
         """End a batch whose completion window has passed; finished lines stay, the rest get error
         lines.
         """
-        moved = {"outcome": "expired", "finalizing_at": time.time()}
+        moved = {"outcome": "expired", "timestamps": {"finalizing": time.time()}}
         if not self._queue.transition(batch, MAY_EXPIRE, "finalizing", moved):
             return False
         logger.info("batch %s: its completion window has ended; finalizing it", batch)
         self._queue.remove_unfinished(batch)
-        enqueue(self._client, "finalize", batch, int(fields["generation"]))
+        enqueue(self._client, "finalize", batch, fields.generation)
         return True
-
-    def _records(self) -> dict[str, dict[str, str]]:
-        """What the ticker needs of every active batch's record."""
-        members: Any = self._client.smembers(keys.ACTIVE)
-        batches = sorted(member.decode() for member in members)
-        with self._client.pipeline(transaction=False) as pipeline:
-            for batch in batches:
-                pipeline.hmget(keys.batch(batch), *_RECORD)
-            rows = pipeline.execute()
-        return {
-            batch: {name: value.decode() for name, value in zip(_RECORD, row, strict=True) if value is not None}
-            for batch, row in zip(batches, rows, strict=True)
-        }
 
     def _sweep(self, files: FileStore, now: float) -> None:
         # Removal is final, so what is removed must have expired by the clock of this machine too

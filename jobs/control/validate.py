@@ -11,8 +11,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from jobs.batch.input_files import (
     MAX_LINE_BYTES,
     OWN_FILE,
@@ -76,8 +74,7 @@ def validate(held: Slice) -> None:
             return
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
     progress = restore_progress(held.queue, held.manifest, held.check_current)
-    models = msgspec.json.encode(manifest.models).decode()
-    held.move("in_progress", {"total": manifest.total, "line_models": models, "cursor": 0, **progress})
+    held.move("in_progress", {"total": manifest.total, "line_models": manifest.models, "cursor": 0, **progress})
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
 
 

@@ -9,22 +9,17 @@ from jobs.protocol.results import Result
 from jobs.protocol.states import END_STATES
 from jobs.queue import keys
 from jobs.queue.base import QueueBase, flat, text
+from jobs.queue.batch_fields import FORGOTTEN, SUPERVISED, BatchFields, written
 from jobs.queue.scripts import MAX_ITEMS
 
 MAX_PART_LINES = 4000
 """Lines that one part may hold, since one script registers it and removes its results."""
 
-FORGOTTEN = "forgotten"
-"""In place of a state: the batch's keys are being removed.
-
-A reader that finds it so treats it as a batch without a record.
-"""
-
 
 class BatchQueue(QueueBase):
     """Batches in Redis.
 
-    A record is a hash of text fields; `state` moves only by `transition`, counts only by commits.
+    Of a record, `state` moves only by `transition`, counts only by commits.
     """
 
     def create_batch(
@@ -58,13 +53,19 @@ class BatchQueue(QueueBase):
         of life. False changes nothing.
         """
         expected = "" if generation is None else str(generation)
-        values = flat((name, value) for name, value in (fields or {}).items())
+        values = flat(written(fields or {}).items())
         arguments = [batch, uuid.uuid4().hex, expected, to_state, len(from_states), *from_states, *values]
         return bool(self._scripts.call("transition", arguments))
 
-    def batch_fields(self, batch: str) -> dict[str, str]:
-        """The record as text; empty when there is none."""
-        return {text(name): text(value) for name, value in self._command("HGETALL", keys.batch(batch)).items()}
+    def batch_fields(self, batch: str) -> BatchFields:
+        """Return the record, without a state when there is none."""
+        return BatchFields.read(self._command("HGETALL", keys.batch(batch)))
+
+    def active_batches(self) -> dict[str, BatchFields]:
+        """Return what the batches that the control plane has work on need next, by id."""
+        batches = sorted(text(batch) for batch in self._command("SMEMBERS", keys.ACTIVE))
+        rows = self.commands(("HMGET", keys.batch(batch), *SUPERVISED) for batch in batches)
+        return {batch: BatchFields.read_some(SUPERVISED, row) for batch, row in zip(batches, rows, strict=True)}
 
     def activate(self, batch: str) -> None:
         """Make the ticker supervise a batch, until `clean_up` or `forget`."""
@@ -210,9 +211,9 @@ class BatchQueue(QueueBase):
 
         For the holder of `storage.exclusive`.
         """
-        tenant = self.batch_fields(batch).get("tenant", "")
-        while (state := self.batch_fields(batch).get("state")) not in (None, FORGOTTEN):
-            self.transition(batch, [str(state)], FORGOTTEN)
+        tenant = self.batch_fields(batch).tenant
+        while (fields := self.batch_fields(batch)).exists:
+            self.transition(batch, [fields.state], FORGOTTEN)
         self.remove_unfinished(batch)
         self.dismiss(tenant, batch)
         names = (keys.batch, keys.results, keys.done, keys.parts, keys.batch_models, keys.bodies, keys.batch_tokens)

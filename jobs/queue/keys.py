@@ -39,8 +39,7 @@ PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, FIL
 
 
 def batch(batch_id: str) -> str:
-    """Hash: state, generation, tenant, total, completed, failed, cursor, body_bytes, result_bytes,
-    models and the caller's fields.
+    """Hash: the fields of `batch_fields.BatchFields`, and token, of the last transition.
 
     Also used_tokens by used_lines, which finished since the record was made: what a line of this
     batch costs.

@@ -40,7 +40,7 @@ def test_calls_made_while_it_is_away_succeed(tmp_path: Path, monkeypatch: pytest
             assert is_up.wait(60)
             is_up.clear()
             kill_server(tmp_path)
-            assert queue.batch_fields("batch_x")["total"] == "3"
+            assert queue.batch_fields("batch_x").total == 3
         assert said == ["the private Redis ended; restarting it"] * 3
 
 

@@ -130,7 +130,7 @@ class Work:
     @property
     def undrained(self) -> int:
         """Bytes of results in Redis."""
-        return int(self._fleet.queue.batch_fields(self._batch)["result_bytes"])
+        return self._fleet.queue.batch_fields(self._batch).result_bytes
 
     def check_end(self, answers: list[str] | None) -> list[str]:
         """Waits for the end: every line once and in order, the live call whole, all with the right

@@ -35,7 +35,7 @@ def list_batches(client: redis.Redis) -> list[BatchRecord]:
 def step(client: redis.Redis, batch: str) -> BatchRecord:
     """Runs the job that the state asks for, once."""
     fields = Queue(client).batch_fields(batch)
-    JOBS[fields["state"]](batch, int(fields["generation"]))
+    JOBS[fields.state](batch, fields.generation)
     return get_batch(client, batch)
 
 

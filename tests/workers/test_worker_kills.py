@@ -62,7 +62,7 @@ def test_every_line_ends_once_and_right_whatever_is_killed(redis_client: object,
             assert [line for line, _ in queue.results(batch)] == list(range(len(bodies)))
             assert [texts(result) for _, result in queue.results(batch)] == expected
             record = queue.batch_fields(batch)
-            assert (record["completed"], record["failed"]) == (str(len(bodies)), "0")
+            assert (record.completed, record.failed) == (len(bodies), 0)
     finally:
         done.set()
         ticker.join()
@@ -90,7 +90,7 @@ def texts(result: Result) -> list[str]:
 
 
 def completed(queue: Queue, batch: str) -> int:
-    return int(queue.batch_fields(batch)["completed"])
+    return queue.batch_fields(batch).completed
 
 
 def has_moved(queue: Queue, batch: str, before: int) -> bool:

@@ -57,7 +57,7 @@ def test_every_state_comes_back(redis_client: redis.Redis, redis_url: str, tmp_p
             queue = Queue(redis_client)
             redis_client.delete("{q}:ready:" + ids["running"] + ":m")
             answer_all(redis_client)
-            assert queue.batch_fields(ids[name])["state"] == "in_progress"
+            assert queue.batch_fields(ids[name]).state == "in_progress"
     run_to_end(redis_client, ids["ended"])
     cancel_batch(redis_client, ids["cancelled"])
     run_to_end(redis_client, ids["cancelled"])
@@ -97,7 +97,7 @@ def test_what_is_on_disk_is_not_done_again(redis_client: redis.Redis, redis_url:
     record = run_to_end(redis_client, batch, lambda claim: seen.append(claim.key.line) or failing()(claim))
     assert len(seen) == 2000
     assert record.completed + record.failed == 5000
-    assert Queue(redis_client).batch_fields(batch)["tenant"] == "t"
+    assert Queue(redis_client).batch_fields(batch).tenant == "t"
 
 
 def test_a_cancel_survives(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
@@ -150,10 +150,10 @@ def test_jobs_of_the_lost_record_are_of_an_old_generation(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
     batch = in_store(redis_client, redis_url, tmp_path, "b", 1)
-    old = int(Queue(redis_client).batch_fields(batch)["generation"])
+    old = Queue(redis_client).batch_fields(batch).generation
     redis_client.flushall()
     assert rebuild(Queue(redis_client), str(tmp_path / "batches" / "b"))
-    assert int(Queue(redis_client).batch_fields(batch)["generation"]) > old
+    assert Queue(redis_client).batch_fields(batch).generation > old
     manifest = load_manifest(str(tmp_path / "batches" / "b"))
     assert manifest is not None
     assert manifest.generation == old + 1

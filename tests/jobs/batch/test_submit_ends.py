@@ -153,7 +153,7 @@ def test_cancelled_while_its_results_are_written(
         return real(*arguments, **options)
 
     monkeypatch.setattr(owner, name, cancel_first)
-    generation = int(Queue(redis_client).batch_fields(record.id)["generation"])
+    generation = Queue(redis_client).batch_fields(record.id).generation
     finalize.run(record.id, generation)  # the job that is overtaken
     assert get_batch(redis_client, record.id).state == "cancelling"
     finalize.run(record.id, generation)  # a late one of its generation

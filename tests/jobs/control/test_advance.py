@@ -74,7 +74,7 @@ def test_the_window_bounds_what_redis_holds(
     while not (record := step(redis_client, batch)).ended:
         highest = max(highest, queue.window_bytes(batch))
         if record.waiting:
-            low_water = int(queue.batch_fields(batch)["low_water"])
+            low_water = queue.batch_fields(batch).low_water
             assert 0 < low_water < record.waiting or record.total == record.waiting + record.completed
         answer_all(redis_client, most=10)
     assert 500_000 < highest < 1_300_000
@@ -250,7 +250,7 @@ def test_a_damaged_part_is_not_merged_away(
 def test_a_slice_of_another_generation_does_nothing(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 10)).id
     record = step(redis_client, batch)
-    generation = int(Queue(redis_client).batch_fields(batch)["generation"])
+    generation = Queue(redis_client).batch_fields(batch).generation
     advance.run(batch, generation - 1)
     advance.run(batch, generation + 1)
     assert record.waiting == 0
@@ -301,7 +301,7 @@ def test_a_slice_ends_quietly_when_redis_forgets_the_batch_under_it(
     advance._progress.clear()
     advance.run(batch, 1)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
-    assert "problem" not in Queue(redis_client).batch_fields(batch)
+    assert not Queue(redis_client).batch_fields(batch).problem
 
 
 def test_flush_keeps_what_finished(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

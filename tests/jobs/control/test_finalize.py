@@ -144,9 +144,7 @@ def test_killed_anywhere_it_writes_the_same_bytes(
             step(redis_client, batch)
     if call == "commit":
         first = (tmp_path / "out.jsonl").read_bytes()
-    record = (
-        run_to_end(redis_client, batch) if Queue(redis_client).batch_fields(batch)["state"] == "finalizing" else None
-    )
+    record = run_to_end(redis_client, batch) if Queue(redis_client).batch_fields(batch).state == "finalizing" else None
     assert record is None or (record.state, record.completed, record.usage.completion_tokens) == ("completed", 20, 60)
     assert call != "commit" or (tmp_path / "out.jsonl").read_bytes() == first
     check_echoes(tmp_path / "out.jsonl", 20)

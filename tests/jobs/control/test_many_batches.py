@@ -176,7 +176,7 @@ def test_a_dead_job_is_found_though_a_tick_has_no_time_for_all(
     monkeypatch.setattr(ticker, "MOMENT_SECONDS", 0.0)
     for _ in range(2 * len(batches)):
         leader.tick()
-    assert [Queue(redis_client).batch_fields(batch)["generation"] for batch in batches] == ["2"] * 3
+    assert [Queue(redis_client).batch_fields(batch).generation for batch in batches] == [2] * 3
 
 
 def test_no_more_is_asked_of_a_refused_batch_the_more_are_open(

@@ -138,17 +138,17 @@ def test_a_job_that_died_runs_again_under_a_new_generation(
     redis_client.hset(name, "heartbeat", 0)
     leader = Ticker(queue)
     leader.tick()
-    assert queue.batch_fields(record.id)["generation"] == "1", "the job still waits for a process"
+    assert queue.batch_fields(record.id).generation == 1, "the job still waits for a process"
     assert redis_client.lpop("rq:queue:bulk") == job.removeprefix("rq:job:").encode()
     redis_client.hset(job, "status", "started")
     redis_client.hset(name, "heartbeat", int(1000 * (time.time() + 60)))
     leader.tick()
-    assert queue.batch_fields(record.id)["generation"] == "1", "it may still be alive"
+    assert queue.batch_fields(record.id).generation == 1, "it may still be alive"
     redis_client.hset(name, "heartbeat", 0)
     leader.tick()
-    assert queue.batch_fields(record.id)["generation"] == "1", "it may have begun just now"
+    assert queue.batch_fields(record.id).generation == 1, "it may have begun just now"
     leader.tick()
-    assert queue.batch_fields(record.id)["generation"] == "2"
+    assert queue.batch_fields(record.id).generation == 2
     assert redis_client.lrange("rq:queue:bulk", 0, -1) == [f"validate-{record.id}-2".encode()]
     assert run_to_end(redis_client, record.id).completed == 5
 
@@ -250,7 +250,7 @@ def test_a_killed_process_costs_seconds_and_nothing_else(
 
 def sign_of_life(client: redis.Redis, batch: str) -> str:
     """The last one of the batch's job."""
-    return Queue(client).batch_fields(batch)["heartbeat"]
+    return Queue(client).batch_fields(batch).heartbeat
 
 
 def test_a_redis_that_came_back_empty_is_rebuilt(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:

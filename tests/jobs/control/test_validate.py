@@ -229,7 +229,7 @@ def test_a_second_run_of_the_job_changes_nothing(redis_client: redis.Redis, redi
     step(redis_client, record.id)
     answer_all(redis_client)
     before = Queue(redis_client).batch_fields(record.id)
-    validate.run(record.id, int(before["generation"]))
+    validate.run(record.id, before.generation)
     assert Queue(redis_client).batch_fields(record.id) == before
 
 
@@ -250,4 +250,4 @@ def test_memory_does_not_follow_the_file(redis_client: redis.Redis, redis_url: s
         [sys.executable, "-c", script, redis_url, record.id], cwd=ROOT, capture_output=True, check=True
     )
     assert int(done.stdout) < 60_000
-    assert Queue(redis_client).batch_fields(record.id)["total"] == "300000"
+    assert Queue(redis_client).batch_fields(record.id).total == 300000

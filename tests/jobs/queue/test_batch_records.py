@@ -7,6 +7,7 @@ import redis
 
 from jobs.protocol.requests import RequestKey
 from jobs.queue import keys
+from jobs.queue.batch_fields import BatchFields
 from jobs.queue.batch_records import MAX_PART_LINES
 from jobs.queue.request_queue import Queue
 from tests.support.integrity import faults
@@ -15,22 +16,12 @@ from tests.support.requests import MODEL, finished, request, start_batch
 
 class TestTransition:
     def test_moves_only_from_the_states_given(self, queue: Queue) -> None:
-        assert queue.create_batch("batch_a", 3, fields={"endpoint": "/v1/completions"})
+        assert queue.create_batch("batch_a", 3, fields={"root": "/store/a"})
         assert not queue.create_batch("batch_a", 9)
         assert queue.transition("batch_a", ["validating"], "in_progress", {"total": 4})
         assert not queue.transition("batch_a", ["validating"], "failed")
-        fields = queue.batch_fields("batch_a")
-        assert {
-            name: fields[name] for name in ("state", "total", "endpoint", "generation", "completed", "failed", "cursor")
-        } == {
-            "state": "in_progress",
-            "total": "4",
-            "endpoint": "/v1/completions",
-            "generation": "0",
-            "completed": "0",
-            "failed": "0",
-            "cursor": "0",
-        }
+        found = queue.batch_fields("batch_a")
+        assert found == BatchFields(state="in_progress", total=4, root="/store/a", heartbeat=found.heartbeat)
         assert queue.batches() == ["batch_a"]
 
     def test_of_another_generation_changes_nothing(self, queue: Queue) -> None:
@@ -41,13 +32,13 @@ class TestTransition:
 
     def test_notes_the_time(self, queue: Queue) -> None:
         queue.create_batch("batch_a", 3)
-        first = int(queue.batch_fields("batch_a")["heartbeat"])
+        first = queue.batch_fields("batch_a").heartbeat
         queue.transition("batch_a", ["validating"], "validating")
-        assert int(queue.batch_fields("batch_a")["heartbeat"]) >= first > 1e12
+        assert queue.batch_fields("batch_a").heartbeat >= first > 1e12
 
     def test_without_a_record(self, queue: Queue) -> None:
         assert not queue.transition("batch_a", ["in_progress"], "cancelling")
-        assert queue.batch_fields("batch_a") == {}
+        assert queue.batch_fields("batch_a") == BatchFields()
         assert queue.batches() == []
 
 
@@ -113,7 +104,7 @@ class TestDrain:
         there = [line for line, _ in queue.results("batch_a")]
         assert there == list(range(MAX_PART_LINES))
         assert queue.drained("batch_a", "part-0", there)
-        assert int(queue.batch_fields("batch_a")["result_bytes"]) == 0
+        assert queue.batch_fields("batch_a").result_bytes == 0
         assert redis_client.exists(keys.results("batch_a")) == 0
         with pytest.raises(ValueError, match="in one part"):
             queue.drained("batch_a", "part-1", range(MAX_PART_LINES + 1))

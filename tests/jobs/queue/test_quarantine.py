@@ -68,7 +68,7 @@ def test_one_poison_among_256_is_found_and_all_others_get_through(queue: Queue) 
         assert seq < 100
     assert deaths == 3
     fields = queue.batch_fields("batch_a")
-    assert (fields["completed"], fields["failed"]) == ("255", "1")
+    assert (fields.completed, fields.failed) == (255, 1)
     assert {line: result.status for line, result in queue.results("batch_a") if not result.succeeded} == {77: 500}
 
 
@@ -90,7 +90,7 @@ class TestQuarantined:
         assert quarantine(queue, "w5.0", alone[0]) == []
         [(line, result)] = queue.results("batch_a")
         assert (line, result) == (alone[0][0].key.line, DEAD_LETTER)
-        assert queue.batch_fields("batch_a")["failed"] == "1"
+        assert queue.batch_fields("batch_a").failed == 1
 
     def test_repeated_changes_nothing(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 20)
@@ -135,7 +135,7 @@ class TestQuarantined:
         for number in range(3):
             quarantine(queue, f"w{number}", take(queue, f"w{number}", 1))
         fields = queue.batch_fields("batch_a")
-        assert (fields["completed"], fields["failed"], fields["body_bytes"]) == ("0", "1", "0")
+        assert (fields.completed, fields.failed, fields.body_bytes) == (0, 1, 0)
         messages = queue.control_messages(keys.JOBS_CONTROL, "0-0", 0)
         # Its list ran empty, and it ended
         assert [message.batch for message in messages] == ["batch_a", "batch_a"]

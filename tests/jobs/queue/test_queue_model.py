@@ -447,7 +447,7 @@ class QueueModel(RuleBasedStateMachine):
         for batch in BATCHES if self.known else ():
             record = self.queue.batch_fields(batch)
             for how in ("completed", "failed"):
-                assert int(record[how]) == sum(
+                assert getattr(record, how) == sum(
                     known.ended == how for key, known in self.known.items() if key.batch == batch
                 )
         assert self.queue.token_totals() == (sum(self.counts.values()), self.delivered)

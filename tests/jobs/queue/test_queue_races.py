@@ -70,8 +70,7 @@ class Race:
 
     @staticmethod
     def is_done(queue: Queue, batch: str) -> bool:
-        fields = queue.batch_fields(batch)
-        return int(fields["completed"]) + int(fields["failed"]) == int(fields["total"])
+        return queue.batch_fields(batch).all_done
 
     def guard(self, target, number: int) -> None:  # type: ignore[no-untyped-def]
         try:
@@ -172,7 +171,7 @@ def race(folder: Path, seed: int, lines: int, kills: int, deadline: float) -> No
             assert [line for line, _ in results] == list(range(lines))
             dead_letter = sum(result == DEAD_LETTER for _, result in results)
             answered = sum(result.body == b'{"text":"%b/%d"}' % (batch.encode(), line) for line, result in results)
-            assert (answered, answered + dead_letter) == (int(queue.batch_fields(batch)["completed"]), lines)
+            assert (answered, answered + dead_letter) == (queue.batch_fields(batch).completed, lines)
             assert dead_letter < lines / 10
             queue.forget(batch)
         assert proxy.lost > 0

@@ -106,7 +106,7 @@ class TestClaim:
         queue = Queue(redis_client, QueueSettings(undrained_bytes=100))
         start_batch(queue, "batch_a", 4)
         commit_all(queue, "w1", take(queue, "w1", 1, 2))
-        assert int(queue.batch_fields("batch_a")["result_bytes"]) > 100
+        assert queue.batch_fields("batch_a").result_bytes > 100
         assert take(queue, "w1", 2) == []
         assert queue.drained("batch_a", "part-0", [0, 1])
         assert lines(take(queue, "w1", 3)) == [2, 3]
@@ -120,7 +120,7 @@ class TestClaim:
         claims += take(queue, "w1", 3, 1200)
         assert queue.renew("w1", held(claims)) == []
         commit_all(queue, "w1", claims)
-        assert queue.batch_fields("batch_a")["completed"] == "1200"
+        assert queue.batch_fields("batch_a").completed == 1200
 
 
 class TestFairness:
@@ -290,7 +290,7 @@ class TestFences:
         assert queue.commit("w1", [finished(old, "stale")]) == [old.key]
         [(line, result)] = queue.results("batch_a")
         assert (line, result.body) == (0, b'{"text":"fresh"}')
-        assert queue.batch_fields("batch_a")["completed"] == "1"
+        assert queue.batch_fields("batch_a").completed == 1
 
     def test_requeue(self, queue: Queue, stale) -> None:
         old, new = stale
@@ -321,7 +321,7 @@ class TestCommit:
         queue.publish("w1", [delta(claim, 0, [1], "a") for claim in claims])
         assert queue.commit("w1", [finished(claims[0]), finished(claims[1], status=400)]) == []
         fields = queue.batch_fields("batch_a")
-        assert (fields["completed"], fields["failed"]) == ("1", "1")
+        assert (fields.completed, fields.failed) == (1, 1)
         assert [line for line, _ in queue.results("batch_a")] == [0, 1]
         assert queue.done("batch_a") == b"\xc0"
         assert redis_client.exists(keys.tokens("batch_a/0"), keys.tokens("batch_a/1")) == 0
@@ -333,7 +333,7 @@ class TestCommit:
         items = [finished(claim) for claim in claims]
         assert queue.commit("w1", items) == []
         assert queue.commit("w1", items) == [claim.key for claim in claims]
-        assert queue.batch_fields("batch_a")["completed"] == "2"
+        assert queue.batch_fields("batch_a").completed == 2
 
     def test_of_a_line_that_is_done_counts_nothing(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 2)
@@ -343,7 +343,7 @@ class TestCommit:
         redis_client.hset(keys.batch("batch_a"), "completed", 1)
         commit_all(queue, "w1", claims)
         assert [line for line, _ in queue.results("batch_a")] == [1]
-        assert queue.batch_fields("batch_a")["completed"] == "2"
+        assert queue.batch_fields("batch_a").completed == 2
 
     def test_of_a_live_call_ends_its_stream(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.submit("live_a", request(reply_to="api1"))
@@ -548,7 +548,7 @@ class TestReap:
         assert take(ticking, "w4", 1) == []
         [(_, result)] = ticking.results("batch_a")
         assert (result.status, b"worker_lost" in result.body) == (500, True)
-        assert ticking.batch_fields("batch_a")["failed"] == "1"
+        assert ticking.batch_fields("batch_a").failed == 1
         [(_, entry)] = ticking.read_api("api1", "0-0", 0)
         assert entry.result is not None
         assert entry.result.status == 500

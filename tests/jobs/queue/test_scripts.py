@@ -78,7 +78,7 @@ def test_out_of_memory_still_takes_results(redis_client: redis.Redis) -> None:
         assert queue.drained("batch_a", "part-0", [0, 1])
     finally:
         redis_client.config_set("maxmemory", "0")
-    assert queue.batch_fields("batch_a")["completed"] == "2"
+    assert queue.batch_fields("batch_a").completed == 2
 
 
 def test_gives_up_after_the_time_given() -> None:

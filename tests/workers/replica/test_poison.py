@@ -80,7 +80,7 @@ def assert_found(queue: Queue, batch: str, expected: list[str], poisonous: dict[
     for line, poison in poisonous.items():
         assert_dead_lettered(results[line], poison)
     record = queue.batch_fields(batch)
-    assert (int(record["completed"]), int(record["failed"])) == (len(expected), len(poisonous))
+    assert (record.completed, record.failed) == (len(expected), len(poisonous))
 
 
 def wait_done(queue: Queue, batch: str, lines: int, timeout: float = 120.0) -> None:
@@ -264,7 +264,7 @@ def test_a_busy_worker_makes_room_for_quarantined_that_wait(queue: Queue, redis_
         assert queue.results(busy) == []
         assert "quarantine: requeued 4 requests to make room for quarantined ones" in worker.log()
         wait_done(queue, busy, 4)
-        assert int(queue.batch_fields(busy)["failed"]) == 0
+        assert queue.batch_fields(busy).failed == 0
 
 
 @pytest.mark.proof
@@ -288,7 +288,7 @@ def test_a_release_from_quarantine_is_repeated_until_redis_has_it(tmp_path: Path
             time.sleep(OUTAGE)
             server.start()
             wait_done(queue, batch, 3)
-            assert int(queue.batch_fields(batch)["failed"]) == 0
+            assert queue.batch_fields(batch).failed == 0
             assert "their leases expired" not in worker.log()
             assert worker.stop() == 0
 
