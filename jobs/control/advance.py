@@ -308,12 +308,13 @@ def _read_rows(
 
 
 def _request(spec: BatchSpec, number: int, raw: bytes, now: float) -> Request:
-    custom_id, url, model, body = read_line(raw)
-    if model is None:
+    line = read_line(raw)
+    model, body = line.model, line.body
+    if not model:
         assert spec.default_model is not None, "validate lets no other line pass"
         model = spec.default_model
         body = encode_body(decode_json(body) | {"model": model})
-    return Request(url, model, body, seed_of(spec.seed, number), custom_id, now)
+    return Request(line.url, model, body, seed_of(spec.seed, number), line.custom_id, now)
 
 
 def seed_of(seed: int, line: int) -> int:

@@ -8,7 +8,7 @@ request runs, and by then an odd line must be read just as it was when the file 
 import itertools
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -26,13 +26,14 @@ _STEPS = [{ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}.get(byte, 0) fo
 _NO_BRACKETS = bytes(byte for byte, step in enumerate(_STEPS) if step == 0)
 
 
-class Line(NamedTuple):
-    """The parts of a line that `validation.check_line` let pass."""
+class Line(msgspec.Struct, frozen=True):
+    """A line that `validation.check_line` lets pass."""
 
     custom_id: str
     url: str
-    model: str | None  # None: the line names none
+    model: str  # "" where the line names none and no default is known
     body: bytes  # JSON for `decode_json`, as the line has it wherever that is possible
+    values: dict[str, Any] = {}  # of the body, where `check_line` has read it
 
 
 class _Line(msgspec.Struct):
@@ -80,11 +81,19 @@ def read_line(raw: bytes) -> Line:
     try:
         line = _line_decoder.decode(raw)
         body = bytes(line.body)
-        return Line(line.custom_id, line.url, _model_decoder.decode(body).model, body)
+        return Line(line.custom_id, line.url, _model_decoder.decode(body).model or "", body)
     except msgspec.DecodeError:  # values that the strict reader refuses
         values = decode_json(raw)
         body = values["body"]
-        return Line(values["custom_id"], values["url"], body.get("model"), encode_body(body))
+        return Line(values["custom_id"], values["url"], body.get("model") or "", encode_body(body))
+
+
+def body_of(raw: bytes, values: dict[str, Any]) -> bytes:
+    """Return the body of a line as `read_line` does, given its values."""
+    try:
+        return bytes(_line_decoder.decode(raw).body)
+    except msgspec.DecodeError:
+        return encode_body(values)
 
 
 def _check_shape(raw: bytes) -> None:

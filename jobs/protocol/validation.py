@@ -10,7 +10,7 @@ import msgspec
 from jobs.protocol import fields
 from jobs.protocol.endpoint import Endpoint
 from jobs.protocol.endpoints import ENDPOINTS
-from jobs.protocol.lines import decode_json, read_line
+from jobs.protocol.lines import Line, body_of, decode_json
 from jobs.protocol.parameters import Parameters, combine, read_parameters, schemas
 from jobs.protocol.results import ApiError
 from jobs.protocol.value_types import Schema
@@ -18,16 +18,6 @@ from jobs.protocol.value_types import Schema
 _BATCH_CODES = frozenset(
     {"invalid_json_line", "missing_required_parameter", "invalid_url", "streaming_unsupported", "model_not_found"}
 )
-
-
-class LineRequest(msgspec.Struct, frozen=True):
-    """A line that may run."""
-
-    custom_id: str
-    endpoint: str
-    model: str
-    body: bytes  # JSON as in the line, so without a model where the line names none
-    values: dict[str, Any]  # of the body
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -69,12 +59,13 @@ def check_line(
     endpoint: str | None = None,
     models: Collection[str] | None = None,
     default_model: str | None = None,
-) -> LineRequest | LineError:
+) -> Line | LineError:
     """Check the structure of line `number` (from 1) of a batch file: what it lacks makes the whole
     file be refused.
 
     `endpoint` is the only url allowed (None: any of `ENDPOINTS`), `models` those that are served
     (None: not looked at), `default_model` that of a line that names none (None: every line must).
+    What is returned names the model and has `values`.
     """
     try:
         line = decode_json(raw)
@@ -87,14 +78,14 @@ def check_line(
         return LineError(error.code or "invalid_value", number, error.param, error.message)
 
 
-def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Collection[str]) -> LineRequest | LineError:
+def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Collection[str]) -> Line | LineError:
     """As `check_line`, for a batch that came through the API: also the body's type is looked at,
     and the codes are OpenAI's for batches.
     """
     found = check_line(raw, number, endpoint, models)
-    if isinstance(found, LineRequest):
+    if isinstance(found, Line):
         try:
-            _check_body(found.values, found.endpoint)
+            _check_body(found.values, found.url)
             return found
         except ApiError as error:
             found = LineError("invalid_request", number, error.param, error.message)
@@ -152,7 +143,7 @@ def _check_body(body: dict[str, Any], endpoint: str) -> None:
 
 def _read_line(
     line: dict[str, Any], raw: bytes, endpoint: str | None, models: Collection[str] | None, default_model: str | None
-) -> LineRequest:
+) -> Line:
     custom_id = fields.text(fields.required(line, "custom_id"), "custom_id", least=1)
     method = fields.required(line, "method")
     if method != "POST":
@@ -173,4 +164,4 @@ def _read_line(
         fields.fail(
             f"The model '{fields.shown(model)}' is not served; there is: {served}.", "body.model", "model_not_found"
         )
-    return LineRequest(custom_id, url, model, read_line(raw).body, body)
+    return Line(custom_id, url, model, body_of(raw, body), body)

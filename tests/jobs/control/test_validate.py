@@ -14,7 +14,7 @@ import pytest
 import redis
 from pyarrow import parquet
 
-from jobs.batch import input_files
+from jobs.batch import input_files, source_check
 from jobs.batch.client import BatchRecord
 from jobs.batch.plan import Sorter
 from jobs.control import validate
@@ -100,7 +100,7 @@ def test_at_most_a_thousand_are_listed_in_line_order_and_the_rest_counted(
 def test_all_duplicates_are_found(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(validate, "Sorter", lambda size, folder: Sorter(size, folder, 50))
+    monkeypatch.setattr(source_check, "Sorter", lambda size, folder: Sorter(size, folder, 50))
     rng = random.Random(seed)
     names = [f"id{rng.randrange(300)}" for _ in range(600)]
     record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(map(chat_line, names)))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from jobs.protocol import lines
 from jobs.protocol.chat import CHAT
-from jobs.protocol.lines import MOST_NESTED, decode_json, encode_body, read_line
+from jobs.protocol.lines import MOST_NESTED, Line, decode_json, encode_body, read_line
 from jobs.protocol.results import ApiError, encode_json
-from jobs.protocol.validation import LineError, LineRequest, check_line, parse_call
+from jobs.protocol.validation import LineError, check_line, parse_call
 from tests.support.bad_requests import message
 
 
@@ -35,7 +35,7 @@ def line(depth: int, opening: bytes = b"[", closing: bytes = b"]", inside: bytes
 def test_what_is_accepted_can_be_read_at_every_later_stage(opening: bytes, closing: bytes, inside: bytes) -> None:
     raw = line(MOST_NESTED - 2, opening, closing, inside)
     found = check_line(raw, 1)
-    assert isinstance(found, LineRequest)
+    assert isinstance(found, Line)
     for frames in (0, 100, 300):
         body = deeper(frames, lambda: read_line(raw).body)
         assert body == found.body
@@ -91,12 +91,12 @@ def test_a_line_with_some_bytes_changed_is_read_alike_by_all_or_refused(data: st
         place = data.draw(st.integers(0, len(raw) - 1))
         raw[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2) | st.sampled_from(PIECES))
     found = check_line(bytes(raw), 1)
-    if isinstance(found, LineRequest):
+    if isinstance(found, Line):
         line = read_line(bytes(raw))
         assert repr(decode_json(found.body)) == repr(found.values)
         assert (line.custom_id, line.url, line.model, line.body) == (
             found.custom_id,
-            found.endpoint,
+            found.url,
             found.model,
             found.body,
         )

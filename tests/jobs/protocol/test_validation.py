@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
+from jobs.protocol.lines import Line
 from jobs.protocol.results import ApiError
-from jobs.protocol.validation import LineError, LineRequest, check_line, decode_body, parse_call
+from jobs.protocol.validation import LineError, check_line, decode_body, parse_call
 from tests.support.bad_requests import BAD_REQUESTS, HOSTILE_BUT_GOOD, NOT_JSON, BadRequest, as_json
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -281,7 +282,7 @@ class TestLines:
     def test_a_good_one_keeps_its_body_byte_for_byte(self) -> None:
         body = b'{"model": "m",  "messages":[], "x": 1.50}'
         raw = b'{"custom_id": "a" , "method":"POST","url":"/v1/chat/completions", "body" : %b, "more": 1}' % body
-        assert check_line(raw, 3) == LineRequest("a", CHAT, "m", body, json.loads(body))
+        assert check_line(raw, 3) == Line("a", CHAT, "m", body, json.loads(body))
 
     def test_bad_values_inside_the_body_pass(self) -> None:
         for name, value in (
@@ -295,7 +296,7 @@ class TestLines:
                 json.dumps(line(body=chat(**{name: 0}))).replace(f'"{name}": 0', f'"{name}": {written(value)}').encode()
             )
             checked = check_line(raw, 1)
-            assert isinstance(checked, LineRequest)
+            assert isinstance(checked, Line)
             with pytest.raises(ApiError) as caught:
                 parse_call(CHAT, decode_body(checked.body))
             assert caught.value.param == name
@@ -354,4 +355,4 @@ class TestLines:
 
     def test_either_endpoint_when_none_is_given(self) -> None:
         for url, body in ((CHAT, chat()), (COMPLETIONS, completion())):
-            assert isinstance(check_line(json.dumps(line(url=url, body=body)).encode(), 1), LineRequest)
+            assert isinstance(check_line(json.dumps(line(url=url, body=body)).encode(), 1), Line)

@@ -1,0 +1,173 @@
+"""One pass over the lines of an input: what is wrong with them, or the plan and the line index."""
+
+import hashlib
+import heapq
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from jobs.batch.input_files import MAX_LINE_BYTES, InputLine
+from jobs.batch.line_index import LineIndexWriter
+from jobs.batch.manifest import BatchSpec, LineProblem
+from jobs.batch.plan import PLAN_NAME, PlanBuilder, PlanEntry, Sorter
+from jobs.protocol import fields
+from jobs.protocol.lines import Line, read_line
+from jobs.protocol.validation import LineError, check_batch_line, check_line
+from jobs.store.storage import join, local_path, open_input
+
+MAX_PROBLEMS = 1000
+
+_ID_RECORD_BYTES = 24  # hash of the custom_id, line, offset, length
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """What a pass found; `problems` is empty for a file that may run."""
+
+    total: int = 0
+    models: list[str] = []
+    problems: list[LineProblem] = []
+    plan_sha256: str = ""
+
+
+def refused(code: str, message: str, param: str | None = None) -> Checked:
+    """Return that the file as a whole cannot run."""
+    return Checked(problems=[LineProblem(code, message, None, param)])
+
+
+class SourceCheck:
+    """Takes every line once, in order; then either `problems` has some, or `finish` may be called.
+
+    `served` are the models that lines may name.
+    """
+
+    def __init__(self, spec: BatchSpec, root: str, served: Collection[str]) -> None:
+        folder = local_path(root)
+        self.body_bytes = 0
+        self._spec = spec
+        self._root = root
+        self._served = served
+        self._models: set[str] = set()
+        self._problems = _Problems()
+        self._plan = PlanBuilder(folder)
+        self._ids = _CustomIds(folder)
+        self._index = LineIndexWriter(root) if spec.of_api else None
+
+    def add(self, line: InputLine) -> None:
+        """Check one line."""
+        found = self._check(line)
+        if isinstance(found, LineError):
+            self._problems.add(found)
+            return
+        entry = PlanEntry(line.number, line.offset, len(line.raw or b""))
+        self._ids.add(found.custom_id, entry)
+        self._plan.add(entry, found.model, found.values)
+        if self._index is not None:
+            self._index.add(entry)
+        self._models.add(found.model)
+        self.body_bytes += len(found.body)
+
+    def problems(self, source: str) -> list[LineProblem]:
+        """Return what is wrong, in line order: at most `MAX_PROBLEMS` entries, and a note of how
+        many more lines are bad.
+        """
+        return self._problems.listed(*self._ids.duplicates(source))
+
+    def finish(self) -> Checked:
+        """Write the plan and the index of a file without problems. Raise `StoreError`."""
+        if self._index is not None:
+            self._index.commit()
+        plan_sha256 = self._plan.write(join(self._root, PLAN_NAME))
+        return Checked(self._plan.lines, sorted(self._models), [], plan_sha256)
+
+    def close(self) -> None:
+        """Free memory and disk."""
+        self._plan.close()
+        self._ids.close()
+        if self._index is not None:
+            self._index.close()
+
+    def _check(self, line: InputLine) -> Line | LineError:
+        spec = self._spec
+        if line.raw is None:
+            code = "invalid_request" if spec.of_api else "line_too_long"
+            return LineError(code, line.number, None, f"This line is longer than {MAX_LINE_BYTES} bytes.")
+        if spec.of_api:
+            return check_batch_line(line.raw, line.number, spec.endpoint, self._served)
+        return check_line(line.raw, line.number, spec.endpoint, self._served, spec.default_model)
+
+
+class _Problems:
+    """Bad lines, of which at most `MAX_PROBLEMS` are kept."""
+
+    def __init__(self) -> None:
+        self._kept: list[LineProblem] = []
+        self._count = 0
+
+    def add(self, error: LineError) -> None:
+        self._count += 1
+        if len(self._kept) < MAX_PROBLEMS:
+            self._kept.append(LineProblem(error.code, error.message, error.line, error.param))
+
+    def listed(self, repeated: int, duplicates: list[LineProblem]) -> list[LineProblem]:
+        """Return them with `duplicates`, which describe some of the `repeated` lines."""
+        listed = sorted([*self._kept, *duplicates], key=lambda problem: problem.line or 0)[:MAX_PROBLEMS]
+        if more := self._count + repeated - len(listed):
+            message = f"{more} more lines are bad; the first {len(listed)} are listed."
+            listed.append(LineProblem("too_many_errors", message))
+        return listed
+
+
+class _CustomIds:
+    """Finds repeated custom_ids with 24 bytes per line, most of them on disk."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._sorter = Sorter(_ID_RECORD_BYTES, folder)
+
+    def add(self, custom_id: str, entry: PlanEntry) -> None:
+        digest = hashlib.blake2b(custom_id.encode(), digest_size=8).digest()
+        self._sorter.add(
+            digest + entry.line.to_bytes(4, "big") + entry.offset.to_bytes(8, "big") + entry.length.to_bytes(4, "big")
+        )
+
+    def duplicates(self, source: str) -> tuple[int, list[LineProblem]]:
+        """How many lines repeat an earlier one's, and problems for the first `MAX_PROBLEMS` of
+        them.
+        """
+        count = 0
+        first_lines: list[tuple[int, PlanEntry, PlanEntry]] = []  # heap, the highest line on top
+        original = b""
+        for record in self._sorter:
+            if record[:8] != original[:8]:
+                original = record
+                continue
+            count += 1
+            entry = _entry(record)
+            item = (-entry.line, entry, _entry(original))
+            if len(first_lines) < MAX_PROBLEMS:
+                heapq.heappush(first_lines, item)
+            else:
+                heapq.heappushpop(first_lines, item)
+        return count, _describe(source, sorted(first_lines, reverse=True))
+
+    def close(self) -> None:
+        self._sorter.close()
+
+
+def _entry(record: bytes) -> PlanEntry:
+    return PlanEntry(
+        int.from_bytes(record[8:12], "big"), int.from_bytes(record[12:20], "big"), int.from_bytes(record[20:24], "big")
+    )
+
+
+def _describe(source: str, found: list[tuple[int, PlanEntry, PlanEntry]]) -> list[LineProblem]:
+    if not found:
+        return []
+    problems = []
+    with open_input(source) as file:
+        for _, entry, original in found:
+            file.seek(entry.offset)
+            custom_id = read_line(file.read(entry.length)).custom_id
+            message = f"Duplicate custom_id '{fields.shown(custom_id)}': line {original.line} has it already."
+            problems.append(LineProblem("duplicate_custom_id", message, entry.line, "custom_id"))
+    return problems
