@@ -14,6 +14,7 @@ import logging
 import signal
 import time
 import uuid
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -25,15 +26,20 @@ from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
-from jobs.control import slices
-from jobs.control.advance import flush
+from jobs.control import advance, finalize, slices, validate
 from jobs.process import add_redis_url, die_with_parent, set_up_log
 from jobs.queue.connection import check_server, connect
 from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.tasks import function_name
 
 _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
 _RETRY_SECONDS = 0.5
 _LONG_JOBS = 8
+_FUNCTIONS: dict[str | None, Callable[..., None]] = {
+    function_name("validate"): validate.run,
+    function_name("advance"): advance.run,
+    function_name("finalize"): finalize.run,
+}
 logger = logging.getLogger(__name__)
 
 
@@ -64,6 +70,22 @@ def main() -> None:
         _flush()
 
 
+class ControlJob(Job):
+    """RQ's job that imports nothing that Redis names: its function comes from a table, and it has
+    no callbacks.
+    """
+
+    success_callback = failure_callback = stopped_callback = None
+
+    @property
+    def func(self) -> Callable[..., None]:
+        """Return the function of that name; for an unknown name one that logs it."""
+        return _FUNCTIONS.get(self.func_name, self._drop)
+
+    def _drop(self, *arguments: Any, **options: Any) -> None:
+        logger.warning("dropped job %s: this version has no job %s", self.id, self.func_name)
+
+
 class ControlWorker(SimpleWorker):
     """RQ's worker that forks nothing, with short times and without the parts that cost a connection
     or a thread.
@@ -77,6 +99,7 @@ class ControlWorker(SimpleWorker):
             [queue],
             name=f"{queue}-{uuid.uuid4().hex}",
             connection=client,
+            job_class=ControlJob,
             serializer=JSONSerializer,
             worker_ttl=_WORKER_TTL,
             maintenance_interval=60,
@@ -145,7 +168,7 @@ def _flush() -> None:
     """Keep what finished, for a Redis that may not come back."""
     slices.stopping.clear()
     try:
-        flush(slices.process_queue())
+        advance.flush(slices.process_queue())
     except (redis.RedisError, QueueUnavailable) as error:
         logger.warning("Redis unavailable; finished lines stay in Redis: %s", error)
 

@@ -25,7 +25,7 @@ def enqueue(client: redis.Redis, job: JobName, batch: str, generation: int) -> b
     for _ in range(2):
         try:
             queue.enqueue_call(
-                f"jobs.control.{job}.run",
+                function_name(job),
                 args=(batch, generation),
                 job_id=name,
                 timeout=-1,
@@ -52,6 +52,14 @@ def _removed_if_failed(client: redis.Redis, name: str) -> bool:
     except (NoSuchJobError, InvalidJobOperation):  # it ended meanwhile, or was forgotten
         client.unlink(Job.key_for(name))
     return True
+
+
+def function_name(job: JobName) -> str:
+    """Return the name of the job's function in RQ, which every version must keep.
+
+    It is no import path: `rq_worker` looks it up in a table.
+    """
+    return f"jobs.{job}.run"
 
 
 def job_id(job: JobName, batch: str, generation: int) -> str:

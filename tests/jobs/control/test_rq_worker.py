@@ -11,15 +11,17 @@ import threading
 import time
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
+from rq import Callback
 from rq import Queue as JobQueue
 from rq.serializers import JSONSerializer
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch, wait_for
 from jobs.batch.manifest import load_manifest
-from jobs.control import slices
+from jobs.control import rq_worker, slices
 from jobs.control.rq_worker import ControlWorker
 from jobs.control.slices import process_queue, use_server
 from jobs.queue.connection import connect
@@ -75,7 +77,7 @@ def test_nothing_in_redis_is_pickled(redis_client: redis.Redis) -> None:
     assert not is_waiting(redis_client, "validate", "batch_x", 3)
     job = redis_client.hgetall("rq:job:advance-batch_x-3")
     data = zlib.decompress(job[b"data"])  # type: ignore[index]
-    assert JSONSerializer.loads(data) == ["jobs.control.advance.run", None, ["batch_x", 3], {}]
+    assert JSONSerializer.loads(data) == ["jobs.advance.run", None, ["batch_x", 3], {}]
 
 
 def forget_everything() -> None:
@@ -84,17 +86,37 @@ def forget_everything() -> None:
 
 
 def test_a_job_that_redis_forgot_ends_without_a_trace(
-    redis_client: redis.Redis, redis_url: str, caplog: pytest.LogCaptureFixture
+    redis_client: redis.Redis, redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_server(redis_url)
-    jobs = JobQueue("advance", connection=redis_client, serializer=JSONSerializer)
-    jobs.enqueue_call(forget_everything, job_id="forgotten", timeout=-1, result_ttl=0)
-    worker = ControlWorker("advance", redis_client)
+    monkeypatch.setitem(rq_worker._FUNCTIONS, "forget", forget_everything)
+    run_one_job(redis_client, "forget", job_id="forgotten", result_ttl=0)
+    assert warnings_in(caplog) == []
+    assert [key for key in redis_client.scan_iter() if b"forgotten" in key] == []
+
+
+def test_a_job_of_another_name_is_dropped_and_nothing_is_imported_for_it(
+    redis_client: redis.Redis, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tripwire.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    callback = Callback("tripwire.run")
+    run_one_job(redis_client, "tripwire.run", job_id="other", on_success=callback, on_failure=callback)
+    assert warnings_in(caplog) == ["dropped job other: this version has no job tripwire.run"]
+    assert redis_client.llen("rq:queue:advance") == redis_client.zcard("rq:failed:advance") == 0
+
+
+def run_one_job(client: redis.Redis, function: str, **options: Any) -> None:
+    """Enqueue the job and run it as the process does."""
+    JobQueue("advance", connection=client, serializer=JSONSerializer).enqueue_call(function, timeout=-1, **options)
+    worker = ControlWorker("advance", client)
     dequeued = worker.dequeue_job_and_maintain_ttl(1)
     assert dequeued is not None
     worker.execute_job(*dequeued)
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
-    assert [key for key in redis_client.scan_iter() if b"forgotten" in key] == []
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_sigterm_keeps_what_finished(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
