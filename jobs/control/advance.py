@@ -18,10 +18,9 @@ from jobs.batch.plan import PLAN_NAME, PlanEntry, read_plan
 from jobs.batch.recovery import count_results
 from jobs.batch.result_files import LoggedLines, log_successes
 from jobs.batch.source import open_source
-from jobs.control.slices import Slice, process_queue, run_slice
+from jobs.control.slices import Slice
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
-from jobs.protocol.states import states_of
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
@@ -69,11 +68,6 @@ class BatchProgress:
 _progress: dict[str, BatchProgress] = {}
 
 
-def run(batch: str, generation: int) -> None:
-    """The RQ job."""
-    run_slice(process_queue(), batch, generation, states_of("advance"), advance)
-
-
 def advance(held: Slice) -> None:
     """One slice. Moves the batch to `finalizing` when every line is done. Raises `StoreError`."""
     deadline = time.monotonic() + SLICE_SECONDS
@@ -97,13 +91,8 @@ def advance(held: Slice) -> None:
             return
 
 
-def flush(queue: Queue) -> None:
-    """Drain every running batch that no other process works on; called before a process stops."""
-    for batch, fields in queue.active_batches().items():
-        run_slice(queue, batch, fields.generation, states_of("advance"), _drain_all)
-
-
-def _drain_all(held: Slice) -> None:
+def drain_all(held: Slice) -> None:
+    """Drain whatever has finished. Raise `StoreError`."""
     progress = BatchProgress()
     while drain(held, progress, everything=True):
         pass

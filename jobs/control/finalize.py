@@ -16,10 +16,9 @@ from jobs.batch.recovery import repair, restore_progress
 from jobs.batch.result_files import begin_result_files, publish_result_files
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
-from jobs.control.slices import Slice, process_queue, run_long
+from jobs.control.slices import Slice
 from jobs.protocol.lines import read_line
 from jobs.protocol.results import Result, Usage, batch_request_id, output_line, unanswered_line
-from jobs.protocol.states import states_of
 from jobs.queue.tasks import enqueue
 from jobs.store.storage import AtomicWriter, join, sweep_beside
 
@@ -55,11 +54,6 @@ class _Answer(NamedTuple):
     custom_id: str
     result: Result | None
     reason: tuple[str, str]
-
-
-def run(batch: str, generation: int) -> None:
-    """The RQ job."""
-    run_long(process_queue(), batch, generation, states_of("finalize"), finalize)
 
 
 def finalize(held: Slice) -> None:

@@ -15,6 +15,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -26,20 +27,18 @@ from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
-from jobs.control import advance, finalize, slices, validate
+from jobs.control.runner import WORK, Runner
 from jobs.process import add_redis_url, die_with_parent, set_up_log
+from jobs.protocol.states import JobName
 from jobs.queue.connection import check_server, connect
+from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.tasks import function_name
 
 _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
 _RETRY_SECONDS = 0.5
 _LONG_JOBS = 8
-_FUNCTIONS: dict[str | None, Callable[..., None]] = {
-    function_name("validate"): validate.run,
-    function_name("advance"): advance.run,
-    function_name("finalize"): finalize.run,
-}
+_NAMES: dict[str | None, JobName] = {function_name(job): job for job in WORK}
 logger = logging.getLogger(__name__)
 
 
@@ -56,18 +55,21 @@ def main() -> None:
     # Its registries complain of killed jobs that have long run again
     logging.getLogger("rq").setLevel(logging.ERROR)
     logging.getLogger("rq.worker").addFilter(_is_news)
-    slices.use_server(options.redis_url)
-    if options.queue == "bulk":
-        slices.use_threads(_LONG_JOBS)
+    runner = Runner(Queue(connect(options.redis_url)), _LONG_JOBS if options.queue == "bulk" else 0)
+
+    def stop(signum: int, frame: FrameType | None) -> Any:
+        runner.stopping.set()
+        raise _StoppedWhileIdle
+
     try:
-        signal.signal(signal.SIGTERM, _stop)
-        signal.signal(signal.SIGINT, _stop)
-        while not slices.stopping.is_set():
-            _serve(options.queue, options.redis_url)
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        while not runner.stopping.is_set():
+            _serve(options.queue, options.redis_url, runner)
     except (_StoppedWhileIdle, StopRequested):
         logger.info("stopping")
     if options.queue == "advance":
-        _flush()
+        _flush(runner)
 
 
 class ControlJob(Job):
@@ -76,11 +78,13 @@ class ControlJob(Job):
     """
 
     success_callback = failure_callback = stopped_callback = None
+    runner: Runner  # of the worker that runs it
 
     @property
     def func(self) -> Callable[..., None]:
         """Return the function of that name; for an unknown name one that logs it."""
-        return _FUNCTIONS.get(self.func_name, self._drop)
+        job = _NAMES.get(self.func_name)
+        return self._drop if job is None else partial(self.runner.run, job)
 
     def _drop(self, *arguments: Any, **options: Any) -> None:
         logger.warning("dropped job %s: this version has no job %s", self.id, self.func_name)
@@ -94,7 +98,7 @@ class ControlWorker(SimpleWorker):
     max_connection_wait_time = 1.0
     log_result_lifespan = False
 
-    def __init__(self, queue: str, client: redis.Redis) -> None:
+    def __init__(self, queue: str, client: redis.Redis, runner: Runner) -> None:
         super().__init__(
             [queue],
             name=f"{queue}-{uuid.uuid4().hex}",
@@ -105,6 +109,13 @@ class ControlWorker(SimpleWorker):
             maintenance_interval=60,
             log_job_description=False,
         )
+        self._runner = runner
+
+    def execute_job(self, job: Job, queue: JobQueue) -> None:
+        """Run the job in this process."""
+        assert isinstance(job, ControlJob), "as the worker was told"
+        job.runner = self._runner
+        super().execute_job(job, queue)
 
     def subscribe(self) -> None:
         """No remote commands."""
@@ -117,7 +128,7 @@ class ControlWorker(SimpleWorker):
 
     def handle_warm_shutdown_request(self) -> None:
         """Long jobs end at their next check."""
-        slices.stopping.set()
+        self._runner.stopping.set()
 
     def handle_job_success(self, job: Job, queue: JobQueue, started_job_registry: StartedJobRegistry) -> None:
         """Remove the last heartbeat of a job that Redis lost while it ran: nothing else would."""
@@ -137,7 +148,7 @@ class ControlWorker(SimpleWorker):
         RQ asks before it waits for each job. A signal's exception alone would not do: redis-py's
         destructors drop it.
         """
-        if slices.stopping.is_set():
+        if self._runner.stopping.is_set():
             raise StopRequested
         return bool(super().should_run_maintenance_tasks)
 
@@ -150,25 +161,25 @@ class _StoppedWhileIdle(Exception):
     """The signal came while no job ran."""
 
 
-def _serve(queue: str, url: str) -> None:
+def _serve(queue: str, url: str, runner: Runner) -> None:
     """Run RQ's loop once; it ends when Redis is unavailable for longer than a moment."""
     client = connect(url)
     try:
         check_server(client)
-        ControlWorker(queue, client).work(logging_level="WARNING")
+        ControlWorker(queue, client, runner).work(logging_level="WARNING")
     except (redis.RedisError, QueueUnavailable) as error:
         logger.warning("Redis unavailable; this process takes jobs again when it answers: %s", error)
     finally:
         client.close()
-    if not slices.stopping.is_set():
+    if not runner.stopping.is_set():
         time.sleep(_RETRY_SECONDS)
 
 
-def _flush() -> None:
+def _flush(runner: Runner) -> None:
     """Keep what finished, for a Redis that may not come back."""
-    slices.stopping.clear()
+    runner.stopping.clear()
     try:
-        advance.flush(slices.process_queue())
+        runner.flush()
     except (redis.RedisError, QueueUnavailable) as error:
         logger.warning("Redis unavailable; finished lines stay in Redis: %s", error)
 
@@ -176,11 +187,6 @@ def _flush() -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     """Drop RQ's traceback for each outage of Redis, which `_serve` logs in one line."""
     return record.exc_info is None or not isinstance(record.exc_info[1], redis.RedisError)
-
-
-def _stop(signum: int, frame: FrameType | None) -> Any:
-    slices.stopping.set()
-    raise _StoppedWhileIdle
 
 
 if __name__ == "__main__":

@@ -1,29 +1,24 @@
-"""One slice of a batch's job: the hold on its batch, its heartbeat, and what a failure leads to."""
+"""One slice of a batch's job: the hold on its batch, and its heartbeat."""
 
 import contextlib
-import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import redis
 
-from jobs.batch.ending import begin_cancel, clean_up
-from jobs.batch.input_files import InputError
+from jobs.batch.ending import clean_up
 from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, load_manifest, save_manifest
-from jobs.protocol.states import CANCELLABLE, END_STATES, State
+from jobs.protocol.states import State
 from jobs.queue.batch_fields import BatchFields
-from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
-from jobs.store.storage import Busy, StoreError, exclusive, sweep
+from jobs.store.storage import StoreError, exclusive, sweep
 
 BEAT_SECONDS = 1.0
 """Between two heartbeats of a job."""
 STALE_SECONDS = 5.0
 """Without a heartbeat for this long, the job of a batch is taken for dead."""
-_PATIENCE_SECONDS = 2 * BEAT_SECONDS  # in which a job that lost its batch releases the folder
-logger = logging.getLogger(__name__)
 
 
 class Superseded(Exception):
@@ -36,24 +31,6 @@ class Stopping(Exception):
     """This process ends; the ticker has the job run elsewhere."""
 
 
-stopping = threading.Event()
-"""Set when the process was ordered to end."""
-_process_queue: Queue | None = None
-_slots: threading.Semaphore | None = None
-
-
-def use_server(url: str) -> None:
-    """Names the server that this process' jobs work on."""
-    global _process_queue
-    _process_queue = Queue(connect(url))
-
-
-def process_queue() -> Queue:
-    """The queue of the process, for the functions that RQ calls."""
-    assert _process_queue is not None, "use_server was not called"
-    return _process_queue
-
-
 class Slice:
     """A job's hold on one batch.
 
@@ -61,12 +38,15 @@ class Slice:
     changed.
     """
 
-    def __init__(self, queue: Queue, batch: str, generation: int, fields: BatchFields, manifest: Manifest) -> None:
+    def __init__(
+        self, queue: Queue, batch: str, fields: BatchFields, manifest: Manifest, stopping: threading.Event
+    ) -> None:
         self.queue = queue
         self.batch = batch
-        self.generation = generation
+        self.generation = fields.generation
         self.fields = fields
         self.manifest = manifest
+        self._stopping = stopping
         self._lost = False
         self._transitions = threading.Lock()
         self._ended = threading.Event()
@@ -88,7 +68,7 @@ class Slice:
         """
         if self._lost:
             raise Superseded(self.batch)
-        if stopping.is_set():
+        if self._stopping.is_set():
             raise Stopping
 
     def record(self) -> BatchFields:
@@ -164,8 +144,15 @@ class Slice:
 
 
 @contextlib.contextmanager
-def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], patience: float) -> Iterator[Slice]:
-    """Hold a batch for one job.
+def hold(
+    queue: Queue,
+    batch: str,
+    generation: int,
+    states: tuple[State, ...],
+    stopping: threading.Event,
+    patience: float = 0.0,
+) -> Iterator[Slice]:
+    """Hold a batch for one job, which is to end when `stopping` is set.
 
     Raise `Superseded` if the batch is not in one of `states` and `generation`, if another process
     holds it, or if its manifest names the record of another server, which took the folder over.
@@ -183,7 +170,7 @@ def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], p
             manifest.generation = generation
             save_manifest(manifest)
         sweep(fields.root)
-        held = Slice(queue, batch, generation, fields, manifest)
+        held = Slice(queue, batch, fields, manifest, stopping)
         held.note({})
         heart = threading.Thread(target=held.send_heartbeats, name=f"heartbeat-{batch}", daemon=True)
         heart.start()
@@ -192,87 +179,3 @@ def hold(queue: Queue, batch: str, generation: int, states: tuple[State, ...], p
         finally:
             held.release()
             heart.join()
-
-
-def use_threads(count: int) -> None:
-    """Let this process run as many long jobs side by side, so that a small batch does not wait for
-    a large one to be read or written.
-    """
-    global _slots
-    _slots = threading.Semaphore(count)
-
-
-def run_long(
-    queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None]
-) -> None:
-    """As `run_slice`, but after `use_threads` in a thread of its own; waits for a free one.
-
-    RQ takes such a job for done when it has begun; the batch's heartbeat says that it is alive.
-    """
-    slots = _slots
-    if slots is None:
-        run_slice(queue, batch, generation, states, work, _PATIENCE_SECONDS)
-        return
-
-    def run() -> None:
-        try:
-            run_slice(queue, batch, generation, states, work, _PATIENCE_SECONDS)
-        finally:
-            slots.release()
-
-    slots.acquire()
-    threading.Thread(target=run, name=batch).start()
-
-
-def run_slice(
-    queue: Queue,
-    batch: str,
-    generation: int,
-    states: tuple[State, ...],
-    work: Callable[[Slice], None],
-    patience: float = 0.0,
-) -> None:
-    """Run `work` under `hold`.
-
-    A failure that a person can mend becomes the record's `problem`; the ticker has the job run
-    again.
-
-    It raises nothing, so that RQ takes the job for done and never keeps a failed one, whose id
-    would bar the next.
-    """
-    try:
-        _run(queue, batch, generation, states, work, patience)
-    except (QueueUnavailable, redis.RedisError) as error:
-        logger.warning("batch %s: Redis unavailable; the ticker runs the job again: %s", batch, error)
-
-
-def _run(
-    queue: Queue, batch: str, generation: int, states: tuple[State, ...], work: Callable[[Slice], None], patience: float
-) -> None:
-    try:
-        with hold(queue, batch, generation, states, patience) as held:
-            if held.manifest.state in END_STATES:
-                held.end_again()
-            elif held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost that, or never got it
-                begin_cancel(queue, batch, generation)
-                return
-            else:
-                work(held)
-            if held.fields.problem:
-                held.note({"problem": ""})
-    except (Superseded, Stopping, Busy):
-        logger.debug("batch %s: another process works on it, or this one stops", batch)
-    except (StoreError, InputError) as error:
-        logger.error("batch %s: %s", batch, error)
-        note_problem(queue, batch, str(error))
-    except (QueueUnavailable, redis.RedisError):
-        raise
-    except Exception as error:
-        logger.exception("batch %s: internal error", batch)
-        note_problem(queue, batch, f"internal error: {error!r}")
-
-
-def note_problem(queue: Queue, batch: str, problem: str) -> None:
-    """Show in the record why the batch makes no progress."""
-    if state := queue.batch_fields(batch).state:
-        queue.transition(batch, [state], state, {"problem": problem})

@@ -23,7 +23,8 @@ import redis
 from jobs.batch.ending import clean_up
 from jobs.batch.rebuild import rebuild_all, unknown_folders
 from jobs.batch.retention import forget_output, remove_ended
-from jobs.control.advance import flush, needs_slice
+from jobs.control.advance import needs_slice
+from jobs.control.runner import Runner
 from jobs.control.slices import STALE_SECONDS
 from jobs.process import add_redis_url, die_with_parent, set_up_log
 from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE, JobName
@@ -161,7 +162,7 @@ class Ticker:
         drained here.
         """
         try:
-            flush(self._queue)
+            Runner(self._queue).flush()
         except (redis.RedisError, QueueUnavailable) as error:
             logger.warning("failed to drain finished lines from a full Redis: %s", error)
 

@@ -12,8 +12,7 @@ from jobs.batch.manifest import BatchSpec, LineProblem
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, refused
-from jobs.control.slices import Slice, process_queue, run_long
-from jobs.protocol.states import states_of
+from jobs.control.slices import Slice
 from jobs.queue.tasks import enqueue
 from jobs.store.storage import join, open_input, sha256_of, size_of, stamp_of
 
@@ -26,11 +25,6 @@ _CHECK_LINES = 1024
 _BYTES_PER_TOKEN = 4  # as `claim.lua` guesses
 _REGISTRY_SECONDS = 10.0
 _REGISTRY_POLL_SECONDS = 0.1
-
-
-def run(batch: str, generation: int) -> None:
-    """The RQ job."""
-    run_long(process_queue(), batch, generation, states_of("validate"), validate)
 
 
 def validate(held: Slice) -> None:

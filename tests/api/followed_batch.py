@@ -10,7 +10,6 @@ from pathlib import Path
 import openai
 import redis
 
-from jobs.control import slices
 from jobs.protocol.requests import Claim
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
@@ -29,9 +28,8 @@ COMPLETED = [(f"c{number}", "completed") for number in range(1, LINES + 1)]
 class FollowedBatch:
     """A batch of `LINES` lines, made over HTTP, whose control plane runs step by step here."""
 
-    def __init__(self, client: redis.Redis, redis_url: str, api_url: str, folder: Path, key: str = "none") -> None:
+    def __init__(self, client: redis.Redis, api_url: str, folder: Path, key: str = "none") -> None:
         self.client = client
-        slices.use_server(redis_url)
         Queue(client).register_worker(WorkerRecord("known", [MODEL], "ready", 128, time.time(), "host", 1))
         source = write_input(folder / "in.jsonl", LINES, model=MODEL)
         with openai.OpenAI(base_url=f"{api_url}/v1", api_key=key, max_retries=0) as official:

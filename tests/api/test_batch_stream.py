@@ -49,7 +49,7 @@ def api_url(settings: ApiSettings) -> Iterator[str]:
 
 @pytest.fixture
 def batch(redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path) -> FollowedBatch:
-    return FollowedBatch(redis_client, redis_url, api_url, tmp_path / "input")
+    return FollowedBatch(redis_client, api_url, tmp_path / "input")
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_a_batch_of_another_tenant_is_not_found(
     redis_client: redis.Redis, redis_url: str, api_url: str, settings: ApiSettings, http: httpx.Client, tmp_path: Path
 ) -> None:
     (_, mine), (_, other) = (create_key(settings.file_store, tenant=tenant) for tenant in ("mine", "other"))
-    batch = FollowedBatch(redis_client, redis_url, api_url, tmp_path / "input", key=mine)
+    batch = FollowedBatch(redis_client, api_url, tmp_path / "input", key=mine)
     for key, status in ((other, 404), ("sk-wrong", 401)):
         assert http.get(batch.path, headers={"authorization": f"Bearer {key}"}).status_code == status
     with EventReader(api_url + batch.path, headers={"authorization": f"Bearer {mine}"}):

@@ -47,7 +47,7 @@ def test_a_server_that_was_killed_costs_no_token(
     machine: RedisMachine, queue: Queue, settings: ApiSettings, steps: Steps, tmp_path: Path
 ) -> None:
     with running_api(settings) as url:
-        batch = FollowedBatch(queue.redis, machine.url, url, tmp_path / "input")
+        batch = FollowedBatch(queue.redis, url, tmp_path / "input")
         batch.start()
         steps.go_on(2)
         with EventReader(url + batch.path) as reader, EventReader(url + batch.path) as cut:
@@ -70,7 +70,7 @@ def test_an_empty_server_gets_the_batch_back_and_the_reader_a_new_beginning(
     machine: RedisMachine, queue: Queue, settings: ApiSettings, steps: Steps, tmp_path: Path
 ) -> None:
     with running_api(settings) as url:
-        batch = FollowedBatch(queue.redis, machine.url, url, tmp_path / "input")
+        batch = FollowedBatch(queue.redis, url, tmp_path / "input")
         batch.start()
         steps.go_on(2)
         with EventReader(url + batch.path) as reader:

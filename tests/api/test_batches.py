@@ -17,7 +17,7 @@ from api.settings import ApiSettings
 from jobs.batch import submit as submit_module
 from jobs.batch.client import cancel_batch, get_batch
 from jobs.batch.rebuild import rebuild_all
-from jobs.control import advance, finalize, slices
+from jobs.control import advance, finalize, runner
 from jobs.control.ticker import Ticker
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import create_key
@@ -42,9 +42,9 @@ def create(client: openai.OpenAI, data: bytes) -> Batch:
 
 
 def test_states_and_counts_go_forward_through_the_loss_of_redis(
-    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, http: httpx.Client, tmp_path: Path
+    redis_client: redis.Redis, client: openai.OpenAI, http: httpx.Client, tmp_path: Path
 ) -> None:
-    serve(redis_client, redis_url, "m")
+    serve(redis_client, "m")
     batch = create(client, lines_of(30))
     seen: list[Batch] = []
 
@@ -60,7 +60,7 @@ def test_states_and_counts_go_forward_through_the_loss_of_redis(
             "1",
             "queue_unavailable",
         )
-        serve(redis_client, redis_url, "m")
+        serve(redis_client, "m")
         rebuild_all(Queue(redis_client), str(tmp_path / "store"))
         look()
 
@@ -91,11 +91,11 @@ def test_states_and_counts_go_forward_through_the_loss_of_redis(
 
 
 def test_a_new_batch_is_shown_as_it_was_made(
-    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the control plane is faster than the answer."""
-    serve(redis_client, redis_url, "m")
-    monkeypatch.setattr(slices, "_PATIENCE_SECONDS", 0.0)
+    serve(redis_client, "m")
+    monkeypatch.setattr(runner, "_PATIENCE_SECONDS", 0.0)
     read = submit_module.get_batch
 
     def late(connection: redis.Redis, batch: str) -> Any:
@@ -109,9 +109,9 @@ def test_a_new_batch_is_shown_as_it_was_made(
 
 
 def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
-    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
 ) -> None:
-    batch = submit(redis_client, redis_url, tmp_path, lines_of(5)).id
+    batch = submit(redis_client, tmp_path, lines_of(5)).id
     step(redis_client, batch)
     redis_client.hset("{q}:batch:" + batch, "expires_at", 1)
     Ticker(Queue(redis_client)).tick()
@@ -122,10 +122,8 @@ def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
     assert [(one.status, one.finalizing_at) for one in seen] == [("in_progress", None), ("expired", None)]
 
 
-def test_limits_of_a_key_are_those_of_its_tenant(
-    redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path
-) -> None:
-    serve(redis_client, redis_url, "m")
+def test_limits_of_a_key_are_those_of_its_tenant(redis_client: redis.Redis, api_url: str, tmp_path: Path) -> None:
+    serve(redis_client, "m")
     store = str(tmp_path / "store")
     first, second = (create_key(store, tenant="a", open_batches=2, queued_tokens=1500)[1] for _ in range(2))
     _, other = create_key(store, tenant="b")
@@ -143,10 +141,8 @@ def test_limits_of_a_key_are_those_of_its_tenant(
     create(official_client(api_url, second), lines_of(1))  # in the place of the one that failed
 
 
-def test_a_batch_of_another_tenant_is_unknown(
-    redis_client: redis.Redis, redis_url: str, api_url: str, tmp_path: Path
-) -> None:
-    serve(redis_client, redis_url, "m")
+def test_a_batch_of_another_tenant_is_unknown(redis_client: redis.Redis, api_url: str, tmp_path: Path) -> None:
+    serve(redis_client, "m")
     store = str(tmp_path / "store")
     (_, mine), (_, theirs) = create_key(store, tenant="a"), create_key(store, tenant="b")
     batch = create(official_client(api_url, mine), lines_of(2))
@@ -168,14 +164,13 @@ def test_a_batch_of_the_command_line_is_not_shown(redis_client: redis.Redis, htt
 @pytest.mark.parametrize("moment", ["before", "while"])
 def test_a_cancel_that_meets_the_end(
     redis_client: redis.Redis,
-    redis_url: str,
     client: openai.OpenAI,
     tmp_path: Path,
     moment: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first to come wins, and no client gets two different answers."""
-    batch = submit(redis_client, redis_url, tmp_path, lines_of(5))
+    batch = submit(redis_client, tmp_path, lines_of(5))
     while step(redis_client, batch.id).state != "finalizing":
         answer_all(redis_client)
     if moment == "before":
@@ -202,9 +197,9 @@ def test_a_cancel_that_meets_the_end(
 
 
 def test_many_cancels_at_once_are_all_answered(
-    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
 ) -> None:
-    batch = submit(redis_client, redis_url, tmp_path, lines_of(20))
+    batch = submit(redis_client, tmp_path, lines_of(20))
     step(redis_client, batch.id)
     states: list[str] = []
     threads = [threading.Thread(target=lambda: states.append(client.batches.cancel(batch.id).status)) for _ in range(8)]
@@ -219,10 +214,10 @@ def test_many_cancels_at_once_are_all_answered(
 
 
 def test_a_batch_that_is_over_for_long_is_unknown(
-    redis_client: redis.Redis, redis_url: str, client: openai.OpenAI, tmp_path: Path
+    redis_client: redis.Redis, client: openai.OpenAI, tmp_path: Path
 ) -> None:
     """Its record in Redis goes by itself some moments before its folder does."""
-    batch = run_to_end(redis_client, submit(redis_client, redis_url, tmp_path, lines_of(1)).id)
+    batch = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(1)).id)
     redis_client.delete("{q}:batch:" + batch.id)
     with pytest.raises(openai.InternalServerError):
         client.batches.retrieve(batch.id)

@@ -404,11 +404,8 @@ def test_a_result_that_is_being_written_is_not_deleted(client: openai.OpenAI, st
 
 
 @pytest.fixture
-def batch(
-    client: openai.OpenAI, store: FileStore, queue: Queue, redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> str:
+def batch(client: openai.OpenAI, store: FileStore, queue: Queue, redis_client: redis.Redis, tmp_path: Path) -> str:
     """A batch of 300 lines that is being fed to workers."""
-    slices.use_server(redis_url)
     source = write_input(tmp_path / "in.jsonl", 300)
     queue.register_worker(WorkerRecord("w", ["m"], "ready", 4096, 1.0, "test", 1))
     file = client.files.create(file=source, purpose="batch")

@@ -6,18 +6,16 @@ from typing import Any
 import redis
 
 from jobs.batch.client import BatchRecord, BatchSpec, create_batch, get_batch
-from jobs.control import advance, finalize, slices, validate
+from jobs.control.runner import Runner
 from jobs.protocol.requests import Finished
+from jobs.protocol.states import JOBS
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from tests.support.control_plane import Answer, echo
 
-JOBS = {"validating": validate.run, "in_progress": advance.run, "finalizing": finalize.run, "cancelling": finalize.run}
 
-
-def begin(client: redis.Redis, url: str, source: Path, **options: Any) -> BatchRecord:
+def begin(client: redis.Redis, source: Path, **options: Any) -> BatchRecord:
     """A batch beside its input; models default to `m`, failures to inline ones."""
-    slices.use_server(url)
     options = {"models": ("m",), "error_file": "inline", "output": str(source.with_name("out.jsonl"))} | options
     retry_failed = options.pop("retry_failed", False)
     return create_batch(
@@ -32,10 +30,10 @@ def list_batches(client: redis.Redis) -> list[BatchRecord]:
     return [get_batch(client, batch) for batch in Queue(client).batches()]
 
 
-def step(client: redis.Redis, batch: str) -> BatchRecord:
-    """Runs the job that the state asks for, once."""
+def step(client: redis.Redis, batch: str, queue: Queue | None = None) -> BatchRecord:
+    """Runs the job that the state asks for, once, on `queue` or the client's."""
     fields = Queue(client).batch_fields(batch)
-    JOBS[fields.state](batch, fields.generation)
+    Runner(queue or Queue(client)).run(JOBS[fields.state], batch, fields.generation)
     return get_batch(client, batch)
 
 

@@ -13,7 +13,6 @@ from jobs.batch.completion_log import read_log
 from jobs.batch.manifest import Manifest, load_manifest
 from jobs.batch.retention import forget_output
 from jobs.batch.submit import BatchSubmission, submit_batch
-from jobs.control import slices
 from jobs.protocol.chat import CHAT
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
@@ -28,9 +27,8 @@ def store_of(client: redis.Redis, folder: Path) -> FileStore:
     return FileStore(Queue(client), str(folder / "store"), forget_output)
 
 
-def serve(client: redis.Redis, url: str, *models: str) -> None:
+def serve(client: redis.Redis, *models: str) -> None:
     """This process runs the control plane's jobs of that server, which knows these models."""
-    slices.use_server(url)
     Queue(client).register_worker(WorkerRecord("w", list(models), "ready", 4096, 1.0, "test", 1))
 
 
@@ -46,14 +44,12 @@ def lines_of(count: int, **parameters: Any) -> bytes:
     return b"".join(chat_line(f"c{number}", f"say {number}", **parameters) for number in range(1, count + 1))
 
 
-def submit(
-    client: redis.Redis, url: str, folder: Path, data: bytes, filename: str = "in.jsonl", **asked: Any
-) -> BatchRecord:
+def submit(client: redis.Redis, folder: Path, data: bytes, filename: str = "in.jsonl", **asked: Any) -> BatchRecord:
     """A new batch of a file that is uploaded first; `m` is served.
 
     `asked` are fields of `BatchSubmission`.
     """
-    serve(client, url, "m")
+    serve(client, "m")
     return submit_file(
         client, folder, put(store_of(client, folder), data, filename, tenant=asked.get("tenant", "")), **asked
     )
@@ -102,9 +98,9 @@ def check_every_line_once(client: redis.Redis, folder: Path, record: BatchRecord
     assert faults(client) == []
 
 
-def under_way(client: redis.Redis, url: str, folder: Path, count: int = 20, done: int = 8, **asked: Any) -> BatchRecord:
+def under_way(client: redis.Redis, folder: Path, count: int = 20, done: int = 8, **asked: Any) -> BatchRecord:
     """A batch of which some lines are done and on disk."""
-    record = submit(client, url, folder, lines_of(count), **asked)
+    record = submit(client, folder, lines_of(count), **asked)
     step(client, record.id)
     step(client, record.id)
     answer_all(client, failing(3), most=done)
@@ -112,11 +108,9 @@ def under_way(client: redis.Redis, url: str, folder: Path, count: int = 20, done
     return record
 
 
-def finished(
-    client: redis.Redis, url: str, folder: Path, failures: tuple[int, ...] = (3,), **asked: Any
-) -> BatchRecord:
+def finished(client: redis.Redis, folder: Path, failures: tuple[int, ...] = (3,), **asked: Any) -> BatchRecord:
     """A batch of 20 lines whose results are still to be written."""
-    record = submit(client, url, folder, lines_of(20), **asked)
+    record = submit(client, folder, lines_of(20), **asked)
     while (record := step(client, record.id)).state != "finalizing":
         answer_all(client, failing(*failures))
     return record

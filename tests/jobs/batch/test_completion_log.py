@@ -92,14 +92,13 @@ def test_a_log_that_was_damaged_goes_on_with_what_is_left(tmp_path: Path, cut: s
 @pytest.mark.parametrize("nth", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_a_drain_killed_anywhere_logs_each_success_once(
     redis_client: redis.Redis,
-    redis_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     point: str,
     after: bool,
     nth: int,
 ) -> None:
-    record = submit(redis_client, redis_url, tmp_path, lines_of(40))
+    record = submit(redis_client, tmp_path, lines_of(40))
     batch = record.id
     step(redis_client, batch)
     step(redis_client, batch)
@@ -144,11 +143,9 @@ def drain(client: redis.Redis, batch: str) -> BatchRecord:
     return step(client, batch)
 
 
-def test_results_that_come_again_are_not_logged_again(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
+def test_results_that_come_again_are_not_logged_again(redis_client: redis.Redis, tmp_path: Path) -> None:
     """What a Redis does that was brought back from an append-only file without its last second."""
-    record = submit(redis_client, redis_url, tmp_path, lines_of(20))
+    record = submit(redis_client, tmp_path, lines_of(20))
     batch = record.id
     step(redis_client, batch)
     step(redis_client, batch)
@@ -168,10 +165,8 @@ def test_results_that_come_again_are_not_logged_again(
     assert sorted(custom_ids) == sorted(f"c{number}" for number in range(1, 21))
 
 
-def test_the_output_file_can_be_found_from_the_first_success_on(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    record = submit(redis_client, redis_url, tmp_path, lines_of(10), tenant="t")
+def test_the_output_file_can_be_found_from_the_first_success_on(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = submit(redis_client, tmp_path, lines_of(10), tenant="t")
     step(redis_client, record.id)
     step(redis_client, record.id)
     answer_all(redis_client, failing(*range(1, 11)), most=3)

@@ -13,7 +13,7 @@ from jobs.batch.client import BatchSpec, cancel_batch, create_batch, get_batch
 from jobs.batch.manifest import load_manifest
 from jobs.batch.parts import merge_parts
 from jobs.batch.rebuild import rebuild, rebuild_all
-from jobs.control import advance, slices
+from jobs.control.runner import Runner
 from jobs.control.ticker import Ticker
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import Result
@@ -27,8 +27,7 @@ from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
 
-def in_store(client: redis.Redis, url: str, store: Path, name: str, count: int) -> str:
-    slices.use_server(url)
+def in_store(client: redis.Redis, store: Path, name: str, count: int) -> str:
     root = store / "batches" / name
     root.mkdir(parents=True)
     source = write_input(root / "in.jsonl", count)
@@ -43,9 +42,9 @@ def in_store(client: redis.Redis, url: str, store: Path, name: str, count: int) 
     return create_batch(client, spec).id
 
 
-def test_every_state_comes_back(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_every_state_comes_back(redis_client: redis.Redis, tmp_path: Path) -> None:
     names = ("new", "refused", "running", "finishing", "ended", "cancelled")
-    ids = {name: in_store(redis_client, redis_url, tmp_path, name, 20) for name in names}
+    ids = {name: in_store(redis_client, tmp_path, name, 20) for name in names}
     (tmp_path / "batches" / "refused" / "in.jsonl").write_bytes(b"oops\n")
     for name in names[1:]:
         step(redis_client, ids[name])
@@ -80,12 +79,12 @@ def test_every_state_comes_back(redis_client: redis.Redis, redis_url: str, tmp_p
     assert faults(redis_client) == []
 
 
-def test_what_is_on_disk_is_not_done_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = in_store(redis_client, redis_url, tmp_path, "b", 5000)
+def test_what_is_on_disk_is_not_done_again(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = in_store(redis_client, tmp_path, "b", 5000)
     while get_batch(redis_client, batch).waiting < 3000:  # a slice has only so much time
         step(redis_client, batch)
     answer_all(redis_client, failing(7, status=500), most=3000)
-    advance.flush(Queue(redis_client))
+    Runner(Queue(redis_client)).flush()
     stored = get_batch(redis_client, batch)
     assert (stored.stored_completed, stored.stored_failed) == (2999, 1)
     redis_client.flushall()
@@ -100,8 +99,8 @@ def test_what_is_on_disk_is_not_done_again(redis_client: redis.Redis, redis_url:
     assert Queue(redis_client).batch_fields(batch).tenant == "t"
 
 
-def test_a_cancel_survives(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = in_store(redis_client, redis_url, tmp_path, "b", 20)
+def test_a_cancel_survives(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = in_store(redis_client, tmp_path, "b", 20)
     step(redis_client, batch)
     cancel_batch(redis_client, batch)
     redis_client.flushall()
@@ -112,10 +111,10 @@ def test_a_cancel_survives(redis_client: redis.Redis, redis_url: str, tmp_path: 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]"])
 def test_a_broken_manifest_does_not_hold_up_the_others(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, content: bytes
+    redis_client: redis.Redis, tmp_path: Path, content: bytes
 ) -> None:
-    in_store(redis_client, redis_url, tmp_path, "a", 1)
-    batch = in_store(redis_client, redis_url, tmp_path, "b", 1)
+    in_store(redis_client, tmp_path, "a", 1)
+    batch = in_store(redis_client, tmp_path, "b", 1)
     (tmp_path / "batches" / "a" / "manifest.json").write_bytes(content)
     (tmp_path / "batches" / "empty").mkdir()
     redis_client.flushall()
@@ -123,8 +122,8 @@ def test_a_broken_manifest_does_not_hold_up_the_others(
     assert [record.id for record in list_batches(redis_client)] == [batch]
 
 
-def test_a_folder_in_other_hands_is_tried_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = in_store(redis_client, redis_url, tmp_path, "b", 1)
+def test_a_folder_in_other_hands_is_tried_again(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = in_store(redis_client, tmp_path, "b", 1)
     redis_client.flushall()
     ticker = Ticker(Queue(redis_client), str(tmp_path))
     with exclusive(str(tmp_path / "batches" / "b"), 0):
@@ -146,10 +145,8 @@ def test_a_file_store_that_cannot_be_read_does_not_end_the_ticker(
     assert "Input/output error" in caplog.text
 
 
-def test_jobs_of_the_lost_record_are_of_an_old_generation(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    batch = in_store(redis_client, redis_url, tmp_path, "b", 1)
+def test_jobs_of_the_lost_record_are_of_an_old_generation(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = in_store(redis_client, tmp_path, "b", 1)
     old = Queue(redis_client).batch_fields(batch).generation
     redis_client.flushall()
     assert rebuild(Queue(redis_client), str(tmp_path / "batches" / "b"))
@@ -204,13 +201,13 @@ def has_come(client: redis.Redis, batch: str, share: float) -> bool:
 
 
 def test_a_start_that_was_killed_between_manifest_and_record(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 10)
     with monkeypatch.context() as patch:
         patch.setattr(Queue, "create_batch", lambda *_, **__: False)  # the record is never made
         with pytest.raises(KeyError):
-            begin(redis_client, redis_url, source)
+            begin(redis_client, source)
     assert list_batches(redis_client) == []
-    assert run_to_end(redis_client, begin(redis_client, redis_url, source).id).completed == 10
+    assert run_to_end(redis_client, begin(redis_client, source).id).completed == 10
     check_echoes(tmp_path / "out.jsonl", 10)

@@ -49,8 +49,8 @@ def codes(record: BatchRecord) -> list[tuple[str, int | None, str | None]]:
     return [(problem.code, problem.line, problem.param) for problem in record.errors]
 
 
-def test_a_batch_keeps_its_input(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    serve(redis_client, redis_url, "m")
+def test_a_batch_keeps_its_input(redis_client: redis.Redis, tmp_path: Path) -> None:
+    serve(redis_client, "m")
     store = store_of(redis_client, tmp_path)
     file_id = put(store, lines_of(10))
     record = submit_file(redis_client, tmp_path, file_id, metadata={"a": "b"})
@@ -63,26 +63,24 @@ def test_a_batch_keeps_its_input(redis_client: redis.Redis, redis_url: str, tmp_
 
 
 def test_where_there_are_no_links_it_is_copied(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
-    record = submit(redis_client, redis_url, tmp_path, lines_of(5))
+    record = submit(redis_client, tmp_path, lines_of(5))
     assert os.stat(record.spec.input).st_nlink == 1
     assert run_to_end(redis_client, record.id).completed == 5
 
 
-def test_a_full_disk_makes_no_batch(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_makes_no_batch(redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for call in ("link", "fsync"):
         with monkeypatch.context() as patch:
-            serve(redis_client, redis_url, "m")
+            serve(redis_client, "m")
             file_id = put(store_of(redis_client, tmp_path), lines_of(1))
             patch.setattr(os, call, refuse)
             with pytest.raises(StoreError) as raised:
@@ -93,8 +91,8 @@ def test_a_full_disk_makes_no_batch(
         assert Queue(redis_client).open_batches("") == []
 
 
-def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    serve(redis_client, redis_url, "m")
+def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, tmp_path: Path) -> None:
+    serve(redis_client, "m")
     file_id = put(store_of(redis_client, tmp_path), lines_of(1))
     new = BatchSubmission(input_file_id=file_id, endpoint=CHAT, completion_window="24h", seconds=60.0)
     queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0))
@@ -110,12 +108,12 @@ def test_a_full_redis_makes_no_batch(redis_client: redis.Redis, redis_url: str, 
 
 @pytest.mark.parametrize("refused", ["ZADD", "SADD", "EVALSHA", "enqueue"])
 def test_a_redis_that_fills_up_while_a_batch_is_made(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     """Before its record none is made and nothing is left behind; after it the ticker does the
     rest.
     """
-    serve(redis_client, redis_url, "m")
+    serve(redis_client, "m")
     store = store_of(redis_client, tmp_path)
     new = BatchSubmission(input_file_id=put(store, lines_of(3)), endpoint=CHAT, completion_window="24h", seconds=60.0)
     queue = Queue(redis_client, QueueSettings(redis_retry_seconds=0.0))
@@ -145,9 +143,9 @@ def test_a_redis_that_fills_up_while_a_batch_is_made(
 )
 @pytest.mark.parametrize("after", [False, True])
 def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
 ) -> None:
-    serve(redis_client, redis_url, "m")
+    serve(redis_client, "m")
     file_id = put(store_of(redis_client, tmp_path), lines_of(20))
     leader = Ticker(Queue(redis_client), str(tmp_path / "store"))
     leader.tick()
@@ -182,10 +180,8 @@ def points_in_order(point: str, after: bool) -> int:
     return 2 * order.index(point) + after
 
 
-def test_an_input_file_that_cannot_be_used_fails_the_batch(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    serve(redis_client, redis_url, "m")
+def test_an_input_file_that_cannot_be_used_fails_the_batch(redis_client: redis.Redis, tmp_path: Path) -> None:
+    serve(redis_client, "m")
     store = store_of(redis_client, tmp_path)
     gone = put(store, lines_of(1))
     store.delete("", gone)
@@ -212,9 +208,7 @@ def changed(custom_id: str, /, **fields: Any) -> bytes:
     return json.dumps({name: value for name, value in line.items() if value is not ...}).encode() + b"\n"
 
 
-def test_every_bad_line_has_an_entry_with_openai_s_code(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
+def test_every_bad_line_has_an_entry_with_openai_s_code(redis_client: redis.Redis, tmp_path: Path) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     lines = [
         chat_line("good"),
@@ -238,7 +232,7 @@ def test_every_bad_line_has_an_entry_with_openai_s_code(
         chat_line("x15", temperature=-1),
         changed("x16", body=body | {"stream": "yes"}),
     ]
-    record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"".join(lines)).id)
+    record = step(redis_client, submit(redis_client, tmp_path, b"".join(lines)).id)
     assert (record.state, record.total) == ("failed", 0)
     assert codes(record) == [
         ("invalid_json_line", 2, None),
@@ -262,10 +256,10 @@ def test_every_bad_line_has_an_entry_with_openai_s_code(
     ]
 
 
-def test_completions_need_a_prompt(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_completions_need_a_prompt(redis_client: redis.Redis, tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"prompt": [1, 2]}, {}, {"prompt": 3}]
     lines = [changed(f"c{n}", url=COMPLETIONS, body={"model": "m", **body}) for n, body in enumerate(bodies)]
-    record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"".join(lines), endpoint=COMPLETIONS).id)
+    record = step(redis_client, submit(redis_client, tmp_path, b"".join(lines), endpoint=COMPLETIONS).id)
     assert codes(record) == [("invalid_request", 4, "body.prompt"), ("invalid_request", 5, "body.prompt")]
 
 
@@ -281,20 +275,19 @@ def test_completions_need_a_prompt(redis_client: redis.Redis, redis_url: str, tm
 )
 def test_a_file_that_is_bad_as_a_whole(
     redis_client: redis.Redis,
-    redis_url: str,
     tmp_path: Path,
     data: bytes,
     filename: str,
     expected: tuple[str, None, str | None],
 ) -> None:
-    record = step(redis_client, submit(redis_client, redis_url, tmp_path, data, filename, max_lines=5).id)
+    record = step(redis_client, submit(redis_client, tmp_path, data, filename, max_lines=5).id)
     assert (record.state, codes(record)) == ("failed", [expected])
     assert str(tmp_path) not in record.errors[0].message
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl", ".parquet"])
 def test_a_file_that_unfolds_fails_its_batch_in_one_sentence(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     """A few bytes can hold gigabytes; blank lines, too, take room in the index and in Redis."""
     monkeypatch.setattr(validate, "_UNPACKED_BYTES", 5_000_000)
@@ -319,26 +312,22 @@ def test_a_file_that_unfolds_fails_its_batch_in_one_sentence(
         )
     else:
         data, why = b"\n" * 10_001 + lines_of(1), "The input file holds more than 10000 blank lines."
-    record = step(redis_client, submit(redis_client, redis_url, tmp_path, data, f"in{suffix}", max_lines=50).id)
+    record = step(redis_client, submit(redis_client, tmp_path, data, f"in{suffix}", max_lines=50).id)
     assert (record.state, codes(record)) == ("failed", [("invalid_request", None, "file_id")])
     assert record.errors[0].message == why
     assert not {name.name for name in Path(record.spec.root).iterdir()} & {"lines.jsonl", "lines.index"}
 
 
-def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"bad\n" * 1500).id)
+def test_a_thousand_bad_lines_are_listed_and_the_rest_counted(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = step(redis_client, submit(redis_client, tmp_path, b"bad\n" * 1500).id)
     assert len(record.errors) == 1001
     assert (record.errors[999].line, record.errors[1000].line) == (1000, None)
     assert record.errors[1000].message.startswith("500 more lines are bad")
 
 
-def test_a_model_without_a_worker_is_known_and_waited_for(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    record = submit(redis_client, redis_url, tmp_path, lines_of(3, model="idle"))
-    serve(redis_client, redis_url, "idle")
+def test_a_model_without_a_worker_is_known_and_waited_for(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = submit(redis_client, tmp_path, lines_of(3, model="idle"))
+    serve(redis_client, "idle")
     Queue(redis_client).remove_worker("w")
     assert step(redis_client, record.id).state == "in_progress"
 
@@ -347,7 +336,7 @@ def test_a_model_that_is_registered_while_the_file_is_checked(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
     """Models come back to an emptied Redis as their workers renew their leases."""
-    record = submit(redis_client, redis_url, tmp_path, lines_of(3))
+    record = submit(redis_client, tmp_path, lines_of(3))
     redis_client.delete("{q}:models")
     served = threading.Timer(0.3, serve, (redis_client, redis_url, "m"))
     served.start()
@@ -355,30 +344,28 @@ def test_a_model_that_is_registered_while_the_file_is_checked(
     served.join()
 
 
-def test_tokens_that_may_be_queued(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_tokens_that_may_be_queued(redis_client: redis.Redis, tmp_path: Path) -> None:
     data = lines_of(100)
     bodies = sum(len(json.dumps(json.loads(line)["body"])) for line in data.splitlines())
     most = int(1.5 * bodies / 4)
-    first = submit(redis_client, redis_url, tmp_path, data, tenant="t", queued_tokens=most)
+    first = submit(redis_client, tmp_path, data, tenant="t", queued_tokens=most)
     assert step(redis_client, first.id).state == "in_progress"
-    second = submit(redis_client, redis_url, tmp_path, data, tenant="t", queued_tokens=most)
+    second = submit(redis_client, tmp_path, data, tenant="t", queued_tokens=most)
     refused = step(redis_client, second.id)
     assert (refused.state, codes(refused)) == ("failed", [("token_limit_exceeded", None, None)])
     assert (
-        step(redis_client, submit(redis_client, redis_url, tmp_path, data, tenant="u", queued_tokens=most).id).state
+        step(redis_client, submit(redis_client, tmp_path, data, tenant="u", queued_tokens=most).id).state
         == "in_progress"
     )
     run_to_end(redis_client, first.id)
     # It has ended, and is still counted for a moment
     Queue(redis_client).open_batch("t", first.id, None)
-    third = submit(redis_client, redis_url, tmp_path, data, tenant="t", queued_tokens=most)
+    third = submit(redis_client, tmp_path, data, tenant="t", queued_tokens=most)
     assert step(redis_client, third.id).state == "in_progress"
 
 
-def test_a_tenant_has_no_more_open_batches_than_it_may(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    serve(redis_client, redis_url, "m")
+def test_a_tenant_has_no_more_open_batches_than_it_may(redis_client: redis.Redis, tmp_path: Path) -> None:
+    serve(redis_client, "m")
     file_id = put(store_of(redis_client, tmp_path), lines_of(2), tenant="t")
     made: list[BatchRecord] = []
     refused: list[TooManyBatches] = []
@@ -409,10 +396,8 @@ def test_a_tenant_has_no_more_open_batches_than_it_may(
     assert (len(made), len(refused)) == (4, 6)
 
 
-def test_a_place_that_a_killed_maker_took_is_given_away(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    serve(redis_client, redis_url, "m")
+def test_a_place_that_a_killed_maker_took_is_given_away(redis_client: redis.Redis, tmp_path: Path) -> None:
+    serve(redis_client, "m")
     queue = Queue(redis_client)
     old, fresh = (f"batch_{int((queue.now() - age) * 1e6):013x}{0:011x}" for age in (90, 1))
     file_id = put(store_of(redis_client, tmp_path), lines_of(2))
@@ -424,9 +409,9 @@ def test_a_place_that_a_killed_maker_took_is_given_away(
     submit_file(redis_client, tmp_path, file_id, open_batches=1)
 
 
-def test_lines_are_found_by_number(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_lines_are_found_by_number(redis_client: redis.Redis, tmp_path: Path) -> None:
     data = b"\xef\xbb\xbf" + chat_line("a") + b"\n" + chat_line("\u20ac") + b" \n" + chat_line("z")
-    record = submit(redis_client, redis_url, tmp_path, data)
+    record = submit(redis_client, tmp_path, data)
     step(redis_client, record.id)
     with LineIndex(record.spec.root, record.spec.input) as index:
         assert [index.custom_id(line) for line in (5, 3, 1)] == ["z", "\u20ac", "a"]
@@ -436,7 +421,7 @@ def test_lines_are_found_by_number(redis_client: redis.Redis, redis_url: str, tm
 
 
 @pytest.mark.parametrize("form", ["in.jsonl.gz", "in.jsonl.zst", "in.parquet"])
-def test_other_forms_of_input(redis_client: redis.Redis, redis_url: str, tmp_path: Path, form: str) -> None:
+def test_other_forms_of_input(redis_client: redis.Redis, tmp_path: Path, form: str) -> None:
     if form.endswith("parquet"):
         rows = [
             {"custom_id": f"c{n}", "messages": [{"role": "user", "content": f"say {n}"}], "model": "m"}
@@ -448,7 +433,7 @@ def test_other_forms_of_input(redis_client: redis.Redis, redis_url: str, tmp_pat
         data = (
             gzip.compress(lines_of(7)) if form.endswith("gz") else pyarrow.compress(lines_of(7), "zstd", asbytes=True)
         )
-    record = submit(redis_client, redis_url, tmp_path, data, form)
+    record = submit(redis_client, tmp_path, data, form)
     ended = run_to_end(redis_client, record.id, failing(3))
     assert (ended.completed, ended.failed) == (6, 1)
     assert sorted(custom_ids(log_of(record))) == ["c1", "c2", "c4", "c5", "c6", "c7"]
@@ -462,9 +447,9 @@ def test_other_forms_of_input(redis_client: redis.Redis, redis_url: str, tmp_pat
         check_every_line_once(redis_client, tmp_path, ended, 7)
 
 
-def test_listings_show_a_tenant_its_own_newest_first(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    ids = [submit(redis_client, redis_url, tmp_path, lines_of(1), tenant="t").id for _ in range(7)][::-1]
-    other = submit(redis_client, redis_url, tmp_path, lines_of(1), tenant="u").id
+def test_listings_show_a_tenant_its_own_newest_first(redis_client: redis.Redis, tmp_path: Path) -> None:
+    ids = [submit(redis_client, tmp_path, lines_of(1), tenant="t").id for _ in range(7)][::-1]
+    other = submit(redis_client, tmp_path, lines_of(1), tenant="u").id
     queue = Queue(redis_client)
     assert [found.id for found in list_batches(queue, "u", None, 10).items] == [other]
     seen: list[str] = []
@@ -473,7 +458,7 @@ def test_listings_show_a_tenant_its_own_newest_first(redis_client: redis.Redis, 
         page = list_batches(queue, "t", after, 3)
         seen += [found.id for found in page.items]
         # What comes meanwhile moves nothing
-        submit(redis_client, redis_url, tmp_path, lines_of(1), tenant="t")
+        submit(redis_client, tmp_path, lines_of(1), tenant="t")
         if not page.has_more:
             break
         after = seen[-1]

@@ -14,6 +14,7 @@ from jobs.batch.client import cancel_batch, get_batch, list_batches
 from jobs.batch.rebuild import rebuild_all
 from jobs.batch.retention import remove_ended
 from jobs.control import finalize, slices
+from jobs.control.runner import Runner
 from jobs.control.ticker import Ticker
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
@@ -39,16 +40,16 @@ MONTH = 30 * 24 * 3600
 
 @pytest.mark.parametrize(("failures", "files"), [((), (True, False)), ((1, 2), (False, True))])
 def test_a_file_without_lines_is_not_made(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, failures: tuple[int, ...], files: tuple[bool, bool]
+    redis_client: redis.Redis, tmp_path: Path, failures: tuple[int, ...], files: tuple[bool, bool]
 ) -> None:
-    record = run_to_end(redis_client, submit(redis_client, redis_url, tmp_path, lines_of(2)).id, failing(*failures))
+    record = run_to_end(redis_client, submit(redis_client, tmp_path, lines_of(2)).id, failing(*failures))
     assert (record.state, record.output_file_id is not None, record.error_file_id is not None) == ("completed", *files)
     assert len(list((tmp_path / "store" / "files").iterdir())) == 2  # the input's and the one
     check_every_line_once(redis_client, tmp_path, record, 2)
 
 
-def test_what_an_ended_batch_needs_no_more_is_gone(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    ended = run_to_end(redis_client, finished(redis_client, redis_url, tmp_path).id)
+def test_what_an_ended_batch_needs_no_more_is_gone(redis_client: redis.Redis, tmp_path: Path) -> None:
+    ended = run_to_end(redis_client, finished(redis_client, tmp_path).id)
     kept = {path.name for path in Path(ended.spec.root).iterdir() if path.is_file()}
     assert kept == {".lock", "manifest.json", "input.jsonl", "lines.index", "completed.jsonl", "completed.index"}
     assert list((Path(ended.spec.root) / "parts").iterdir()) == []
@@ -56,8 +57,8 @@ def test_what_an_ended_batch_needs_no_more_is_gone(redis_client: redis.Redis, re
 
 
 @pytest.mark.parametrize("seconds", [None, 7200])
-def test_results_expire(redis_client: redis.Redis, redis_url: str, tmp_path: Path, seconds: int | None) -> None:
-    ended = run_to_end(redis_client, finished(redis_client, redis_url, tmp_path, output_expires_seconds=seconds).id)
+def test_results_expire(redis_client: redis.Redis, tmp_path: Path, seconds: int | None) -> None:
+    ended = run_to_end(redis_client, finished(redis_client, tmp_path, output_expires_seconds=seconds).id)
     for file_id in (ended.output_file_id, ended.error_file_id):
         found = store_of(redis_client, tmp_path).get("", file_id or "")
         assert found.expires_at is not None
@@ -72,7 +73,6 @@ def test_results_expire(redis_client: redis.Redis, redis_url: str, tmp_path: Pat
 @pytest.mark.parametrize("emptied", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_finalize_killed_anywhere_writes_the_same(
     redis_client: redis.Redis,
-    redis_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     point: str,
@@ -80,7 +80,7 @@ def test_finalize_killed_anywhere_writes_the_same(
     emptied: bool,
 ) -> None:
     failures = () if point == "drop" else (3,)  # which is for a file without lines
-    record = finished(redis_client, redis_url, tmp_path, failures)
+    record = finished(redis_client, tmp_path, failures)
     owners = {
         "begin_result_files": finalize, "write_outputs": finalize, "commit": finalize._JsonlWriter, "put": FileStore,
         "drop": FileStore, "transition": Queue, "tidy": ending,
@@ -101,7 +101,7 @@ def test_finalize_killed_anywhere_writes_the_same(
             step(redis_client, record.id)
     if emptied:
         redis_client.flushall()
-        serve(redis_client, redis_url, "m")
+        serve(redis_client, "m")
         files = store_of(redis_client, tmp_path)
         files.reindex(files.names())
         rebuild_all(Queue(redis_client), str(tmp_path / "store"))
@@ -115,8 +115,8 @@ def test_finalize_killed_anywhere_writes_the_same(
     assert not (Path(ended.spec.root) / "plan.bin").exists()
 
 
-def test_cancelled_while_it_runs(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    record = under_way(redis_client, redis_url, tmp_path)
+def test_cancelled_while_it_runs(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = under_way(redis_client, tmp_path)
     claims = Queue(redis_client).claim("w2", 1, 4, models=["m"])
     assert cancel_batch(redis_client, record.id).state == "cancelling"
     held = [(claim.key, claim.fence) for claim in claims]
@@ -135,12 +135,12 @@ def test_cancelled_while_it_runs(redis_client: redis.Redis, redis_url: str, tmp_
 @pytest.mark.parametrize("outcome", ["completed", "expired"])
 @pytest.mark.parametrize("point", ["write_outputs", "publish_result_files", "note", "move"])
 def test_cancelled_while_its_results_are_written(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, point: str
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, point: str
 ) -> None:
     if outcome == "completed":
-        record = finished(redis_client, redis_url, tmp_path)
+        record = finished(redis_client, tmp_path)
     else:
-        record = under_way(redis_client, redis_url, tmp_path)
+        record = under_way(redis_client, tmp_path)
         redis_client.hset("{q}:batch:" + record.id, "expires_at", 1)
         Ticker(Queue(redis_client)).tick()
     owner: Any = {"note": slices.Slice, "move": slices}.get(point, finalize)
@@ -154,9 +154,9 @@ def test_cancelled_while_its_results_are_written(
 
     monkeypatch.setattr(owner, name, cancel_first)
     generation = Queue(redis_client).batch_fields(record.id).generation
-    finalize.run(record.id, generation)  # the job that is overtaken
+    Runner(Queue(redis_client)).run("finalize", record.id, generation)  # the job that is overtaken
     assert get_batch(redis_client, record.id).state == "cancelling"
-    finalize.run(record.id, generation)  # a late one of its generation
+    Runner(Queue(redis_client)).run("finalize", record.id, generation)  # a late one of its generation
     ended = run_to_end(redis_client, record.id)
     expected = ("cancelled", 19, 1) if outcome == "completed" else ("cancelled", 7, 13)
     assert (ended.state, ended.completed, ended.failed) == expected
@@ -164,8 +164,8 @@ def test_cancelled_while_its_results_are_written(
     check_every_line_once(redis_client, tmp_path, ended, 20)
 
 
-def test_a_window_that_closes(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    record = under_way(redis_client, redis_url, tmp_path, seconds=3600.0)
+def test_a_window_that_closes(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = under_way(redis_client, tmp_path, seconds=3600.0)
     redis_client.hset("{q}:batch:" + record.id, "expires_at", 1)
     Ticker(Queue(redis_client)).tick()
     ended = run_to_end(redis_client, record.id)
@@ -173,10 +173,8 @@ def test_a_window_that_closes(redis_client: redis.Redis, redis_url: str, tmp_pat
     check_every_line_once(redis_client, tmp_path, ended, 20)
 
 
-def test_cancelled_and_expired_before_anything_was_known(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    first, second = (submit(redis_client, redis_url, tmp_path, lines_of(5)) for _ in range(2))
+def test_cancelled_and_expired_before_anything_was_known(redis_client: redis.Redis, tmp_path: Path) -> None:
+    first, second = (submit(redis_client, tmp_path, lines_of(5)) for _ in range(2))
     cancel_batch(redis_client, first.id)
     redis_client.hset("{q}:batch:" + second.id, "expires_at", 1)
     Ticker(Queue(redis_client)).tick()
@@ -188,10 +186,10 @@ def test_cancelled_and_expired_before_anything_was_known(
 
 @pytest.mark.parametrize("point", ["save_manifest", "_transition"])
 def test_cancelled_at_the_moment_in_which_validation_ends(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     """The counts add up whether or not the plan came to be known."""
-    record = submit(redis_client, redis_url, tmp_path, lines_of(5))
+    record = submit(redis_client, tmp_path, lines_of(5))
     owner: Any = slices if point == "save_manifest" else slices.Slice
     real = getattr(owner, point)
 
@@ -211,16 +209,14 @@ def test_cancelled_at_the_moment_in_which_validation_ends(
 
 
 @pytest.mark.parametrize("state", ["validating", "in_progress", "finalizing", "cancelling", "completed", "failed"])
-def test_an_emptied_redis_gets_everything_back(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, state: str
-) -> None:
+def test_an_emptied_redis_gets_everything_back(redis_client: redis.Redis, tmp_path: Path, state: str) -> None:
     if state == "failed":
-        record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"bad\n", tenant="t").id)
+        record = step(redis_client, submit(redis_client, tmp_path, b"bad\n", tenant="t").id)
     elif state == "validating":
-        record = submit(redis_client, redis_url, tmp_path, lines_of(20), tenant="t")
+        record = submit(redis_client, tmp_path, lines_of(20), tenant="t")
     else:
         make = under_way if state in ("in_progress", "cancelling") else finished
-        record = make(redis_client, redis_url, tmp_path, tenant="t", metadata={"a": "b"})
+        record = make(redis_client, tmp_path, tenant="t", metadata={"a": "b"})
         if state == "cancelling":
             cancel_batch(redis_client, record.id)
         if state == "completed":
@@ -228,7 +224,7 @@ def test_an_emptied_redis_gets_everything_back(
     before = get_batch(redis_client, record.id)
     log = log_of(before)
     redis_client.flushall()
-    serve(redis_client, redis_url, "m")
+    serve(redis_client, "m")
     rebuild_all(Queue(redis_client), str(tmp_path / "store"))
     again = get_batch(redis_client, record.id)
     shown = (
@@ -255,10 +251,8 @@ def test_an_emptied_redis_gets_everything_back(
     check_every_line_once(redis_client, tmp_path, ended, 20)
 
 
-def test_batches_that_ended_long_ago_go_and_others_stay(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    old, young, running = (submit(redis_client, redis_url, tmp_path, lines_of(3)) for _ in range(3))
+def test_batches_that_ended_long_ago_go_and_others_stay(redis_client: redis.Redis, tmp_path: Path) -> None:
+    old, young, running = (submit(redis_client, tmp_path, lines_of(3)) for _ in range(3))
     run_to_end(redis_client, old.id)
     run_to_end(redis_client, young.id)
     queue = Queue(redis_client)
@@ -279,9 +273,9 @@ def test_batches_that_ended_long_ago_go_and_others_stay(
 
 
 def test_a_disk_that_is_full_when_results_are_written(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = finished(redis_client, redis_url, tmp_path)
+    record = finished(redis_client, tmp_path)
 
     def refuse(writer: AtomicWriter) -> None:
         raise StoreError("cannot write: No space left on device")
@@ -293,10 +287,8 @@ def test_a_disk_that_is_full_when_results_are_written(
     check_every_line_once(redis_client, tmp_path, run_to_end(redis_client, record.id), 20)
 
 
-def test_what_breaks_on_disk_runs_again_and_is_logged_once(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    record = finished(redis_client, redis_url, tmp_path)
+def test_what_breaks_on_disk_runs_again_and_is_logged_once(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = finished(redis_client, tmp_path)
     seen = log_of(record)
     for part in (Path(record.spec.root) / "parts").iterdir():
         part.write_bytes(part.read_bytes()[:-100])

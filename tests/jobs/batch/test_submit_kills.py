@@ -78,7 +78,7 @@ def test_kills_lose_and_double_nothing(tmp_path: Path, seed: int) -> None:
     store = tmp_path / "store"
     with running_server() as server, Answering(server.url, failing(5, 50), limit=16, pause=0.002):
         client = connect(server.url)
-        serve(client, server.url, "m")
+        serve(client, "m")
         file_id = put(store_of(client, tmp_path), lines_of(LINES))
         plane = ControlPlane(server.url, ["--file-store", str(store)])
         batches = [

@@ -14,8 +14,9 @@ import redis
 from jobs.batch.client import cancel_batch
 from jobs.batch.manifest import load_manifest
 from jobs.batch.parts import merge_parts
-from jobs.control import advance, slices
+from jobs.control import advance
 from jobs.control.advance import seed_of
+from jobs.control.runner import Runner
 from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
@@ -36,11 +37,11 @@ def lines_on_disk(root: Path) -> Counter[int]:
     return Counter(record.line for record in merge_parts(str(root), manifest.parts))
 
 
-def test_requests_carry_what_the_line_says(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_requests_carry_what_the_line_says(redis_client: redis.Redis, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     raw = '{"custom_id": "ü", "method": "POST", "url": "/v1/completions", "body": {"prompt":  "a\\u00e9", "x": 1e3}}\n'
     source.write_text(raw + chat_line("b").decode())
-    batch = begin(redis_client, redis_url, source, seed=5, default_model="m").id
+    batch = begin(redis_client, source, seed=5, default_model="m").id
     step(redis_client, batch)
     step(redis_client, batch)
     first, second = sorted(Queue(redis_client).claim("w", 1, 10, models=["m"]), key=lambda claim: claim.key)
@@ -63,15 +64,14 @@ def test_seeds_are_spread_and_fixed() -> None:
 
 
 def test_the_window_bounds_what_redis_holds(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 400, user="x" * 20_000)
-    batch = begin(redis_client, redis_url, source).id
+    batch = begin(redis_client, source).id
     queue = Queue(redis_client, QueueSettings(window_bytes=1_000_000))
-    monkeypatch.setattr(slices, "_process_queue", queue)
     monkeypatch.setattr(advance, "_CHUNK_BYTES", 200_000)
     highest = 0
-    while not (record := step(redis_client, batch)).ended:
+    while not (record := step(redis_client, batch, queue)).ended:
         highest = max(highest, queue.window_bytes(batch))
         if record.waiting:
             low_water = queue.batch_fields(batch).low_water
@@ -81,7 +81,7 @@ def test_the_window_bounds_what_redis_holds(
     check_echoes(tmp_path / "out.jsonl", 400)
 
 
-def test_batches_share_the_global_window(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_batches_share_the_global_window(redis_client: redis.Redis, tmp_path: Path) -> None:
     queue = Queue(redis_client, QueueSettings(window_bytes=64_000_000))
     for batches, expected in ((1, 64_000_000), (8, 64_000_000), (16, 32_000_000), (100_000, advance._SMALLEST_WINDOW)):
         redis_client.delete("{q}:active")
@@ -90,11 +90,11 @@ def test_batches_share_the_global_window(redis_client: redis.Redis, redis_url: s
 
 
 def test_a_claim_that_runs_the_list_low_asks_for_a_slice(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(advance, "_WINDOW_LINES", 100)
     monkeypatch.setattr(advance, "MAX_ITEMS", 50)
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 1000)).id
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 1000)).id
     step(redis_client, batch)
     record = step(redis_client, batch)
     assert record.waiting == 100
@@ -109,7 +109,7 @@ def test_a_claim_that_runs_the_list_low_asks_for_a_slice(
 
 
 def test_lines_of_an_unserved_model_do_not_hold_up_the_others(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(advance, "_WINDOW_LINES", 100)
     monkeypatch.setattr(advance, "MAX_ITEMS", 50)
@@ -120,7 +120,7 @@ def test_lines_of_an_unserved_model_do_not_hold_up_the_others(
             for n in range(1, 801)
         )
     )
-    batch = begin(redis_client, redis_url, source, models=("m", "away")).id
+    batch = begin(redis_client, source, models=("m", "away")).id
     step(redis_client, batch)
     for _ in range(40):
         step(redis_client, batch)
@@ -129,7 +129,7 @@ def test_lines_of_an_unserved_model_do_not_hold_up_the_others(
 
 
 def test_an_absent_model_does_not_fill_the_window_of_the_others(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lines wait on disk once they have their share, and run when its worker comes."""
     monkeypatch.setattr(advance, "_CHUNK_BYTES", 20_000)
@@ -140,13 +140,12 @@ def test_an_absent_model_does_not_fill_the_window_of_the_others(
             for n in range(1, 401)
         )
     )
-    batch = begin(redis_client, redis_url, source, models=("m", "away")).id
+    batch = begin(redis_client, source, models=("m", "away")).id
     queue = Queue(redis_client, QueueSettings(window_bytes=100_000))
-    monkeypatch.setattr(slices, "_process_queue", queue)
-    step(redis_client, batch)
+    step(redis_client, batch, queue)
     for _ in range(100):
         answer_all(redis_client, most=10)
-        record = step(redis_client, batch)
+        record = step(redis_client, batch, queue)
         assert queue.window_bytes(batch) < 160_000
         if record.completed == 200:
             break
@@ -161,9 +160,9 @@ def test_an_absent_model_does_not_fill_the_window_of_the_others(
 @pytest.mark.parametrize("point", ["write_part", "save_manifest", "drained", "progress_fields"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_drain_killed_anywhere_loses_and_doubles_nothing(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
 ) -> None:
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 60)).id
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 60)).id
     step(redis_client, batch)
     step(redis_client, batch)
     answer_all(redis_client, most=20)
@@ -192,11 +191,9 @@ def test_a_drain_killed_anywhere_loses_and_doubles_nothing(
     assert faults(redis_client) == []
 
 
-def test_small_parts_are_merged(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_parts_are_merged(redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advance, "DRAIN_SECONDS", 0)
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 200)).id
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 200)).id
     step(redis_client, batch)
     most = 0
     while not step(redis_client, batch).ended:
@@ -210,10 +207,10 @@ def test_small_parts_are_merged(
 
 
 def test_an_input_that_changes_under_the_batch_is_a_problem_until_it_is_back(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+    redis_client: redis.Redis, tmp_path: Path
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 10)
-    batch = begin(redis_client, redis_url, source).id
+    batch = begin(redis_client, source).id
     step(redis_client, batch)
     content = source.read_bytes()
     source.write_bytes(content.replace(b"say 3", b"say 4"))
@@ -226,10 +223,10 @@ def test_an_input_that_changes_under_the_batch_is_a_problem_until_it_is_back(
 
 
 def test_a_damaged_part_is_not_merged_away(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(advance, "DRAIN_SECONDS", 0)
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 100)).id
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 100)).id
     step(redis_client, batch)
     step(redis_client, batch)
     answer_all(redis_client, most=4)
@@ -247,19 +244,19 @@ def test_a_damaged_part_is_not_merged_away(
     check_echoes(tmp_path / "out.jsonl", 100)
 
 
-def test_a_slice_of_another_generation_does_nothing(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 10)).id
+def test_a_slice_of_another_generation_does_nothing(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 10)).id
     record = step(redis_client, batch)
     generation = Queue(redis_client).batch_fields(batch).generation
-    advance.run(batch, generation - 1)
-    advance.run(batch, generation + 1)
+    for other in (generation - 1, generation + 1):
+        Runner(Queue(redis_client)).run("advance", batch, other)
     assert record.waiting == 0
 
 
 def test_a_slice_ends_when_the_batch_is_cancelled_under_it(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 2000)).id
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 2000)).id
     step(redis_client, batch)
     real = Queue.ingest
 
@@ -279,14 +276,13 @@ def test_a_slice_ends_when_the_batch_is_cancelled_under_it(
 @pytest.mark.parametrize("point", ["feed", "ready_lengths", "drain", "settle"])
 def test_a_slice_ends_quietly_when_redis_forgets_the_batch_under_it(
     redis_client: redis.Redis,
-    redis_url: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     point: str,
     lost: str,
 ) -> None:
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 2000)).id
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 2000)).id
     early = redis_client.dump(keys.batch(batch))
     step(redis_client, batch)
     real = getattr(advance, point)
@@ -299,15 +295,15 @@ def test_a_slice_ends_quietly_when_redis_forgets_the_batch_under_it(
 
     monkeypatch.setattr(advance, point, forget)
     advance._progress.clear()
-    advance.run(batch, 1)
+    Runner(Queue(redis_client)).run("advance", batch, 1)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert not Queue(redis_client).batch_fields(batch).problem
 
 
-def test_flush_keeps_what_finished(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 50)).id
+def test_flush_keeps_what_finished(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 50)).id
     step(redis_client, batch)
     step(redis_client, batch)
     answer_all(redis_client, failing(1, 2), most=30)
-    advance.flush(Queue(redis_client))
+    Runner(Queue(redis_client)).flush()
     assert sum(lines_on_disk(tmp_path / "out.parts").values()) == 30

@@ -28,15 +28,15 @@ from tests.support.integrity import faults
 from tests.support.kills import Killed
 
 
-def ready_to_finalize(client: redis.Redis, url: str, source: Path, **options: Any) -> str:
-    batch = begin(client, url, source, **options).id
+def ready_to_finalize(client: redis.Redis, source: Path, **options: Any) -> str:
+    batch = begin(client, source, **options).id
     while step(client, batch).state != "finalizing":
         answer_all(client)
     return batch
 
 
-def test_inline_failures_are_in_their_place(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 10)).id
+def test_inline_failures_are_in_their_place(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 10)).id
     record = run_to_end(redis_client, batch, failing(3, 8))
     assert (record.state, record.total, record.completed, record.failed) == ("completed", 10, 8, 2)
     assert (record.output, record.error_output) == (str(tmp_path / "out.jsonl"), None)
@@ -55,11 +55,9 @@ def test_inline_failures_are_in_their_place(redis_client: redis.Redis, redis_url
     assert record.usage.prompt_tokens == 8 * 7
 
 
-def test_separate_failures(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_separate_failures(redis_client: redis.Redis, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 10)
-    record = run_to_end(
-        redis_client, begin(redis_client, redis_url, source, error_file="separate", output=None).id, failing(3, 8)
-    )
+    record = run_to_end(redis_client, begin(redis_client, source, error_file="separate", output=None).id, failing(3, 8))
     root = tmp_path / "out.parts"
     assert (record.output, record.error_output) == (f"{root}/output.jsonl", f"{root}/errors.jsonl")
     assert [line["custom_id"] for line in read_jsonl(root / "errors.jsonl")] == ["c3", "c8"]
@@ -70,21 +68,19 @@ def test_separate_failures(redis_client: redis.Redis, redis_url: str, tmp_path: 
 
 @pytest.mark.parametrize("failures", [(), (1, 2)])
 def test_a_file_with_nothing_in_it_is_not_made(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, failures: tuple[int, ...]
+    redis_client: redis.Redis, tmp_path: Path, failures: tuple[int, ...]
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 2)
-    record = run_to_end(
-        redis_client, begin(redis_client, redis_url, source, error_file="separate").id, failing(*failures)
-    )
+    record = run_to_end(redis_client, begin(redis_client, source, error_file="separate").id, failing(*failures))
     assert (record.output is None, record.error_output is None) == (bool(failures), not failures)
     assert (tmp_path / "out.jsonl").exists() == (not failures)
     assert (tmp_path / "out.parts" / "errors.jsonl").exists() == bool(failures)
 
 
-def test_parquet_in_gives_typed_columns_out(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_parquet_in_gives_typed_columns_out(redis_client: redis.Redis, tmp_path: Path) -> None:
     rows = [{"custom_id": f"c{n}", "prompt": f"say {n}", "model": "m", "max_tokens": 5} for n in range(1, 6)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
-    batch = begin(redis_client, redis_url, tmp_path / "in.parquet", output=str(tmp_path / "out.parquet")).id
+    batch = begin(redis_client, tmp_path / "in.parquet", output=str(tmp_path / "out.parquet")).id
     assert run_to_end(redis_client, batch, failing(4)).completed == 4
     table = parquet.read_table(tmp_path / "out.parquet")
     assert table.schema.field("prompt_tokens").type == pyarrow.int64()
@@ -99,7 +95,7 @@ def test_parquet_in_gives_typed_columns_out(redis_client: redis.Redis, redis_url
 
 @pytest.mark.parametrize(("source", "output"), [("in.jsonl", "out.parquet"), ("in.parquet", "out.jsonl")])
 def test_the_output_s_name_decides_its_form(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, source: str, output: str
+    redis_client: redis.Redis, tmp_path: Path, source: str, output: str
 ) -> None:
     if source == "in.jsonl":
         write_input(tmp_path / source, 3)
@@ -107,28 +103,26 @@ def test_the_output_s_name_decides_its_form(
         messages = [[{"role": "user", "content": f"say {n}"}] for n in range(1, 4)]
         rows = [{"custom_id": f"c{n}", "messages": asked, "model": "m"} for n, asked in enumerate(messages, 1)]
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / source)
-    run_to_end(redis_client, begin(redis_client, redis_url, tmp_path / source, output=str(tmp_path / output)).id)
+    run_to_end(redis_client, begin(redis_client, tmp_path / source, output=str(tmp_path / output)).id)
     if output == "out.jsonl":
         check_echoes(tmp_path / output, 3)
     else:
         assert parquet.read_table(tmp_path / output)["text"].to_pylist() == ["say 1", "say 2", "say 3"]
 
 
-def test_an_empty_parquet_output_has_its_columns(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_an_empty_parquet_output_has_its_columns(redis_client: redis.Redis, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(b"")
-    run_to_end(
-        redis_client, begin(redis_client, redis_url, tmp_path / "in.jsonl", output=str(tmp_path / "out.parquet")).id
-    )
+    run_to_end(redis_client, begin(redis_client, tmp_path / "in.jsonl", output=str(tmp_path / "out.parquet")).id)
     table = parquet.read_table(tmp_path / "out.parquet")
     assert (table.num_rows, table.column_names[:3]) == (0, ["custom_id", "id", "status_code"])
 
 
 @pytest.mark.parametrize("call", ["write_outputs", "commit", "save_manifest", "transition", "clean_up"])
 def test_killed_anywhere_it_writes_the_same_bytes(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 20)
-    batch = ready_to_finalize(redis_client, redis_url, source)
+    batch = ready_to_finalize(redis_client, source)
     owner: Any = {"write_outputs": finalize, "commit": finalize._JsonlWriter, "transition": Queue}.get(call, slices)
     real = getattr(owner, call)
 
@@ -153,11 +147,9 @@ def test_killed_anywhere_it_writes_the_same_bytes(
 
 @pytest.mark.parametrize("output", ["out.jsonl", "elsewhere/out.parquet"])
 def test_a_kill_leaves_nothing_beside_the_output(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
 ) -> None:
-    batch = ready_to_finalize(
-        redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5), output=str(tmp_path / output)
-    )
+    batch = ready_to_finalize(redis_client, write_input(tmp_path / "in.jsonl", 5), output=str(tmp_path / output))
 
     def die(writer: AtomicWriter) -> None:
         raise Killed
@@ -182,8 +174,8 @@ def patched_pid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_cancelled_batch_answers_every_line(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 20), error_file="separate").id
+def test_a_cancelled_batch_answers_every_line(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 20), error_file="separate").id
     step(redis_client, batch)
     step(redis_client, batch)
     answer_all(redis_client, most=5)
@@ -199,10 +191,8 @@ def test_a_cancelled_batch_answers_every_line(redis_client: redis.Redis, redis_u
     assert all(line["response"] is None and line["error"]["code"] == "batch_cancelled" for line in lost)
 
 
-def test_lines_of_a_part_that_breaks_on_disk_run_again(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    batch = ready_to_finalize(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 20))
+def test_lines_of_a_part_that_breaks_on_disk_run_again(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = ready_to_finalize(redis_client, write_input(tmp_path / "in.jsonl", 20))
     [part] = (tmp_path / "out.parts" / "parts").iterdir()
     content = part.read_bytes()
     part.write_bytes(content[: len(content) // 2])
@@ -222,8 +212,8 @@ def test_lines_of_a_part_that_breaks_on_disk_run_again(
     assert faults(redis_client) == []
 
 
-def test_a_part_that_is_gone_runs_again(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = ready_to_finalize(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 20))
+def test_a_part_that_is_gone_runs_again(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = ready_to_finalize(redis_client, write_input(tmp_path / "in.jsonl", 20))
     [part] = (tmp_path / "out.parts" / "parts").iterdir()
     part.unlink()
     assert (step(redis_client, batch).state, get_batch(redis_client, batch).completed) == ("in_progress", 0)
@@ -231,11 +221,9 @@ def test_a_part_that_is_gone_runs_again(redis_client: redis.Redis, redis_url: st
     check_echoes(tmp_path / "out.jsonl", 20)
 
 
-def test_an_input_that_changed_is_not_written_against(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
+def test_an_input_that_changed_is_not_written_against(redis_client: redis.Redis, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 5)
-    batch = ready_to_finalize(redis_client, redis_url, source)
+    batch = ready_to_finalize(redis_client, source)
     content = source.read_bytes()
     source.write_bytes(content.replace(b"c3", b"c4"))
     assert "changed while its batch runs" in str(step(redis_client, batch).problem)
@@ -245,12 +233,10 @@ def test_an_input_that_changed_is_not_written_against(
 
 
 def test_no_space_for_the_output_is_a_problem_until_there_is_some(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "results"
-    batch = ready_to_finalize(
-        redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5), output=str(folder / "out.jsonl")
-    )
+    batch = ready_to_finalize(redis_client, write_input(tmp_path / "in.jsonl", 5), output=str(folder / "out.jsonl"))
     folder.rmdir()
     record = step(redis_client, batch)
     assert record.state == "finalizing"
@@ -261,10 +247,11 @@ def test_no_space_for_the_output_is_a_problem_until_there_is_some(
 
 
 def test_a_line_without_a_result_in_an_unfinished_batch_is_never_left_out(
-    tmp_path: Path, redis_client: redis.Redis, redis_url: str
+    tmp_path: Path,
+    redis_client: redis.Redis,
 ) -> None:
     source = write_input(tmp_path / "in.jsonl", 3)
-    record = begin(redis_client, redis_url, source)
+    record = begin(redis_client, source)
     manifest = Manifest(batch_id=record.id, created_at=1.0, spec=record.spec, total=3)
     note_source(manifest, str(source), sha256_of(str(source)))
     with pytest.raises(finalize.ResultsMissing, match="line 1"):
@@ -272,10 +259,8 @@ def test_a_line_without_a_result_in_an_unfinished_batch_is_never_left_out(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_blank_lines_and_unicode_ids_keep_their_places(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
+def test_blank_lines_and_unicode_ids_keep_their_places(redis_client: redis.Redis, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n" + chat_line("Zeile \u2028 \U0001f600") + b"\r\n" + chat_line('quo"te\\') + b"  ")
-    run_to_end(redis_client, begin(redis_client, redis_url, source).id)
+    run_to_end(redis_client, begin(redis_client, source).id)
     assert [line["custom_id"] for line in read_jsonl(tmp_path / "out.jsonl")] == ["Zeile \u2028 \U0001f600", 'quo"te\\']

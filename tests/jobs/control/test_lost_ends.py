@@ -60,16 +60,14 @@ def killed_before_redis_knew(client: redis.Redis, record: BatchRecord, monkeypat
 
 @pytest.mark.parametrize("expiring", [False, True])
 @pytest.mark.parametrize("lost", ["drains", "end"])
-def test_a_redis_that_lost_the_end(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, lost: str, expiring: bool
-) -> None:
+def test_a_redis_that_lost_the_end(redis_client: redis.Redis, tmp_path: Path, lost: str, expiring: bool) -> None:
     if lost == "drains":
-        record = submit(redis_client, redis_url, tmp_path, lines_of(20))
+        record = submit(redis_client, tmp_path, lines_of(20))
         step(redis_client, record.id)
         step(redis_client, record.id)
         answer_all(redis_client, failing(3))
     else:
-        record = finished(redis_client, redis_url, tmp_path)
+        record = finished(redis_client, tmp_path)
     saved = saved_state(redis_client)
     while not (ended := step(redis_client, record.id)).ended:
         pass
@@ -87,8 +85,8 @@ def test_a_redis_that_lost_the_end(
     assert Queue(redis_client).open_batches("") == []
 
 
-def test_a_redis_that_lost_the_end_while_lines_ran(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    record = submit(redis_client, redis_url, tmp_path, lines_of(20))
+def test_a_redis_that_lost_the_end_while_lines_ran(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = submit(redis_client, tmp_path, lines_of(20))
     step(redis_client, record.id)
     step(redis_client, record.id)
     claims = Queue(redis_client).claim("w", 1, 5, models=["m"])
@@ -104,10 +102,10 @@ def test_a_redis_that_lost_the_end_while_lines_ran(redis_client: redis.Redis, re
     check_every_line_once(redis_client, tmp_path, again, 20)
 
 
-def test_a_local_batch_whose_end_was_lost(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_a_local_batch_whose_end_was_lost(redis_client: redis.Redis, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(lines_of(20))
-    record = begin(redis_client, redis_url, source)
+    record = begin(redis_client, source)
     while (record := step(redis_client, record.id)).state != "finalizing":
         answer_all(redis_client, failing(3))
     saved = saved_state(redis_client)
@@ -119,9 +117,9 @@ def test_a_local_batch_whose_end_was_lost(redis_client: redis.Redis, redis_url: 
 
 
 def test_an_output_that_is_deleted_before_redis_knows_of_the_end(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = finished(redis_client, redis_url, tmp_path)
+    record = finished(redis_client, tmp_path)
     killed_before_redis_knew(redis_client, record, monkeypatch)
     store_of(redis_client, tmp_path).delete("", str(record.output_file_id))
     ended = step(redis_client, record.id)
@@ -131,9 +129,9 @@ def test_an_output_that_is_deleted_before_redis_knows_of_the_end(
 
 
 def test_every_bad_line_is_reported_after_a_kill(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = submit(redis_client, redis_url, tmp_path, b"nonsense\n" * 5)
+    record = submit(redis_client, tmp_path, b"nonsense\n" * 5)
     killed_before_redis_knew(redis_client, record, monkeypatch)
     ended = step(redis_client, record.id)
     assert (ended.state, ended.total, [error.line for error in ended.errors]) == ("failed", 0, [1, 2, 3, 4, 5])
@@ -142,9 +140,9 @@ def test_every_bad_line_is_reported_after_a_kill(
 @pytest.mark.parametrize("emptied", [False, True])
 @pytest.mark.parametrize("bad", [False, True])
 def test_cancelled_before_redis_knew_of_the_end(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emptied: bool, bad: bool
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emptied: bool, bad: bool
 ) -> None:
-    record = submit(redis_client, redis_url, tmp_path, b"bad\n") if bad else finished(redis_client, redis_url, tmp_path)
+    record = submit(redis_client, tmp_path, b"bad\n") if bad else finished(redis_client, tmp_path)
     killed_before_redis_knew(redis_client, record, monkeypatch)
     assert cancel_batch(redis_client, record.id).state == "cancelling"
     if emptied:
@@ -163,11 +161,11 @@ def test_cancelled_before_redis_knew_of_the_end(
 
 
 @pytest.mark.parametrize("state", ["validating", "in_progress", "finalizing"])
-def test_a_redis_that_lost_the_cancel(redis_client: redis.Redis, redis_url: str, tmp_path: Path, state: str) -> None:
+def test_a_redis_that_lost_the_cancel(redis_client: redis.Redis, tmp_path: Path, state: str) -> None:
     if state == "validating":
-        record = submit(redis_client, redis_url, tmp_path, lines_of(20))
+        record = submit(redis_client, tmp_path, lines_of(20))
     else:
-        record = (under_way if state == "in_progress" else finished)(redis_client, redis_url, tmp_path)
+        record = (under_way if state == "in_progress" else finished)(redis_client, tmp_path)
     saved = saved_state(redis_client)
     cancel_batch(redis_client, record.id)
     for generations in (5, 10):  # while it is cancelling, and when it has ended
@@ -182,9 +180,9 @@ def test_a_redis_that_lost_the_cancel(redis_client: redis.Redis, redis_url: str,
 
 
 def test_a_cancel_that_came_too_late_is_forgotten(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = finished(redis_client, redis_url, tmp_path)
+    record = finished(redis_client, tmp_path)
     real = finalize.publish_result_files
 
     def mark_first(*arguments: Any) -> None:

@@ -42,9 +42,9 @@ DAY = 24 * 3600
 
 
 @pytest.fixture
-def store(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> FileStore:
+def store(redis_client: redis.Redis, tmp_path: Path) -> FileStore:
     """The store of a server that serves `m`."""
-    serve(redis_client, redis_url, "m")
+    serve(redis_client, "m")
     return store_of(redis_client, tmp_path)
 
 
@@ -67,11 +67,11 @@ def made_ago(store: FileStore, seconds: float) -> Path:
 
 
 def test_an_emptied_redis_is_rebuilt_the_newest_first_while_the_rest_goes_on(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, leader: Ticker, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, leader: Ticker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
-        step(redis_client, finished(redis_client, redis_url, tmp_path).id)
-    running = under_way(redis_client, redis_url, tmp_path)
+        step(redis_client, finished(redis_client, tmp_path).id)
+    running = under_way(redis_client, tmp_path)
     redis_client.flushall()
     monkeypatch.setattr(ticker, "MOMENT_SECONDS", 0.0)
     leader.tick()
@@ -84,10 +84,8 @@ def test_an_emptied_redis_is_rebuilt_the_newest_first_while_the_rest_goes_on(
     assert faults(redis_client) == []
 
 
-def test_what_has_ended_is_rebuilt_without_a_write_to_disk(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    before = step(redis_client, finished(redis_client, redis_url, tmp_path).id)
+def test_what_has_ended_is_rebuilt_without_a_write_to_disk(redis_client: redis.Redis, tmp_path: Path) -> None:
+    before = step(redis_client, finished(redis_client, tmp_path).id)
     manifest = Path(before.spec.root, "manifest.json")
     stamp = manifest.stat().st_ino, manifest.stat().st_mtime_ns
     redis_client.flushall()
@@ -97,9 +95,9 @@ def test_what_has_ended_is_rebuilt_without_a_write_to_disk(
 
 
 def test_while_one_batch_is_in_other_hands_only_that_one_is_tried_again(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, leader: Ticker, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, leader: Ticker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    records = [submit(redis_client, redis_url, tmp_path, lines_of(1)) for _ in range(4)]
+    records = [submit(redis_client, tmp_path, lines_of(1)) for _ in range(4)]
     listed = store_of(redis_client, tmp_path).list("", after=None, limit=9, order="asc", purpose=None)
     redis_client.flushall()
     with exclusive(records[1].spec.root, 0):
@@ -117,9 +115,9 @@ def test_while_one_batch_is_in_other_hands_only_that_one_is_tried_again(
 
 
 def test_a_file_that_cannot_be_read_holds_up_no_batch_and_no_other_file(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, store: FileStore, leader: Ticker
+    redis_client: redis.Redis, tmp_path: Path, store: FileStore, leader: Ticker
 ) -> None:
-    record = under_way(redis_client, redis_url, tmp_path)
+    record = under_way(redis_client, tmp_path)
     broken = put(store, lines_of(2))
     (store.folder(broken) / "record.json").rename(tmp_path / "kept")
     (store.folder(broken) / "record.json").mkdir()
@@ -194,9 +192,9 @@ def test_no_more_is_asked_of_a_refused_batch_the_more_are_open(
 
 
 def test_retention_reads_no_batch_that_is_too_young_to_be_due(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = submit(redis_client, redis_url, tmp_path, lines_of(1))
+    record = submit(redis_client, tmp_path, lines_of(1))
     queue, store = Queue(redis_client), store_of(redis_client, tmp_path)
     for days in (1.02, 3, 29, 31):
         shutil.copy(Path(record.spec.root, "manifest.json"), made_ago(store, days * DAY))
@@ -227,17 +225,17 @@ def test_files_that_cannot_be_removed_delay_no_others(store: FileStore, monkeypa
 
 
 def test_a_clock_of_redis_that_ran_ahead_removes_nothing(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, leader: Ticker, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, leader: Ticker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = step(redis_client, finished(redis_client, redis_url, tmp_path).id)
+    record = step(redis_client, finished(redis_client, tmp_path).id)
     monkeypatch.setattr(Queue, "now", lambda queue: time.time() + 31 * DAY)
     leader.tick()
     assert get_batch(redis_client, record.id) == record
     assert store_of(redis_client, tmp_path).get("", str(record.output_file_id)).complete
 
 
-def test_what_is_wrong_with_a_file_is_on_disk_alone(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    record = step(redis_client, submit(redis_client, redis_url, tmp_path, b"nonsense\n" * 1200).id)
+def test_what_is_wrong_with_a_file_is_on_disk_alone(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = step(redis_client, submit(redis_client, tmp_path, b"nonsense\n" * 1200).id)
     assert (record.state, len(record.errors)) == ("failed", 1001)
     size: Any = redis_client.memory_usage(keys.batch(record.id))
     assert size < 10_000

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from pathlib import Path
@@ -21,12 +20,11 @@ from rq.serializers import JSONSerializer
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch, wait_for
 from jobs.batch.manifest import load_manifest
-from jobs.control import rq_worker, slices
 from jobs.control.rq_worker import ControlWorker
-from jobs.control.slices import process_queue, use_server
+from jobs.control.runner import Runner
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
-from jobs.queue.tasks import enqueue, is_waiting
+from jobs.queue.tasks import enqueue, function_name, is_waiting
 from tests.support.batch_steps import answer_all
 from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
 from tests.support.processes import is_running, wait_for_rest
@@ -80,17 +78,11 @@ def test_nothing_in_redis_is_pickled(redis_client: redis.Redis) -> None:
     assert JSONSerializer.loads(data) == ["jobs.advance.run", None, ["batch_x", 3], {}]
 
 
-def forget_everything() -> None:
-    """A job in whose time Redis came back empty."""
-    process_queue().redis.flushall()
-
-
 def test_a_job_that_redis_forgot_ends_without_a_trace(
-    redis_client: redis.Redis, redis_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(redis_url)
-    monkeypatch.setitem(rq_worker._FUNCTIONS, "forget", forget_everything)
-    run_one_job(redis_client, "forget", job_id="forgotten", result_ttl=0)
+    monkeypatch.setattr(Runner, "run", lambda runner, *job: runner.queue.redis.flushall())
+    run_one_job(redis_client, function_name("advance"), args=("forgotten", 1), job_id="forgotten", result_ttl=0)
     assert warnings_in(caplog) == []
     assert [key for key in redis_client.scan_iter() if b"forgotten" in key] == []
 
@@ -109,7 +101,7 @@ def test_a_job_of_another_name_is_dropped_and_nothing_is_imported_for_it(
 def run_one_job(client: redis.Redis, function: str, **options: Any) -> None:
     """Enqueue the job and run it as the process does."""
     JobQueue("advance", connection=client, serializer=JSONSerializer).enqueue_call(function, timeout=-1, **options)
-    worker = ControlWorker("advance", client)
+    worker = ControlWorker("advance", client, Runner(Queue(client)))
     dequeued = worker.dequeue_job_and_maintain_ttl(1)
     assert dequeued is not None
     worker.execute_job(*dequeued)
@@ -155,10 +147,9 @@ def test_a_stop_whose_exception_was_lost_ends_the_loop(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal may come while a destructor runs, which drops what its handler raises."""
-    stopping = threading.Event()
-    monkeypatch.setattr(slices, "stopping", stopping)
-    monkeypatch.setattr(ControlWorker, "_install_signal_handlers", lambda worker: stopping.set())
-    assert not ControlWorker("bulk", redis_client).work(logging_level="WARNING")
+    runner = Runner(Queue(redis_client))
+    monkeypatch.setattr(ControlWorker, "_install_signal_handlers", lambda worker: runner.stopping.set())
+    assert not ControlWorker("bulk", redis_client, runner).work(logging_level="WARNING")
 
 
 @pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])

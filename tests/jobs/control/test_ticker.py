@@ -15,7 +15,8 @@ import redis
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch, wait_for
 from jobs.batch.retention import forget_output
-from jobs.control import slices, ticker
+from jobs.control import runner, ticker
+from jobs.control.slices import Slice
 from jobs.control.ticker import Ticker
 from jobs.queue import tasks
 from jobs.queue.request_queue import Queue, QueueUnavailable
@@ -104,8 +105,8 @@ def test_leases_of_a_vanished_worker_end(
     check_echoes(tmp_path / "out.jsonl", 50)
 
 
-def test_a_window_that_closes_keeps_what_is_done(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 20), completion_window_seconds=3600.0).id
+def test_a_window_that_closes_keeps_what_is_done(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 20), completion_window_seconds=3600.0).id
     step(redis_client, batch)
     step(redis_client, batch)
     answer_all(redis_client, failing(2), most=8)
@@ -122,17 +123,15 @@ def test_a_window_that_closes_keeps_what_is_done(redis_client: redis.Redis, redi
     assert sum(line["response"] is None and line["error"]["code"] == "batch_expired" for line in lines) == 12
 
 
-def test_a_batch_that_expires_before_it_is_validated(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    batch = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5), completion_window_seconds=-1.0).id
+def test_a_batch_that_expires_before_it_is_validated(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 5), completion_window_seconds=-1.0).id
     Ticker(Queue(redis_client)).tick()
     record = run_to_end(redis_client, batch)
     assert (record.state, record.total, record.failed) == ("expired", 0, 0)
 
 
-def test_a_job_that_died_runs_again_under_a_new_generation(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
-    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
+def test_a_job_that_died_runs_again_under_a_new_generation(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = begin(redis_client, write_input(tmp_path / "in.jsonl", 5))
     queue, name = Queue(redis_client), "{q}:batch:" + record.id
     job = f"rq:job:validate-{record.id}-1"
     redis_client.hset(name, "heartbeat", 0)
@@ -154,17 +153,18 @@ def test_a_job_that_died_runs_again_under_a_new_generation(
 
 
 def test_a_slice_that_redis_failed_leaves_no_job_behind(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
+    record = begin(redis_client, write_input(tmp_path / "in.jsonl", 5))
     step(redis_client, record.id)
 
     for error in (redis.ConnectionError("away"), QueueUnavailable("away")):
 
-        def fail(held: slices.Slice, error: Exception = error) -> None:
+        def fail(held: Slice, error: Exception = error) -> None:
             raise error
 
-        slices.run_slice(Queue(redis_client), record.id, 1, ("in_progress",), fail)
+        monkeypatch.setitem(runner.WORK, "advance", fail)
+        step(redis_client, record.id)
     assert get_batch(redis_client, record.id).problem is None
 
 
@@ -185,9 +185,9 @@ def test_what_was_noted_of_a_forgotten_job_does_not_bar_the_next(redis_client: r
 
 
 def test_a_slice_that_does_not_end_is_asked_for_less_and_less(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 5))
+    record = begin(redis_client, write_input(tmp_path / "in.jsonl", 5))
     step(redis_client, record.id)
     redis_client.delete("rq:queue:advance")
     redis_client.hset(f"rq:job:advance-{record.id}-1", "status", "started")

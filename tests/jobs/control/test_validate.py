@@ -17,7 +17,7 @@ from pyarrow import parquet
 from jobs.batch import input_files, source_check
 from jobs.batch.client import BatchRecord
 from jobs.batch.plan import Sorter
-from jobs.control import validate
+from jobs.control.runner import Runner
 from jobs.protocol.lines import read_line
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
@@ -28,9 +28,9 @@ from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import ROOT, chat_line, echo, read_jsonl, write_input
 
 
-def validated(client: redis.Redis, url: str, source: Path, data: bytes, **options: Any) -> BatchRecord:
+def validated(client: redis.Redis, source: Path, data: bytes, **options: Any) -> BatchRecord:
     source.write_bytes(data)
-    return step(client, begin(client, url, source, **options).id)
+    return step(client, begin(client, source, **options).id)
 
 
 def codes(record: BatchRecord) -> list[tuple[int | None, str, str | None]]:
@@ -42,7 +42,7 @@ def changed(custom_id: str, /, **fields: Any) -> bytes:
     return json.dumps({name: value for name, value in line.items() if value is not ...}).encode() + b"\n"
 
 
-def test_every_bad_line_is_named(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_every_bad_line_is_named(redis_client: redis.Redis, tmp_path: Path) -> None:
     lines = [
         chat_line("good"),
         b"not json\n",
@@ -62,7 +62,7 @@ def test_every_bad_line_is_named(redis_client: redis.Redis, redis_url: str, tmp_
         chat_line("good"),
         chat_line("x10", temperature=-1),
     ]
-    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(lines))
+    record = validated(redis_client, tmp_path / "in.jsonl", b"".join(lines))
     assert record.state == "failed"
     assert (record.total, record.completed, record.failed) == (0, 0, 0)
     assert codes(record) == [
@@ -86,10 +86,10 @@ def test_every_bad_line_is_named(redis_client: redis.Redis, redis_url: str, tmp_
 
 
 def test_at_most_a_thousand_are_listed_in_line_order_and_the_rest_counted(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+    redis_client: redis.Redis, tmp_path: Path
 ) -> None:
     lines = [b"bad\n" if number % 2 else chat_line("same") for number in range(3000)]
-    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(lines))
+    record = validated(redis_client, tmp_path / "in.jsonl", b"".join(lines))
     assert len(record.errors) == 1001
     bad, repeated = ("invalid_json_line", None), ("duplicate_custom_id", "custom_id")
     assert codes(record)[:4] == [(2, *bad), (3, *repeated), (4, *bad), (5, *repeated)]
@@ -98,31 +98,29 @@ def test_at_most_a_thousand_are_listed_in_line_order_and_the_rest_counted(
 
 
 def test_all_duplicates_are_found(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(source_check, "Sorter", lambda size, folder: Sorter(size, folder, 50))
     rng = random.Random(seed)
     names = [f"id{rng.randrange(300)}" for _ in range(600)]
-    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(map(chat_line, names)))
+    record = validated(redis_client, tmp_path / "in.jsonl", b"".join(map(chat_line, names)))
     first = {name: number for number, name in reversed(list(enumerate(names, 1)))}
     expected = [number for number, name in enumerate(names, 1) if first[name] != number]
     assert [problem.line for problem in record.errors] == expected, seed
 
 
-def test_a_line_too_long_is_named(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_too_long_is_named(redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_files, "MAX_LINE_BYTES", 1000)
     record = validated(
-        redis_client, redis_url, tmp_path / "in.jsonl", chat_line("a") + chat_line("b", "x" * 2000) + chat_line("c")
+        redis_client, tmp_path / "in.jsonl", chat_line("a") + chat_line("b", "x" * 2000) + chat_line("c")
     )
     assert codes(record) == [(2, "line_too_long", None)]
 
 
-def test_the_default_model_is_filled_in(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_the_default_model_is_filled_in(redis_client: redis.Redis, tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(chat_line("a", model=None) + chat_line("b", model="m"))
-    record = run_to_end(redis_client, begin(redis_client, redis_url, source, default_model="m").id)
+    record = run_to_end(redis_client, begin(redis_client, source, default_model="m").id)
     assert (record.state, record.completed) == ("completed", 2)
     assert [line["response"]["body"]["model"] for line in read_jsonl(tmp_path / "out.jsonl")] == ["m", "m"]
 
@@ -139,7 +137,7 @@ def judge(claim: Claim) -> Result:
 @pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
 @pytest.mark.parametrize("default_model", [None, "m"])
 def test_odd_lines_go_all_the_way_and_stop_no_process(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, output: str, default_model: str | None
+    redis_client: redis.Redis, tmp_path: Path, output: str, default_model: str | None
 ) -> None:
     """What validation lets pass, every later stage reads; a bad value in a body costs that line
     alone.
@@ -161,7 +159,7 @@ def test_odd_lines_go_all_the_way_and_stop_no_process(
     bad.append(chat_line("badrole", "no", model).replace(b'"role": "user"', b'"role": ' + b"[" * 300 + b"]" * 300))
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"".join(line for pair in zip(good, bad, strict=True) for line in pair))
-    batch = begin(redis_client, redis_url, source, default_model=default_model, output=str(tmp_path / output)).id
+    batch = begin(redis_client, source, default_model=default_model, output=str(tmp_path / output)).id
     record = run_to_end(redis_client, batch, judge)
     assert (record.state, record.completed, record.failed) == ("completed", len(good), len(bad))
     expected = [read_line(line).custom_id for line in source.read_bytes().splitlines()]
@@ -174,62 +172,58 @@ def test_odd_lines_go_all_the_way_and_stop_no_process(
     assert found == [(custom_id, 400 if n % 2 else 200) for n, custom_id in enumerate(expected)]
 
 
-def test_what_is_not_utf8_is_named(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_what_is_not_utf8_is_named(redis_client: redis.Redis, tmp_path: Path) -> None:
     lines = [b"\xef\xbb\xbf", chat_line("a"), b"\xef\xbb\xbf", chat_line("b"), chat_line("c").replace(b"hi", b"\xfc")]
-    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", b"".join(lines))
+    record = validated(redis_client, tmp_path / "in.jsonl", b"".join(lines))
     assert codes(record) == [(2, "invalid_json_line", None), (3, "invalid_json_line", None)]
     assert "byte order mark" in record.errors[0].message
     assert "not UTF-8" in record.errors[1].message
     for codec in ("utf-16", "utf-16-le"):
         text = (chat_line("a") + chat_line("b")).decode().encode(codec)
-        record = validated(redis_client, redis_url, tmp_path / "in.jsonl", text)
+        record = validated(redis_client, tmp_path / "in.jsonl", text)
         assert record.state == "failed"
         assert {problem.code for problem in record.errors} == {"invalid_json_line"}
 
 
-def test_only_the_batch_s_endpoint_is_allowed(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", chat_line("a"), endpoint="/v1/completions")
+def test_only_the_batch_s_endpoint_is_allowed(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = validated(redis_client, tmp_path / "in.jsonl", chat_line("a"), endpoint="/v1/completions")
     assert codes(record) == [(1, "invalid_url", "url")]
 
 
-def test_without_names_the_registry_says_what_is_served(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
+def test_without_names_the_registry_says_what_is_served(redis_client: redis.Redis, tmp_path: Path) -> None:
     Queue(redis_client).register_worker(WorkerRecord("w", ["served"], "ready", 100, 1.0, "h", 1))
     data = chat_line("a", model="served") + chat_line("b", model="m")
-    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", data, models=None)
+    record = validated(redis_client, tmp_path / "in.jsonl", data, models=None)
     assert codes(record) == [(2, "model_not_found", "body.model")]
     assert "there is: served" in record.errors[0].message
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])
-def test_an_empty_file_gives_an_empty_output(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, data: bytes
-) -> None:
-    record = validated(redis_client, redis_url, tmp_path / "in.jsonl", data)
+def test_an_empty_file_gives_an_empty_output(redis_client: redis.Redis, tmp_path: Path, data: bytes) -> None:
+    record = validated(redis_client, tmp_path / "in.jsonl", data)
     assert (record.state, record.total) == ("in_progress", 0)
     assert run_to_end(redis_client, record.id).state == "completed"
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_a_broken_file_is_refused_as_a_whole(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    record = validated(redis_client, redis_url, tmp_path / "in.parquet", b"junk")
+def test_a_broken_file_is_refused_as_a_whole(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = validated(redis_client, tmp_path / "in.parquet", b"junk")
     assert (record.state, codes(record)) == ("failed", [(None, "invalid_file", None)])
 
 
-def test_parquet_rows_are_numbered_like_lines(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
+def test_parquet_rows_are_numbered_like_lines(redis_client: redis.Redis, tmp_path: Path) -> None:
     rows = [{"custom_id": f"c{n % 3}", "prompt": "x", "model": "m"} for n in range(4)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
-    record = step(redis_client, begin(redis_client, redis_url, tmp_path / "in.parquet").id)
+    record = step(redis_client, begin(redis_client, tmp_path / "in.parquet").id)
     assert codes(record) == [(4, "duplicate_custom_id", "custom_id")]
 
 
-def test_a_second_run_of_the_job_changes_nothing(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    record = begin(redis_client, redis_url, write_input(tmp_path / "in.jsonl", 10))
+def test_a_second_run_of_the_job_changes_nothing(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = begin(redis_client, write_input(tmp_path / "in.jsonl", 10))
     step(redis_client, record.id)
     answer_all(redis_client)
     before = Queue(redis_client).batch_fields(record.id)
-    validate.run(record.id, before.generation)
+    Runner(Queue(redis_client)).run("validate", record.id, before.generation)
     assert Queue(redis_client).batch_fields(record.id) == before
 
 
@@ -239,11 +233,12 @@ def test_memory_does_not_follow_the_file(redis_client: redis.Redis, redis_url: s
     imports take.
     """
     source = write_input(tmp_path / "in.jsonl", 300_000, user="x" * 900)
-    record = begin(redis_client, redis_url, source)
+    record = begin(redis_client, source)
     script = (
-        "import sys\nfrom jobs.control import slices, validate\n"
+        "import sys\nfrom jobs.control.runner import Runner\nfrom jobs.queue.connection import connect\n"
+        "from jobs.queue.request_queue import Queue\n"
         "peak = lambda: int(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
-        "imported = peak(); slices.use_server(sys.argv[1]); validate.run(sys.argv[2], 1)\n"
+        "imported = peak(); Runner(Queue(connect(sys.argv[1]))).run('validate', sys.argv[2], 1)\n"
         "print(peak() - imported)"
     )
     done = subprocess.run(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.control import slices
 from jobs.control.ticker import Ticker
 from jobs.protocol.requests import Claim, RequestKey
 from jobs.protocol.results import ApiError
@@ -106,19 +105,16 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
 
 
 @pytest.fixture
-def proxied_jobs(redis_url: str) -> Iterator[LossyProxy]:
-    """The control plane's jobs run behind it; replies to any command may be lost."""
+def proxied_jobs(redis_url: str) -> Iterator[tuple[LossyProxy, Queue]]:
+    """A queue for the control plane's jobs behind a proxy; replies to any command may be lost."""
     with LossyProxy(redis_url, scripts_only=False) as proxy, impatient(proxy.url) as client:
-        jobs, slices._process_queue = slices._process_queue, Queue(client, QueueSettings(redis_retry_seconds=5))
-        yield proxy
-        slices._process_queue = jobs
+        yield proxy, Queue(client, QueueSettings(redis_retry_seconds=5))
 
 
 @pytest.mark.parametrize("lose", WAYS)
 def test_whatever_the_control_plane_does(
     redis_client: redis.Redis,
-    redis_url: str,
-    proxied_jobs: LossyProxy,
+    proxied_jobs: tuple[LossyProxy, Queue],
     tmp_path: Path,
     lose: Callable[[LossyProxy, int, int], None],
     seed: int,
@@ -126,19 +122,18 @@ def test_whatever_the_control_plane_does(
     """Each reply to it in turn, of whatever command, or where that takes long some of them: the
     batch comes out the same.
     """
-    proxied_queue = slices._process_queue
+    proxy, queue = proxied_jobs
 
     def run(folder: Path, lost: int | None) -> int:
         redis_client.flushall()
         folder.mkdir()
         source = write_input(folder / "in.jsonl", 12)
-        batch = begin(redis_client, redis_url, source).id
-        slices._process_queue = proxied_queue
-        first = proxied_jobs.replies
+        batch = begin(redis_client, source).id
+        first = proxy.replies
         if lost is not None:
-            lose(proxied_jobs, 1, lost)
+            lose(proxy, 1, lost)
         for _ in range(12):  # a job that gave up runs again, as the ticker would have it
-            record = step(redis_client, batch)
+            record = step(redis_client, batch, queue)
             if record.ended:
                 break
             answer_all(redis_client)
@@ -147,14 +142,14 @@ def test_whatever_the_control_plane_does(
         Ticker(Queue(redis_client)).tick()
         assert faults(redis_client) == []
         assert queue_keys(redis_client, batch) == [f"{{q}}:batch:{batch}", "{q}:batches"], lost
-        return proxied_jobs.replies - first
+        return proxy.replies - first
 
     replies = run(tmp_path / "undisturbed", None)
     print(f"{replies} replies")
     numbers = range(replies) if lose is LossyProxy.lose else random.Random(seed).sample(range(replies), 10)
     for number in numbers:
         run(tmp_path / str(number), number)
-    assert proxied_jobs.lost > len(numbers) // 2  # the last ones may not come again
+    assert proxy.lost > len(numbers) // 2  # the last ones may not come again
 
 
 def queue_keys(client: redis.Redis, batch: str) -> list[str]:

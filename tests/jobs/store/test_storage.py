@@ -171,11 +171,11 @@ def test_locations() -> None:
 
 
 def test_a_batch_whose_files_are_remote(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behind_pyarrow(monkeypatch)
     source = write_input(tmp_path / "in.jsonl", 50)
-    begin(redis_client, redis_url, write_input(tmp_path / "other" / "in.jsonl", 1))
+    begin(redis_client, write_input(tmp_path / "other" / "in.jsonl", 1))
     store = f"store://{tmp_path}"
     with pytest.raises(BatchRefused, match="is remote: it must be on a file system that has locks"):
         create_batch(redis_client, BatchSpec(input=f"{store}/in.jsonl", root=f"{store}/b", models=("m",)))
@@ -191,7 +191,7 @@ def test_a_batch_whose_files_are_remote(
 
 
 def test_relative_locations_are_the_caller_s(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_input(tmp_path / "in.jsonl", 1)
     monkeypatch.chdir(tmp_path)

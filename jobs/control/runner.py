@@ -1,0 +1,112 @@
+"""Run the control plane's jobs in one process, and what a failure of one leads to."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+import redis
+
+from jobs.batch.ending import begin_cancel
+from jobs.batch.input_files import InputError
+from jobs.batch.manifest import is_marked_cancelled
+from jobs.control.advance import advance, drain_all
+from jobs.control.finalize import finalize
+from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, Superseded, hold
+from jobs.control.validate import validate
+from jobs.protocol.states import CANCELLABLE, END_STATES, JobName, states_of
+from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable
+from jobs.store.storage import Busy, StoreError
+
+WORK: dict[JobName, Callable[[Slice], None]] = {"validate": validate, "advance": advance, "finalize": finalize}
+
+_PATIENCE_SECONDS = 2 * BEAT_SECONDS  # in which a job that lost its batch releases the folder
+logger = logging.getLogger(__name__)
+
+
+class Runner:
+    """Runs slices of `advance` one after the other, and of the other jobs, which take long, as many
+    side by side as there are `threads`: so a small batch does not wait for a large one to be read
+    or written. Without threads `run` returns when the job has ended.
+    """
+
+    def __init__(self, queue: Queue, threads: int = 0) -> None:
+        self.queue = queue
+        self.stopping = threading.Event()
+        """Set when the process was ordered to end."""
+        self._threads = threading.Semaphore(threads) if threads else None
+
+    def run(self, job: JobName, batch: str, generation: int) -> None:
+        """Run a job on a batch, in the states that ask for it.
+
+        RQ takes one in a thread for done when it has begun; the batch's heartbeat says that it is
+        alive.
+        """
+        free = self._threads
+        if job == "advance":
+            self._run(job, batch, generation, patience=0.0)
+        elif free is None:
+            self._run(job, batch, generation, _PATIENCE_SECONDS)
+        else:
+            free.acquire()
+            threading.Thread(target=self._run_in_thread, name=batch, args=(free, job, batch, generation)).start()
+
+    def flush(self) -> None:
+        """Drain every running batch that no other process works on."""
+        for batch, fields in self.queue.active_batches().items():
+            self._run("advance", batch, fields.generation, 0.0, drain_all)
+
+    def _run_in_thread(self, free: threading.Semaphore, job: JobName, batch: str, generation: int) -> None:
+        try:
+            self._run(job, batch, generation, _PATIENCE_SECONDS)
+        finally:
+            free.release()
+
+    def _run(
+        self,
+        job: JobName,
+        batch: str,
+        generation: int,
+        patience: float,
+        work: Callable[[Slice], None] | None = None,
+    ) -> None:
+        """Run `work` (default: the job's) under `hold`.
+
+        A failure that a person can mend becomes the record's `problem`; the ticker has the job run
+        again. It raises nothing, so that RQ takes the job for done and never keeps a failed one,
+        whose id would bar the next.
+        """
+        states = states_of(job)
+        try:
+            with hold(self.queue, batch, generation, states, self.stopping, patience) as held:
+                _work_on(held, work or WORK[job])
+        except (Superseded, Stopping, Busy):
+            logger.debug("batch %s: another process works on it, or this one stops", batch)
+        except (QueueUnavailable, redis.RedisError) as error:
+            logger.warning("batch %s: Redis unavailable; the ticker runs the job again: %s", batch, error)
+        except (StoreError, InputError) as error:
+            logger.error("batch %s: %s", batch, error)
+            self._note_problem(batch, str(error))
+        except Exception as error:
+            logger.exception("batch %s: internal error", batch)
+            self._note_problem(batch, f"internal error: {error!r}")
+
+    def _note_problem(self, batch: str, problem: str) -> None:
+        """Show in the record why the batch makes no progress."""
+        try:
+            if state := self.queue.batch_fields(batch).state:
+                self.queue.transition(batch, [state], state, {"problem": problem})
+        except (QueueUnavailable, redis.RedisError) as error:
+            logger.warning("batch %s: Redis unavailable; its problem is not recorded: %s", batch, error)
+
+
+def _work_on(held: Slice, work: Callable[[Slice], None]) -> None:
+    if held.manifest.state in END_STATES:
+        held.end_again()
+    elif held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost that, or never got it
+        begin_cancel(held.queue, held.batch, held.generation)
+        return
+    else:
+        work(held)
+    if held.fields.problem:
+        held.note({"problem": ""})
