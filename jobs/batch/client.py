@@ -241,7 +241,7 @@ def _read(client: redis.Redis, batches: list[str]) -> list[tuple[BatchFields, in
             pipeline.hgetall(keys.batch(batch))
             pipeline.hlen(keys.bodies(batch))
         answers = pipeline.execute()
-        records = [BatchFields.read(raw) for raw in answers[::2]]
+        records = [BatchFields.read_hash(raw) for raw in answers[::2]]
         lists = [[(batch, model) for model in one.line_models] for batch, one in zip(batches, records, strict=True)]
         for batch, model in itertools.chain(*lists):
             pipeline.llen(keys.ready(batch, model))

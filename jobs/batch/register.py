@@ -76,7 +76,7 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         **progress_fields(manifest),
     }
     if spec.completion_window_seconds is not None:
-        fields["timestamps"]["expires"] = manifest.created_at + spec.completion_window_seconds
+        fields["expires_at"] = manifest.created_at + spec.completion_window_seconds
     if manifest.state in END_STATES:
         fields |= end_fields(manifest)
     return fields

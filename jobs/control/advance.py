@@ -22,7 +22,7 @@ from jobs.control.slices import Slice
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
 from jobs.queue import keys
-from jobs.queue.batch_fields import BatchFields
+from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
 from jobs.queue.tasks import enqueue, wake
@@ -98,14 +98,14 @@ def drain_all(held: Slice) -> None:
         pass
 
 
-def needs_slice(queue: Queue, batch: str, fields: BatchFields) -> bool:
+def needs_slice(queue: Queue, batch: str, fields: BatchStatus) -> bool:
     """Return whether a slice would find something to do."""
     if fields.result_bytes > 0 or fields.all_done:
         return True
     return feed_needed(queue, batch, fields)
 
 
-def feed_needed(queue: Queue, batch: str, fields: BatchFields) -> bool:
+def feed_needed(queue: Queue, batch: str, fields: BatchStatus) -> bool:
     """Return whether the plan goes on and a ready list is low."""
     models = _feeding(queue, fields)
     return bool(models) and min(ready_lengths(queue, batch, models).values()) <= fields.low_water
@@ -165,7 +165,7 @@ def ready_lengths(queue: Queue, batch: str, models: list[str]) -> dict[str, int]
         return dict(zip(models, pipeline.execute(), strict=True))
 
 
-def _feeding(queue: Queue, fields: BatchFields) -> list[str]:
+def _feeding(queue: Queue, fields: BatchStatus) -> list[str]:
     """The models whose ready lists say how far to feed: those of which the plan has more lines, if
     they are served, else all of these.
     """

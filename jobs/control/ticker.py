@@ -29,7 +29,7 @@ from jobs.control.slices import STALE_SECONDS
 from jobs.process import add_redis_url, die_with_parent, set_up_log
 from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE, JobName
 from jobs.queue import keys
-from jobs.queue.batch_fields import BatchFields
+from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
@@ -208,7 +208,7 @@ class Ticker:
                 self._seen = batch
                 break
 
-    def _forget_orphans(self, records: dict[str, BatchFields]) -> None:
+    def _forget_orphans(self, records: dict[str, BatchStatus]) -> None:
         """Remove what RQ keeps of jobs whose process was killed, some seconds after their batch
         moved on without them.
         """
@@ -221,7 +221,7 @@ class Ticker:
             if now - since > STALE_SECONDS:
                 forget_execution(self._client, one)
 
-    def _look_after(self, batch: str, fields: BatchFields, now: float, waiting: set[str]) -> None:
+    def _look_after(self, batch: str, fields: BatchStatus, now: float, waiting: set[str]) -> None:
         if fields.state in END_STATES:
             clean_up(self._queue, batch)
         job = JOBS.get(fields.state)
@@ -238,7 +238,7 @@ class Ticker:
         if now - fields.heartbeat / 1000 > STALE_SECONDS:
             self._revive(batch, fields, job)
 
-    def _revive(self, batch: str, fields: BatchFields, job: JobName) -> None:
+    def _revive(self, batch: str, fields: BatchStatus, job: JobName) -> None:
         """Run the batch's job again, under a new generation if a process took the last one with it.
 
         That is so if the job neither waits nor sends a heartbeat at two ticks in a row; at one,
@@ -254,7 +254,7 @@ class Ticker:
             logger.warning("batch %s: no heartbeat in state %s; running its job again", batch, state)
             enqueue(self._client, job, batch, generation + 1)
 
-    def _expire(self, batch: str, fields: BatchFields) -> bool:
+    def _expire(self, batch: str, fields: BatchStatus) -> bool:
         """End a batch whose completion window has passed; finished lines stay, the rest get error
         lines.
         """

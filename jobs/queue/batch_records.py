@@ -9,7 +9,7 @@ from jobs.protocol.results import Result
 from jobs.protocol.states import END_STATES
 from jobs.queue import keys
 from jobs.queue.base import QueueBase, flat, text
-from jobs.queue.batch_fields import FORGOTTEN, SUPERVISED, BatchFields, written
+from jobs.queue.batch_fields import FORGOTTEN, BatchFields, BatchStatus, written
 from jobs.queue.scripts import MAX_ITEMS
 
 MAX_PART_LINES = 4000
@@ -59,13 +59,14 @@ class BatchQueue(QueueBase):
 
     def batch_fields(self, batch: str) -> BatchFields:
         """Return the record, without a state when there is none."""
-        return BatchFields.read(self._command("HGETALL", keys.batch(batch)))
+        return BatchFields.read_hash(self._command("HGETALL", keys.batch(batch)))
 
-    def active_batches(self) -> dict[str, BatchFields]:
-        """Return what the batches that the control plane has work on need next, by id."""
+    def active_batches(self) -> dict[str, BatchStatus]:
+        """Return what the batches that the control plane has work on need, by id."""
         batches = sorted(text(batch) for batch in self._command("SMEMBERS", keys.ACTIVE))
-        rows = self.commands(("HMGET", keys.batch(batch), *SUPERVISED) for batch in batches)
-        return {batch: BatchFields.read_some(SUPERVISED, row) for batch, row in zip(batches, rows, strict=True)}
+        names = BatchStatus.__struct_fields__
+        rows = self.commands(("HMGET", keys.batch(batch), *names) for batch in batches)
+        return {batch: BatchStatus.read(names, row) for batch, row in zip(batches, rows, strict=True)}
 
     def activate(self, batch: str) -> None:
         """Make the ticker supervise a batch, until `clean_up` or `forget`."""
