@@ -34,7 +34,6 @@ from jobs.protocol import requests
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoint import AnswerHead, ChoiceEnd
-from jobs.protocol.endpoints import new_body_id
 from jobs.protocol.logprobs import TextOffsets
 from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.protocol.results import ApiError, Result
@@ -214,7 +213,7 @@ class Chunks:
     def __init__(self, call: Call, created: int) -> None:
         self._call = call
         self._endpoint = call.endpoint
-        self._head = AnswerHead(new_body_id(call.endpoint), call.model, created)
+        self._head = AnswerHead(call.endpoint.new_id(), call.model, created)
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
 
     def openings(self) -> list[dict[str, Any]]:

@@ -2,13 +2,17 @@
 like. `chat.py` and `completions.py` are two, `endpoints.py` lists them.
 """
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from jobs.protocol.logprobs import TextOffsets
 from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, Usage
 from jobs.protocol.value_types import Schema
+
+Task = Literal["generate"]
+"""What a model does for the endpoints that it answers."""
 
 
 class AnswerHead(NamedTuple):
@@ -30,12 +34,17 @@ class Endpoint(ABC):
     """One endpoint; it holds no state."""
 
     url: ClassVar[str]
+    task: ClassVar[Task] = "generate"
     is_chat: ClassVar[bool]  # which of a parameter's types count
     prompt_field: ClassVar[str]
     prompt_schema: ClassVar[Schema]
     id_prefix: ClassVar[str]
     body_object: ClassVar[str]
     chunk_object: ClassVar[str]
+
+    def new_id(self) -> str:
+        """Return an `id` for a response body; a stream carries one through all its chunks."""
+        return self.id_prefix + uuid.uuid4().hex
 
     @abstractmethod
     def check_prompt(self, value: Any, param: str) -> None:

@@ -1,14 +1,14 @@
 """The endpoints that requests can be for, by url."""
 
-import uuid
+from collections.abc import Collection
 
 from jobs.protocol.chat import ChatEndpoint
 from jobs.protocol.completions import CompletionsEndpoint
-from jobs.protocol.endpoint import Endpoint
+from jobs.protocol.endpoint import Endpoint, Task
 
 ENDPOINTS: dict[str, Endpoint] = {endpoint.url: endpoint for endpoint in (ChatEndpoint(), CompletionsEndpoint())}
 
 
-def new_body_id(endpoint: Endpoint) -> str:
-    """Return an `id` for a response body; a stream carries one through all its chunks."""
-    return endpoint.id_prefix + uuid.uuid4().hex
+def urls_for(tasks: Collection[Task]) -> list[str]:
+    """Return the endpoints that a model with these tasks answers."""
+    return [url for url, endpoint in ENDPOINTS.items() if endpoint.task in tasks]

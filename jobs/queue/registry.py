@@ -6,7 +6,8 @@ from typing import Literal
 import msgspec
 import redis
 
-from jobs.protocol.endpoints import ENDPOINTS
+from jobs.protocol.endpoint import Task
+from jobs.protocol.endpoints import urls_for
 from jobs.protocol.requests import pack
 from jobs.queue import keys
 from jobs.queue.base import QueueBase
@@ -28,6 +29,7 @@ class WorkerRecord(msgspec.Struct):
     started: float  # unix seconds
     host: str
     pid: int
+    tasks: tuple[Task, ...] = ("generate",)  # of its models
 
 
 class ModelRecord(msgspec.Struct):
@@ -35,8 +37,9 @@ class ModelRecord(msgspec.Struct):
 
     name: str
     max_model_len: int
-    endpoints: list[str]
+    endpoints: list[str]  # urls
     created: float  # unix seconds
+    tasks: tuple[Task, ...] = ("generate",)
 
 
 class Registry(QueueBase):
@@ -64,7 +67,8 @@ class Registry(QueueBase):
     def _write(self, record: WorkerRecord) -> None:
         self._unwritten.add(record.id)
         ready = record.state == "ready"
-        models = [ModelRecord(name, record.max_model_len, list(ENDPOINTS), record.started) for name in record.models]
+        urls = urls_for(record.tasks)
+        models = [ModelRecord(name, record.max_model_len, urls, record.started, record.tasks) for name in record.models]
         named = [value for model in models for value in (model.name, pack(model))]
         lasts = int(STOPPED_SECONDS * 1000) if record.state == "stopped" else 3 * self._lease_ms
         self._scripts.call("register", [record.id, lasts, pack(record), int(ready), *named])

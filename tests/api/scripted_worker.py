@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterable
 
 from jobs.protocol.endpoint import AnswerHead
-from jobs.protocol.endpoints import ENDPOINTS, new_body_id
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.requests import Claim, Delta, Finished, RequestKey, TokenChunk
 from jobs.protocol.results import ApiError, Choice, Result, Usage, encode_json, new_request_id
 from jobs.queue.registry import WorkerRecord
@@ -85,7 +85,7 @@ class ScriptedWorker:
             text, index = text + piece, index + 1
         usage = Usage(7, index, 3)
         endpoint = ENDPOINTS[claim.request.endpoint]
-        head = AnswerHead(new_body_id(endpoint), claim.request.model, int(claim.request.created))
+        head = AnswerHead(endpoint.new_id(), claim.request.model, int(claim.request.created))
         body = endpoint.body(head, [Choice(0, text, "stop")], usage)
         result = Result(200, encode_json(body), usage, new_request_id())
         self.queue.commit(self.id, [Finished(claim.key, claim.fence, result, None, reply_to)])

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 
 from jobs.protocol.endpoint import AnswerHead
-from jobs.protocol.endpoints import new_body_id
 from jobs.protocol.requests import Claim, Delta, Finished, TokenChunk
 from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
 from workers.engine.messages.core import EngineRequest, TokenLogprobs
@@ -131,7 +130,7 @@ class RequestInFlight:
             completion_tokens=sum(len(sequence.token_ids) for sequence in self.sequences),
             cached_tokens=sum(sequence.cached_tokens for sequence in self.sequences[:: call.best_of]),
         )
-        head = AnswerHead(new_body_id(call.endpoint), call.model, int(request.created or time.time()))
+        head = AnswerHead(call.endpoint.new_id(), call.model, int(request.created or time.time()))
         result = Result(200, encode_json(call.endpoint.body(head, choices, usage)), usage, new_request_id())
         return Finished(self.claim.key, self.claim.fence, result, self.delta(), request.reply_to)
 

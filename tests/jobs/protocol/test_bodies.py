@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoint import AnswerHead, ChoiceEnd, Endpoint
-from jobs.protocol.endpoints import ENDPOINTS, new_body_id
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.logprobs import TextOffsets, chat_logprobs, completion_logprobs, text_offsets
 from jobs.protocol.results import Choice, PositionLogprobs, TokenLogprob, Usage, encode_json
 
@@ -47,7 +47,7 @@ def written(body: Any) -> Any:
 
 def test_chat_body() -> None:
     choices = [Choice(0, "hello", "stop", "\n"), Choice(1, "world", "length")]
-    body = CHATS.body(AnswerHead(new_body_id(CHATS), "m", 1_700_000_000), choices, USAGE)
+    body = CHATS.body(AnswerHead(CHATS.new_id(), "m", 1_700_000_000), choices, USAGE)
     parsed = strictly(ChatCompletion, body)
     assert parsed.id.startswith("chatcmpl-")
     assert [
@@ -64,7 +64,7 @@ def test_chat_body() -> None:
 
 
 def test_completion_body() -> None:
-    body = TEXTS.body(AnswerHead(new_body_id(TEXTS), "m", 1_700_000_000), [Choice(0, "hello", "length")], USAGE)
+    body = TEXTS.body(AnswerHead(TEXTS.new_id(), "m", 1_700_000_000), [Choice(0, "hello", "length")], USAGE)
     parsed = strictly(Completion, body)
     assert parsed.id.startswith("cmpl-")
     assert (parsed.choices[0].text, parsed.choices[0].finish_reason, parsed.choices[0].logprobs) == (
@@ -237,6 +237,6 @@ def test_completion_chunks() -> None:
 
 @pytest.mark.parametrize(("endpoint", "prefix"), [(CHATS, "chatcmpl-"), (TEXTS, "cmpl-")])
 def test_ids_differ(endpoint: Endpoint, prefix: str) -> None:
-    ids = {new_body_id(endpoint) for _ in range(100)}
+    ids = {endpoint.new_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(body_id.startswith(prefix) for body_id in ids)

@@ -6,9 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
+from jobs.protocol.endpoint import Task
+from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.requests import RequestKey
 from jobs.queue import keys
 from jobs.queue.connection import connect
@@ -38,6 +41,13 @@ class TestWorkers:
         assert queue.workers() == []
         assert [(model.name, model.max_model_len) for model in queue.models()] == [(MODEL, 2048)]
         assert {name.decode() for name in redis_client.scan_iter() if redis_client.ttl(name) < 0} <= keys.PERMANENT
+
+    @pytest.mark.parametrize(("tasks", "urls"), [(("generate",), list(ENDPOINTS)), ((), [])])
+    def test_a_model_has_the_tasks_of_its_workers_and_their_endpoints(
+        self, queue: Queue, tasks: tuple[Task, ...], urls: list[str]
+    ) -> None:
+        queue.register_worker(msgspec.structs.replace(record(), tasks=tasks))
+        assert [(model.tasks, model.endpoints) for model in queue.models()] == [(tasks, urls)]
 
     def test_one_that_stopped_is_shown_for_a_moment(self, queue: Queue, redis_client: redis.Redis) -> None:
         queue.register_worker(record())
