@@ -51,6 +51,10 @@ def test_what_the_worker_process_imports_loads_neither_torch_nor_transformers() 
         )
 
 
+def test_the_api_alone_loads_prometheus_client() -> None:
+    assert not loaded_by(import_of("workers.worker", "pipeline.main", "jobs.control.rq_worker"), "prometheus_client")
+
+
 def test_a_class_name_exists_once() -> None:
     names = Counter(
         name

@@ -1,163 +1,207 @@
-"""`/metrics`: the queue, the workers and their GPUs in Prometheus' text format, read from Redis at
-each scrape.
+"""`/metrics`: the queue, the workers and their GPUs for Prometheus, read from Redis at each scrape.
+
+Workers declare what their engines report (`workers/engine/messages/metrics.py`); it is shown under
+the names that they registered.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from api.state import state_of
-from jobs.queue.gauges import GpuGauges, WorkerGauges
+from jobs.queue.gauges import Depths, MetricDescriptor, MetricSample, WorkerGauges
 from jobs.queue.registry import WorkerRecord
-from jobs.queue.request_queue import Queue
+from jobs.queue.request_queue import Queue, TokenTotals
 from jobs.queue.scripts import QueueUnavailable
 
 router = APIRouter()
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
+OF_WORKER = ("worker", "model_name")
+"""Labels of every metric of a worker."""
 
-@dataclass
-class Metric:
-    """One metric and its samples: labels, and the value."""
-
-    name: str
-    kind: str  # "gauge" or "counter"
-    help: str
-    samples: list[tuple[Mapping[str, str], float]] = field(default_factory=list)
-
-    def add(self, value: float | None, **labels: str) -> None:
-        """Add a sample; a value of None adds none."""
-        if value is not None:
-            self.samples.append((labels, value))
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the text format."""
-        yield f"# HELP {self.name} {self.help}"
-        yield f"# TYPE {self.name} {self.kind}"
-        for labels, value in self.samples:
-            inner = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
-            yield f"{self.name}{{{inner}}} {value!r}" if inner else f"{self.name} {value!r}"
+_OF_GPU = (*OF_WORKER, "card", "name")
+_OWN: dict[str, type[CounterMetricFamily | GaugeMetricFamily]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+}
+_DECLARED: dict[str, type[Family]] = {**_OWN, "histogram": HistogramMetricFamily}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Answer a scrape; 503 while the queue does not answer, so that the scrape counts as failed."""
+    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    collector = QueueCollector(state_of(request).queue)
     try:
-        found = await asyncio.to_thread(collect, state_of(request).queue)
+        # Else prometheus-client 0.26 replaces the colon of a name in OpenMetrics samples
+        text = await asyncio.to_thread(encode, collector, escaping=ALLOWUTF8)  # type: ignore[call-arg]
+        return Response(text, media_type=content_type)
     except QueueUnavailable:
         return PlainTextResponse("the queue does not answer\n", 503)
-    lines = [line for metric in found if metric.samples for line in metric.lines()]
-    return PlainTextResponse("\n".join(lines) + "\n", media_type=CONTENT_TYPE)
 
 
-def collect(queue: Queue) -> list[Metric]:
-    """Return all metrics with their samples."""
-    return [*_of_queue(queue), *_of_workers(queue)]
+class QueueReading(NamedTuple):
+    """What one scrape found in Redis."""
+
+    depths: Depths
+    totals: TokenTotals
+    workers: list[WorkerRecord]
+    reported: list[tuple[WorkerRecord, WorkerGauges]]
 
 
-def _of_queue(queue: Queue) -> Iterator[Metric]:
-    models = [record.name for record in queue.models()]
-    depths, totals = queue.depths(models), queue.token_totals()
-    waiting = Metric(
+class QueueMetric(NamedTuple):
+    """A metric of the API's own, and how its samples (values of the labels, number) are read."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...]
+    samples: Callable[[QueueReading], Iterable[tuple[Sequence[str], float]]]
+
+
+class QueueCollector(Collector):
+    """Reads Redis when it is asked for its metrics."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def collect(self) -> Iterator[Family]:
+        queue = self._queue
+        workers, models = queue.workers(), [record.name for record in queue.models()]
+        gauges = queue.gauges([worker.id for worker in workers])
+        reported = [(worker, gauges[worker.id]) for worker in workers if worker.id in gauges]
+        reading = QueueReading(queue.depths(models), queue.token_totals(), workers, reported)
+        for metric in QUEUE_METRICS:
+            family = _OWN[metric.kind](metric.name, metric.help, labels=metric.labels)
+            for labels, value in metric.samples(reading):
+                family.add_metric(labels, value)
+            if family.samples:
+                yield family
+        yield from _of_engines(reported)
+
+
+def _of_engines(reported: Iterable[tuple[WorkerRecord, WorkerGauges]]) -> Iterable[Family]:
+    """Metrics that workers declare; one that declares another thing by the same name, as another
+    version may, is left out.
+    """
+    found: dict[str, tuple[MetricDescriptor, Family]] = {}
+    for worker, gauges in reported:
+        for declared, samples in zip(worker.metrics, gauges.metrics, strict=False):
+            if declared.name not in found:
+                labels = (*OF_WORKER, declared.label) if declared.label else OF_WORKER
+                found[declared.name] = declared, _DECLARED[declared.kind](declared.name, declared.help, labels=labels)
+            first, family = found[declared.name]
+            if (first.kind, first.label) == (declared.kind, declared.label):
+                _add(family, _labels(worker), declared, samples)
+    return [family for _, family in found.values()]
+
+
+def _add(family: Family, of_worker: Sequence[str], declared: MetricDescriptor, samples: list[MetricSample]) -> None:
+    bounds = [*map(floatToGoString, declared.buckets), "+Inf"]
+    for sample in samples:
+        labels = (*of_worker, sample.label)  # an empty one has no name that it belongs to
+        if isinstance(family, HistogramMetricFamily):
+            family.add_metric(labels, list(zip(bounds, accumulate(sample.counts), strict=True)), sample.value)
+        else:
+            family.add_metric(labels, sample.value)
+
+
+def _labels(worker: WorkerRecord) -> tuple[str, str]:
+    return worker.id, worker.models[0] if worker.models else ""
+
+
+def _by_model(reading: QueueReading) -> Iterator[tuple[Sequence[str], float]]:
+    depths = reading.depths
+    for kind, by_model in (("live", depths.live), ("batch", depths.batch), ("suspect", depths.quarantined)):
+        for model, count in sorted(by_model.items()):
+            yield (model, kind), count
+
+
+def _by_state(counts: Mapping[str, int]) -> list[tuple[Sequence[str], float]]:
+    return [((state,), count) for state, count in sorted(counts.items())]
+
+
+def _of_gpus(figure: str) -> Callable[[QueueReading], Iterator[tuple[Sequence[str], float]]]:
+    """`figure` is a field of `GpuGauges`; a GPU that does not report it has no sample."""
+
+    def samples(reading: QueueReading) -> Iterator[tuple[Sequence[str], float]]:
+        for worker, gauges in reading.reported:
+            for gpu in gauges.gpus:
+                if (value := getattr(gpu, figure)) is not None:
+                    yield (*_labels(worker), gpu.uuid, gpu.name), value
+
+    return samples
+
+
+QUEUE_METRICS = (
+    QueueMetric(
         "pipeline_requests_waiting",
         "gauge",
         "Requests waiting for a worker: live calls, batch lines in the ready lists, suspect (quarantined).",
-    )
-    for kind, by_model in (("live", depths.live), ("batch", depths.batch), ("suspect", depths.quarantined)):
-        for model, count in sorted(by_model.items()):
-            waiting.add(count, model=model, kind=kind)
-    yield waiting
-    batches = Metric("pipeline_batches", "gauge", "Batches with work left for the control plane, by state.")
-    for state, count in sorted(depths.batches.items()):
-        batches.add(count, state=state)
-    yield batches
-    ended = Metric("pipeline_batches_ended_total", "counter", "Batches that ended, by final state.")
-    for state, count in sorted(depths.ended.items()):
-        ended.add(count, state=state)
-    yield ended
-    generated = Metric("pipeline_generated_tokens_total", "counter", "Output tokens generated by all workers.")
-    generated.add(totals.generated)
-    yield generated
-    delivered = Metric("pipeline_delivered_tokens_total", "counter", "Output tokens of finished requests.")
-    delivered.add(totals.delivered)
-    yield delivered
-
-
-def _of_workers(queue: Queue) -> Iterator[Metric]:
-    workers = queue.workers()
-    states = Metric("pipeline_workers", "gauge", "Workers by state.")
-    for state, count in sorted(Counter(worker.state for worker in workers).items()):
-        states.add(count, state=state)
-    yield states
-    gauges = queue.gauges([worker.id for worker in workers])
-    reported = [(_labels(worker), gauges[worker.id]) for worker in workers if worker.id in gauges]
-    for name, kind, text, of_engine in _ENGINE:
-        metric = Metric(name, kind, text)
-        for labels, engine in reported:
-            metric.add(of_engine(engine), **labels)
-        yield metric
-    for name, kind, text, of_gpu in _GPU:
-        metric = Metric(name, kind, text)
-        for labels, engine in reported:
-            for gpu in engine.gpus:
-                metric.add(of_gpu(gpu), **labels, card=gpu.uuid, name=gpu.name)
-        yield metric
-
-
-def _labels(worker: WorkerRecord) -> dict[str, str]:
-    return {"worker": worker.id, "model": worker.models[0] if worker.models else ""}
-
-
-_ENGINE: list[tuple[str, str, str, Callable[[WorkerGauges], float]]] = [
-    ("pipeline_engine_running", "gauge", "Sequences running in the engine.", lambda engine: engine.running),
-    (
-        "pipeline_engine_waiting",
-        "gauge",
-        "Sequences waiting in the engine for room.",
-        lambda engine: engine.waiting,
+        ("model_name", "kind"),
+        _by_model,
     ),
-    (
-        "pipeline_engine_free_blocks",
+    QueueMetric(
+        "pipeline_batches",
         "gauge",
-        "Free blocks of the KV cache.",
-        lambda engine: engine.free_blocks,
+        "Batches with work left for the control plane, by state.",
+        ("state",),
+        lambda reading: _by_state(reading.depths.batches),
     ),
-    ("pipeline_engine_blocks", "gauge", "Blocks of the KV cache.", lambda engine: engine.num_blocks),
-    (
-        "pipeline_engine_tokens_total",
+    QueueMetric(
+        "pipeline_batches_ended",
         "counter",
-        "Output tokens generated by the engine since its start.",
-        lambda engine: engine.tokens,
+        "Batches that ended, by final state.",
+        ("state",),
+        lambda reading: _by_state(reading.depths.ended),
     ),
-    (
-        "pipeline_engine_tokens_per_second",
+    QueueMetric(
+        "pipeline_generated_tokens",
+        "counter",
+        "Output tokens generated by all workers.",
+        (),
+        lambda reading: [((), reading.totals.generated)],
+    ),
+    QueueMetric(
+        "pipeline_delivered_tokens",
+        "counter",
+        "Output tokens of finished requests.",
+        (),
+        lambda reading: [((), reading.totals.delivered)],
+    ),
+    QueueMetric(
+        "pipeline_workers",
         "gauge",
-        "Output tokens per second between the worker's last two reports, which come every 5 seconds.",
-        lambda engine: engine.tokens_per_second,
+        "Workers by state.",
+        ("state",),
+        lambda reading: _by_state(Counter(worker.state for worker in reading.workers)),
     ),
-]
-_GPU: list[tuple[str, str, str, Callable[[GpuGauges], float | None]]] = [
-    (
+    QueueMetric(
         "pipeline_gpu_busy_ratio",
         "gauge",
         "Share of the driver's last sample period in which a kernel ran on the GPU.",
-        lambda gpu: gpu.busy,
+        _OF_GPU,
+        _of_gpus("busy"),
     ),
-    (
+    QueueMetric(
         "pipeline_gpu_memory_used_bytes",
         "gauge",
         "GPU memory used by all processes in bytes.",
-        lambda gpu: gpu.memory_used,
+        _OF_GPU,
+        _of_gpus("memory_used"),
     ),
-    ("pipeline_gpu_memory_bytes", "gauge", "GPU memory in bytes.", lambda gpu: gpu.memory_total),
-    ("pipeline_gpu_power_watts", "gauge", "Power drawn by the GPU in watts.", lambda gpu: gpu.watts),
-]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    QueueMetric("pipeline_gpu_memory_bytes", "gauge", "GPU memory in bytes.", _OF_GPU, _of_gpus("memory_total")),
+    QueueMetric("pipeline_gpu_power_watts", "gauge", "Power drawn by the GPU in watts.", _OF_GPU, _of_gpus("watts")),
+)

@@ -4,6 +4,7 @@ behind `GET /metrics`.
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -27,8 +28,30 @@ class GpuGauges(msgspec.Struct, frozen=True):
     watts: float | None = None
 
 
+class MetricDescriptor(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker declares of one of its metrics."""
+
+    name: str
+    help: str
+    kind: Literal["counter", "gauge", "histogram"]
+    label: str = ""  # besides those that name the worker
+    buckets: list[float] = []
+
+
+class MetricSample(msgspec.Struct, frozen=True, array_like=True):
+    """A value of a metric; of a histogram the sum, and how many observations each bucket has."""
+
+    label: str
+    value: float
+    counts: list[int] = []
+
+
 class WorkerGauges(msgspec.Struct, frozen=True):
-    """One worker's engine. `tokens` are those generated in its life, the rest is the present."""
+    """One worker's engine. `tokens` are those generated in its life, the rest is the present.
+
+    `metrics` has the samples of each metric that the worker's record declares, in that order; the
+    numbers before it are what earlier versions read.
+    """
 
     running: int
     waiting: int
@@ -37,6 +60,7 @@ class WorkerGauges(msgspec.Struct, frozen=True):
     tokens: int
     tokens_per_second: float
     gpus: list[GpuGauges] = msgspec.field(default_factory=list, name="cards")
+    metrics: list[list[MetricSample]] = []
 
 
 @dataclass(frozen=True, slots=True)

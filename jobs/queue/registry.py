@@ -11,6 +11,7 @@ from jobs.protocol.endpoints import urls_for
 from jobs.protocol.requests import pack
 from jobs.queue import keys
 from jobs.queue.base import QueueBase
+from jobs.queue.gauges import MetricDescriptor
 from jobs.queue.settings import QueueSettings
 
 WorkerState = Literal["loading", "initializing", "ready", "draining", "stopped"]
@@ -30,6 +31,7 @@ class WorkerRecord(msgspec.Struct):
     host: str
     pid: int
     tasks: tuple[Task, ...] = ("generate",)  # of its models
+    metrics: list[MetricDescriptor] = []  # whose values it reports (`WorkerGauges.metrics`)
 
 
 class ModelRecord(msgspec.Struct):

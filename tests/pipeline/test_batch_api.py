@@ -215,7 +215,7 @@ def test_a_cancel_takes_the_work_out_of_the_engine_at_once(
 def engine_running(served: Served) -> float:
     """Sequences that the engine computes, as `/metrics` reports."""
     found = re.findall(
-        r"^pipeline_engine_running\{.*\} ([0-9.e+]+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE
+        r"^vllm:num_requests_running\{.*\} ([0-9.e+]+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE
     )
     return sum(map(float, found))
 

@@ -94,8 +94,10 @@ class EngineCore:
                 self._trace.next_step()
             output = self.step()
             if output is not None:
-                self._step_time.record(time.monotonic() - began, output.stats.computed_tokens)
+                seconds = time.monotonic() - began
+                self._step_time.record(seconds, output.stats.computed_tokens)
                 output.stats.full_step_seconds = self._step_time.full_step
+                output.stats.step_seconds = [(seconds, "") for _ in output.stats.step_rows]
                 emit(output)
         if self._trace is not None:
             self._trace.close()
@@ -135,7 +137,10 @@ class EngineCore:
     def _retire(self) -> StepOutput:
         plan, launched = self._launched.popleft()
         with span("retire"):
-            return self.scheduler.update(plan, self._executor.retire(launched))
+            output = self.scheduler.update(plan, self._executor.retire(launched))
+        output.stats.step_rows = [(len(plan.counts), "")]
+        output.stats.step_tokens = [(int(plan.counts.sum()), "")]
+        return output
 
     def _handle_out_of_memory(self, plan: StepPlan, error: StepOutOfMemory) -> StepOutput | None:
         """Handle a step that did not fit into memory: halve the token budget.

@@ -94,7 +94,14 @@ class Replica:
         self._stopping = stopping
         self._loop = asyncio.get_running_loop()
         self._record = WorkerRecord(
-            self.id, settings.models, "loading", 0, time.time(), socket.gethostname(), os.getpid()
+            self.id,
+            settings.models,
+            "loading",
+            0,
+            time.time(),
+            socket.gethostname(),
+            os.getpid(),
+            statistics.declared_metrics(),
         )
         self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched)
         self._leases = Leases(
@@ -253,7 +260,9 @@ class Replica:
             asyncio.create_task(self._quarantine.run(), name="quarantine"),
             asyncio.create_task(self._outbox.run(self._running.due, self._running.any), name="outbox"),
             asyncio.create_task(report, name="statistics"),
-            asyncio.create_task(statistics.report_gauges(self.id, self._engine, self._queue), name="gauges"),
+            asyncio.create_task(
+                statistics.report_gauges(self.id, self._engine, self._running.metrics, self._queue), name="gauges"
+            ),
         ]
 
     async def _until_stopped(self, tasks: list[asyncio.Task[None]]) -> None:

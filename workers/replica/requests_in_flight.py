@@ -11,6 +11,7 @@ from jobs.protocol.endpoint import AnswerHead
 from jobs.protocol.requests import Claim, Delta, Finished, TokenChunk
 from jobs.protocol.results import ApiError, PositionLogprobs, Result, TokenLogprob, Usage, encode_json, new_request_id
 from workers.engine.messages.core import EngineRequest, TokenLogprobs
+from workers.engine.messages.metrics import KINDS
 from workers.replica.prepared import PreparedRequest
 from workers.replica.sequence import Sequence, at_most, positions
 
@@ -30,21 +31,28 @@ class RequestInFlight:
         "_prompts",
         "_tokenizer",
         "announced",
+        "arrived",
         "claim",
+        "kind",
         "next_publish",
         "running",
         "sequences",
         "waiting",
     )
 
-    def __init__(self, prepared: PreparedRequest, ids: Iterator[int], next_publish: float) -> None:
-        """Take an id for each choice that needs the engine; `next_publish` is when its first tokens
-        are due, on the monotonic clock.
+    def __init__(self, prepared: PreparedRequest, ids: Iterator[int], now: float, stream_interval: float) -> None:
+        """Take an id for each choice that needs the engine; its first tokens are due after
+        `stream_interval` seconds, on the monotonic clock of `now`.
+
+        A live call arrived when the API took it, a batch line arrives now.
         """
         self.claim = prepared.claim
+        created = prepared.claim.request.created
+        self.arrived = now - max(0.0, time.time() - created) if created else now
+        self.kind = KINDS[not prepared.claim.live]
         # Whether any of its tokens were published
         self.announced = prepared.claim.checkpoint is not None
-        self.next_publish = next_publish
+        self.next_publish = now + stream_interval
         self.running: dict[int, Sequence] = {}  # by engine id
         self.waiting: dict[
             int, list[EngineRequest]
@@ -154,7 +162,9 @@ class RequestInFlight:
         for sequence in left:
             scored = needs_prompt and not requests
             requests.append(
-                sequence.engine_request(next(ids), live=live, with_prompt_logprobs=scored, batch_id=batch_id)
+                sequence.engine_request(
+                    next(ids), live=live, with_prompt_logprobs=scored, batch_id=batch_id, arrived=self.arrived
+                )
             )
             self.running[requests[-1].request_id] = sequence
         if requests:

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from jobs.protocol.requests import Claim, Delta, Finished, RequestKey
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Held
 from jobs.queue.streams import ControlMessage
 from workers.engine.client.async_engine import EngineDeadError
 from workers.engine.messages.core import EngineRequest, Finish, StepOutput
+from workers.replica.metrics import RequestMetrics
 from workers.replica.prepared import PreparedRequest
 from workers.replica.requests_in_flight import RequestInFlight, rejected
 from workers.replica.sequence import Sequence
@@ -75,6 +78,8 @@ class Running:
         self._requests: dict[RequestKey, RequestInFlight] = {}
         self._watched: dict[RequestInFlight, float] = {}  # until when, on the clock
         self._next_sweep = 0.0
+        self._last_step = math.nan  # when it came, on the clock
+        self.metrics = RequestMetrics()
         self.steps = 0
         self.finished = 0
         self.failed = 0
@@ -115,7 +120,9 @@ class Running:
     def on_step(self, output: StepOutput) -> None:
         """Give every choice its tokens; end what is done."""
         self.steps += 1
-        position = 0
+        before, now = self._last_step, self._clock()
+        self._last_step = now
+        position = steady = 0
         added: list[EngineRequest] = []
         over: list[int] = []
         waiting = first = False
@@ -130,10 +137,11 @@ class Running:
             if known is None:
                 continue
             request, sequence = known
-            if cached and not sequence.resumed:
-                sequence.cached_tokens = cached
-            if request.waiting:
-                added += request.follow(request_id)
+            if sequence.last_token == before:
+                steady += count
+            else:
+                added += self._late_token(request_id, count, cached, now)
+            sequence.last_token = now
             try:
                 if output.prompt_logprobs and request_id in output.prompt_logprobs:
                     request.take_prompt_logprobs(request_id, output.prompt_logprobs[request_id])
@@ -146,6 +154,9 @@ class Running:
                     waiting, first = True, first or not request.announced
             except Exception as error:
                 over += self._fail(request, _unforeseen(request.claim, error))
+        self.metrics.generation_tokens.add(len(output.token_ids))
+        if steady:
+            self.metrics.inter_token_latency.observe(now - before, count=steady)
         self._add(added)
         self._abort(over)
         if waiting:
@@ -211,14 +222,14 @@ class Running:
 
     def cancel(self, order: ControlMessage) -> list[Held]:
         """Drop the requests that an order names; return what was held of them."""
-        return self.drop([request.claim.key for request in self._named(order)])
+        return self._cancel([request.claim.key for request in self._named(order)])
 
     def lose(self, held: Iterable[Held]) -> int:
         """Drop requests whose lease another worker may have by now; return how many were still
         running.
         """
         keys = [key for key, fence in held if key in self._requests and self._requests[key].claim.fence == fence]
-        return len(self.drop(keys))
+        return len(self._cancel(keys))
 
     def drop(self, keys: Iterable[RequestKey]) -> list[Held]:
         """Stop requests without a result; return what was held of them."""
@@ -229,6 +240,13 @@ class Running:
     def drop_unstarted(self) -> list[Held]:
         """Stop the requests that have no tokens from here yet."""
         return self.drop([key for key, request in self._requests.items() if not request.started])
+
+    def _cancel(self, keys: Iterable[RequestKey]) -> list[Held]:
+        """Drop requests that do not go on; each of their choices counts as aborted."""
+        before = len(self._sequences)
+        held = self.drop(keys)
+        self.metrics.finished.add(before - len(self._sequences), "abort")
+        return held
 
     def _named(self, order: ControlMessage) -> list[RequestInFlight]:
         named = set(order.keys)
@@ -253,17 +271,32 @@ class Running:
         """What the engine is to have of a request at once; nothing if what was published is the
         whole of it.
         """
-        claim, request = item.claim, RequestInFlight(item, self._ids, now + self._stream_interval)
+        claim, request = item.claim, RequestInFlight(item, self._ids, now, self._stream_interval)
         if claim.live:
             self._outgoing.accept(request.accepted())
         if not request.running:
-            self._end(request.finish())
+            self._complete(request, request.finish())
             return []
         self._requests[claim.key] = request
         self._sequences.update((request_id, (request, sequence)) for request_id, sequence in request.running.items())
         if claim.live or claim.watched:
             self._watched[request] = math.inf if claim.live else now + WATCHED_SECONDS
         return request.begin()
+
+    def _late_token(self, request_id: int, count: int, cached: int, now: float) -> list[EngineRequest]:
+        """Record a choice's first token from this worker, or one after steps that gave it none;
+        return what the engine is to have then.
+        """
+        metrics, (request, sequence) = self.metrics, self._sequences[request_id]
+        if count and sequence.last_token:
+            metrics.inter_token_latency.observe(now - sequence.last_token)
+        elif count:
+            metrics.prompt_tokens.add(sequence.prompt_length)
+            metrics.cached_tokens.add(cached)
+            if not sequence.resumed:
+                sequence.cached_tokens = cached or sequence.cached_tokens
+                metrics.time_to_first_token.observe(now - request.arrived, request.kind)
+        return request.follow(request_id)
 
     def _deltas(self, requests: Iterable[RequestInFlight]) -> list[Delta]:
         deltas: list[Delta] = []
@@ -276,6 +309,7 @@ class Running:
 
     def _fail(self, request: RequestInFlight, error: ApiError) -> list[int]:
         """End a request with an error; return what is left of it in the engine."""
+        self.metrics.finished.add(len(request.sequences), "error")
         left = self._forget(request)
         self._end(rejected(request.claim, error))
         return left
@@ -294,12 +328,24 @@ class Running:
         if not request.running:
             finished = request.finish()
             self._forget(request)
-            self._end(finished)
+            self._complete(request, finished)
         return [] if finish else [request_id]
+
+    def _complete(self, request: RequestInFlight, finished: Finished) -> None:
+        metrics, latency = self.metrics, self._clock() - request.arrived
+        for sequence in request.sequences:
+            metrics.finished.add(1, sequence.finish_reason)
+            metrics.prompt_length.observe(sequence.prompt_length)
+            metrics.output_length.observe(len(sequence.token_ids))
+            metrics.latency.observe(latency, request.kind)
+        self._end(finished)
 
     def _end(self, finished: Finished) -> None:
         self.finished += 1
-        self.failed += not finished.result.succeeded
+        if not finished.result.succeeded:
+            self.failed += 1
+            error = msgspec.json.decode(finished.result.body)["error"]
+            self.metrics.errors.add(1, error["code"] or error["type"])
         self._outgoing.finish(finished)
 
     def _forget(self, request: RequestInFlight) -> list[int]:

@@ -42,6 +42,7 @@ class Sequence:
         "announced",
         "cached_tokens",
         "ended",
+        "last_token",
         "logprobs",
         "number",
         "published_tokens",
@@ -71,6 +72,7 @@ class Sequence:
         self._published_characters = 0 if checkpoint is None else checkpoint.text_length
         self.announced = checkpoint is not None  # whether anything was published
         self.ended = False  # whether it gets no more tokens
+        self.last_token = 0.0  # when it got one from this worker, on the monotonic clock
         self._ending: tuple[FinishReason, int | str | None] = "stop", None
         self.logprobs: list[PositionLogprobs] | None = None
         if prompt.sampling.logprobs >= 0:
@@ -93,9 +95,18 @@ class Sequence:
         return len(self.token_ids) - self._resumed_tokens
 
     @property
+    def prompt_length(self) -> int:
+        return len(self._prompt.token_ids)
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self._ending[0]
+
+    @property
     def length(self) -> int:
         """Tokens of its prompt and its output."""
-        return len(self._prompt.token_ids) + len(self.token_ids)
+        return self.prompt_length + len(self.token_ids)
 
     @property
     def tokens_left(self) -> int:
@@ -109,7 +120,13 @@ class Sequence:
         return sum(chosen) / max(1, len(chosen))
 
     def engine_request(
-        self, request_id: int, *, live: bool, with_prompt_logprobs: bool, batch_id: str = ""
+        self,
+        request_id: int,
+        *,
+        live: bool,
+        with_prompt_logprobs: bool,
+        batch_id: str = "",
+        arrived: float = 0.0,
     ) -> EngineRequest:
         """What the engine is to do: go on from here or, when nothing is left to generate, look at
         the prompt alone.
@@ -134,6 +151,7 @@ class Sequence:
             self._call.priority,
             batch_id,
             self._stops is not None,
+            arrived,
         )
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:

@@ -8,10 +8,14 @@ import asyncio
 import logging
 from typing import Protocol
 
-from jobs.queue.gauges import WorkerGauges
+import msgspec
+
+from jobs.queue.gauges import MetricDescriptor, MetricSample, WorkerGauges
 from jobs.queue.request_queue import Queue, QueueUnavailable
+from workers.engine.client.engine_metrics import EngineMetrics
 from workers.engine.messages.core import Ready, Stats
 from workers.replica.gpus import gpu_gauges
+from workers.replica.metrics import RequestMetrics
 from workers.replica.running import Running
 
 logger = logging.getLogger(__name__)
@@ -24,6 +28,7 @@ class HasStats(Protocol):
     """What this needs of an engine."""
 
     stats: Stats
+    metrics: EngineMetrics
 
     @property
     def info(self) -> Ready: ...
@@ -55,7 +60,13 @@ def describe(before: Stats, now: Stats, seconds: float, finished: int, in_flight
     )
 
 
-async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
+def declared_metrics() -> list[MetricDescriptor]:
+    """Return what `report_gauges` reports the values of, in that order."""
+    metrics = [*EngineMetrics().all(), *RequestMetrics().all()]
+    return msgspec.convert(metrics, list[MetricDescriptor], from_attributes=True)
+
+
+async def report_gauges(worker: str, engine: HasStats, metrics: RequestMetrics, queue: Queue) -> None:
     """Publish gauges in Redis until cancelled.
 
     No failure ends the replica; the next report replaces one that is lost.
@@ -63,11 +74,12 @@ async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
     loop = asyncio.get_running_loop()
     before, since, problem = engine.stats.tokens, loop.time(), ""
     while True:
-        stats, now = engine.stats, loop.time()
-        rate = (stats.tokens - before) / (now - since) if now > since else 0.0
-        before, since = stats.tokens, now
+        tokens, now = engine.stats.tokens, loop.time()
+        rate = (tokens - before) / (now - since) if now > since else 0.0
+        before, since = tokens, now
         try:
-            await asyncio.to_thread(_publish, worker, engine.info, stats, rate, queue)
+            gauges = _gauges(engine, metrics, round(rate, 1))
+            await asyncio.to_thread(_publish, worker, engine.info.gpus, gauges, queue)
         except QueueUnavailable:
             pass  # logged where requests are claimed and published
         except Exception as error:
@@ -77,9 +89,22 @@ async def report_gauges(worker: str, engine: HasStats, queue: Queue) -> None:
         await asyncio.sleep(GAUGES_INTERVAL)
 
 
-def _publish(worker: str, info: Ready, stats: Stats, rate: float, queue: Queue) -> None:
-    gpus = gpu_gauges(info.gpus)
-    gauges = WorkerGauges(
-        stats.running, stats.waiting, stats.free_blocks, info.num_blocks, stats.tokens, round(rate, 1), gpus
+def _gauges(engine: HasStats, metrics: RequestMetrics, rate: float) -> WorkerGauges:
+    stats, blocks = engine.stats, engine.info.num_blocks
+    metrics.blocks.set(blocks)
+    metrics.kv_cache_usage.set(1 - stats.free_blocks / max(1, blocks - 1))  # the null block is never free
+    metrics.tokens_per_second.set(rate)
+    samples = [metric.samples() for metric in (*engine.metrics.all(), *metrics.all())]
+    return WorkerGauges(
+        stats.running,
+        stats.waiting,
+        stats.free_blocks,
+        blocks,
+        stats.tokens,
+        rate,
+        metrics=msgspec.convert(samples, list[list[MetricSample]]),
     )
-    queue.report_gauges(worker, gauges)
+
+
+def _publish(worker: str, gpus: list[str], gauges: WorkerGauges, queue: Queue) -> None:
+    queue.report_gauges(worker, msgspec.structs.replace(gauges, gpus=gpu_gauges(gpus)))

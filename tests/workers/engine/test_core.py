@@ -78,6 +78,16 @@ def test_a_tight_cache_changes_no_token(depth: int, place: Place) -> None:
     assert list(dict(sorted(collect(outputs).items())).values()) == reference(MODEL).tokens
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_each_step_says_once_how_much_it_computed(depth: int) -> None:
+    core = make_core(depth, max_num_seqs=2)
+    core.add(requests())
+    stats = [output.stats for output in run_dry(core)]
+    assert sum(tokens for each in stats for tokens, _ in each.step_tokens) == stats[-1].computed_tokens
+    assert sum(rows for each in stats for rows, _ in each.step_rows) >= stats[-1].tokens
+    assert [len(each.step_rows) for each in stats].count(1) == stats[-1].steps
+
+
 @at
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_request_goes_on_from_a_checkpoint(depth: int, place: Place) -> None:

@@ -334,3 +334,74 @@ def test_watchers_are_woken_at_the_first_token(queue: Queue) -> None:
         woken = len(bench.woken)
         bench.step()
         assert len(bench.woken) == woken + 1
+
+
+def metric(bench: Bench, name: str) -> dict[str, Any]:
+    """Its samples by label: a number; or of a histogram the sum and how much was observed."""
+    (found,) = (one for one in bench.running.metrics.all() if one.name == f"vllm:{name}")
+    return {
+        label: value if not counts else (round(value, 6), sum(counts[0]))
+        for label, value, *counts in found.samples()
+        if value or (counts and sum(counts[0]))
+    }
+
+
+def test_times_are_from_the_arrival_and_between_tokens(queue: Queue) -> None:
+    """A choice that a step leaves out gets its next token later; the others are not affected."""
+    bench = begun(queue, 0, n=3, max_tokens=4)
+    bench.now += 5
+    bench.step()  # the first choice, which computes the prompt
+    bench.now += 2
+    bench.step()
+    bench.now += 1
+    bench.step(lambda request: request.sampling.choice != 1)
+    bench.now += 0.5
+    run_to_the_end(bench)
+    assert metric(bench, "time_to_first_token_seconds") == {"live": (5 + 7 + 7, 3)}
+    assert metric(bench, "inter_token_latency_seconds") == {"": (2 + 1 + 0.5 + 1 + 0.5 + 0 + 1.5, 9)}
+    assert metric(bench, "e2e_request_latency_seconds") == {"live": (3 * 8.5, 3)}
+    assert metric(bench, "generation_tokens") == {"": 12}
+    assert metric(bench, "request_generation_tokens") == {"": (12, 3)}
+    assert metric(bench, "prompt_tokens") == {"": 3 * len(PROMPTS[0])}
+    assert metric(bench, "prompt_tokens_cached") == {"": 3 * CACHED_TOKENS}
+    assert metric(bench, "request_success") == {"length": 3}
+
+
+def test_the_api_says_when_a_live_call_arrived(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is ahead of the worker's takes nothing off."""
+    bench = Bench(queue)
+    raw = json.dumps({"model": "demo", "prompt": PROMPTS[0], "max_tokens": 1}).encode()
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    for name, created in (("a", 990.0), ("b", 1030.0)):
+        queue.submit(f"live_{name}", Request("/v1/completions", "demo", raw, seed=1, created=created))
+    bench.claim()
+    assert sorted(request.arrived for request in bench.engine.added) == [90.0, 100.0]
+    bench.now += 1
+    bench.step()
+    assert metric(bench, "time_to_first_token_seconds") == {"live": (11 + 1, 2)}
+
+
+def test_what_an_earlier_worker_began_has_its_first_token(queue: Queue) -> None:
+    first = begun(queue, 3)
+    first.publish()
+    first.leave()
+    assert metric(first, "request_success") == {}
+    second = Bench(queue, "w2")
+    second.claim()
+    run_to_the_end(second)
+    assert metric(second, "time_to_first_token_seconds") == {}
+    assert metric(second, "request_generation_tokens") == {"": (40, 1)}
+    assert metric(second, "generation_tokens") == {"": 37}
+    assert metric(second, "inter_token_latency_seconds") == {"": (0, 36)}
+
+
+def test_failures_and_cancels_are_ends_too(queue: Queue) -> None:
+    bench = begun(queue, n=4)
+    bench.engine.failing[next(iter(bench.engine.running))] = "It cannot be."
+    bench.step()
+    key = submit(queue, "b", n=2)
+    bench.claim()
+    bench.step()
+    bench.running.cancel(ControlMessage("1-0", "cancel", [key]))
+    assert metric(bench, "request_success") == {"error": 4, "abort": 2}
+    assert bench.running.metrics.errors.values == {"engine_error": 1}

@@ -11,8 +11,10 @@ import redis
 
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
+from workers.engine.client.engine_metrics import EngineMetrics
 from workers.engine.messages.core import Ready, Stats
 from workers.replica import statistics
+from workers.replica.metrics import RequestMetrics
 
 READY = Ready(
     max_model_len=128,
@@ -36,6 +38,7 @@ class FailingEngine:
 
     failures: int
     stats: Stats = field(default_factory=Stats)
+    metrics: EngineMetrics = field(default_factory=EngineMetrics)
 
     @property
     def info(self) -> Ready:
@@ -49,7 +52,7 @@ def test_what_fails_is_logged_once_and_tried_again(
     queue: Queue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def until_logged() -> None:
-        task = asyncio.create_task(statistics.report_gauges("w", FailingEngine(failures=3), queue))
+        task = asyncio.create_task(statistics.report_gauges("w", FailingEngine(failures=3), RequestMetrics(), queue))
         async with asyncio.timeout(60):
             while not redis_client.exists(keys.gauges("w")):
                 await asyncio.sleep(0.01)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from workers.engine.client.engine_metrics import EngineMetrics
 from workers.engine.client.launch import LaunchedCore, launch_core
 from workers.engine.client.watchdog import WatchdogTimeout
 from workers.engine.messages.config import EngineConfig
@@ -113,6 +114,7 @@ class AsyncEngine:
         self.watchdog_timeout = watchdog_timeout or WatchdogTimeout(config.step_timeout)
         self._launched = launched
         self.stats = Stats()
+        self.metrics = EngineMetrics()
         self._info: Ready | None = None
         self._core: _CoreProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -336,6 +338,7 @@ class AsyncEngine:
 
     def _hand_out(self, output: StepOutput) -> None:
         self.stats = output.stats
+        self.metrics.record(output.stats)
         self.watchdog_timeout.record(output.stats.full_step_seconds)
         self._received = True
         self._unfinished -= sum(map(bool, output.finish))

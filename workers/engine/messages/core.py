@@ -7,8 +7,11 @@ the core is about to end.
 
 import math
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
+
+from workers.engine.messages.metrics import KINDS, LATENCY_BUCKETS, Counter, Gauge, Histogram
 
 MAX_SEED = 2**64 - 1
 
@@ -106,7 +109,8 @@ class EngineRequest(msgspec.Struct):
     everything else, and is never sent again. A lower `priority` runs first, among live and among
     batch requests; equals run in the order in which they came. Requests of one `batch_id` are
     expected to have outputs of about equal length. With `stop_strings` the worker process may end
-    the request by its text, which the engine does not see.
+    the request by its text, which the engine does not see. `arrived` is when it came, on the
+    machine's monotonic clock; 0 for a request of no client.
     """
 
     request_id: int
@@ -117,6 +121,7 @@ class EngineRequest(msgspec.Struct):
     priority: int = 0
     batch_id: str = ""
     stop_strings: bool = False
+    arrived: float = 0.0
 
 
 class AddRequests(msgspec.Struct, tag="add", array_like=True):
@@ -160,28 +165,69 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
     message: str
 
 
-class Stats(msgspec.Struct, array_like=True):
-    """Counters of the core.
+Observed = list[tuple[float, str]]
+"""What was observed since the last message, each with the value of the metric's label."""
 
-    `running`, `waiting`, `free_blocks` and `full_step_seconds` are current values, the others
-    totals.
+
+class Stats(msgspec.Struct, array_like=True):
+    """Numbers of the core. Those that are annotated are metrics: a gauge is a current value, a
+    counter a total; the observations of a histogram are sent once.
 
     `tokens` counts generated tokens, `computed_tokens` those run through the model,
-    `prefix_hit_tokens` those that the cache gave instead, `recomputed_tokens` the computed ones
-    that a preempted request had computed before. `full_step_seconds` is how long a step of the
-    largest size may take, judged by the steps so far.
+    `prefix_hit_tokens` those that the cache gave instead, also to preempted requests.
+    `full_step_seconds` is how long a step of the largest size may take, judged by the steps so far.
     """
 
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
+    running: Annotated[int, Gauge("vllm:num_requests_running", "Sequences that run in the engine.")] = 0
+    waiting: Annotated[int, Gauge("vllm:num_requests_waiting", "Sequences that wait in the engine for room.")] = 0
+    free_blocks: Annotated[int, Gauge("pipeline_engine_free_blocks", "Free blocks of the KV cache.")] = 0
     steps: int = 0
     tokens: int = 0
     computed_tokens: int = 0
     prefix_hit_tokens: int = 0
-    preemptions: int = 0
     full_step_seconds: float = 0.0
-    recomputed_tokens: int = 0
+    preemptions: Annotated[int, Counter("vllm:num_preemptions", "Preemptions.")] = 0
+    recomputed_tokens: Annotated[
+        int, Counter("pipeline_recomputed_tokens", "Tokens that a preempted request had computed before.")
+    ] = 0
+    prefix_queries: Annotated[
+        int, Counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
+    ] = 0
+    prefix_hits: Annotated[int, Counter("vllm:prefix_cache_hits", "Those of them that were found.")] = 0
+    queue_seconds: Annotated[
+        Observed,
+        Histogram(
+            "vllm:request_queue_time_seconds",
+            "From the arrival of a request to the first step that computes it.",
+            LATENCY_BUCKETS,
+            "kind",
+            KINDS,
+        ),
+    ] = []
+    step_seconds: Annotated[
+        Observed,
+        Histogram(
+            "pipeline_step_seconds",
+            "How long a step took.",
+            (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+        ),
+    ] = []
+    step_rows: Annotated[
+        Observed,
+        Histogram(
+            "pipeline_step_rows",
+            "Sequences that a step computes.",
+            (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0),
+        ),
+    ] = []
+    step_tokens: Annotated[
+        Observed,
+        Histogram(
+            "vllm:iteration_tokens_total",
+            "Tokens that a step computes.",
+            (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0),
+        ),
+    ] = []
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):

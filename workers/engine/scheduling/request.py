@@ -17,6 +17,7 @@ class RequestState:
     """
 
     __slots__ = (
+        "arrived",
         "batch_id",
         "block_hashes",
         "blocks",
@@ -40,6 +41,7 @@ class RequestState:
         "slot",
         "stop_token_ids",
         "tokens",
+        "waited",
     )
 
     def __init__(self, request: EngineRequest, arrival: int, max_model_len: int, eos_token_ids: Set[int]) -> None:
@@ -50,6 +52,8 @@ class RequestState:
         self.prompt_length = len(request.prompt_token_ids)
         self.sampling = sampling
         self.live = request.live
+        self.arrived = request.arrived
+        self.waited = 0.0  # seconds from then to its first step
         self.priority = (not request.live, request.priority, arrival)
         # The first prompt position whose log probability no launched step reports; beyond all
         # positions when none is left.

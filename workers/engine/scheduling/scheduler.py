@@ -4,6 +4,7 @@ There are no prefill and decode phases.
 """
 
 import sys
+import time
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -13,6 +14,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput, TokenLogprobs
+from workers.engine.messages.metrics import KINDS
 from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
 from workers.engine.scheduling.forecast import AdmissionForecast
 from workers.engine.scheduling.kv_cache import KVCache
@@ -204,7 +206,7 @@ class Scheduler:
             add_id(request.id)
             add_token(token)
         self._stats.tokens += len(output.token_ids)
-        return self._flush()
+        return self._flush(launched.first_entries)
 
     def ended(self) -> StepOutput | None:
         """Return the requests that ended without a step since the last output, if any."""
@@ -354,6 +356,7 @@ class Scheduler:
         self._forecast.enter(request, step.number, revived)
         if request.cached_tokens < 0:
             step.first_entries.append(request)
+            request.waited = time.monotonic() - request.arrived
             request.cached_tokens = min(hit, request.prompt_length)
             if request.cached_tokens:
                 self._fresh_hits[request.id] = request.cached_tokens
@@ -465,8 +468,14 @@ class Scheduler:
     def _class_of(self, request: RequestState) -> "_PriorityClass":
         return self._live if request.live else self._batch
 
-    def _flush(self) -> StepOutput:
+    def _flush(self, entered: Collection[RequestState] = ()) -> StepOutput:
+        """Return the output; `entered` were in the step that it is of for the first time."""
+        for request in entered:
+            if request.sampling.prompt_logprobs < 0:
+                self._stats.prefix_queries += request.prompt_length
+                self._stats.prefix_hits += request.cached_tokens
         stats = copy(self._stats)
+        stats.queue_seconds = [(each.waited, KINDS[not each.live]) for each in entered if each.arrived]
         stats.running = len(self._live.running) + len(self._batch.running)
         stats.waiting = len(self._requests) - stats.running
         stats.free_blocks = self._pool.num_free

@@ -6,11 +6,12 @@ What holds for every schedule is in test_scheduler_properties.py.
 import random
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
-from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, StepOutput
+from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
 from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.scheduler import Scheduler
@@ -343,6 +344,41 @@ def test_requests_of_one_step_share_a_prefix() -> None:
     output = finish(scheduler, plan)
     assert (output.cached_tokens, output.stats.prefix_hit_tokens) == ([0, 8, 8], 16)
     scheduler.check_idle()
+
+
+def test_a_lookup_in_the_prefix_cache_counts_once_per_request() -> None:
+    """Not again when a preempted request is admitted again, or a step undone; nor where the prompt
+    is scored, which looks nothing up.
+    """
+    scheduler = make_scheduler(seqs=1)
+    scheduler.add(request(1, prompt=9, max_tokens=2))
+    scheduler.undo(plan_of(scheduler))
+    step(scheduler)
+    scheduler.add(request(51, prompt=9, live=True, max_tokens=1))  # the same prompt
+    step(scheduler)
+    stats = step(scheduler).stats
+    assert (stats.preemptions, stats.prefix_queries, stats.prefix_hits) == (1, 18, 8)
+    scheduler.add(EngineRequest(3, [*range(10)], [], SamplingParams(1, prompt_logprobs=0)))
+    assert scored(scheduler).prefix_queries == 18
+
+
+def scored(scheduler: Scheduler) -> Stats:
+    """After a step that scores a prompt of 10 tokens."""
+    plan = plan_of(scheduler)
+    scores = [[TokenLogprobs([1], [-1.0], 1)] * 9]
+    return scheduler.update(plan, StepResult(np.array([7], dtype=np.int32), prompt_logprobs=scores)).stats
+
+
+def test_a_request_waits_from_its_arrival_to_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((10.0, 20.0, 30.0, 40.0))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    scheduler = make_scheduler(seqs=1)
+    for number, live in ((1, False), (2, True), (3, False)):
+        added = request(number, max_tokens=1, live=live)
+        added.arrived = 4.0 if number < 3 else 0.0
+        scheduler.add(added)
+    observed = [step(scheduler).stats.queue_seconds for _ in range(3)]
+    assert observed == [[(6.0, "live")], [(16.0, "batch")], []]
 
 
 def test_cached_tokens_come_with_the_first_token() -> None:
