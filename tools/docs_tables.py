@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from api.routes.metrics import QUEUE_METRICS, QueueMetric
 from jobs.protocol import parameters
+from jobs.queue.gauges import MetricDescriptor
+from workers.replica import statistics
 
 DOCS = Path(__file__).parents[1] / "docs"
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -51,13 +54,42 @@ def _unsupported() -> Iterator[tuple[str, ...]]:
         yield f"`{name}`", kind.summary
 
 
+def _worker_metrics() -> Iterator[tuple[str, ...]]:
+    yield "name", "kind", "label", "what it is"
+    for metric in statistics.declared_metrics():
+        yield f"`{_exported(metric)}`", metric.kind, metric.label and f"`{metric.label}`", metric.help
+
+
+def _buckets() -> Iterator[tuple[str, ...]]:
+    yield "name", "bounds"
+    for metric in statistics.declared_metrics():
+        if metric.buckets:
+            yield f"`{metric.name}`", ", ".join(f"{bound:.16g}" for bound in metric.buckets)
+
+
+def _queue_metrics() -> Iterator[tuple[str, ...]]:
+    yield "name", "kind", "labels", "what it is"
+    for metric in QUEUE_METRICS:
+        yield f"`{_exported(metric)}`", metric.kind, ", ".join(f"`{label}`" for label in metric.labels), metric.help
+
+
+def _exported(metric: MetricDescriptor | QueueMetric) -> str:
+    return f"{metric.name}_total" if metric.kind == "counter" else metric.name
+
+
 def _default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, int | float) else "none"
 
 
-TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {"parameters": _parameters, "unsupported": _unsupported}
+TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
+    "parameters": _parameters,
+    "unsupported": _unsupported,
+    "worker_metrics": _worker_metrics,
+    "buckets": _buckets,
+    "queue_metrics": _queue_metrics,
+}
 
 if __name__ == "__main__":
     main()

@@ -21,7 +21,7 @@ class RequestMetrics:
             "pipeline_request_errors", "Requests answered with an error, also those refused before they ran.", "code"
         )
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens of requests that got their first token.")
-        self.cached_tokens = Counter("vllm:prompt_tokens_cached", "Those of them that the prefix cache gave.")
+        self.cached_tokens = Counter("vllm:prompt_tokens_cached", "Prompt tokens that the prefix cache gave.")
         self.generation_tokens = Counter("vllm:generation_tokens", "Output tokens.")
         self.time_to_first_token = Histogram(
             "vllm:time_to_first_token_seconds",

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from jobs.queue.gauges import MetricDescriptor, MetricSample, WorkerGauges
+from jobs.queue.gauges import GpuGauges, MetricDescriptor, MetricSample, WorkerGauges
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from workers.engine.client.engine_metrics import EngineMetrics
 from workers.engine.messages.core import Ready, Stats
@@ -78,8 +78,9 @@ async def report_gauges(worker: str, engine: HasStats, metrics: RequestMetrics, 
         rate = (tokens - before) / (now - since) if now > since else 0.0
         before, since = tokens, now
         try:
-            gauges = _gauges(engine, metrics, round(rate, 1))
-            await asyncio.to_thread(_publish, worker, engine.info.gpus, gauges, queue)
+            gpus = await asyncio.to_thread(gpu_gauges, engine.info.gpus)
+            gauges = _gauges(engine, metrics, round(rate, 1), gpus)
+            await asyncio.to_thread(queue.report_gauges, worker, gauges)
         except QueueUnavailable:
             pass  # logged where requests are claimed and published
         except Exception as error:
@@ -89,22 +90,11 @@ async def report_gauges(worker: str, engine: HasStats, metrics: RequestMetrics, 
         await asyncio.sleep(GAUGES_INTERVAL)
 
 
-def _gauges(engine: HasStats, metrics: RequestMetrics, rate: float) -> WorkerGauges:
+def _gauges(engine: HasStats, metrics: RequestMetrics, rate: float, gpus: list[GpuGauges]) -> WorkerGauges:
     stats, blocks = engine.stats, engine.info.num_blocks
     metrics.blocks.set(blocks)
     metrics.kv_cache_usage.set(1 - stats.free_blocks / max(1, blocks - 1))  # the null block is never free
     metrics.tokens_per_second.set(rate)
     samples = [metric.samples() for metric in (*engine.metrics.all(), *metrics.all())]
-    return WorkerGauges(
-        stats.running,
-        stats.waiting,
-        stats.free_blocks,
-        blocks,
-        stats.tokens,
-        rate,
-        metrics=msgspec.convert(samples, list[list[MetricSample]]),
-    )
-
-
-def _publish(worker: str, gpus: list[str], gauges: WorkerGauges, queue: Queue) -> None:
-    queue.report_gauges(worker, msgspec.structs.replace(gauges, gpus=gpu_gauges(gpus)))
+    values = msgspec.convert(samples, list[list[MetricSample]])
+    return WorkerGauges(stats.running, stats.waiting, stats.free_blocks, blocks, stats.tokens, rate, gpus, values)

@@ -186,14 +186,16 @@ class Stats(msgspec.Struct, array_like=True):
     computed_tokens: int = 0
     prefix_hit_tokens: int = 0
     full_step_seconds: float = 0.0
-    preemptions: Annotated[int, Counter("vllm:num_preemptions", "Preemptions.")] = 0
+    preemptions: Annotated[int, Counter("vllm:num_preemptions", "Preemptions of running sequences.")] = 0
     recomputed_tokens: Annotated[
         int, Counter("pipeline_recomputed_tokens", "Tokens that a preempted request had computed before.")
     ] = 0
     prefix_queries: Annotated[
         int, Counter("vllm:prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
     ] = 0
-    prefix_hits: Annotated[int, Counter("vllm:prefix_cache_hits", "Those of them that were found.")] = 0
+    prefix_hits: Annotated[
+        int, Counter("vllm:prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
+    ] = 0
     queue_seconds: Annotated[
         Observed,
         Histogram(
