@@ -131,7 +131,7 @@ class Sequence:
         """What the engine is to do: go on from here or, when nothing is left to generate, look at
         the prompt alone.
 
-        `batch_id` names requests whose outputs may be about as long.
+        `batch_id` names requests whose outputs may be about as long; `arrived` as there.
         """
         prompt_logprobs = self._sampling.prompt_logprobs if with_prompt_logprobs else -1
         if self.ended:
@@ -151,7 +151,7 @@ class Sequence:
             self._call.priority,
             batch_id,
             self._stops is not None,
-            arrived,
+            0.0 if self.resumed else arrived,  # it has waited for its first worker
         )
 
     def take(self, token_ids: list[int], stop_token: int = -1, logprobs: list[TokenLogprobs] | None = None) -> bool:

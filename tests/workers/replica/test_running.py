@@ -388,6 +388,7 @@ def test_what_an_earlier_worker_began_has_its_first_token(queue: Queue) -> None:
     assert metric(first, "request_success") == {}
     second = Bench(queue, "w2")
     second.claim()
+    assert [request.arrived for request in (*first.engine.added, *second.engine.added)] == [100.0, 0.0]
     run_to_the_end(second)
     assert metric(second, "time_to_first_token_seconds") == {}
     assert metric(second, "request_generation_tokens") == {"": (40, 1)}

@@ -110,7 +110,7 @@ class EngineRequest(msgspec.Struct):
     batch requests; equals run in the order in which they came. Requests of one `batch_id` are
     expected to have outputs of about equal length. With `stop_strings` the worker process may end
     the request by its text, which the engine does not see. `arrived` is when it came, on the
-    machine's monotonic clock; 0 for a request of no client.
+    machine's monotonic clock; 0 where that is not to be counted.
     """
 
     request_id: int
