@@ -80,8 +80,9 @@ def check_server(client: redis.Redis) -> None:
     stored: Any = client.get(keys.SCHEMA)
     if stored != keys.SCHEMA_VERSION.encode():
         raise ServerError(
-            f"The server holds a queue of schema {stored.decode()}, this version needs {keys.SCHEMA_VERSION}: "
-            "finish its batches with the version that made them, or use another database."
+            f"The Redis server holds a queue of schema {stored.decode()}, and this version reads schema"
+            f" {keys.SCHEMA_VERSION}: run the version that wrote it until no batch and no live call is left, then empty"
+            " the database, or use another one."
         )
 
 

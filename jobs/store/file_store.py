@@ -36,6 +36,7 @@ MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 24 * 3600
 BATCHES_FOLDER = "batches"
 _FOLDER = "files"
 _RECORD = "record.json"
+_SCHEMA_FILE, _SCHEMA = "schema", "1"
 _PART = "content.part"
 _SUFFIXES = {
     ".jsonl": ".jsonl",
@@ -89,11 +90,18 @@ def batch_suffix(filename: str) -> str | None:
 def store_folder(location: str) -> Path:
     """The folder behind FILE_STORE.
 
-    Raises `StoreError` unless it is on a file system of this machine.
+    Raises `StoreError` unless it is on a file system of this machine and of this version's schema,
+    as it is where no file names one.
     """
     path = local_path(location)
     if path is None:
         raise StoreError(f"the file store {location} is remote: it must be a folder, of this machine or mounted on it")
+    with named("cannot read", location), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if (schema := (path / _SCHEMA_FILE).read_text().strip()) != _SCHEMA:
+            raise StoreError(
+                f"the file store {location} has schema {schema}, and this version reads schema {_SCHEMA}: run the"
+                " version that wrote it, or use another folder"
+            )
     return path.absolute()
 
 

@@ -1,0 +1,180 @@
+"""A fleet whose processes are of this version or of the one before, and what its API says."""
+
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from jobs.queue.connection import connect
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
+from tests.support.commands import command_environment
+from tests.support.fleet import Member
+from tests.support.ports import reserved_port
+from tests.support.processes import catches
+from tests.support.redis_machine import RedisMachine
+from tests.support.waiting import wait_until
+from tests.upgrades.versions import code_of
+
+LEASE_SECONDS = 2.0
+CHAT = "/v1/chat/completions"
+
+
+class MixedFleet:
+    """Processes over one Redis and one file store.
+
+    `started_at` (unix seconds) is the time that all of their clocks begin with, by default the true
+    one.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack, started_at: float | None = None) -> None:
+        self.folder, self._stack = folder, stack
+        self.store = folder / "store"
+        self.redis = RedisMachine(folder / "redis")
+        if started_at is not None:
+            self.redis.clock.step(started_at - time.time())
+        self.redis.start()
+        stack.callback(self.redis.stop)
+        self.client = connect(self.redis.url)
+        self.queue = Queue(self.client, QueueSettings(lease_seconds=LEASE_SECONDS))
+        self.members: dict[str, Member] = {}
+        stack.callback(self._kill)
+
+    def start_api(self, name: str, tree: Path | None = None) -> str:
+        """Start an API process, of the version in `tree` or of this one; return its address."""
+        port = self._stack.enter_context(reserved_port())
+        self._start(name, tree, "api", "--port", port, "--file-store", self.store)
+        return f"http://127.0.0.1:{port}"
+
+    def start_jobs(self, name: str, tree: Path | None = None) -> None:
+        """Start a control plane."""
+        self._start(name, tree, "jobs", "--file-store", self.store)
+
+    def start_worker(self, name: str, tree: Path | None = None, *flags: object) -> None:
+        """Start a worker of the demo model."""
+        precise = ("--dtype", "float32", "--stream-interval", 0.1, "--shutdown-timeout", 1)
+        self._start(name, tree, "worker", *precise, *flags)
+
+    def wait_serving(self, *names: str) -> None:
+        """Wait until these workers take requests."""
+        pids = {self.members[name].pid for name in names}
+        ready = lambda: {worker.pid for worker in self.queue.workers() if worker.state == "ready"}  # noqa: E731
+        wait_until(lambda: ready() >= pids, 120, f"{names} to be ready")
+
+    def stop(self, *names: str) -> None:
+        """End processes in order, once they can be."""
+        for name in names:
+            member = self.members[name]
+            wait_until(lambda pid=member.pid: catches(pid, signal.SIGTERM), 60, f"{name} to be up")  # type: ignore[misc]
+            assert member.stop() == 0, member.log
+
+    def tracebacks(self) -> dict[str, str]:
+        """Return the logs of processes that show one."""
+        return {name: member.log for name, member in self.members.items() if "Traceback" in member.log}
+
+    def logs(self) -> str:
+        """Return what all processes printed."""
+        return "\n".join(f"--- {name}\n{member.log}" for name, member in self.members.items())
+
+    def _start(self, name: str, tree: Path | None, *arguments: object) -> None:
+        code = {} if tree is None else code_of(tree)
+        environment = {**self.redis.clock.environment, "LEASE_SECONDS": str(LEASE_SECONDS), **code}
+        complete = command_environment(self.redis.url, environment)
+        self.members[name] = Member(name, arguments, complete, self.folder / f"{name}.log")
+
+    def _kill(self) -> None:
+        for member in self.members.values():
+            member.send(signal.SIGKILL)
+        for member in self.members.values():
+            wait_until(lambda member=member: not member.is_running, 60, f"the end of {member.name}")  # type: ignore[misc]
+
+
+class Client:
+    """What is asked of an API process."""
+
+    def __init__(self, url: str, secret: str = "none") -> None:
+        self._url = url
+        self.headers = {"authorization": f"Bearer {secret}"}
+        self._http = httpx.Client(base_url=url, headers=self.headers, timeout=60)
+
+    def wait_ready(self) -> None:
+        """Wait until it answers."""
+        wait_until(self._answers, 60, f"{self._url} to answer")
+
+    def create(self, name: str, requests: Iterable[str]) -> str:
+        """Make a batch of these lines; return its id."""
+        files = {"file": (f"{name}.jsonl", "".join(f"{request}\n" for request in requests).encode())}
+        file = self._http.post("/v1/files", data={"purpose": "batch"}, files=files).raise_for_status().json()
+        body = {"input_file_id": file["id"], "endpoint": CHAT, "completion_window": "24h"}
+        return str(self._http.post("/v1/batches", json=body).raise_for_status().json()["id"])
+
+    def batch(self, batch: str) -> dict[str, Any]:
+        """Return the batch; empty while it is not known, as before it is rebuilt."""
+        answer = self._http.get(f"/v1/batches/{batch}")
+        return answer.json() if answer.status_code == 200 else {}
+
+    def wait_ended(self, batch: str, end: str, timeout: float = 120) -> dict[str, Any]:
+        """Wait for the end of the batch; check that each of its lines is in the results once."""
+        wait_until(lambda: self.batch(batch).get("status") == end, timeout, f"{batch} to be {end}")
+        record = self.batch(batch)
+        inputs = [] if end == "failed" else self._lines(record["input_file_id"])
+        outputs, errors = self._lines(record["output_file_id"]), self._lines(record["error_file_id"])
+        assert Counter(row["custom_id"] for row in [*outputs, *errors]) == Counter(row["custom_id"] for row in inputs)
+        counts = {"total": len(inputs), "completed": len(outputs), "failed": len(errors)}
+        assert record["request_counts"] == counts
+        asked = {row["custom_id"]: row["body"]["max_tokens"] for row in inputs}
+        given = {row["custom_id"]: row["response"]["body"]["usage"]["completion_tokens"] for row in outputs}
+        assert given == {name: asked[name] for name in given}
+        return record
+
+    def check_views(self) -> None:
+        """Check that it shows the fleet, whatever the versions of its processes."""
+        for path in ("/health", "/metrics", "/v1/models"):
+            assert self._http.get(path).status_code == 200, path
+
+    def read_stream(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Read the stream of a live call to its end: its text, without gaps, and the last event."""
+        text, last = "", {}
+        with self._http.stream("GET", f"/v1/streams/{name}") as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                last = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else last
+                for choice in last.get("choices", []) if line.startswith("data: {") else []:
+                    assert choice["text_offset"] == len(text)
+                    text += choice["text"]
+        return text, last
+
+    def _answers(self) -> bool:
+        try:
+            return self._http.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _lines(self, file: str | None) -> list[dict[str, Any]]:
+        if file is None:
+            return []
+        content = self._http.get(f"/v1/files/{file}/content").raise_for_status().content
+        return [json.loads(line) for line in content.splitlines()]
+
+
+def line(custom_id: str, tokens: int, content: str = "") -> str:
+    """A line that is answered with exactly so many tokens."""
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": content or f"Count {custom_id}"}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body})
+
+
+def lines(name: str, count: int, tokens: int) -> list[str]:
+    """As many of them."""
+    return [line(f"{name}-{number}", tokens) for number in range(count)]

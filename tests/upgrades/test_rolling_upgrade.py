@@ -1,0 +1,144 @@
+"""Processes of the version before are replaced one by one while batches and live calls run."""
+
+import json
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+import pytest
+
+from tests.support.integrity import faults
+from tests.support.waiting import wait_until
+from tests.upgrades.mixed_fleet import CHAT, Client, MixedFleet, line, lines
+from tests.upgrades.versions import unpack_previous
+
+pytestmark = pytest.mark.proof
+
+_ANSWER_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack_previous(tmp_path_factory.mktemp("previous"))
+
+
+@pytest.mark.parametrize("order", [("api", "jobs", "workers"), ("workers", "jobs", "api")], ids=" ".join)
+def test_each_line_and_call_ends_once_while_processes_are_replaced(previous: Path, order: tuple[str, ...]) -> None:
+    with TemporaryDirectory(prefix="upgrade-") as name, ExitStack() as stack:
+        fleet = MixedFleet(Path(name), stack)
+        try:
+            upgrade = _Upgrade(fleet, previous)
+            for part in order:
+                upgrade.replace(part)
+            upgrade.finish()
+        except BaseException:
+            print(fleet.logs())
+            raise
+
+
+class _Upgrade:
+    """A fleet at work that is replaced part by part."""
+
+    def __init__(self, fleet: MixedFleet, previous: Path) -> None:
+        self._fleet, self._previous = fleet, previous
+        self._url = fleet.start_api("old-api", previous)
+        fleet.start_jobs("old-jobs", previous)
+        for name in ("old-worker-0", "old-worker-1"):
+            fleet.start_worker(name, previous, "--max-num-seqs", 4)
+        fleet.wait_serving("old-worker-0", "old-worker-1")
+        self._client = Client(self._url)
+        self._client.wait_ready()
+        self._batches: list[str] = []
+        self._callers: list[_Caller] = []
+        self._submit()
+
+    def replace(self, part: str) -> None:
+        """Replace one part, with batches and calls that begin before it and go on after it."""
+        self._submit()
+        {"api": self._replace_api, "jobs": self._replace_jobs, "workers": self._replace_workers}[part]()
+        self._submit()
+
+    def finish(self) -> None:
+        """Check all that was submitted, at the end with processes of this version alone."""
+        for batch in self._batches:
+            self._client.wait_ended(batch, "completed")
+        for caller in self._callers:
+            caller.check(self._client)
+        assert faults(self._fleet.client) == []
+        self._fleet.stop("api", "worker-0", "worker-1", "jobs")
+        assert self._fleet.tracebacks() == {}
+
+    def _submit(self) -> None:
+        """Add a batch of which some lines are done and some are not, and calls that stream."""
+        name = f"batch-{len(self._batches)}"
+        batch = self._client.create(name, [*lines(f"{name}-short", 20, 10), *lines(f"{name}-long", 30, 300)])
+        self._batches.append(batch)
+        self._callers += [_Caller(self._url, f"{name} {number}") for number in range(2)]
+        wait_until(lambda: self._client.batch(batch)["request_counts"]["completed"] > 0, 60, "some lines to be done")
+
+    def _stop(self, name: str) -> None:
+        """End a process of the version before, while a batch runs."""
+        self._client.check_views()
+        while not any(self._client.batch(batch)["status"] == "in_progress" for batch in self._batches):
+            self._submit()
+        self._fleet.stop(name)
+
+    def _replace_api(self) -> None:
+        """Start the new one, lead clients to it, and end the old one."""
+        self._url = self._fleet.start_api("api")
+        self._client = Client(self._url)
+        self._client.wait_ready()
+        self._submit()
+        self._stop("old-api")
+
+    def _replace_jobs(self) -> None:
+        self._fleet.start_jobs("jobs")
+        self._submit()
+        self._submit()
+        self._stop("old-jobs")
+
+    def _replace_workers(self) -> None:
+        for number in range(2):
+            self._fleet.start_worker(f"worker-{number}", None, "--max-num-seqs", 4)
+            self._fleet.wait_serving(f"worker-{number}")
+            self._submit()
+            self._stop(f"old-worker-{number}")
+
+
+class _Caller:
+    """A live call that streams, in a thread of its own."""
+
+    def __init__(self, url: str, content: str) -> None:
+        self._url = url
+        self._body = json.loads(line("live", _ANSWER_TOKENS, content))["body"] | {"stream": True}
+        self._stream: str | None = None
+        self._text, self._ended = "", False
+        self._thread = threading.Thread(target=self._call, daemon=True)
+        self._thread.start()
+
+    def check(self, client: Client) -> None:
+        """The answer came whole; or its API process was replaced, and the stream is read again."""
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        if self._ended:
+            assert self._text
+            return
+        assert self._stream is not None
+        text, last = client.read_stream(self._stream)
+        assert last["status"] == 200
+        assert text.startswith(self._text)
+
+    def _call(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self._url}{CHAT}", json=self._body, timeout=60) as answer:
+                assert answer.status_code == 200, answer.read()
+                self._stream = answer.headers["x-stream-id"]
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                        self._text += choice["delta"].get("content") or ""
+                        self._ended = self._ended or choice["finish_reason"] is not None
+        except httpx.TransportError:
+            pass
