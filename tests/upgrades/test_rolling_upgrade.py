@@ -16,8 +16,6 @@ from tests.upgrades.versions import unpack_previous
 
 pytestmark = pytest.mark.proof
 
-_ANSWER_TOKENS = 40
-
 
 @pytest.fixture(scope="module")
 def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -58,14 +56,14 @@ class _Upgrade:
         """Replace one part, with batches and calls that begin before it and go on after it."""
         self._submit()
         {"api": self._replace_api, "jobs": self._replace_jobs, "workers": self._replace_workers}[part]()
+        self._check_callers()
         self._submit()
 
     def finish(self) -> None:
         """Check all that was submitted, at the end with processes of this version alone."""
         for batch in self._batches:
             self._client.wait_ended(batch, "completed")
-        for caller in self._callers:
-            caller.check(self._client)
+        self._check_callers()
         assert faults(self._fleet.client) == []
         self._fleet.stop("api", "worker-0", "worker-1", "jobs")
         assert self._fleet.tracebacks() == {}
@@ -75,8 +73,13 @@ class _Upgrade:
         name = f"batch-{len(self._batches)}"
         batch = self._client.create(name, [*lines(f"{name}-short", 20, 10), *lines(f"{name}-long", 30, 300)])
         self._batches.append(batch)
-        self._callers += [_Caller(self._url, f"{name} {number}") for number in range(2)]
+        self._callers += [_Caller(self._url, name, tokens) for tokens in (40, 600)]
         wait_until(lambda: self._client.batch(batch)["request_counts"]["completed"] > 0, 60, "some lines to be done")
+
+    def _check_callers(self) -> None:
+        """Wait for the calls made so far, whose streams are kept for some minutes."""
+        while self._callers:
+            self._callers.pop().check(self._client)
 
     def _stop(self, name: str) -> None:
         """End a process of the version before, while a batch runs."""
@@ -110,25 +113,22 @@ class _Upgrade:
 class _Caller:
     """A live call that streams, in a thread of its own."""
 
-    def __init__(self, url: str, content: str) -> None:
-        self._url = url
-        self._body = json.loads(line("live", _ANSWER_TOKENS, content))["body"] | {"stream": True}
+    def __init__(self, url: str, content: str, tokens: int) -> None:
+        self._url, self._tokens = url, tokens
+        self._body = json.loads(line("live", tokens, content))["body"] | {"stream": True}
         self._stream: str | None = None
         self._text, self._ended = "", False
         self._thread = threading.Thread(target=self._call, daemon=True)
         self._thread.start()
 
     def check(self, client: Client) -> None:
-        """The answer came whole; or its API process was replaced, and the stream is read again."""
+        """The stream holds the whole answer, and the call brought it as far as its API process."""
         self._thread.join(60)
-        assert not self._thread.is_alive()
-        if self._ended:
-            assert self._text
-            return
         assert self._stream is not None
         text, last = client.read_stream(self._stream)
         assert last["status"] == 200
-        assert text.startswith(self._text)
+        assert last["response"]["usage"]["completion_tokens"] == self._tokens
+        assert text == self._text if self._ended else text.startswith(self._text)
 
     def _call(self) -> None:
         try:
