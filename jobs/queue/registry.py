@@ -30,8 +30,8 @@ class WorkerRecord(msgspec.Struct):
     started: float  # unix seconds
     host: str
     pid: int
-    tasks: tuple[Task, ...] = ("generate",)  # of its models
     metrics: list[MetricDescriptor] = []  # whose values it reports (`WorkerGauges.metrics`)
+    tasks: tuple[Task, ...] = ("generate",)  # of its models
 
 
 class ModelRecord(msgspec.Struct):
