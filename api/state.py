@@ -11,6 +11,7 @@ from api.reader import Reader
 from api.settings import ApiSettings
 from jobs.protocol.requests import RequestKey, is_live_id_of
 from jobs.queue import keys
+from jobs.queue.following import traces
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
@@ -30,10 +31,8 @@ class ApiState:
 
     async def knows(self, key: RequestKey) -> bool:
         """Return whether the request waits, runs, or left a stream."""
-        client = self.stream_client
-        return bool(await client.exists(keys.tokens(str(key)))) or bool(
-            await client.hexists(keys.bodies(key.batch), str(key.line))
-        )
+        execute: Any = self.stream_client.execute_command
+        return any([await execute(*command) for command in traces(key)])
 
     async def is_of(self, tenant: str, key: RequestKey) -> bool:
         """Return whether the request may be shown to this tenant's callers."""

@@ -14,7 +14,6 @@ from api.http.errors import queue_unavailable
 from api.http.event_stream import event
 from api.state import ApiState
 from jobs.protocol import fields
-from jobs.protocol.requests import RequestKey, TokenChunk
 from jobs.protocol.results import ApiError
 from jobs.queue.connection import MAX_BLOCK_SECONDS
 from jobs.queue.scripts import QueueUnavailable, passing_reason
@@ -45,11 +44,6 @@ def last_event_id(request: Request) -> str | None:
             code="invalid_value",
         )
     return given or None
-
-
-def shown(chunk: TokenChunk) -> dict[str, Any]:
-    """The text that a chunk adds to its choice, and its position there."""
-    return {"index": chunk.choice, "token_offset": chunk.index, "text": chunk.text, "text_offset": chunk.text_offset}
 
 
 async def to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -89,23 +83,3 @@ async def patiently(state: ApiState, ask: Callable[[], Awaitable[T]]) -> T:
             if passing_reason(error) is None or loop.time() > deadline:
                 raise
         await asyncio.sleep(_PAUSE_SECONDS)
-
-
-class Watch:
-    """Renew the note that a client reads the tokens of a request or of a batch."""
-
-    def __init__(self, state: ApiState, target: RequestKey | str) -> None:
-        self._state = state
-        self._target = target
-        self._until = 0.0
-
-    async def renew(self) -> None:
-        """Record it again if half of the recorded time is over."""
-        if asyncio.get_running_loop().time() > self._until:
-            await self.begin()
-
-    async def begin(self) -> str:
-        """Record it now. Return what `Queue.watch` does."""
-        last_id = await asyncio.to_thread(self._state.queue.watch, self._target, self._state.settings.watch_seconds)
-        self._until = asyncio.get_running_loop().time() + self._state.settings.watch_seconds / 2
-        return last_id

@@ -80,15 +80,15 @@ class Printer:
         *whole, rest = (self._begun.get(key, "") + text[max(0, seen - offset) :]).split("\n")
         self._begun[key] = rest
         for one in whole:
-            _write(f"{_label(name, key[1])}: {one}\n")
+            write(f"{_label(name, key[1])}: {one}\n")
 
     def _end(self, line: int, name: str, status: str) -> None:
         for key in sorted(key for key in self._seen if key[0] == line):
             del self._seen[key]
             if rest := self._begun.pop(key, ""):
-                _write(f"{_label(name, key[1])}: {rest}\n")
+                write(f"{_label(name, key[1])}: {rest}\n")
         if status == "failed":
-            _write(f"{name}: failed\n")
+            write(f"{name}: failed\n")
 
 
 def parse_events(chunks: Iterable[bytes]) -> Iterator[ServerSentEvent]:
@@ -126,9 +126,10 @@ def _label(name: str, choice: int) -> str:
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    _write(json.dumps(value) + "\n")
+    write(json.dumps(value) + "\n")
 
 
-def _write(text: str) -> None:
+def write(text: str) -> None:
+    """Print the text now, not when its line is whole."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,22 +1,23 @@
-"""Print tokens as they are generated: one request as plain text (its first choice), a batch line by
-line under the names of its requests.
+"""Print tokens from the queue as they are generated: one request as plain text (its first choice),
+a batch as `pipeline batches tail` prints it, under the names of its requests.
 """
 
-import sys
 import time
 
 import msgspec
 
-from jobs.protocol.requests import LIVE_PREFIX, RequestKey, StreamEntry
+from jobs.protocol.requests import LIVE_PREFIX, BatchEntry, RequestKey, StreamEntry
 from jobs.protocol.states import END_STATES
-from jobs.queue import keys
 from jobs.queue.connection import check_server, connect
+from jobs.queue.following import StreamSnapshot, Watch, traces
 from jobs.queue.request_queue import Queue
 from jobs.queue.streams import FIRST_ID
 from pipeline.errors import Refused
+from pipeline.remote_tail import Printer, write
 
 _WATCH_SECONDS = 30
 _READ_SECONDS = 1.0
+_PAUSE_SECONDS = 0.1
 
 
 def tail_target(target: str, redis_url: str) -> None:
@@ -34,84 +35,53 @@ def tail_target(target: str, redis_url: str) -> None:
 
 
 def _tail_request(queue: Queue, key: RequestKey) -> None:
-    last_id, watch = FIRST_ID, _Watch(queue, key)
+    last_id, watch = FIRST_ID, Watch(queue, key, _WATCH_SECONDS)
     while True:
-        watch.renew()
+        if watch.due:
+            watch.begin()
         entries = queue.read_tokens({key: last_id}, _READ_SECONDS)
         for entry in entries:
             last_id = entry.entry_id
-            _write(entry.text())
+            write("".join(chunk.text for chunk in entry.chunks if chunk.choice == 0))
             if entry.result is not None:
-                _write("\n" + _failure(entry))
+                write("\n" + _failure(entry))
                 return
-        if not entries and not _is_known(queue, key):
+        if not entries and not any(queue.commands(traces(key))):
             if last_id == FIRST_ID:
                 raise Refused(f"no request {key} is waiting or running, and no stream of it is kept")
-            _write("\n")
+            write("\n")
             return
 
 
 def _tail_batch(queue: Queue, batch: str) -> None:
-    if not queue.batch_fields(batch).state:
-        raise Refused(f"there is no batch {batch} in the queue")
-    watch = _Watch(queue, batch)
-    positions: dict[RequestKey, str] = {}
-    lines: dict[RequestKey, dict[int, str]] = {}  # what is begun of a line of each choice
+    watch, printer = Watch(queue, batch, _WATCH_SECONDS), Printer()
+    last_id: str | None = None
     while True:
-        watch.renew()
-        for key in queue.running(batch):
-            positions.setdefault(key, FIRST_ID)
-        for entry in queue.read_tokens(positions, _READ_SECONDS):
-            positions[entry.key] = entry.entry_id
-            begun = lines.setdefault(entry.key, {0: ""})
-            _write_whole_lines(entry, begun)
-            if entry.result is not None:
-                del positions[entry.key], lines[entry.key]
-                _write_end(entry, begun)
-        if not positions:
-            if queue.batch_fields(batch).state in {"", *END_STATES}:
-                return
-            time.sleep(0.1)
+        state = queue.batch_fields(batch).state
+        if not state and last_id is None:
+            raise Refused(f"there is no batch {batch} in the queue")
+        entries = None if last_id is None else queue.read_batch(batch, last_id)
+        if entries:
+            _show(printer, entries)
+            last_id = entries[-1].id
+        elif state in {"", *END_STATES}:
+            printer.show({"object": "batch", "id": batch, "status": state or "gone"})
+            return
+        elif entries is None:
+            snapshot = StreamSnapshot(queue, batch, watch.begin())
+            for group in snapshot:
+                _show(printer, group)
+            last_id = snapshot.last_id
+        else:
+            if watch.due:
+                watch.begin()
+            time.sleep(_PAUSE_SECONDS)
 
 
-def _write_whole_lines(entry: StreamEntry, begun: dict[int, str]) -> None:
-    """Print the lines that the entry completes; `begun` keeps the rest of each choice."""
-    for chunk in entry.chunks:
-        *whole, begun[chunk.choice] = (begun.get(chunk.choice, "") + chunk.text).split("\n")
-        for line in whole:
-            _write(f"{_label(entry.key, chunk.choice)}: {line}\n")
-
-
-def _write_end(entry: StreamEntry, begun: dict[int, str]) -> None:
-    """Print the last line of each choice, and the error of a request that failed."""
-    for choice, line in begun.items():
-        _write(f"{_label(entry.key, choice)}: {line}\n")
-    _write(_failure(entry))
-
-
-def _label(key: RequestKey, choice: int) -> str:
-    return f"{key} ({choice})" if choice else str(key)
-
-
-class _Watch:
-    """Mark the target as watched again and again while it is read."""
-
-    def __init__(self, queue: Queue, target: RequestKey | str) -> None:
-        self._queue = queue
-        self._target = target
-        self._until = 0.0
-
-    def renew(self) -> None:
-        if time.monotonic() > self._until:
-            self._queue.watch(self._target, _WATCH_SECONDS)
-            self._until = time.monotonic() + _WATCH_SECONDS / 2
-
-
-def _is_known(queue: Queue, key: RequestKey) -> bool:
-    """Return whether the request waits, runs, or left a stream."""
-    return bool(queue.redis.exists(keys.tokens(str(key)))) or bool(
-        queue.redis.hexists(keys.bodies(key.batch), str(key.line))
-    )
+def _show(printer: Printer, entries: list[BatchEntry]) -> None:
+    for entry in entries:
+        if entry.key is not None:
+            printer.show(entry.event(entry.key, str(entry.key)))
 
 
 def _parse(target: str) -> RequestKey:
@@ -130,8 +100,3 @@ def _failure(entry: StreamEntry) -> str:
         return ""
     error = msgspec.json.decode(entry.result.body).get("error", {})
     return f"{entry.key}: error {entry.result.status}: {error.get('message')}\n"
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

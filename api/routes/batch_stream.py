@@ -21,13 +21,13 @@ from api.batch_objects import batch_object, find_batch
 from api.http.event_stream import EventStream, event
 from api.http.openapi import EVENTS
 from api.state import ApiState, state_of
-from api.token_events import LAST_EVENT_ID, Watch, last_event_id, next_entries, shown, to_the_end
+from api.token_events import LAST_EVENT_ID, last_event_id, next_entries, to_the_end
 from jobs.batch.client import BatchRecord
 from jobs.batch.line_index import LineIndex
 from jobs.batch.manifest import load_manifest
 from jobs.protocol.requests import BatchEntry, RequestKey
 from jobs.queue import keys
-from jobs.queue.following import StreamSnapshot
+from jobs.queue.following import StreamSnapshot, Watch
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import StoreError
 
@@ -63,7 +63,7 @@ class Follower:
         self._state = state
         self._record = record
         self._batch = record.id
-        self._watch = Watch(state, record.id)
+        self._watch = Watch(state.queue, record.id, state.settings.watch_seconds)
         self._first_id: str | None = None  # the batch's last entry when this began
         self._custom_ids: dict[RequestKey, str] = {}  # of requests that run
         self._lines: LineIndex | None = None
@@ -74,7 +74,7 @@ class Follower:
         Raise `QueueUnavailable`.
         """
         if not self._record.ended:
-            self._first_id = await self._watch.begin()
+            self._first_id = await asyncio.to_thread(self._watch.begin)
 
     async def events(self, after: str | None) -> AsyncIterator[bytes]:
         """Until the batch has ended, and all that was said of it is shown.
@@ -83,8 +83,8 @@ class Follower:
         """
         first_id = self._first_id
         while True:
-            if not self._record.ended:
-                await self._watch.renew()
+            if not self._record.ended and self._watch.due:
+                await asyncio.to_thread(self._watch.begin)
             entries = (
                 None if after is None else await asyncio.to_thread(self._state.queue.read_batch, self._batch, after)
             )
@@ -97,7 +97,8 @@ class Follower:
             elif self._record.ended:
                 break
             elif entries is None or after is None:
-                snapshot = StreamSnapshot(self._state.queue, self._batch, first_id or await self._watch.begin())
+                begun = first_id or await asyncio.to_thread(self._watch.begin)
+                snapshot = StreamSnapshot(self._state.queue, self._batch, begun)
                 async for one in self._from(snapshot):
                     yield one
                 after = snapshot.last_id
@@ -136,16 +137,7 @@ class Follower:
         unnamed = {key for key, _ in visible} - self._custom_ids.keys()
         if unnamed:
             self._custom_ids |= await asyncio.to_thread(self._find_custom_ids, sorted(unnamed))
-        values = []
-        for key, entry in visible:
-            status = None if entry.succeeded is None else "completed" if entry.succeeded else "failed"
-            choices = [shown(chunk) for chunk in entry.chunks]
-            values.append(
-                (
-                    {"custom_id": self._custom_ids.get(key), "line": key.line, "choices": choices, "status": status},
-                    entry.id,
-                )
-            )
+        values = [(entry.event(key, self._custom_ids.get(key)), entry.id) for key, entry in visible]
         for key, entry in visible:
             if entry.succeeded is not None:
                 self._custom_ids.pop(key, None)

@@ -5,6 +5,7 @@ The id of an event says how many output tokens came up to it: a reader that was 
 gap or repetition, on any API process.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,11 +17,12 @@ from api.auth import caller_of
 from api.http.event_stream import EventStream, event
 from api.http.openapi import EVENTS
 from api.state import ApiState, state_of
-from api.token_events import LAST_EVENT_ID, Watch, last_event_id, next_entries, patiently, shown, to_the_end
+from api.token_events import LAST_EVENT_ID, last_event_id, next_entries, patiently, to_the_end
 from jobs.protocol import fields
 from jobs.protocol.requests import LIVE_PREFIX, RequestKey, StreamEntry
 from jobs.protocol.results import ApiError
 from jobs.queue import keys
+from jobs.queue.following import Watch
 from jobs.queue.streams import FIRST_ID, parse_entry
 
 router = APIRouter()
@@ -54,9 +56,10 @@ async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator
 
     A request that was not watched loses its stream when it ends: then so does this one.
     """
-    watch = Watch(state, key)
+    watch = Watch(state.queue, key, state.settings.watch_seconds)
     while True:
-        await watch.renew()
+        if watch.due:
+            await asyncio.to_thread(watch.begin)
         entries = [parse_entry(key, *found) for found in await next_entries(state, keys.tokens(str(key)), after, 1000)]
         for entry in entries:
             after = entry.entry_id
@@ -68,7 +71,7 @@ async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator
 
 
 def _as_json(entry: StreamEntry) -> dict[str, Any]:
-    choices = [shown(chunk) | {"token_ids": chunk.token_ids} for chunk in entry.chunks]
+    choices = [chunk.event() | {"token_ids": chunk.token_ids} for chunk in entry.chunks]
     value: dict[str, Any] = {"id": str(entry.key), "choices": choices}
     if entry.result is not None:
         value |= {"status": entry.result.status, "response": msgspec.json.decode(entry.result.body)}

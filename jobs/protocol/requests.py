@@ -4,6 +4,7 @@ it.
 
 import hashlib
 import secrets
+from typing import Any
 
 import msgspec
 
@@ -106,6 +107,10 @@ class TokenChunk(msgspec.Struct, array_like=True):
     # With a choice's first chunk: tokens of the prompt in the prefix cache of its first worker
     cached_tokens: int = 0
 
+    def event(self) -> dict[str, Any]:
+        """Return the text that it adds to its choice, and its position there, as readers get it."""
+        return {"index": self.choice, "token_offset": self.index, "text": self.text, "text_offset": self.text_offset}
+
 
 class Delta(msgspec.Struct):
     """The next tokens of a request."""
@@ -137,14 +142,6 @@ class StreamEntry(msgspec.Struct):
     accepted: bool = False
     result: Result | None = None  # the request's end
 
-    def text(self, choice: int = 0) -> str:
-        """What it adds to the text of one choice."""
-        return "".join(chunk.text for chunk in self.chunks if chunk.choice == choice)
-
-    def token_ids(self, choice: int = 0) -> list[int]:
-        """What it adds to the tokens of one choice."""
-        return [token_id for chunk in self.chunks if chunk.choice == choice for token_id in chunk.token_ids]
-
 
 class BatchEntry(msgspec.Struct, frozen=True):
     """One entry of the stream of a batch that is read: what one of its requests was given, or that
@@ -156,6 +153,16 @@ class BatchEntry(msgspec.Struct, frozen=True):
     entry_id: str  # of the same entry in the request's own stream
     chunks: list[TokenChunk]
     succeeded: bool | None  # of a request that ended
+
+    def event(self, key: RequestKey, name: str | None) -> dict[str, Any]:
+        """Return what a reader of the batch gets; `key` is its request, `name` the custom_id."""
+        status = None if self.succeeded is None else "completed" if self.succeeded else "failed"
+        return {
+            "custom_id": name,
+            "line": key.line,
+            "choices": [chunk.event() for chunk in self.chunks],
+            "status": status,
+        }
 
 
 def pack(value: msgspec.Struct | list[TokenChunk]) -> bytes:

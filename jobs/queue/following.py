@@ -1,15 +1,45 @@
-"""The snapshot that a client gets which begins to read a batch: the tokens of its running requests
-so far.
+"""What clients need that follow a request or a batch: the note that they do, and of a batch the
+snapshot with which they begin, the tokens of its running requests so far.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 
 from jobs.protocol.requests import BatchEntry, RequestKey, StreamEntry, TokenChunk
+from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.streams import position
 
 _AT_ONCE = 16
 """Requests whose text so far is in memory at once."""
+
+
+def traces(key: RequestKey) -> tuple[tuple[str, ...], ...]:
+    """Return commands whose replies are all 0 for a request that neither waits nor runs nor left a
+    stream.
+    """
+    return ("EXISTS", keys.tokens(str(key))), ("HEXISTS", keys.bodies(key.batch), str(key.line))
+
+
+class Watch:
+    """The note that a client reads a request or a batch; renew it with `begin` when it is due."""
+
+    def __init__(self, queue: Queue, target: RequestKey | str, seconds: int) -> None:
+        self._queue = queue
+        self._target = target
+        self._seconds = seconds
+        self._until = 0.0
+
+    @property
+    def due(self) -> bool:
+        """Return whether half of the recorded time is over."""
+        return time.monotonic() > self._until
+
+    def begin(self) -> str:
+        """Record it now. Return what `Queue.watch` does."""
+        last_id = self._queue.watch(self._target, self._seconds)
+        self._until = time.monotonic() + self._seconds / 2
+        return last_id
 
 
 class StreamSnapshot:

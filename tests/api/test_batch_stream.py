@@ -1,7 +1,7 @@
 """Following a batch: all tokens of all of its requests, each once, whatever is cut."""
 
-import asyncio
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ import pytest
 import redis
 
 from api.settings import ApiSettings
-from api.token_events import Watch
 from jobs.batch.client import cancel_batch
 from jobs.protocol.ids import BATCH, new_id
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError
 from jobs.queue import keys
+from jobs.queue.following import Watch
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import create_key
 from tests.api.followed_batch import COMPLETED, LINES, PIECES, WHOLE, FollowedBatch, Steps, ends
@@ -82,9 +82,9 @@ def test_who_has_seen_the_head_of_the_answer_misses_nothing(
 ) -> None:
     begin = Watch.begin
 
-    async def slowly(watch: Watch) -> str:
-        await asyncio.sleep(1)
-        return await begin(watch)
+    def slowly(watch: Watch) -> str:
+        time.sleep(1)
+        return begin(watch)
 
     monkeypatch.setattr(Watch, "begin", slowly)
     with EventReader(path) as reader:

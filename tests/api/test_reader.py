@@ -9,7 +9,7 @@ import pytest
 from api.reader import QUEUE_LENGTH, Inbox
 from jobs.protocol.requests import Claim, Delta, RequestKey, StreamEntry, TokenChunk
 from jobs.queue.request_queue import Queue
-from tests.support.requests import MODEL, finished, request
+from tests.support.requests import MODEL, finished, request, text_in, token_ids_in
 
 API = "api1"
 
@@ -51,8 +51,8 @@ def receive(queue: Queue, key: RequestKey, entries: list[StreamEntry]) -> list[S
 
 def check(received: list[StreamEntry], tokens: int) -> None:
     for choice in range(2):
-        assert [token_id for entry in received for token_id in entry.token_ids(choice)] == list(range(tokens))
-        assert "".join(entry.text(choice) for entry in received) == "".join(
+        assert [token_id for entry in received for token_id in token_ids_in(entry, choice)] == list(range(tokens))
+        assert "".join(text_in(entry, choice) for entry in received) == "".join(
             f"{number % 10}" for number in range(tokens)
         )
 

@@ -80,7 +80,7 @@ def test_tail_follows_a_batch_to_its_end(fleet: str, tmp_path: Path) -> None:
         text = tail.output
     assert run_pipeline("wait", batch_id, redis_url=fleet).returncode == 0
     choices = read_results(tmp_path / "long.results.jsonl")[0]["response"]["body"]["choices"]
-    assert [choice["message"]["content"] for choice in choices] == [
+    assert [choice["message"]["content"].removesuffix("\n") for choice in choices] == [
         "\n".join(re.findall(rf"(?m)^{batch_id}/\d+{label}: (.*)$", text)) for label in ("", r" \(1\)")
     ]
 

@@ -2,7 +2,7 @@
 
 import redis
 
-from jobs.protocol.requests import Claim, Delta, Finished, Request, TokenChunk
+from jobs.protocol.requests import Claim, Delta, Finished, Request, StreamEntry, TokenChunk
 from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
@@ -51,3 +51,13 @@ def held(claims: list[Claim]) -> list[tuple]:
 
 def lines(claims: list[Claim]) -> list[int]:
     return [claim.key.line for claim in claims]
+
+
+def text_in(entry: StreamEntry, choice: int = 0) -> str:
+    """What it adds to the text of one choice."""
+    return "".join(chunk.text for chunk in entry.chunks if chunk.choice == choice)
+
+
+def token_ids_in(entry: StreamEntry, choice: int = 0) -> list[int]:
+    """What it adds to the tokens of one choice."""
+    return [token_id for chunk in entry.chunks if chunk.choice == choice for token_id in chunk.token_ids]

@@ -21,6 +21,7 @@ from jobs.queue.streams import FIRST_ID
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import wait_for_rest
 from tests.support.redis_server import running_server
+from tests.support.requests import text_in, token_ids_in
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 
@@ -190,17 +191,17 @@ def test_a_live_call_is_accepted_and_streams(shared: tuple[Queue, WorkerProcess]
     key, api = submit_live(queue, slow(120))
     entries = follow(queue, api)
     assert entries[0].accepted
-    assert not entries[0].token_ids()
+    assert not token_ids_in(entries[0])
     assert all(entry.key == key for entry in entries)
     result = entries[-1].result
     assert result is not None
-    assert "".join(entry.text() for entry in entries) == text_of(result)
+    assert "".join(text_in(entry) for entry in entries) == text_of(result)
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     assert [chunk.index for chunk in chunks] == [
         0,
         *itertools.accumulate(len(chunk.token_ids) for chunk in chunks[:-1]),
     ]
-    assert sum(len(entry.token_ids()) for entry in entries) == 120
+    assert sum(len(token_ids_in(entry)) for entry in entries) == 120
     assert len(entries) > 2  # in pieces, not all at once
     assert answer(result)["choices"][0]["finish_reason"] == "length"
 
@@ -238,14 +239,14 @@ def test_stop_strings_end_the_answer(shared: tuple[Queue, WorkerProcess]) -> Non
     assert 0 < stopped.usage.cached_tokens < stopped.usage.prompt_tokens
     _, api = submit_live(queue, endless(60, stop=stop))
     entries = follow(queue, api)
-    assert "".join(entry.text() for entry in entries) == text_of(stopped)
+    assert "".join(text_in(entry) for entry in entries) == text_of(stopped)
 
 
 def test_stop_token_ids_and_eos(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
     _, api = submit_live(queue, endless(30))
     entries = follow(queue, api)
-    token_ids = [token_id for entry in entries for token_id in entry.token_ids()]
+    token_ids = [token_id for entry in entries for token_id in token_ids_in(entry)]
     stop = token_ids[10]
     (stopped,) = run_batch(queue, [endless(30, stop_token_ids=[stop])])
     assert stopped.usage.completion_tokens == token_ids.index(stop) + 1
@@ -266,10 +267,10 @@ def test_someone_who_watches_a_batch_sees_its_tokens_soon(shared: tuple[Queue, W
         for entry in queue.read_tokens({key: last}, 5.0):
             entries.append(entry)
             last = entry.entry_id
-    assert sum(len(entry.token_ids()) for entry in entries) == 160
+    assert sum(len(token_ids_in(entry)) for entry in entries) == 160
     result = entries[-1].result
     assert result is not None
-    assert "".join(entry.text() for entry in entries) == text_of(result)
+    assert "".join(text_in(entry) for entry in entries) == text_of(result)
 
 
 def test_a_cancelled_call_leaves_no_work_behind(shared: tuple[Queue, WorkerProcess]) -> None:

@@ -22,6 +22,7 @@ from jobs.queue.streams import FIRST_ID
 from jobs.server import PrivateServer
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import is_running, send_all
+from tests.support.requests import text_in, token_ids_in
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import endless, follow, question, run_batch, submit_batch, submit_live, text_of
@@ -40,7 +41,7 @@ def queue(redis_client: object, redis_url: str) -> Queue:
 
 
 def published(queue: Queue, key: RequestKey) -> int:
-    return sum(len(entry.token_ids()) for entry in queue.read_tokens({key: FIRST_ID}))
+    return sum(len(token_ids_in(entry)) for entry in queue.read_tokens({key: FIRST_ID}))
 
 
 def wait_published(queue: Queue, key: RequestKey, tokens: int) -> None:
@@ -80,7 +81,7 @@ def test_a_live_stream_goes_on_over_the_death_of_its_worker(queue: Queue, redis_
     with running_worker(queue, redis_url, *FLAGS):
         entries = follow(queue, api)
         _, undisturbed_api = submit_live(queue, endless(TOKENS))
-        whole = "".join(entry.text() for entry in follow(queue, undisturbed_api))
+        whole = "".join(text_in(entry) for entry in follow(queue, undisturbed_api))
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     assert [chunk.index for chunk in chunks] == [
         0,

@@ -19,7 +19,7 @@ from jobs.queue.registry import STOPPED_SECONDS, WorkerRecord
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.settings import QueueSettings
 from jobs.queue.streams import FIRST_ID, ControlMessage
-from tests.support.requests import MODEL, delta, finished, pass_time, request, start_batch
+from tests.support.requests import MODEL, delta, finished, pass_time, request, start_batch, token_ids_in
 
 
 def record(worker: str = "w1", state: str = "ready", models: list[str] | None = None) -> WorkerRecord:
@@ -183,7 +183,7 @@ class TestWatch:
         queue.publish("w1", [delta(claim, 0, [1], "a") for claim in claims])
         queue.commit("w1", [finished(claim, last=delta(claim, 1, [2], "b", 1)) for claim in claims])
         entries = queue.read_tokens({claim.key: FIRST_ID for claim in claims})
-        assert [(entry.key, entry.token_ids(), entry.result is not None) for entry in entries] == [
+        assert [(entry.key, token_ids_in(entry), entry.result is not None) for entry in entries] == [
             (key, [1], False),
             (key, [2], True),
         ]

@@ -13,7 +13,18 @@ from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from tests.support.integrity import faults
-from tests.support.requests import MODEL, delta, finished, held, lines, pass_time, request, start_batch
+from tests.support.requests import (
+    MODEL,
+    delta,
+    finished,
+    held,
+    lines,
+    pass_time,
+    request,
+    start_batch,
+    text_in,
+    token_ids_in,
+)
 
 LEASE = 30.0
 
@@ -274,7 +285,7 @@ class TestFences:
         old, new = stale
         assert queue.publish("w1", [delta(old, 2, [9], "x", 2)]) == [old.key]
         entries = queue.read_tokens({new.key: "0-0"})
-        assert [entry.token_ids() for entry in entries] == [[1, 2]]
+        assert [token_ids_in(entry) for entry in entries] == [[1, 2]]
 
     def test_renew(self, queue: Queue, stale, redis_client: redis.Redis) -> None:
         old, new = stale
@@ -354,7 +365,7 @@ class TestCommit:
         assert queue.commit("w1", [item]) == []
         queue.commit("w1", [item])
         entries = queue.read_tokens({claim.key: "0-0"})
-        assert [(entry.entry_id, entry.token_ids(), entry.text()) for entry in entries] == [
+        assert [(entry.entry_id, token_ids_in(entry), text_in(entry)) for entry in entries] == [
             ("0-1", [], ""), ("2-0", [5, 6], "ab"), ("3-2", [7], "c"),
         ]  # fmt: skip
         assert entries[0].accepted
@@ -368,7 +379,7 @@ class TestCommit:
         [claim] = take(queue, "w1", 1)
         queue.publish("w1", [delta(claim, 0, [5, 6], "ab")])
         commit_all(queue, "w1", [claim])
-        assert [(entry.entry_id, entry.token_ids()) for entry in queue.read_tokens({claim.key: "0-0"})] == [
+        assert [(entry.entry_id, token_ids_in(entry)) for entry in queue.read_tokens({claim.key: "0-0"})] == [
             ("2-0", [5, 6]),
             ("2-2", []),
         ]
@@ -398,7 +409,7 @@ class TestPublish:
         [claim] = take(queue, "w1", 1)
         for _ in range(2):
             assert queue.publish("w1", [delta(claim, 0, [5], "a"), delta(claim, 1, [6, 7], "bc", 1)]) == []
-        assert [entry.token_ids() for entry in queue.read_tokens({claim.key: "0-0"})] == [[5], [6, 7]]
+        assert [token_ids_in(entry) for entry in queue.read_tokens({claim.key: "0-0"})] == [[5], [6, 7]]
         assert len(queue.read_api("api1", "0-0", 0)) == 2
 
     def test_after_tokens_that_the_server_forgot(self, queue: Queue) -> None:

@@ -16,6 +16,7 @@ from jobs.protocol.results import Result
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from tests.support.redis_server import running_server
+from tests.support.requests import text_in, token_ids_in
 from tests.support.worker_process import running_worker
 from tests.workers.test_worker import (
     CHAT,
@@ -84,7 +85,7 @@ def token_ids(queue: Queue, **body: Any) -> list[int]:
     entries = follow(queue, api)
     assert entries[-1].result is not None
     assert entries[-1].result.status == 200, entries[-1].result.body
-    return [token_id for entry in entries for token_id in entry.token_ids()]
+    return [token_id for entry in entries for token_id in token_ids_in(entry)]
 
 
 def test_choices_draw_by_their_numbers(queue: Queue) -> None:
@@ -258,7 +259,7 @@ def test_a_stream_contains_every_choice(queue: Queue) -> None:
     entries = follow(queue, api)
     result = entries[-1].result
     assert result is not None
-    assert ["".join(entry.text(choice) for entry in entries) for choice in range(4)] == texts(result)
+    assert ["".join(text_in(entry, choice) for entry in entries) for choice in range(4)] == texts(result)
     whole = [choice["logprobs"]["token_logprobs"] for choice in choices(result)]
     for choice in range(4):
         chunks = [chunk for entry in entries for chunk in entry.chunks if chunk.choice == choice]

@@ -10,7 +10,7 @@ import redis
 
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
-from tests.support.requests import MODEL, delta, finished, start_batch
+from tests.support.requests import MODEL, delta, finished, start_batch, text_in, token_ids_in
 from workers.replica.leases import Held
 from workers.replica.outbox import Outbox
 
@@ -49,5 +49,5 @@ def test_results_reach_a_full_redis_and_their_tokens_with_them(full: redis.Redis
     assert queue.token_totals().generated == 7
     for key in (running.key, watched.key):
         entries = queue.read_tokens({key: "0-0"})
-        assert [token for entry in entries for token in entry.token_ids()] == [1, 2, 3]
-        assert "".join(entry.text() for entry in entries) == "abc"
+        assert [token for entry in entries for token in token_ids_in(entry)] == [1, 2, 3]
+        assert "".join(text_in(entry) for entry in entries) == "abc"
