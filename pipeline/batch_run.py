@@ -18,12 +18,12 @@ from jobs.queue import keys
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from pipeline.batch_task import Task, start_worker
-from pipeline.batch_wait import counts_of
 from pipeline.errors import Interrupted, Refused, Unfinished, one_line
 from pipeline.progress import Counts, Progress
 from pipeline.signals import Signals
-from pipeline.summary import Summary, print_problems, print_summary
+from pipeline.summary import Summary, check_end, counts_of, print_problems, print_summary
 from pipeline.supervisor import Supervisor
+from pipeline.waiting import GracePeriod
 
 # Between two readings. Reading the state takes a tenth of the time of the whole record, and
 # counting the waiting lines little more.
@@ -53,7 +53,9 @@ class BatchRun:
         self._task = task
         self._served = served
         self._began = began
-        self._led_at = began
+        self._redis_away = GracePeriod(task.queue.redis_retry_seconds)
+        self._leaderless = GracePeriod(_PROBLEM_SECONDS)
+        self._stalled = GracePeriod(_PROBLEM_SECONDS)
         self._answering_since: float | None = None
 
     def submit(self, url: str) -> str:
@@ -77,10 +79,7 @@ class BatchRun:
         """Print the summary. Raises `Unfinished`."""
         now = time.monotonic()
         print_summary(Summary(record=record, seconds=now - self._began, answering=now - (self._answering_since or now)))
-        if record.state != "completed":
-            raise Unfinished(f"the batch was {record.state} before it was finished")
-        if record.failed and self._task.fail_on_error:
-            raise Unfinished(f"{record.failed} of {record.total} requests failed")
+        check_end("the batch", record.state, record.total, record.failed, self._task.fail_on_error)
 
     def _run(self, supervisor: Supervisor, signals: Signals, progress: Progress) -> BatchRecord:
         task = self._task
@@ -153,48 +152,33 @@ class BatchRun:
     def _follow(
         self, batch_id: str, spec: BatchSpec, supervisor: Supervisor, signals: Signals, progress: Progress
     ) -> BatchRecord:
-        """Supervises until the batch has ended; the worker starts once the input has been found
-        good and something is left to do.
+        """Supervise until the batch has ended; the worker starts once the input has been found good
+        and something is left to do.
 
         A Redis that came back empty gets the batch again, from its manifest.
         """
-        troubled_since: float | None = None
-        away_since: float | None = None
         while True:
             pause = supervisor.check()
             try:
                 record = get_batch(supervisor.queue.redis, batch_id, retry_seconds=0.0)
-                self._check_control_plane(record, supervisor)
-                generated = self._generated(supervisor)
-                away_since = None
+                is_led = bool(supervisor.queue.redis.exists(keys.LEADER))
+                progress.update(self._counts(record, self._generated(supervisor)))
             except KeyError:
                 log.warning("Redis lost %s; creating it again from %s", batch_id, self._task.root)
                 self._create(supervisor.queue.redis, spec)
                 continue
             except (redis.RedisError, QueueUnavailable) as error:
-                away_since = away_since or time.monotonic()
-                self._led_at = time.monotonic()  # unknown while Redis is away
-                self._check_patience(error, away_since, signals)
-                signals.wait(_REDIS_AWAY_SECONDS)
+                self._wait_for_redis(error, signals)
                 continue
             if record.ended:
-                progress.update(self._counts(record, generated))
                 return record
             if signals.stops:
                 raise Interrupted(self._farewell(batch_id))
+            self._check_moves(record, is_led)
             if record.state == "in_progress" and record.completed + record.failed < record.total:
                 self._ensure_worker(supervisor, record)
-            progress.update(self._counts(record, generated))
-            now = time.monotonic()
-            troubled_since = (troubled_since or now) if record.problem else None
-            if troubled_since is not None and now - troubled_since > _PROBLEM_SECONDS:
-                raise Unfinished(f"{record.problem}; {self._shared_files()}{_RESUMES}")
-            self._wait(
-                record,
-                min(pause, _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS),
-                supervisor,
-                signals,
-            )
+            longest = _BUSY_RECORD_SECONDS if record.running else _IDLE_RECORD_SECONDS
+            self._wait(record, min(pause, longest), supervisor, signals)
 
     @staticmethod
     def _wait(record: BatchRecord, seconds: float, supervisor: Supervisor, signals: Signals) -> None:
@@ -210,20 +194,26 @@ class BatchRun:
             except redis.RedisError:
                 return
 
-    def _check_patience(self, error: Exception, away_since: float, signals: Signals) -> None:
-        """Raise once Redis has been away for too long; the next check restarts a private one."""
+    def _wait_for_redis(self, error: Exception, signals: Signals) -> None:
+        """Wait a little, or raise once Redis has been away for too long; the next check restarts a
+        private one.
+        """
         if signals.stops:
             raise Interrupted(_FAREWELL)
-        if time.monotonic() - away_since > self._task.queue.redis_retry_seconds:
+        if self._redis_away.is_over():
             raise Unfinished(f"Redis cannot be used: {one_line(error)}; {_RESUMES}")
+        self._leaderless.is_over(troubled=False)  # unknown
+        signals.wait(_REDIS_AWAY_SECONDS)
 
-    def _check_control_plane(self, record: BatchRecord, supervisor: Supervisor) -> None:
-        """Raise `Unfinished` for a batch that waits for validation without a control plane."""
-        waits = self._task.redis_url is not None and record.state == "validating"
-        if not waits or supervisor.queue.redis.exists(keys.LEADER):
-            self._led_at = time.monotonic()
-        elif time.monotonic() - self._led_at > _PROBLEM_SECONDS:
+    def _check_moves(self, record: BatchRecord, is_led: bool) -> None:
+        """Raise `Unfinished` for a batch that has made no progress for too long: it waits for
+        validation without a control plane, or has a problem.
+        """
+        self._redis_away.is_over(troubled=False)
+        if self._leaderless.is_over(self._task.redis_url is not None and record.state == "validating" and not is_led):
             raise Unfinished(f"no control plane is at work on this queue, so {record.id} waits: start `pipeline jobs`")
+        if self._stalled.is_over(record.problem is not None):
+            raise Unfinished(f"{record.problem}; {self._shared_files()}{_RESUMES}")
 
     def _shared_files(self) -> str:
         if self._task.redis_url is None:

@@ -4,7 +4,6 @@ results.
 
 import contextlib
 import json
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,20 +17,17 @@ from jobs.protocol.states import END_STATES
 from jobs.store.storage import StoreError
 from pipeline import remote_files
 from pipeline.api_client import is_passing
-from pipeline.errors import Interrupted, Refused, Unfinished
-from pipeline.progress import Counts, make_progress
-from pipeline.remote_views import counts_of, describe, print_problems
-from pipeline.signals import Signals
+from pipeline.errors import Refused
+from pipeline.progress import Counts
+from pipeline.remote_views import counts_of, describe
+from pipeline.summary import check_end, print_problems
+from pipeline.waiting import wait_until_ended
 
 if TYPE_CHECKING:
     import openai
     from openai.types import Batch
 
 DEFAULT_ENDPOINT = CHAT
-
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
-_PATIENCE_SECONDS = 60.0  # with a server that does not answer
-_LONGEST_REQUESTED_PAUSE = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,34 +98,12 @@ def wait_for(client: "openai.OpenAI", batch_id: str) -> "Batch":
     Raises `Interrupted`.
     """
     patient = client.with_options(max_retries=0)
-    counts, pause, away_since = Counts(), _FIRST_PAUSE, None
-    with Signals() as signals, make_progress() as progress:
-        while True:
-            wanted = 0.0
-            try:
-                batch = patient.batches.retrieve(batch_id)
-            except Exception as error:
-                now = time.monotonic()
-                away_since = away_since or now
-                if not is_passing(error) or now - away_since > _PATIENCE_SECONDS:
-                    raise
-                wanted = _requested_pause(error)
-                progress.update(
-                    Counts(
-                        counts.total, counts.done, counts.failed, None, counts.tokens, "the server does not answer yet"
-                    )
-                )
-            else:
-                away_since, counts = None, counts_of(batch)
-                progress.update(counts)
-                if batch.status in END_STATES:
-                    return batch
-            if signals.stops:
-                raise Interrupted(
-                    f"Interrupted: {batch_id} goes on; come back with `pipeline batches wait {batch_id}`."
-                )
-            signals.wait(max(pause, wanted))
-            pause = min(1.3 * pause, _LONGEST_PAUSE)
+
+    def read() -> "tuple[Batch, Counts, bool]":
+        batch = patient.batches.retrieve(batch_id)
+        return batch, counts_of(batch), batch.status in END_STATES
+
+    return wait_until_ended(read, f"{batch_id} goes on; come back with `pipeline batches wait {batch_id}`.", is_passing)
 
 
 def see_to_the_end(
@@ -153,18 +127,10 @@ def see_to_the_end(
         click.echo(describe(batch))
     if output is not None and batch.output_file_id:
         save_results(client, batch, output)
-    check_end(batch, fail_on_error, source)
-
-
-def check_end(batch: "Batch", fail_on_error: bool, source: str | None = None) -> None:
-    """End the command as the batch ended. Raises `Refused` and `Unfinished`."""
     if batch.status == "failed":
-        print_problems(batch, source or batch.input_file_id)
-        raise Refused(f"{batch.id} was refused; nothing was run")
-    if batch.status != "completed":
-        raise Unfinished(f"{batch.id} was {batch.status} before it was finished")
-    if fail_on_error and batch.request_counts is not None and batch.request_counts.failed:
-        raise Unfinished(f"{batch.request_counts.failed} of {batch.request_counts.total} requests failed")
+        print_problems(source or batch.input_file_id, batch.errors and batch.errors.data)
+    counts = batch.request_counts
+    check_end(batch.id, batch.status, counts.total if counts else 0, counts.failed if counts else 0, fail_on_error)
 
 
 def save_results(client: "openai.OpenAI", batch: "Batch", output: Path | None, errors: bool = False) -> None:
@@ -193,11 +159,3 @@ def _why_nothing(batch: "Batch", errors: bool) -> str:
     return (
         f"no request of {batch.id} failed" if errors else f"no request of {batch.id} was answered; see --errors for why"
     )
-
-
-def _requested_pause(error: Exception) -> float:
-    """Return the seconds that the server asks a caller to wait."""
-    headers = getattr(getattr(error, "response", None), "headers", {})
-    with contextlib.suppress(ValueError):
-        return min(float(headers.get("retry-after", 0)), _LONGEST_REQUESTED_PAUSE)
-    return 0.0

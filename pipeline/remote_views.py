@@ -1,13 +1,13 @@
 """Objects of the API as a person reads them."""
 
 import json
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeline.progress import Counts
+from pipeline.summary import requests_line, tokens_line
 
 if TYPE_CHECKING:
     from openai.types import Batch
@@ -52,25 +52,14 @@ def counts_of(batch: "Batch") -> Counts:
     )
 
 
-def print_problems(batch: "Batch", source: str) -> None:
-    """Print on stderr what was wrong with the input, as `file:line: what is wrong [code]`."""
-    for problem in (batch.errors.data if batch.errors is not None else None) or []:
-        place = f"{source}:{problem.line}" if problem.line else source
-        print(f"{place}: {problem.message} [{problem.code}]", file=sys.stderr)
-
-
 def describe(batch: "Batch") -> str:
     """Return an ended batch in one line."""
     parts = [f"{batch.id} is {batch.status}"]
     if batch.request_counts is not None:
-        counts = batch.request_counts
-        parts.append(f"{counts.total} request{'s' if counts.total != 1 else ''}, {counts.failed} failed")
+        parts.append(requests_line(batch.request_counts.total, batch.request_counts.failed))
     if batch.usage is not None and batch.usage.total_tokens:
         usage = batch.usage
-        cached = usage.input_tokens_details.cached_tokens
-        parts.append(
-            f"{usage.input_tokens:,} prompt tokens ({cached:,} from the cache), {usage.output_tokens:,} output tokens"
-        )
+        parts.append(tokens_line(usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens))
     files = [
         f"{name} {file_id}"
         for name, file_id in (("output", batch.output_file_id), ("errors", batch.error_file_id))

@@ -1,16 +1,20 @@
-"""The end of a run as text: where the results are, the first answers, and the totals."""
+"""The end of a batch: what is printed of it, and the exit code that follows."""
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jobs.batch.client import BatchRecord, LineProblem
 from jobs.batch.input_files import is_parquet
 from jobs.store.storage import local_path
-from pipeline.progress import duration
+from pipeline.errors import Refused, Unfinished
+from pipeline.progress import Counts, duration
+
+if TYPE_CHECKING:
+    from jobs.batch.client import BatchRecord
 
 _ANSWERS = 3
 _LONGEST_ANSWER = 100
@@ -22,17 +26,39 @@ class Summary:
     (0: none were).
     """
 
-    record: BatchRecord
+    record: "BatchRecord"
     seconds: float
     answering: float
     output: Path | None = None  # where the results were copied to
 
 
-def print_problems(source: Path, problems: list[LineProblem]) -> None:
-    """Print every bad line on stderr, as `file:line: what is wrong [code]`."""
-    for problem in problems:
-        place = f"{source}:{problem.line}" if problem.line else str(source)
+def counts_of(record: "BatchRecord", note: str = "") -> Counts:
+    """Return the record as progress shows it."""
+    return Counts(
+        total=record.total,
+        done=record.completed + record.failed,
+        failed=record.failed,
+        running=record.running,
+        tokens=record.usage.completion_tokens,
+        note=f"trying again: {record.problem}" if record.problem else note,
+    )
+
+
+def print_problems(source: object, problems: Iterable[Any] | None) -> None:
+    """Print what is wrong with an input on stderr, as `file:line: what is wrong [code]`."""
+    for problem in problems or ():
+        place = f"{source}:{problem.line}" if problem.line else source
         print(f"{place}: {problem.message} [{problem.code}]", file=sys.stderr)
+
+
+def check_end(name: str, state: str, total: int, failed: int, fail_on_error: bool) -> None:
+    """End the command as the batch ended. Raises `Refused` and `Unfinished`."""
+    if state == "failed":
+        raise Refused(f"{name} was refused; nothing was run")
+    if state != "completed":
+        raise Unfinished(f"{name} was {state} before it was finished")
+    if failed and fail_on_error:
+        raise Unfinished(f"{failed} of {total} requests failed")
 
 
 def print_summary(summary: Summary) -> None:
@@ -50,16 +76,23 @@ def describe(summary: Summary) -> str:
     """Return requests, failures, tokens, tokens/s and seconds in one line."""
     record, usage = summary.record, summary.record.usage
     parts = [
-        f"{record.total} request{'s' if record.total != 1 else ''}, {record.failed} failed",
-        (
-            f"{usage.prompt_tokens:,} prompt tokens ({usage.cached_tokens:,} from the cache),"
-            f" {usage.completion_tokens:,} output tokens"
-        ),
+        requests_line(record.total, record.failed),
+        tokens_line(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
     ]
     if summary.answering > 0:
         parts.append(f"{usage.completion_tokens / summary.answering:,.0f} output tokens/s")
     parts.append(f"{summary.seconds:.1f} s" if summary.seconds < 60 else duration(summary.seconds))
     return "; ".join(parts)
+
+
+def requests_line(total: int, failed: int) -> str:
+    """Return how many requests there were."""
+    return f"{total} request{'s' if total != 1 else ''}, {failed} failed"
+
+
+def tokens_line(prompt: int, cached: int, output: int) -> str:
+    """Return how many tokens there were."""
+    return f"{prompt:,} prompt tokens ({cached:,} from the cache), {output:,} output tokens"
 
 
 def first_answers(output: Path) -> list[str]:

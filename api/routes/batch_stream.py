@@ -74,7 +74,10 @@ class Follower:
         Raise `QueueUnavailable`.
         """
         if not self._record.ended:
-            self._first_id = await asyncio.to_thread(self._watch.begin)
+            self._first_id = await self._watched()
+
+    async def _watched(self) -> str:
+        return await asyncio.to_thread(self._watch.begin)
 
     async def events(self, after: str | None) -> AsyncIterator[bytes]:
         """Until the batch has ended, and all that was said of it is shown.
@@ -84,7 +87,7 @@ class Follower:
         first_id = self._first_id
         while True:
             if not self._record.ended and self._watch.due:
-                await asyncio.to_thread(self._watch.begin)
+                await self._watched()
             entries = (
                 None if after is None else await asyncio.to_thread(self._state.queue.read_batch, self._batch, after)
             )
@@ -97,8 +100,7 @@ class Follower:
             elif self._record.ended:
                 break
             elif entries is None or after is None:
-                begun = first_id or await asyncio.to_thread(self._watch.begin)
-                snapshot = StreamSnapshot(self._state.queue, self._batch, begun)
+                snapshot = StreamSnapshot(self._state.queue, self._batch, first_id or await self._watched())
                 async for one in self._from(snapshot):
                     yield one
                 after = snapshot.last_id

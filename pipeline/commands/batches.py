@@ -110,13 +110,14 @@ def list_(limit: int, base_url: str, as_json: bool) -> None:
 @client_options
 def get(batch_id: str, base_url: str, as_json: bool) -> None:
     """Show the progress of a batch, and the errors of one that was refused."""
-    from pipeline.remote_views import print_problems, show_object
+    from pipeline.remote_views import show_object
+    from pipeline.summary import print_problems
 
     with api_client(base_url) as client:
         batch = client.batches.retrieve(batch_id)
     show_object(batch.to_dict(), as_json)
     if not as_json:
-        print_problems(batch, batch.input_file_id)
+        print_problems(batch.input_file_id, batch.errors and batch.errors.data)
 
 
 @batches.command()

@@ -1,0 +1,71 @@
+"""Wait for the end of a batch, with its progress on stderr."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from pipeline.errors import Interrupted
+from pipeline.progress import Counts, make_progress
+from pipeline.signals import Signals
+
+T = TypeVar("T")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
+_AWAY_SECONDS = 60.0
+_LONGEST_REQUESTED_PAUSE = 60.0
+
+
+class GracePeriod:
+    """The seconds for which a trouble is tolerated."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: float | None = None
+
+    def is_over(self, troubled: bool = True) -> bool:
+        """Note whether there is trouble now; return whether it has lasted for too long."""
+        now = time.monotonic()
+        self._since = (self._since or now) if troubled else None
+        return self._since is not None and now - self._since > self._seconds
+
+
+def wait_until_ended(
+    read: Callable[[], tuple[T, Counts, bool]],
+    come_back: str,
+    is_passing: Callable[[Exception], bool] = lambda error: False,
+) -> T:
+    """Call `read` until it reports the end of the batch, and return what it read.
+
+    It returns the batch, what progress shows of it, and whether it has ended; it may fail for under
+    a minute with errors that are passing. Raises `Interrupted` with the sentence `come_back`.
+    """
+    counts, pause, away = Counts(), _FIRST_PAUSE, GracePeriod(_AWAY_SECONDS)
+    with Signals() as signals, make_progress() as progress:
+        while True:
+            wanted = 0.0
+            try:
+                batch, counts, ended = read()
+            except Exception as error:
+                if not is_passing(error) or away.is_over():
+                    raise
+                wanted = _requested_pause(error)
+                progress.update(replace(counts, running=None, note="the server does not answer yet"))
+            else:
+                away.is_over(troubled=False)
+                progress.update(counts)
+                if ended:
+                    return batch
+            if signals.stops:
+                raise Interrupted(f"Interrupted: {come_back}")
+            signals.wait(max(pause, wanted))
+            pause = min(1.3 * pause, _LONGEST_PAUSE)
+
+
+def _requested_pause(error: Exception) -> float:
+    """Return the seconds that the server asks a caller to wait."""
+    headers = getattr(getattr(error, "response", None), "headers", {})
+    with contextlib.suppress(ValueError):
+        return min(float(headers.get("retry-after", 0)), _LONGEST_REQUESTED_PAUSE)
+    return 0.0
