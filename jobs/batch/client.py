@@ -1,4 +1,4 @@
-"""Batches as a client sees them: create, look at, wait for, cancel.
+"""Batches as a client sees them: create, look at, cancel.
 
 Synchronous; `redis` is a client of `jobs.queue.connection.connect`. `jobs.batch.submit` makes those
 that come through the API.
@@ -10,8 +10,6 @@ and can be made again.
 import itertools
 import logging
 import secrets
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,11 +57,8 @@ __all__ = [
     "create_batch",
     "get_batch",
     "list_batches",
-    "wait_for",
 ]
 
-_POLL_SECONDS = 0.03
-_SLOW_POLL_SECONDS = 0.25  # where nothing changes
 _PATIENCE_SECONDS = 5.0
 _COMPRESSED = (".gz", ".zst")
 _UNREADABLE = LineProblem(
@@ -269,36 +264,6 @@ def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     if record.state not in ("cancelling", "cancelled"):
         unmark_cancelled(record.spec.root)
     return record
-
-
-def wait_for(
-    client: redis.Redis,
-    batch_id: str,
-    on_progress: Callable[[BatchRecord], None] | None = None,
-    timeout: float | None = None,
-    retry_seconds: float | None = None,
-) -> BatchRecord:
-    """Wait for the end of a batch, calling `on_progress` each time something changed; it may raise
-    to stop waiting.
-
-    Looks often while the batch moves and four times a second while it does not. Raises KeyError if
-    there is no such batch, TimeoutError after `timeout` seconds, and `QueueUnavailable` when Redis
-    was away for `retry_seconds` (default: the setting).
-    """
-    deadline = None if timeout is None else time.monotonic() + timeout
-    last, pause = None, _POLL_SECONDS
-    while True:
-        record = get_batch(client, batch_id, retry_seconds)
-        pause = _POLL_SECONDS if record != last else min(1.5 * pause, _SLOW_POLL_SECONDS)
-        if record != last and on_progress is not None:
-            on_progress(record)
-        last = record
-        if record.ended:
-            return record
-        left = pause if deadline is None else deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"{batch_id} is still {record.state} after {timeout} s")
-        time.sleep(min(pause, left))
 
 
 def _with_absolute_locations(spec: BatchSpec) -> BatchSpec:

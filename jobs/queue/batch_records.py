@@ -94,11 +94,6 @@ class BatchQueue(QueueBase):
         rows = ((line, request.model, pack(request)) for line, request in requests)
         return bool(self._scripts.call("ingest", [batch, start, cursor, *flat(rows)]))
 
-    def ready_length(self, batch: str) -> int:
-        """Lines that wait for a worker."""
-        models = [text(model) for model in self._command("SMEMBERS", keys.batch_models(batch))]
-        return sum(int(self._command("LLEN", keys.ready(batch, model))) for model in models)
-
     def window_bytes(self, batch: str) -> int:
         """Bytes of the request bodies in Redis, waiting or running."""
         return int(self._command("HGET", keys.batch(batch), "body_bytes") or 0)

@@ -76,11 +76,6 @@ class Registry(QueueBase):
         self._scripts.call("register", [record.id, lasts, pack(record), int(ready), *named])
         self._unwritten.discard(record.id)
 
-    def set_worker_state(self, worker: str, state: WorkerState) -> None:
-        """Change the state of a worker that this process registered."""
-        record = self._records[worker]
-        self.register_worker(msgspec.structs.replace(record, state=state))
-
     def workers(self) -> list[WorkerRecord]:
         """Workers that are alive, oldest first."""
         now_s, micros = self._command("TIME")

@@ -25,25 +25,6 @@ MAX_ITEMS = 500
 everyone.
 """
 
-NAMES = (
-    "submit",
-    "ingest",
-    "claim",
-    "publish",
-    "renew",
-    "commit",
-    "requeue",
-    "quarantine",
-    "reap",
-    "cancel",
-    "drained",
-    "transition",
-    "watch",
-    "register",
-    "admit",
-    "open_batch",
-)
-
 _FIRST_PAUSE = 0.01
 _LONGEST_PAUSE = 1.0
 _PASSING_ERRORS = {

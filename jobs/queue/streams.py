@@ -23,7 +23,7 @@ class ControlMessage(msgspec.Struct, frozen=True):
     """
 
     id: str  # of the stream entry; reading goes on after it
-    kind: Literal["bell", "cancel", "drain", "watch", "trial", "batch"]
+    kind: Literal["bell", "cancel", "watch", "trial", "batch"]
     keys: list[RequestKey] = []
     # Cancel, watch: every request of this batch; batch: its ready list fell low, or its last line
     # was committed
@@ -46,13 +46,6 @@ class Streams(QueueBase):
         found = self._read_streams({name: positions[key] for name, key in names.items()}, timeout)
         return [parse_entry(names[name], entry_id, fields) for name, entry_id, fields in found]
 
-    def read_api(self, api_id: str, last_id: str, timeout: float) -> list[tuple[str, StreamEntry]]:
-        """What came for an API process after `last_id`, as (id in its stream, entry)."""
-        return [
-            parse_api_entry(entry_id, fields)
-            for _, entry_id, fields in self._read_streams({keys.api(api_id): last_id}, timeout)
-        ]
-
     def control_messages(self, worker: str, last_id: str, timeout: float) -> list[ControlMessage]:
         """Orders to a worker after `last_id` (`FIRST_ID` at first); waits up to `timeout` seconds
         for one.
@@ -61,11 +54,6 @@ class Streams(QueueBase):
         """
         found = self._read_streams({keys.control(worker): last_id}, timeout)
         return [_parse_control(entry_id, fields) for _, entry_id, fields in found]
-
-    def drain(self, worker: str) -> None:
-        """Order a worker to finish or requeue what it holds and to claim nothing more."""
-        self._command("XADD", keys.control(worker), "MAXLEN", "~", 1000, "*", "k", "drain")
-        self._command("EXPIRE", keys.control(worker), 600)
 
     def watch(self, target: RequestKey | str, seconds: int) -> str:
         """Record that a client reads the token stream of a request, or of every request of a batch:

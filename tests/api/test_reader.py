@@ -9,7 +9,7 @@ import pytest
 from api.reader import QUEUE_LENGTH, Inbox
 from jobs.protocol.requests import Claim, Delta, RequestKey, StreamEntry, TokenChunk
 from jobs.queue.request_queue import Queue
-from tests.support.requests import MODEL, finished, request, text_in, token_ids_in
+from tests.support.requests import MODEL, finished, read_api, request, text_in, token_ids_in
 
 API = "api1"
 
@@ -31,7 +31,7 @@ def publish(queue: Queue, claim: Claim, count: int) -> None:
 
 
 def arrived(queue: Queue) -> list[StreamEntry]:
-    return [entry for _, entry in queue.read_api(API, "0-0", 0)]
+    return [entry for _, entry in read_api(queue, API)]
 
 
 def receive(queue: Queue, key: RequestKey, entries: list[StreamEntry]) -> list[StreamEntry]:

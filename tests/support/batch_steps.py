@@ -12,6 +12,7 @@ from jobs.protocol.states import JOBS
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from tests.support.control_plane import Answer, echo
+from tests.support.waiting import wait_until
 
 
 def begin(client: redis.Redis, source: Path, **options: Any) -> BatchRecord:
@@ -28,6 +29,16 @@ def begin(client: redis.Redis, source: Path, **options: Any) -> BatchRecord:
 def list_batches(client: redis.Redis) -> list[BatchRecord]:
     """All batches that have a record."""
     return [get_batch(client, batch) for batch in Queue(client).batches()]
+
+
+def wait_for_batch(client: redis.Redis, batch: str, timeout: float) -> BatchRecord:
+    """Returns the record once other processes have brought the batch to its end."""
+
+    def ended() -> BatchRecord | None:
+        record = get_batch(client, batch)
+        return record if record.ended else None
+
+    return wait_until(ended, timeout, f"the end of {batch}")
 
 
 def step(client: redis.Redis, batch: str, queue: Queue | None = None) -> BatchRecord:

@@ -5,7 +5,9 @@ import redis
 from jobs.protocol.requests import Claim, Delta, Finished, Request, StreamEntry, TokenChunk
 from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
+from jobs.queue.base import text
 from jobs.queue.request_queue import Queue
+from jobs.queue.streams import FIRST_ID, parse_api_entry
 
 MODEL = "m"
 
@@ -61,3 +63,17 @@ def text_in(entry: StreamEntry, choice: int = 0) -> str:
 def token_ids_in(entry: StreamEntry, choice: int = 0) -> list[int]:
     """What it adds to the tokens of one choice."""
     return [token_id for chunk in entry.chunks if chunk.choice == choice for token_id in chunk.token_ids]
+
+
+def ready_length(queue: Queue, batch: str) -> int:
+    """Lines that wait for a worker."""
+    models = queue.redis.smembers(keys.batch_models(batch))
+    return sum(queue.redis.llen(keys.ready(batch, model.decode())) for model in models)
+
+
+def read_api(queue: Queue, api_id: str, last_id: str = FIRST_ID, block: int | None = None) -> list[tuple]:
+    """What came for an API process after `last_id`, as (id in its stream, entry); waits up to
+    `block` milliseconds for it.
+    """
+    found = queue.redis.xread({keys.api(api_id): last_id}, block=block)
+    return [parse_api_entry(text(entry_id), fields) for _, entries in found for entry_id, fields in entries]

@@ -21,7 +21,7 @@ from jobs.queue.streams import FIRST_ID
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import wait_for_rest
 from tests.support.redis_server import running_server
-from tests.support.requests import text_in, token_ids_in
+from tests.support.requests import read_api, ready_length, text_in, token_ids_in
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 
@@ -92,7 +92,7 @@ def follow(queue: Queue, api: str, until: int | None = None, timeout: float = 12
     deadline = time.monotonic() + timeout
     while not (entries and entries[-1].result is not None) and (until is None or len(entries) < until):
         assert time.monotonic() < deadline, entries
-        for entry_id, entry in queue.read_api(api, last, 1.0):
+        for entry_id, entry in read_api(queue, api, last, 1000):
             entries.append(entry)
             last = entry_id
     return entries
@@ -219,7 +219,7 @@ def test_a_live_call_that_cannot_run_is_refused_at_once(shared: tuple[Queue, Wor
 def test_live_calls_get_in_when_batch_work_fills_every_slot(shared: tuple[Queue, WorkerProcess]) -> None:
     queue, _ = shared
     batch = submit_batch(queue, [slow(100) for _ in range(30)])  # ten seconds
-    wait_until(lambda: queue.ready_length(batch) < 30, 60, "the batch to be started")
+    wait_until(lambda: ready_length(queue, batch) < 30, 60, "the batch to be started")
     _, api = submit_live(queue, endless(5))
     follow(queue, api)
     assert len(queue.results(batch)) < 30

@@ -22,7 +22,7 @@ from jobs.queue.streams import FIRST_ID
 from jobs.server import PrivateServer
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import is_running, send_all
-from tests.support.requests import text_in, token_ids_in
+from tests.support.requests import ready_length, text_in, token_ids_in
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import endless, follow, question, run_batch, submit_batch, submit_live, text_of
@@ -152,7 +152,7 @@ def test_a_worker_whose_cores_keep_dying_gives_up(queue: Queue, redis_url: str) 
         assert [log.count(f"starting another engine core{pause}") for pause in pauses] == [1] * 5
         assert "Traceback" not in log
         assert worker.record is None
-        assert queue.ready_length(batch) == 1
+        assert ready_length(queue, batch) == 1
 
 
 def test_crashes_in_isolation_that_released_none_make_pauses_but_end_no_worker() -> None:
@@ -254,7 +254,7 @@ def test_sigterm_hands_back_soon_what_cannot_finish_in_time(queue: Queue, redis_
         core = worker.core_pid
         os.kill(core, signal.SIGSTOP)  # no pace at all, so that nothing can finish
         worker.process.terminate()
-        wait_until(lambda: queue.ready_length(batch) == 2, 60, "both to be requeued")
+        wait_until(lambda: ready_length(queue, batch) == 2, 60, "both to be requeued")
         send_all([core], signal.SIGCONT)
         assert worker.process.wait(60) == 0
 
@@ -271,7 +271,7 @@ def test_a_stopping_worker_starts_no_other_core(queue: Queue, redis_url: str) ->
         os.kill(core, signal.SIGKILL)
         assert worker.process.wait(60) == 0
         assert worker.log().count("engine on") == 1
-    assert queue.ready_length(batch) == 1
+    assert ready_length(queue, batch) == 1
 
 
 def test_sigterm_while_loading_ends_at_once(queue: Queue, redis_url: str) -> None:
@@ -301,14 +301,6 @@ def test_a_second_sigterm_ends_at_once(queue: Queue, redis_url: str) -> None:
         wait_until(lambda: worker.state == "draining", 60, "the worker to drain")
         assert worker.stop() == 128 + signal.SIGTERM
         wait_until(lambda: not is_running(core), 60, "its core to be gone")
-
-
-def test_an_order_to_drain_ends_a_worker(queue: Queue, redis_url: str) -> None:
-    with running_worker(queue, redis_url, *FLAGS) as worker:
-        queue.drain(worker.wait_ready().id)
-        assert worker.process.wait(60) == 0
-    # Which is shown for a moment
-    assert {worker.state for worker in queue.workers()} <= {"stopped"}
 
 
 @pytest.mark.proof

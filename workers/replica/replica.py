@@ -399,8 +399,6 @@ class Replica:
                 self._leases.drop(self._running.cancel(order))
             elif order.kind == "watch":
                 self._running.watch(order)
-            elif order.kind == "drain":
-                self._stopping.set()
             elif order.kind == "trial" and self._quarantine is not None:
                 self._quarantine.make_room()
 

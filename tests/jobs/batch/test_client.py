@@ -21,7 +21,6 @@ from jobs.batch.client import (
     cancel_batch,
     create_batch,
     get_batch,
-    wait_for,
 )
 from jobs.batch.manifest import load_manifest
 from jobs.batch.rebuild import rebuild
@@ -313,23 +312,6 @@ def test_cancelling(redis_client: redis.Redis, tmp_path: Path) -> None:
         cancel_batch(redis_client, "batch_unknown")
 
 
-def test_waiting_reports_changes_and_stops_in_time(redis_client: redis.Redis, tmp_path: Path) -> None:
-    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 3)).id
-    states = []
-
-    def follow(record: BatchRecord) -> None:
-        states.append(record.state)
-        if not record.ended:
-            step(redis_client, batch)
-            answer_all(redis_client)
-
-    assert wait_for(redis_client, batch, follow, timeout=30).state == "completed"
-    assert states == ["validating", "in_progress", "in_progress", "finalizing", "completed"][: len(states)]
-    other = begin(redis_client, write_input(tmp_path / "other" / "in.jsonl", 3)).id
-    with pytest.raises(TimeoutError, match="is still validating"):
-        wait_for(redis_client, other, timeout=0)
-
-
 @pytest.mark.parametrize("step_of_it", ["remove_unfinished", "_command"])
 @pytest.mark.parametrize("by", ["start", "rebuild"])
 def test_a_kill_while_a_record_is_removed_delays_no_other(
@@ -397,8 +379,6 @@ def test_the_caller_decides_how_long_a_look_may_take(tmp_path: Path, monkeypatch
     started = time.monotonic()
     with pytest.raises(QueueUnavailable):
         get_batch(client, "batch_x", retry_seconds=0)
-    with pytest.raises(QueueUnavailable):
-        wait_for(client, "batch_x", retry_seconds=0.1)
     usual = QueueSettings().redis_retry_seconds
     monkeypatch.setenv("REDIS_RETRY_SECONDS", "0.1")
     with pytest.raises(QueueUnavailable):

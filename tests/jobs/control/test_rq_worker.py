@@ -18,14 +18,14 @@ from rq import Callback
 from rq import Queue as JobQueue
 from rq.serializers import JSONSerializer
 
-from jobs.batch.client import BatchSpec, create_batch, get_batch, wait_for
+from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.batch.manifest import load_manifest
 from jobs.control.rq_worker import ControlWorker
 from jobs.control.runner import Runner
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.tasks import enqueue, function_name, is_waiting
-from tests.support.batch_steps import answer_all
+from tests.support.batch_steps import answer_all, wait_for_batch
 from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
 from tests.support.processes import is_running, wait_for_rest
 from tests.support.redis_server import keep_all_that_is_said, running_server
@@ -47,7 +47,7 @@ def test_a_small_batch_runs_through_without_waiting(redis_client: redis.Redis, r
         for turn in range(30):
             source = write_input(tmp_path / str(turn) / "in.jsonl", 300)
             started = time.monotonic()
-            record = wait_for(redis_client, create_batch(redis_client, spec_of(source)).id, timeout=60)
+            record = wait_for_batch(redis_client, create_batch(redis_client, spec_of(source)).id, timeout=60)
             seconds.append(time.monotonic() - started)
             assert (record.state, record.completed) == ("completed", 300)
             check_echoes(source.with_name("out.jsonl"), 300)
@@ -186,7 +186,7 @@ def test_an_outage_of_redis_stops_no_process(tmp_path: Path) -> None:
             server.start()
             assert server.url == url
             keep_all_that_is_said(server)
-        record = wait_for(client, batch, timeout=150)
+        record = wait_for_batch(client, batch, timeout=150)
         assert {name: process.poll() for name, process in plane.processes.items()} == dict.fromkeys(plane.processes)
         client.close()
     assert (record.state, record.completed) == ("completed", 2000)
@@ -201,6 +201,6 @@ def test_a_small_batch_does_not_wait_while_a_large_one_is_read(
     with control_plane(redis_url, environment=slow_reading(large, 0.0005)) as plane, Answering(redis_url):
         first = create_batch(redis_client, spec_of(large)).id
         wait_until(lambda: not is_waiting(redis_client, "validate", first, 1), 60, "it has begun")
-        assert wait_for(redis_client, create_batch(redis_client, spec_of(small)).id, timeout=60).completed == 5
+        assert wait_for_batch(redis_client, create_batch(redis_client, spec_of(small)).id, timeout=60).completed == 5
         assert get_batch(redis_client, first).state == "validating"
         plane.stop()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from jobs.batch.client import BatchSpec, create_batch, get_batch, wait_for
+from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.batch.retention import forget_output
 from jobs.control import runner, ticker
 from jobs.control.slices import Slice
@@ -22,7 +22,7 @@ from jobs.queue import tasks
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.tasks import is_waiting
 from jobs.store.file_store import FileStore
-from tests.support.batch_steps import answer_all, begin, run_to_end, step
+from tests.support.batch_steps import answer_all, begin, run_to_end, step, wait_for_batch
 from tests.support.control_plane import (
     Answering,
     ControlPlane,
@@ -101,7 +101,7 @@ def test_leases_of_a_vanished_worker_end(
         wait_until(lambda: get_batch(redis_client, batch).waiting == 50, 60, "lines are ready")
         assert len(Queue(redis_client).claim("vanishing", 1, 20, models=["m"])) == 20
         with Answering(redis_url):
-            assert wait_for(redis_client, batch, timeout=120).completed == 50
+            assert wait_for_batch(redis_client, batch, timeout=120).completed == 50
     check_echoes(tmp_path / "out.jsonl", 50)
 
 
@@ -235,7 +235,7 @@ def test_a_killed_process_costs_seconds_and_nothing_else(
         assert get_batch(redis_client, batch).state == state
         plane.start(name)
         with Answering(redis_url, limit=200):
-            record = wait_for(redis_client, batch, timeout=120)
+            record = wait_for_batch(redis_client, batch, timeout=120)
         traces = (f"rq:wip:{name}", f"rq:job:{job}-{batch}-1")
         wait_until(lambda: not redis_client.exists(*traces), 60, "RQ to know nothing of the killed job")
         plane.stop()
@@ -337,8 +337,8 @@ def test_many_small_batches_beside_a_large_one(redis_client: redis.Redis, redis_
             create_batch(redis_client, spec_of(write_input(tmp_path / f"s{n}" / "in.jsonl", 10))).id for n in range(100)
         ]
         for batch in small:
-            assert wait_for(redis_client, batch, timeout=60).completed == 10
+            assert wait_for_batch(redis_client, batch, timeout=60).completed == 10
         assert not get_batch(redis_client, first).ended
         worker.pause = 0.002
-        assert wait_for(redis_client, first, timeout=300).completed == 100_000
+        assert wait_for_batch(redis_client, first, timeout=300).completed == 100_000
     check_echoes(large.with_name("out.jsonl"), 100_000)

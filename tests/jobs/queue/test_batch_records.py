@@ -11,7 +11,7 @@ from jobs.queue.batch_fields import BatchFields
 from jobs.queue.batch_records import MAX_PART_LINES
 from jobs.queue.request_queue import Queue
 from tests.support.integrity import faults
-from tests.support.requests import MODEL, finished, request, start_batch
+from tests.support.requests import MODEL, finished, ready_length, request, start_batch
 
 
 class TestTransition:
@@ -50,9 +50,9 @@ class TestIngest:
         assert queue.ingest("batch_a", rows[:2], 0, 2)
         assert not queue.ingest("batch_a", rows[:3], 0, 3)
         assert not queue.ingest("batch_a", rows[3:], 3, 4)
-        assert queue.ready_length("batch_a") == 2
+        assert ready_length(queue, "batch_a") == 2
         assert queue.ingest("batch_a", rows[2:], 2, 4)
-        assert queue.ready_length("batch_a") == 4
+        assert ready_length(queue, "batch_a") == 4
         assert queue.window_bytes("batch_a") > 4 * len(request().body)
 
     def test_skips_lines_that_are_done(self, queue: Queue, redis_client: redis.Redis) -> None:
@@ -69,7 +69,7 @@ class TestIngest:
     def test_only_in_progress(self, queue: Queue, state: str) -> None:
         queue.create_batch("batch_a", 1, state=state)
         assert not queue.ingest("batch_a", [(0, request())], 0, 1)
-        assert queue.ready_length("batch_a") == 0
+        assert ready_length(queue, "batch_a") == 0
 
     def test_too_many_lines_in_one_call(self, queue: Queue) -> None:
         with pytest.raises(ValueError, match="at most 500"):

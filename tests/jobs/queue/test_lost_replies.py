@@ -16,13 +16,13 @@ from jobs.protocol.results import ApiError
 from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
-from jobs.queue.scripts import NAMES
 from jobs.queue.settings import QueueSettings
 from tests.support.batch_steps import answer_all, begin, step
 from tests.support.control_plane import check_echoes, write_input
 from tests.support.dump import Dump
 from tests.support.integrity import faults
 from tests.support.lossy_proxy import LossyProxy
+from tests.support.lua_scripts import NAMES
 from tests.support.requests import MODEL, delta, finished, held, lines, request
 
 SOCKET_SECONDS = 0.2

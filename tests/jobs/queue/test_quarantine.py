@@ -11,7 +11,18 @@ from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from tests.support.integrity import faults
-from tests.support.requests import MODEL, delta, finished, held, lines, request, start_batch, token_ids_in
+from tests.support.requests import (
+    MODEL,
+    delta,
+    finished,
+    held,
+    lines,
+    read_api,
+    ready_length,
+    request,
+    start_batch,
+    token_ids_in,
+)
 
 DEAD_LETTER = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
 
@@ -125,7 +136,7 @@ class TestQuarantined:
             queue.publish(f"w{number}", [delta(claim, 0, [], accepted=True), delta(claim, 0, [5], "a")])
             quarantine(queue, f"w{number}", [claim])
         assert take(queue, "w3", 1) == []
-        entries = [entry for _, entry in queue.read_api("api1", "0-0", 0)]
+        entries = [entry for _, entry in read_api(queue, "api1")]
         assert [(entry.entry_id, token_ids_in(entry)) for entry in entries] == [("0-1", []), ("1-0", [5]), ("1-2", [])]
         assert entries[-1].result == DEAD_LETTER
         assert redis_client.exists(keys.bodies("live_a"), keys.TRIES, keys.QUARANTINE_WAITS) == 0
@@ -224,7 +235,7 @@ class TestIsolatedRun:
         isolated = take(queue, "w2", 1)
         for _ in range(2):
             queue.requeue("w2", held(isolated))
-        assert queue.ready_length("batch_a") == 0
+        assert ready_length(queue, "batch_a") == 0
         again = take(queue, "w3", 1)
         assert {(claim.engine_crashes, claim.attempt) for claim in again} == {(1, 2)}
 

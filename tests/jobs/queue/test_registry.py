@@ -35,7 +35,7 @@ class TestWorkers:
         queue.register_worker(record(state="loading"))
         assert [worker.state for worker in queue.workers()] == ["loading"]
         assert queue.models() == []
-        queue.set_worker_state("w1", "ready")
+        queue.register_worker(record(state="ready"))
         assert [worker.state for worker in queue.workers()] == ["ready"]
         queue.remove_worker("w1")
         assert queue.workers() == []
@@ -69,7 +69,7 @@ class TestWorkers:
             way.unlink()
             queue.redis.connection_pool.disconnect()
             with pytest.raises(QueueUnavailable):
-                queue.set_worker_state("w1", "ready")
+                queue.register_worker(record(state="ready"))
             way.symlink_to(redis_url.removeprefix("unix://"))
             queue.renew("w1", [])
             queue.redis.close()
@@ -159,17 +159,9 @@ class TestWaking:
     def test_a_draining_worker_is_left_alone(self, queue: Queue) -> None:
         queue.register_worker(record())
         queue.claim("w1", 1, 1, models=[MODEL])
-        queue.set_worker_state("w1", "draining")
+        queue.register_worker(record(state="draining"))
         queue.submit("live_a", request())
         assert orders(queue, "w1") == []
-
-
-def test_drain_order(queue: Queue, redis_client: redis.Redis) -> None:
-    queue.drain("w1")
-    [order] = orders(queue, "w1")
-    assert order.kind == "drain"
-    assert orders(queue, "w1", order.id) == []
-    assert redis_client.ttl(keys.control("w1")) > 0
 
 
 class TestWatch:

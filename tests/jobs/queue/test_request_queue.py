@@ -20,6 +20,8 @@ from tests.support.requests import (
     held,
     lines,
     pass_time,
+    read_api,
+    ready_length,
     request,
     start_batch,
     text_in,
@@ -187,7 +189,7 @@ class TestFairness:
             assert queue.create_batch(batch, 100_000, tenant=tenant, state="in_progress")
         for seq in range(600):
             for batch, portion in (("batch_portions", 4), ("batch_steady", 64)):
-                if queue.ready_length(batch) < portion // 2:
+                if ready_length(queue, batch) < portion // 2:
                     start, end = cursors[batch], cursors[batch] + portion
                     assert queue.ingest(batch, [(line, request()) for line in range(start, end)], start, end)
                     cursors[batch] = end
@@ -306,7 +308,7 @@ class TestFences:
     def test_requeue(self, queue: Queue, stale) -> None:
         old, new = stale
         assert queue.requeue("w1", held([old])) == [old.key]
-        assert queue.ready_length("batch_a") == 0
+        assert ready_length(queue, "batch_a") == 0
         assert queue.renew("w2", held([new])) == []
 
     def test_an_old_fence_of_the_worker_that_holds_the_request_again(self, queue: Queue) -> None:
@@ -370,7 +372,7 @@ class TestCommit:
         ]  # fmt: skip
         assert entries[0].accepted
         assert entries[2].result == item.result
-        assert [entry for _, entry in queue.read_api("api1", "0-0", 0)] == entries
+        assert [entry for _, entry in read_api(queue, "api1")] == entries
         assert 0 < redis_client.ttl(keys.tokens("live_a/0")) <= 300
         assert 0 < redis_client.ttl(keys.api("api1")) <= 300
 
@@ -388,7 +390,7 @@ class TestCommit:
         queue.submit("live_a", request(reply_to="api1"))
         [claim] = take(queue, "w1", 1)
         assert queue.commit("w1", [finished(claim, "too long", status=400)]) == []
-        [(_, entry)] = queue.read_api("api1", "0-0", 0)
+        [(_, entry)] = read_api(queue, "api1")
         assert entry.result is not None
         assert entry.result.status == 400
 
@@ -410,7 +412,7 @@ class TestPublish:
         for _ in range(2):
             assert queue.publish("w1", [delta(claim, 0, [5], "a"), delta(claim, 1, [6, 7], "bc", 1)]) == []
         assert [token_ids_in(entry) for entry in queue.read_tokens({claim.key: "0-0"})] == [[5], [6, 7]]
-        assert len(queue.read_api("api1", "0-0", 0)) == 2
+        assert len(read_api(queue, "api1")) == 2
 
     def test_after_tokens_that_the_server_forgot(self, queue: Queue) -> None:
         start_batch(queue, "b", 1)
@@ -445,7 +447,7 @@ class TestRequeue:
         claims = take(queue, "w1", 1, 4)
         for _ in range(2):
             queue.requeue("w1", held(claims[1:]))
-        assert queue.ready_length("batch_a") == 5
+        assert ready_length(queue, "batch_a") == 5
         again = take(queue, "w2", 1)
         assert lines(again) == [1, 2, 3, 4, 5]
         assert {claim.attempt for claim in again} == {1}
@@ -560,7 +562,7 @@ class TestReap:
         [(_, result)] = ticking.results("batch_a")
         assert (result.status, b"worker_lost" in result.body) == (500, True)
         assert ticking.batch_fields("batch_a").failed == 1
-        [(_, entry)] = ticking.read_api("api1", "0-0", 0)
+        [(_, entry)] = read_api(ticking, "api1")
         assert entry.result is not None
         assert entry.result.status == 500
 
@@ -605,7 +607,7 @@ class TestCancel:
                 orders
             )
             assert 1 <= len(orders) <= 3, "one for each call of the script that found lines of the worker"
-        assert (queue.ready_length("batch_a"), queue.window_bytes("batch_a")) == (0, 0)
+        assert (ready_length(queue, "batch_a"), queue.window_bytes("batch_a")) == (0, 0)
         assert queue.renew("w1", held(claims[5:])) == [claim.key for claim in claims[5:]]
         assert queue.requeue("w1", held(claims[5:6])) == [claims[5].key]
         assert len(queue.results("batch_a")) == 5

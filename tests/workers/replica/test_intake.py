@@ -12,6 +12,7 @@ import pytest
 
 from jobs.protocol.requests import Finished, Request, RequestKey
 from jobs.queue.request_queue import Queue
+from tests.support.requests import ready_length
 from workers.replica.intake import Intake
 from workers.replica.leases import Leases
 from workers.replica.preparation import Preparation
@@ -92,7 +93,7 @@ def test_claims_slots_and_a_little_more(
         await until(lambda: len(collector.taken) >= room, "a full house")
         assert len(collector.taken) == room
         assert [item.claim.key.line for item in collector.taken] == list(range(room))
-        assert queue.ready_length("batch_a") == lines - room
+        assert ready_length(queue, "batch_a") == lines - room
         assert len(leases.all()) == room
         done = collector.taken[: room // 2]
         del collector.taken[: room // 2]
@@ -111,7 +112,7 @@ def test_live_calls_get_in_when_all_is_full(queue: Queue) -> None:
         intake.wake()
         await until(lambda: len(collector.taken) == 19, "the live call")
         assert collector.taken[-1].claim.key == RequestKey("live_1", 0)
-        assert queue.ready_length("batch_a") == 42
+        assert ready_length(queue, "batch_a") == 42
 
     with_intake(queue, 16, scenario)
 
@@ -130,7 +131,7 @@ def test_requests_of_many_choices_take_as_many_places(queue: Queue) -> None:
         intake.wake()
         await until(lambda: len(collector.taken) == 19, "the live call")
         assert collector.taken[-1].claim.live
-        assert queue.ready_length("batch_a") == 42
+        assert ready_length(queue, "batch_a") == 42
 
     with_intake(queue, 64, scenario)
 
@@ -140,7 +141,7 @@ def test_a_paused_intake_claims_nothing(queue: Queue) -> None:
         await intake.pause()
         add_lines(queue, "batch_a", 5)
         intake.wake()
-        assert queue.ready_length("batch_a") == 5
+        assert ready_length(queue, "batch_a") == 5
         await asyncio.sleep(0)
         assert collector.taken == []
 

@@ -26,6 +26,7 @@ from tests.pipeline.results import text_of as text_of_line
 from tests.support.commands import EXAMPLES, run_pipeline
 from tests.support.integrity import faults
 from tests.support.poison import Poison, poisoned_environment
+from tests.support.requests import ready_length
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import answer, endless, follow, question, run_batch, submit_batch, submit_live, text_of
@@ -307,7 +308,7 @@ def test_a_worker_whose_device_fails_at_everything_has_no_request_dead_lettered(
     ) as worker:
         assert worker.process.wait(200) == 2
         assert "6 engine cores in a row have died" in last_error(worker)
-    assert queue.ready_length(batch) == 5
+    assert ready_length(queue, batch) == 5
     assert queue.redis.exists(keys.quarantined("demo")) == 0
 
 

@@ -15,7 +15,8 @@ import pytest
 from jobs.protocol.requests import Claim, Delta, Finished, Request, RequestKey, StreamEntry, TokenChunk
 from jobs.protocol.validation import parse_call
 from jobs.queue.request_queue import Queue
-from jobs.queue.streams import FIRST_ID, ControlMessage
+from jobs.queue.streams import ControlMessage
+from tests.support.requests import read_api
 from tests.support.scripted_engine import CACHED_TOKENS, ScriptedEngine
 from workers.engine.messages.core import SamplingParams
 from workers.replica.prepared import PreparedRequest, Prompt
@@ -124,7 +125,7 @@ def answer(bench: Bench) -> dict[str, Any]:
 
 def stream(queue: Queue, name: str) -> list[StreamEntry]:
     """What the API process received."""
-    return [entry for _, entry in queue.read_api(name, FIRST_ID, 0.001)]
+    return [entry for _, entry in read_api(queue, name)]
 
 
 def pieces(entries: list[StreamEntry], choice: int) -> list[TokenChunk]:
