@@ -1,12 +1,12 @@
-"""What the control plane's processes have in common: they die with their parent, and name
-themselves in their log.
-"""
+"""What processes have in common: they die with their parent, and name themselves in their log."""
 
 import argparse
 import ctypes
 import logging
 import os
 import signal
+import sys
+from typing import TextIO
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before a fork, after which nothing may be
@@ -35,6 +35,27 @@ def add_redis_url(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def set_up_log(name: str) -> None:
-    """Lines on stderr with time, level and the process' name."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(message)s", datefmt="%H:%M:%S")
+class _CurrentStderr(logging.StreamHandler[TextIO]):
+    """Write to the stderr of the moment, which a progress bar replaces while it is shown."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+def configure_logs(process: str, level: str = "info") -> None:
+    """Send this process' log to stderr, one line per record, as `10:31:02 worker-0 INFO text`.
+
+    At level debug, times have milliseconds.
+    """
+    time = "%(asctime)s.%(msecs)03d" if level == "debug" else "%(asctime)s"
+    handler = _CurrentStderr()
+    handler.setFormatter(logging.Formatter(f"{time} {process} %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+    logging.root.handlers[:] = [handler]
+    logging.root.setLevel(level.upper())
+    http = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "huggingface_hub")
+    for noisy in (*http, "uvicorn.error", "filelock", "rq.worker", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.root.level))

@@ -20,15 +20,13 @@ from types import FrameType
 from typing import Any
 
 import redis
-from rq import Queue as JobQueue
 from rq import SimpleWorker
 from rq.exceptions import InvalidJobOperation, StopRequested
 from rq.job import Job
-from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs.control.runner import WORK, Runner
-from jobs.process import add_redis_url, die_with_parent, set_up_log
+from jobs.process import add_redis_url, configure_logs, die_with_parent
 from jobs.protocol.states import JobName
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
@@ -51,7 +49,7 @@ def main() -> None:
     add_redis_url(parser)
     options = parser.parse_args()
     die_with_parent()
-    set_up_log(f"jobs-{options.queue}")
+    configure_logs(f"jobs-{options.queue}")
     # Its registries complain of killed jobs that have long run again
     logging.getLogger("rq").setLevel(logging.ERROR)
     logging.getLogger("rq.worker").addFilter(_is_news)
@@ -130,10 +128,10 @@ class ControlWorker(SimpleWorker):
         """Long jobs end at their next check."""
         self._runner.stopping.set()
 
-    def handle_job_success(self, job: Job, queue: JobQueue, started_job_registry: StartedJobRegistry) -> None:
+    def handle_job_success(self, job: Job, *arguments: Any, **named: Any) -> None:
         """Remove the last heartbeat of a job that Redis lost while it ran: nothing else would."""
         try:
-            super().handle_job_success(job, queue, started_job_registry)
+            super().handle_job_success(job, *arguments, **named)
         except InvalidJobOperation:
             logger.info("Redis lost job %s while it ran", job.id)
             with self.connection.pipeline() as pipeline:

@@ -26,7 +26,7 @@ from jobs.batch.retention import forget_output, remove_ended
 from jobs.control.advance import needs_slice
 from jobs.control.runner import Runner
 from jobs.control.slices import STALE_SECONDS
-from jobs.process import add_redis_url, die_with_parent, set_up_log
+from jobs.process import add_redis_url, configure_logs, die_with_parent
 from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE, JobName
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--file-store", help="folder from which an empty Redis is rebuilt")
     options = parser.parse_args()
     die_with_parent()
-    set_up_log("ticker")
+    configure_logs("ticker")
     client = connect(options.redis_url)
     ticker = Ticker(Queue(client), options.file_store)
     with contextlib.suppress(_Stopped):

@@ -69,12 +69,8 @@ def job_id(job: JobName, batch: str, generation: int) -> str:
 
 def is_waiting(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
     """Return whether the job is in its queue and will run when a process is free."""
-    try:
-        found = Job.fetch(job_id(job, batch, generation), connection=client, serializer=JSONSerializer)
-    except NoSuchJobError:
-        return False
     queue = JobQueue(QUEUES[job], connection=client, serializer=JSONSerializer)
-    return found.get_status(refresh=False) == JobStatus.QUEUED and queue.get_job_position(found.id) is not None
+    return queue.get_job_position(job_id(job, batch, generation)) is not None
 
 
 def waiting_jobs(client: redis.Redis) -> set[str]:
@@ -109,9 +105,10 @@ def forget_execution(client: redis.Redis, execution: Execution) -> None:
     """
     with contextlib.suppress(NoSuchJobError):
         _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
-    client.unlink(rq.executions.Execution(execution.run, execution.job, connection=client).key)
     # Also where RQ's job is gone already
-    client.zrem(_started(client, execution.queue).key, f"{execution.job}:{execution.run}")
+    run = rq.executions.Execution(execution.run, execution.job, connection=client)
+    _started(client, execution.queue).remove_execution(run)
+    client.unlink(run.key)
 
 
 def _delete(job: Job) -> None:

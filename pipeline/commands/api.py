@@ -68,7 +68,7 @@ def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level
 
     It holds no state; run any number of them.
     """
-    from pipeline.logs import configure_logs
+    from jobs.process import configure_logs
 
     configure_logs("api", log_level)
     log_settings(ctx)

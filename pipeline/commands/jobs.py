@@ -21,7 +21,7 @@ def jobs(
     log_level: str,
 ) -> None:
     """Validate, feed and finalize batches: RQ workers for two queues, and the ticker."""
-    from pipeline.logs import configure_logs
+    from jobs.process import configure_logs
 
     configure_logs("jobs", log_level)
     log_settings(ctx)

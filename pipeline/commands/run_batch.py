@@ -82,10 +82,10 @@ def run_batch(
     source = _one_input(ctx, input, input_file)
     check_model_flags(ctx)
     _check_fleet_flags(ctx, redis_url, local_worker, detach)
+    from jobs.process import configure_logs
     from jobs.queue.settings import QueueSettings
     from pipeline.batch_start import run_task, submit
     from pipeline.batch_task import Task
-    from pipeline.logs import configure_logs
 
     configure_logs("run-batch", log_level)
     log_settings(ctx)

@@ -58,7 +58,7 @@ def serve(
 
     Files and batches are kept in the file store, and resumed at the next start.
     """
-    from pipeline.logs import configure_logs
+    from jobs.process import configure_logs
 
     configure_logs("serve", log_level)
     log_settings(ctx)

@@ -15,7 +15,7 @@ def status(redis_url: str | None, log_level: str) -> None:
     It reads the queue at REDIS_URL; over HTTP use `pipeline batches list`, which shows the key's
     own tenant.
     """
-    from pipeline.logs import configure_logs
+    from jobs.process import configure_logs
 
     configure_logs("status", log_level)
     if redis_url is None:

@@ -16,7 +16,7 @@ def tail(target: str, redis_url: str | None, log_level: str) -> None:
 
     It reads the queue at REDIS_URL; over HTTP use `pipeline batches tail`.
     """
-    from pipeline.logs import configure_logs
+    from jobs.process import configure_logs
 
     configure_logs("tail", log_level)
     if redis_url is None:

@@ -20,7 +20,7 @@ def wait(batch: str, output_file: Path | None, fail_on_error: bool, redis_url: s
 
     It reads the queue at REDIS_URL; over HTTP use `pipeline batches wait`.
     """
-    from pipeline.logs import configure_logs
+    from jobs.process import configure_logs
 
     configure_logs("wait", log_level)
     if redis_url is None:

@@ -61,7 +61,7 @@ def worker(
     A replica is a worker process and an engine core process on the device. With
     --data-parallel-size N this process starts N replicas, and restarts those that end.
     """
-    from pipeline.logs import configure_logs
+    from jobs.process import configure_logs
 
     configure_logs("worker", log_level)
     log_settings(ctx)

@@ -22,7 +22,7 @@ LOG_LINE = re.compile(r"\d\d:\d\d:\d\d [\w-]+ (INFO|WARNING|ERROR) ")
 RUNNING = re.compile(r"[1-9]\d* running, \d+ waiting, [1-9][\d,]* tokens/s")
 LOGGING = """
 import logging, time
-from pipeline.logs import configure_logs
+from jobs.process import configure_logs
 from pipeline.progress import Counts, make_progress
 
 configure_logs("early")
