@@ -79,7 +79,8 @@ async def patiently(state: ApiState, ask: Callable[[], Awaitable[T]]) -> T:
     while True:
         try:
             return await ask()
-        except redis.RedisError as error:
-            if passing_reason(error) is None or loop.time() > deadline:
+        except (redis.RedisError, QueueUnavailable) as error:
+            passing = isinstance(error, QueueUnavailable) or passing_reason(error) is not None
+            if not passing or loop.time() > deadline:
                 raise
         await asyncio.sleep(_PAUSE_SECONDS)

@@ -5,10 +5,7 @@ model takes longer than all the rest.
 """
 
 import contextlib
-import errno
-import fcntl
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -20,6 +17,7 @@ from jobs.store.storage import Busy, StoreError
 from pipeline.batch_task import Task, start_worker
 from pipeline.child import ChildFailed
 from pipeline.errors import Refused, Unfinished
+from pipeline.private_folder import held
 from pipeline.progress import make_progress
 from pipeline.signals import Signals
 from pipeline.supervisor import Supervisor
@@ -80,8 +78,9 @@ def _folder(task: Task) -> Iterator[None]:
     """Lock the folder beside the output for the whole run; remove it after a refusal."""
     start_over_if_removed(task.root)
     resumes = task.root.exists()
+    refusal = f"another run is at work on {task.root}: wait for it, or stop it"
     try:
-        with contextlib.nullcontext() if task.redis_url is not None else alone(task.root):
+        with contextlib.nullcontext() if task.redis_url is not None else held(str(task.root), refusal, lock=".run"):
             yield
     except Refused:
         if not resumes:
@@ -110,26 +109,6 @@ def check_input(source: Path) -> None:
         raise Refused(f"there is no file {source}") from None
     except OSError as error:
         raise Refused(f"the input {source} cannot be read: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def alone(root: Path) -> Iterator[None]:
-    """Lock the folder against other runs while this process lives. Raises `Refused`."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        lock = os.open(root / ".run", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise
-        raise Refused(f"cannot make the folder {root}: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Refused(f"another run is at work on {root}: wait for it, or stop it") from None
-        yield
-    finally:
-        os.close(lock)
 
 
 def check_output(output: Path, source: Path) -> None:

@@ -1,4 +1,6 @@
-"""A short-lived folder for a private Redis; folders that killed processes left are removed."""
+"""Folders that one command has for itself: a short-lived one for a private Redis, and one that it
+holds against other commands.
+"""
 
 import contextlib
 import fcntl
@@ -7,6 +9,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from jobs.store.storage import Busy, StoreError, exclusive, make_folder
+from pipeline.errors import Refused
 
 _PREFIX = "pipeline-"
 _OWNER = "owner.lock"
@@ -27,6 +32,26 @@ def private_folder() -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def held(folder: str, refusal: str, patience: float = 0.0, lock: str = ".lock") -> Iterator[None]:
+    """Make the folder if it is not there, and hold it by a file in it, `lock`.
+
+    Raises `Refused`, with the sentence `refusal` if another process holds it, and `StoreError` for
+    a full disk.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            make_folder(folder)
+            stack.enter_context(exclusive(folder, patience, lock))
+        except Busy:
+            raise Refused(refusal) from None
+        except StoreError as error:
+            if error.full:
+                raise
+            raise Refused(str(error)) from None
+        yield
 
 
 def remove_abandoned() -> None:

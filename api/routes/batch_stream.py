@@ -21,20 +21,18 @@ from api.batch_objects import batch_object, find_batch
 from api.http.event_stream import EventStream, event
 from api.http.openapi import EVENTS
 from api.state import ApiState, state_of
-from api.token_events import LAST_EVENT_ID, last_event_id, next_entries, to_the_end
+from api.token_events import LAST_EVENT_ID, last_event_id, next_entries, patiently, to_the_end
 from jobs.batch.client import BatchRecord
 from jobs.batch.line_index import LineIndex
 from jobs.batch.manifest import load_manifest
 from jobs.protocol.requests import BatchEntry, RequestKey
 from jobs.queue import keys
 from jobs.queue.following import StreamSnapshot, Watch
-from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import StoreError
 
 router = APIRouter()
 
 _SILENCE_SECONDS = 1.0
-_PAUSE_SECONDS = 0.2
 
 
 @router.get(
@@ -162,13 +160,7 @@ class Follower:
         An empty Redis gets it back from the file store within some seconds. Raises `ApiError` if it
         is gone.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._state.queue.settings.redis_retry_seconds
-        while True:
-            try:
-                self._record = await asyncio.to_thread(find_batch, self._state, self._record.spec.tenant, self._batch)
-                return
-            except QueueUnavailable:
-                if loop.time() > deadline:
-                    raise
-            await asyncio.sleep(_PAUSE_SECONDS)
+        tenant = self._record.spec.tenant
+        self._record = await patiently(
+            self._state, lambda: asyncio.to_thread(find_batch, self._state, tenant, self._batch)
+        )

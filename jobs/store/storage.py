@@ -240,7 +240,7 @@ class Busy(Exception):
 
 
 @contextlib.contextmanager
-def exclusive(root: str, patience: float) -> Iterator[None]:
+def exclusive(root: str, patience: float, lock: str = ".lock") -> Iterator[None]:
     """Hold a folder against every other process on this file system, stopped ones included; the
     kernel lets go when the holder dies.
 
@@ -251,7 +251,7 @@ def exclusive(root: str, patience: float) -> Iterator[None]:
     if path is None:
         raise StoreError(f"{root} is remote: a batch's folder must be on a file system that has locks")
     with named("cannot write to", root):
-        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = os.open(path / lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _lock(handle, root, time.monotonic() + patience)
         yield

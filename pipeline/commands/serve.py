@@ -1,7 +1,6 @@
 """`pipeline serve`: everything on one machine, the counterpart of `vllm serve`."""
 
 import contextlib
-from collections.abc import Iterator
 
 import click
 
@@ -90,20 +89,11 @@ def serve(
         raise error.as_exit() from None
 
 
-@contextlib.contextmanager
-def _alone(file_store: str, redis_url: str | None) -> Iterator[None]:
+def _alone(file_store: str, redis_url: str | None) -> contextlib.AbstractContextManager[None]:
     """Lock the file store against a second server with a Redis of its own."""
-    from jobs.store.storage import Busy, exclusive, make_folder
+    from pipeline.private_folder import held
 
     if redis_url is not None:
-        yield
-        return
-    make_folder(file_store)
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(exclusive(file_store, _PATIENCE_SECONDS))
-        except Busy:
-            raise Refused(
-                f"another `pipeline serve` uses the file store {file_store}: give each a --file-store of its own"
-            ) from None
-        yield
+        return contextlib.nullcontext()
+    refusal = f"another `pipeline serve` uses the file store {file_store}: give each a --file-store of its own"
+    return held(file_store, refusal, _PATIENCE_SECONDS)
