@@ -23,9 +23,14 @@ def main(settings: ApiSettings) -> None:
     logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     signal.signal(signal.SIGTERM, _exit)  # which uvicorn raises again when it has stopped
     config = uvicorn.Config(
-        create_app(settings), http=HttpProtocol, ws="none", lifespan="on", log_config=None, access_log=False,
+        create_app(settings),
+        http=HttpProtocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
         timeout_graceful_shutdown=_STOP_SECONDS,
-    )  # fmt: skip
+    )
     uvicorn.Server(config).run(sockets=[listener])
 
 

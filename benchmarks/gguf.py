@@ -16,10 +16,16 @@ _ALIGNMENT = 32
 _U32, _F32, _STRING, _ARRAY = 4, 6, 8, 9  # types of a value
 _FLOAT, _BFLOAT16 = 0, 30  # types of a tensor
 _NAMES = {
-    "wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm",
-    "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
-}  # fmt: skip
+    "wte": "token_embd",
+    "wpe": "position_embd",
+    "ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
 
 
 def write_gguf(folder: Path, path: Path) -> None:

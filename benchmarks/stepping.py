@@ -20,10 +20,16 @@ _SPARE_TOKENS = 64  # of a row, since its last block may not be full
 def make_executor(model: str, rows: int, context: int, device: str = "cpu") -> Executor:
     """With a cache for `rows` requests of `context` tokens."""
     tokens = _own_rows(rows, context) * (context + _SPARE_TOKENS) + 2048
-    return Executor(EngineConfig(
-        model=str(model_folder(model)), max_model_len=context, max_num_seqs=rows, device=device, dtype="auto",
-        kv_cache_memory_bytes=tokens * shape_of(model).kv_bytes_per_token,
-    ))  # fmt: skip
+    return Executor(
+        EngineConfig(
+            model=str(model_folder(model)),
+            max_model_len=context,
+            max_num_seqs=rows,
+            device=device,
+            dtype="auto",
+            kv_cache_memory_bytes=tokens * shape_of(model).kv_bytes_per_token,
+        )
+    )
 
 
 def decode_step(executor: Executor, rows: int, context: int, prompt: int | None = None) -> StepPlan:

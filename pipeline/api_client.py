@@ -55,14 +55,19 @@ def object_id(name: str, shown: str, **attributes: Any) -> Callable[[Command], C
 
 
 server_option = flag(
-    "--base-url", env="OPENAI_BASE_URL", default="http://127.0.0.1:8000/v1", callback=_check_base_url,
+    "--base-url",
+    env="OPENAI_BASE_URL",
+    default="http://127.0.0.1:8000/v1",
+    callback=_check_base_url,
     help="Where the API is. Its key is taken from OPENAI_API_KEY.",
-)  # fmt: skip
+)
 
 output_option = flag(
-    "-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False),
+    "-o",
+    "--output-file",
+    type=click.Path(path_type=Path, dir_okay=False),
     help="A file, which appears when all of it is on disk. [default: stdout]",
-)  # fmt: skip
+)
 
 client_options: Callable[[Any], Any] = all_of(server_option, json_option)
 

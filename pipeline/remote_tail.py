@@ -114,9 +114,12 @@ def _events(client: "openai.OpenAI", batch_id: str, last_id: str | None) -> Iter
 
     headers = {} if last_id is None else {"Last-Event-ID": last_id}
     stream = client.get(
-        f"/batches/{quote(batch_id, safe='')}/stream", cast_to=object, stream=True, stream_cls=openai.Stream[object],
+        f"/batches/{quote(batch_id, safe='')}/stream",
+        cast_to=object,
+        stream=True,
+        stream_cls=openai.Stream[object],
         options={"headers": headers, "timeout": _SILENCE_SECONDS, "max_retries": 0},
-    )  # fmt: skip
+    )
     with closing(stream):
         yield from parse_events(stream.response.iter_bytes())
 

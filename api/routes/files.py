@@ -216,9 +216,16 @@ class _StoredFile(FileResponse):
 def _as_openai(record: FileRecord) -> dict[str, Any]:
     # Not validated: "evals" is a purpose of uploads that the package's type does not list.
     shaped = FileObject.model_construct(
-        id=record.id, bytes=record.bytes, created_at=record.created_at, filename=record.filename, object="file",
-        purpose=record.purpose, status="processed", expires_at=record.expires_at, status_details=None,
-    )  # fmt: skip
+        id=record.id,
+        bytes=record.bytes,
+        created_at=record.created_at,
+        filename=record.filename,
+        object="file",
+        purpose=record.purpose,
+        status="processed",
+        expires_at=record.expires_at,
+        status_details=None,
+    )
     return shaped.model_dump(warnings=False)
 
 

@@ -158,9 +158,12 @@ def _throughput(setting: Setting, name: str, work: Workload, full_warmup: bool, 
         passes.append(await run_pass(engine, work))
         after = engine.stats
         figures.update(
-            steps=after.steps - before.steps, preemptions=after.preemptions - before.preemptions,
-            num_blocks=engine.info.num_blocks, dtype=engine.info.dtype, max_num_seqs=engine.info.max_num_seqs,
-        )  # fmt: skip
+            steps=after.steps - before.steps,
+            preemptions=after.preemptions - before.preemptions,
+            num_blocks=engine.info.num_blocks,
+            dtype=engine.info.dtype,
+            max_num_seqs=engine.info.max_num_seqs,
+        )
         return warm, passes
 
     figures: dict[str, Any] = {}

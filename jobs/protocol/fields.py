@@ -12,9 +12,14 @@ Default = TypeVar("Default")
 INT32 = 2**31 - 1
 _MOST_SHOWN = 100  # characters of a bad value that an error repeats
 _NAMES: dict[type, str] = {
-    str: "a string", bool: "a boolean", int: "an integer", float: "a decimal", list: "an array", dict: "an object",
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal",
+    list: "an array",
+    dict: "an object",
     type(None): "null",
-}  # fmt: skip
+}
 
 
 def fail(message: str, param: str | None, code: str | None) -> NoReturn:
@@ -162,8 +167,11 @@ def _check_length(value: Sized, param: str, kind: str, least: int, most: int | N
 def _check_range(value: int | float, param: str, kind: str, low: float, high: float) -> None:
     got = str(value) if abs(value) < 1e20 else "a very large one"
     if value < low:
-        fail(f"Invalid '{param}': {kind} below minimum value. Expected a value >= {low}, but got {got} instead.", param,
-             f"{kind}_below_min_value")  # fmt: skip
+        fail(
+            f"Invalid '{param}': {kind} below minimum value. Expected a value >= {low}, but got {got} instead.",
+            param,
+            f"{kind}_below_min_value",
+        )
     if value > high:
         fail(
             f"Invalid '{param}': {kind} above maximum value. Expected a value <= {high}, but got {got} instead.",

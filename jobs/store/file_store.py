@@ -382,9 +382,15 @@ class Upload:
             raise ValueError(f"{self._filename} is no input file of batches")
         kept = BATCH_FILE_SECONDS if of_batch and self.expires_seconds is None else self.expires_seconds
         return FileRecord(
-            id=self._id, bytes=self.bytes, created_at=created, filename=self._filename, purpose=self.purpose,
-            expires_at=None if kept is None else created + kept, tenant=self._tenant, suffix=suffix,
-        )  # fmt: skip
+            id=self._id,
+            bytes=self.bytes,
+            created_at=created,
+            filename=self._filename,
+            purpose=self.purpose,
+            expires_at=None if kept is None else created + kept,
+            tenant=self._tenant,
+            suffix=suffix,
+        )
 
     def __enter__(self) -> "Upload":
         return self

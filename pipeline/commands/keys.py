@@ -53,7 +53,7 @@ def keys() -> None:
 )
 @store_option
 @json_option
-def create(tenant: str, name: str, file_store: str, as_json: bool, **limits: int | None) -> None:  # fmt: skip
+def create(tenant: str, name: str, file_store: str, as_json: bool, **limits: int | None) -> None:
     """Make a key and print its secret, which cannot be shown again."""
     from jobs.store.api_keys import create_key
 

@@ -36,7 +36,7 @@ class FollowedBatch:
             file = official.files.create(file=source, purpose="batch")
             self.id = official.batches.create(
                 input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-            ).id  # fmt: skip
+            ).id
         self.path = f"/v1/batches/{self.id}/stream"
 
     def start(self) -> None:

@@ -13,12 +13,25 @@ from jobs.queue.request_queue import Queue
 from tests.support.worker_process import running_worker
 
 CHAT: dict[str, Any] = {
-    "model": "demo", "messages": [{"role": "user", "content": "What is 2 + 3?"}], "n": 3, "seed": 8, "temperature": 1.0,
-    "max_tokens": 40, "logprobs": True, "top_logprobs": 2, "extra_body": {"ignore_eos": True},
-}  # fmt: skip
+    "model": "demo",
+    "messages": [{"role": "user", "content": "What is 2 + 3?"}],
+    "n": 3,
+    "seed": 8,
+    "temperature": 1.0,
+    "max_tokens": 40,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "extra_body": {"ignore_eos": True},
+}
 COMPLETION: dict[str, Any] = {
-    "model": "demo", "prompt": ["Say this:", "Then:"], "n": 3, "seed": 8, "max_tokens": 30, "logprobs": 1, "echo": True,
-}  # fmt: skip
+    "model": "demo",
+    "prompt": ["Say this:", "Then:"],
+    "n": 3,
+    "seed": 8,
+    "max_tokens": 30,
+    "logprobs": 1,
+    "echo": True,
+}
 
 
 def test_what_is_streamed_is_what_is_given_whole(queue: Queue, redis_url: str, client: openai.OpenAI) -> None:

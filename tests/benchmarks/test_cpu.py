@@ -155,11 +155,15 @@ class Timed:
 
 
 def test_the_parts_of_a_step_add_up() -> None:
-    forward = Timed("forward", 60, [
-        Timed("native::packed_matmul", 30),
-        Timed("part: attention", 12, [Timed("aten::matmul", 7, [Timed("aten::mm", 6)]), Timed("aten::add", 1)]),
-        Timed("aten::add", 5),
-    ])  # fmt: skip
+    forward = Timed(
+        "forward",
+        60,
+        [
+            Timed("native::packed_matmul", 30),
+            Timed("part: attention", 12, [Timed("aten::matmul", 7, [Timed("aten::mm", 6)]), Timed("aten::add", 1)]),
+            Timed("aten::add", 5),
+        ],
+    )
     sample = Timed("sample", 20, [Timed("aten::linear", 9), Timed("aten::argmax", 4)])
     step = Timed(
         "one step",
@@ -193,9 +197,12 @@ def test_the_profile_as_a_table() -> None:
 
 def results_in(folder: Path, ratio: float) -> Path:
     figures = {
-        "ratio": ratio, "peak_share": 0.7, "matrix_peak_gflops": 400.0,
-        "engine": {"output_tokens_per_second": 1000 * ratio}, "vllm": {"output_tokens_per_second": 1000.0},
-    }  # fmt: skip
+        "ratio": ratio,
+        "peak_share": 0.7,
+        "matrix_peak_gflops": 400.0,
+        "engine": {"output_tokens_per_second": 1000 * ratio},
+        "vllm": {"output_tokens_per_second": 1000.0},
+    }
     (folder / f"{goals.AGAINST_VLLM[0].file}.json").write_text(json.dumps({"figures": figures}))
     return folder
 

@@ -26,8 +26,12 @@ def test_has_its_socket_in_a_closed_folder_and_cleans_up(tmp_path: Path) -> None
         client = connect(server.url)
         options = client.config_get("*")
         assert {name: options[name] for name in ("appendonly", "appendfsync", "save", "maxmemory-policy", "port")} == {
-            "appendonly": "yes", "appendfsync": "everysec", "save": "", "maxmemory-policy": "noeviction", "port": "0",
-        }  # fmt: skip
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "save": "",
+            "maxmemory-policy": "noeviction",
+            "port": "0",
+        }
         pid = server.pid
     assert not socket.parent.exists()
     with pytest.raises(ProcessLookupError):

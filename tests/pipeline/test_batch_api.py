@@ -234,8 +234,9 @@ def check_ends(client: openai.OpenAI, batch: Batch, code: str, short: int, total
     assert (len(done), len(failed)) == (counts.completed, counts.failed)
     assert len(failed) > 0
     assert {row["custom_id"] for row in done} | {row["custom_id"] for row in failed} == {
-        *(f"short-{n}" for n in range(short)), *(f"long-{n}" for n in range(total - short))
-    }  # fmt: skip
+        *(f"short-{n}" for n in range(short)),
+        *(f"long-{n}" for n in range(total - short)),
+    }
     assert {(row["response"], row["error"]["code"]) for row in failed} == {(None, code)}
 
 

@@ -22,11 +22,16 @@ def running_api(settings: ApiSettings) -> Iterator[str]:
     listener = listen("127.0.0.1", 0)
     app = create_app(settings)
     config = uvicorn.Config(
-        app, http=HttpProtocol, ws="none", lifespan="on", log_level="warning", timeout_graceful_shutdown=2,
+        app,
+        http=HttpProtocol,
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        timeout_graceful_shutdown=2,
         # A client that does not ask again loses a call for which it takes a connection that just
         # closes
         timeout_keep_alive=600,
-    )  # fmt: skip
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

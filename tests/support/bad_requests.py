@@ -44,8 +44,10 @@ class BadRequest(NamedTuple):
     def line(self) -> bytes:
         """It as a line of a file."""
         return b'{"custom_id": %b, "method": "POST", "url": "%b", "body": %b}' % (
-            json.dumps(self.name).encode(), self.endpoint.encode(), self.body,
-        )  # fmt: skip
+            json.dumps(self.name).encode(),
+            self.endpoint.encode(),
+            self.body,
+        )
 
 
 def chat(**changes: Any) -> dict[str, Any]:
@@ -163,10 +165,22 @@ def _whole_bodies() -> Iterator[BadRequest]:
         "invalid_type",
         "expected a decimal",
     )
-    yield _of(CHAT, b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "seed": 1%b}' % (b"0" * 5000),
-              "an integer of 5000 digits", "seed", "invalid_type", "expected an integer")  # fmt: skip
-    yield _of(CHAT, b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
-              "a number beyond floats", "temperature", "decimal_above_max_value", "<= 2")  # fmt: skip
+    yield _of(
+        CHAT,
+        b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "seed": 1%b}' % (b"0" * 5000),
+        "an integer of 5000 digits",
+        "seed",
+        "invalid_type",
+        "expected an integer",
+    )
+    yield _of(
+        CHAT,
+        b'{"model": "demo", "messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+        "a number beyond floats",
+        "temperature",
+        "decimal_above_max_value",
+        "<= 2",
+    )
 
 
 def _prompts() -> Iterator[BadRequest]:
@@ -371,10 +385,13 @@ def _numbers() -> Iterator[BadRequest]:
         CHAT, chat(truncate_prompt_tokens=0), "cut to nothing", "truncate_prompt_tokens", "invalid_value", "at least 1"
     )
     decimals = [
-        ("temperature", "0", -0.1, "2", 2.01), ("top_p", "0", -0.5, "1", 1.01), ("min_p", "0", -0.01, "1", 1.5),
-        ("presence_penalty", "-2", -2.1, "2", 2.1), ("frequency_penalty", "-2", -3, "2", 3),
+        ("temperature", "0", -0.1, "2", 2.01),
+        ("top_p", "0", -0.5, "1", 1.01),
+        ("min_p", "0", -0.01, "1", 1.5),
+        ("presence_penalty", "-2", -2.1, "2", 2.1),
+        ("frequency_penalty", "-2", -3, "2", 3),
         ("repetition_penalty", "0.01", 0, "100", 101),
-    ]  # fmt: skip
+    ]
     for name, low_text, below, high_text, above in decimals:
         yield _of(CHAT, chat(**{name: below}), f"{name} too small", name, "decimal_below_min_value", f">= {low_text}")
         yield _of(CHAT, chat(**{name: above}), f"{name} too large", name, "decimal_above_max_value", f"<= {high_text}")

@@ -100,9 +100,14 @@ class Member:
         self._ended_at, self._is_leaving = 0.0, False
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=partial(die_with_parent, os.getpid()), start_new_session=True,
-            )  # fmt: skip
+                self._command,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+                start_new_session=True,
+            )
 
 
 class LocalFleet:

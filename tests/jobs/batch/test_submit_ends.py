@@ -82,9 +82,14 @@ def test_finalize_killed_anywhere_writes_the_same(
     failures = () if point == "drop" else (3,)  # which is for a file without lines
     record = finished(redis_client, tmp_path, failures)
     owners = {
-        "begin_result_files": finalize, "write_outputs": finalize, "commit": finalize._JsonlWriter, "put": FileStore,
-        "drop": FileStore, "transition": Queue, "tidy": ending,
-    }  # fmt: skip
+        "begin_result_files": finalize,
+        "write_outputs": finalize,
+        "commit": finalize._JsonlWriter,
+        "put": FileStore,
+        "drop": FileStore,
+        "transition": Queue,
+        "tidy": ending,
+    }
     owner: Any = owners.get(point, slices)
     real = getattr(owner, point)
 

@@ -39,9 +39,12 @@ def test_holds_what_all_requests_of_the_batch_were_given(queue: Queue, redis_cli
         (entry.key, [(chunk.token_ids, chunk.text) for chunk in entry.chunks], entry.succeeded) for entry in entries
     ]
     assert published == [
-        (one.key, [([1, 2], "ab")], None), (two.key, [([3], "c")], None), (one.key, [([4], "d")], None),
-        (one.key, [([5], "e")], True), (two.key, [], False),
-    ]  # fmt: skip
+        (one.key, [([1, 2], "ab")], None),
+        (two.key, [([3], "c")], None),
+        (one.key, [([4], "d")], None),
+        (one.key, [([5], "e")], True),
+        (two.key, [], False),
+    ]
     own = queue.read_tokens({one.key: "0-0"})
     assert [entry.entry_id for entry in entries if entry.key == one.key] == [entry.entry_id for entry in own]
     assert read(queue, entries[2].id) == entries[3:]

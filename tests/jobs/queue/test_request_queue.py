@@ -368,8 +368,10 @@ class TestCommit:
         queue.commit("w1", [item])
         entries = queue.read_tokens({claim.key: "0-0"})
         assert [(entry.entry_id, token_ids_in(entry), text_in(entry)) for entry in entries] == [
-            ("0-1", [], ""), ("2-0", [5, 6], "ab"), ("3-2", [7], "c"),
-        ]  # fmt: skip
+            ("0-1", [], ""),
+            ("2-0", [5, 6], "ab"),
+            ("3-2", [7], "c"),
+        ]
         assert entries[0].accepted
         assert entries[2].result == item.result
         assert [entry for _, entry in read_api(queue, "api1")] == entries
