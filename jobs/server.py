@@ -12,7 +12,6 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from jobs.process import die_with_parent
@@ -110,9 +109,7 @@ class PrivateServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def _take_lock(self) -> None:

@@ -21,7 +21,7 @@ from pipeline.batch_task import Task, start_worker
 from pipeline.errors import Interrupted, Refused, Unfinished, one_line
 from pipeline.progress import Counts, Progress
 from pipeline.signals import Signals
-from pipeline.summary import Summary, check_end, counts_of, print_problems, print_summary
+from pipeline.summary import check_end, counts_of, print_problems, print_summary
 from pipeline.supervisor import Supervisor
 from pipeline.waiting import GracePeriod
 
@@ -78,7 +78,7 @@ class BatchRun:
     def conclude(self, record: BatchRecord) -> None:
         """Print the summary. Raises `Unfinished`."""
         now = time.monotonic()
-        print_summary(Summary(record=record, seconds=now - self._began, answering=now - (self._answering_since or now)))
+        print_summary(record, now - self._began, now - (self._answering_since or now))
         check_end("the batch", record.state, record.total, record.failed, self._task.fail_on_error)
 
     def _run(self, supervisor: Supervisor, signals: Signals, progress: Progress) -> BatchRecord:

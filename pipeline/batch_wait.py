@@ -9,7 +9,7 @@ from jobs.queue.connection import check_server, connect
 from jobs.store.storage import local_path, open_input
 from pipeline.errors import Refused
 from pipeline.progress import Counts
-from pipeline.summary import Summary, check_end, counts_of, print_problems, print_summary
+from pipeline.summary import check_end, counts_of, print_problems, print_summary
 from pipeline.waiting import wait_until_ended
 
 
@@ -35,7 +35,7 @@ def wait_for_batch(batch_id: str, output: Path | None, redis_url: str, fail_on_e
     else:
         if output is not None and record.output is not None:
             copy_results(record.output, output)
-        print_summary(Summary(record=record, seconds=time.monotonic() - began, answering=0.0, output=output))
+        print_summary(record, time.monotonic() - began, copied_to=output)
     check_end(batch_id, record.state, record.total, record.failed, fail_on_error)
 
 

@@ -5,7 +5,6 @@ call to Redis can block.
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from jobs.server import PrivateServer, ServerError
 
@@ -38,9 +37,7 @@ class KeptServer:
             raise self._start_error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopping.set()
         self._thread.join()
 

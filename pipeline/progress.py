@@ -3,8 +3,7 @@
 import sys
 import time
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self
 
 _PLAIN_EVERY = 5.0
 _RATE_WINDOW = 10.0
@@ -71,10 +70,12 @@ class Rate:
 class Progress(Protocol):
     """The place where a command shows its progress, and prints lines meanwhile."""
 
-    def __enter__(self) -> "Progress": ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
     def update(self, counts: Counts) -> None: ...
     def say(self, line: str) -> None: ...
 
@@ -84,7 +85,7 @@ def make_progress() -> Progress:
     return BarProgress() if sys.stderr.isatty() else PlainProgress()
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """Print a line when something changed: at once for a new note, else every few seconds."""
 
     def __init__(self) -> None:
@@ -92,14 +93,6 @@ class PlainProgress:
         self._last_line = ""
         self._last_note = ""
         self._last_time = 0.0
-
-    def __enter__(self) -> "PlainProgress":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def update(self, counts: Counts) -> None:
         now = time.monotonic()
@@ -115,7 +108,7 @@ class PlainProgress:
         sys.stderr.flush()
 
 
-class BarProgress:
+class BarProgress(Progress):
     """A bar that rich redraws in place; lines and log records scroll above it."""
 
     def __init__(self) -> None:
@@ -128,13 +121,11 @@ class BarProgress:
         self._bar = RichProgress(*columns, console=Console(stderr=True), refresh_per_second=5)
         self._task = self._bar.add_task("starting", total=None)
 
-    def __enter__(self) -> "BarProgress":
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.refresh()
         self._bar.stop()
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import openai
     from openai.types import Batch
 
-DEFAULT_ENDPOINT = CHAT
-
 
 @dataclass(frozen=True, kw_only=True)
 class NewRemoteBatch:
@@ -70,7 +68,7 @@ def _create(client: "openai.OpenAI", new: NewRemoteBatch, file_id: str, endpoint
     options: dict[str, Any] = {"metadata": new.metadata} if new.metadata else {}
     if new.output_expires_after is not None:
         options["output_expires_after"] = {"anchor": "created_at", "seconds": new.output_expires_after}
-    wanted: Any = {"endpoint": endpoint or DEFAULT_ENDPOINT, "completion_window": new.completion_window}
+    wanted: Any = {"endpoint": endpoint or CHAT, "completion_window": new.completion_window}
     return client.batches.create(input_file_id=file_id, **wanted, **options)
 
 

@@ -4,7 +4,7 @@ import os
 import select
 import signal
 import socket
-from types import FrameType, TracebackType
+from types import FrameType
 
 _PATIENCE = 2
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -30,9 +30,7 @@ class Signals:
         self._before_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         signal.set_wakeup_fd(self._before_fd)
         for number, handler in self._before.items():
             signal.signal(number, handler)

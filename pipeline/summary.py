@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,18 +17,6 @@ if TYPE_CHECKING:
 
 _ANSWERS = 3
 _LONGEST_ANSWER = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The end of a batch, the seconds of the whole run, and those in which requests were answered
-    (0: none were).
-    """
-
-    record: "BatchRecord"
-    seconds: float
-    answering: float
-    output: Path | None = None  # where the results were copied to
 
 
 def counts_of(record: "BatchRecord", note: str = "") -> Counts:
@@ -61,28 +48,25 @@ def check_end(name: str, state: str, total: int, failed: int, fail_on_error: boo
         raise Unfinished(f"{failed} of {total} requests failed")
 
 
-def print_summary(summary: Summary) -> None:
-    """Print the end of a run on stdout."""
-    record = summary.record
-    output = summary.output or (local_path(record.output) if record.output is not None else None)
-    if output is not None:
-        for line in first_answers(output):
-            print(line)
+def print_summary(record: "BatchRecord", seconds: float, answering: float = 0.0, copied_to: Path | None = None) -> None:
+    """Print the end of a run of `seconds` on stdout: where the results are, the first of them, and
+    the totals.
+
+    Requests were answered in `answering` of the seconds (0: unknown).
+    """
+    output = copied_to or (local_path(record.output) if record.output is not None else None)
+    for line in first_answers(output) if output is not None else ():
+        print(line)
     print(f"results: {output or record.output}")
-    print(describe(summary))
-
-
-def describe(summary: Summary) -> str:
-    """Return requests, failures, tokens, tokens/s and seconds in one line."""
-    record, usage = summary.record, summary.record.usage
+    usage = record.usage
     parts = [
         requests_line(record.total, record.failed),
         tokens_line(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+        f"{seconds:.1f} s" if seconds < 60 else duration(seconds),
     ]
-    if summary.answering > 0:
-        parts.append(f"{usage.completion_tokens / summary.answering:,.0f} output tokens/s")
-    parts.append(f"{summary.seconds:.1f} s" if summary.seconds < 60 else duration(summary.seconds))
-    return "; ".join(parts)
+    if answering > 0:
+        parts.insert(2, f"{usage.completion_tokens / answering:,.0f} output tokens/s")
+    print("; ".join(parts))
 
 
 def requests_line(total: int, failed: int) -> str:

@@ -15,7 +15,6 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote, urlsplit
 
@@ -213,9 +212,7 @@ class AtomicWriter:
     def __enter__(self) -> "AtomicWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
