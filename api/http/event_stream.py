@@ -43,7 +43,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send_all(send))
-        leaving = asyncio.ensure_future(_until_gone(receive))
+        leaving = asyncio.ensure_future(until_gone(receive))
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
@@ -84,6 +84,7 @@ async def _next(iterator: AsyncIterator[bytes]) -> bytes:
     return await anext(iterator)
 
 
-async def _until_gone(receive: Receive) -> None:
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has left, whose body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

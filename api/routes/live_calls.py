@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from api.auth import caller_of
 from api.fleet import Fleet
 from api.http.errors import queue_unavailable
-from api.http.event_stream import EventStream, event
+from api.http.event_stream import EventStream, event, until_gone
 from api.http.openapi import EVENTS, json_body
 from api.http.request_body import read_body
 from api.reader import Inbox, Reader
@@ -267,7 +267,7 @@ def _parse(endpoint: str, raw: bytes) -> Call:
 async def _unless_gone(request: Request, waiting: Any) -> Any:
     """The awaited value. Raises `ClientDisconnect` when the client leaves first."""
     task = asyncio.ensure_future(waiting)
-    gone = asyncio.ensure_future(_disconnected(request))
+    gone = asyncio.ensure_future(until_gone(request.receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -276,8 +276,3 @@ async def _unless_gone(request: Request, waiting: Any) -> Any:
     finally:
         for one in (task, gone):
             one.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
