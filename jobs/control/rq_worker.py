@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import redis
+from rq import Queue as JobQueue
 from rq import SimpleWorker
 from rq.exceptions import InvalidJobOperation, StopRequested
 from rq.job import Job
