@@ -2,7 +2,9 @@
 before.
 
 A fleet of that version gets batches until there is one in every state, and two live calls. Then
-everything is stopped at one moment, copied and killed.
+everything is stopped at one moment, copied and killed. That moment may be missed: run it again.
+
+Once a version is released, set `PREVIOUS` of `versions.py` to it, and run this.
 
 - `store/` is the file store.
 - `redis.jsonl` holds the commands of the append-only file, one a line, as JSON with bytes read as

@@ -9,10 +9,12 @@ from tempfile import TemporaryDirectory
 import httpx
 import pytest
 
+from tests.pipeline.results import check_answers, examples
+from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.integrity import faults
 from tests.support.waiting import wait_until
 from tests.upgrades.mixed_fleet import CHAT, Client, MixedFleet, line, lines
-from tests.upgrades.versions import unpack_previous
+from tests.upgrades.versions import code_of, unpack_previous
 
 pytestmark = pytest.mark.proof
 
@@ -34,6 +36,18 @@ def test_each_line_and_call_ends_once_while_processes_are_replaced(previous: Pat
         except BaseException:
             print(fleet.logs())
             raise
+
+
+def test_a_run_batch_of_the_version_before_is_resumed(previous: Path, tmp_path: Path) -> None:
+    source, output = examples(tmp_path / "in.jsonl", 300), tmp_path / "out.jsonl"
+    arguments = ("run-batch", source, "-o", output, "--dtype", "float32")
+    with running_pipeline(*arguments, "--max-num-seqs", 8, **code_of(previous)) as command:
+        wait_until(lambda: list(tmp_path.glob("out.jsonl.parts/parts/*")), 60, "lines on disk")
+        command.process.kill()
+    done = run_pipeline(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    check_answers(source, output)
 
 
 class _Upgrade:
