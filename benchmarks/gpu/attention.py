@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.timing import median_seconds
-from workers.engine.attention import CacheShape, DeviceMetadata, make_attention
+from workers.engine.attention.base import CacheShape, DeviceMetadata
+from workers.engine.backends.registry import find_backend
 
 BLOCK = 16  # tokens
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -32,7 +33,7 @@ class PagedLayer:
         self.dtype = torch.float32 if setting.tiny else torch.bfloat16
         per_row = context // BLOCK
         shape = CacheShape(rows * per_row + 1, BLOCK, self.kv_heads, self.dim)
-        self.attention = make_attention("triton", shape, self.heads, self.dtype, self.device)
+        self.attention = find_backend("triton").attention(shape, self.heads, self.dtype, self.device)
         (self.cache,) = self.attention.new_cache(1)
         self.cache.normal_(generator=torch.Generator(self.device).manual_seed(0))
         order = torch.randperm(rows * per_row, generator=torch.Generator().manual_seed(0)) + 1

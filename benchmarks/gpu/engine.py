@@ -132,7 +132,7 @@ async def warm_up(engine: AsyncEngine, setting: Setting, rows: int) -> float:
     """Decode steps of all sizes that graphs have, up to `rows`, and as many of each as it takes;
     returns the seconds.
     """
-    from workers.engine.device.graphs import sizes, steps_to_record  # which needs torch
+    from workers.engine.cuda.graphs import sizes, steps_to_record  # which needs torch
 
     found = sizes(engine.info.max_num_seqs)
     enough = {found[-1]: 1, **{size: steps_to_record(size, larger) for size, larger in pairwise(found)}}

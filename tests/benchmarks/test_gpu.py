@@ -24,7 +24,7 @@ from benchmarks.gpu.table import notes, table
 from benchmarks.gpu.workload import Workload, drawn, staircase
 from benchmarks.models import SHAPES
 from tests.workers.engine.places import needs_interpreter
-from workers.engine.device.graphs import sizes
+from workers.engine.cuda.graphs import sizes
 
 H200 = Gpu(4.3e12, 790e12)
 

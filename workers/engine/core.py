@@ -39,12 +39,6 @@ class EngineCore:
 
     def __init__(self, executor: "Executor") -> None:
         config = executor.config
-        assert config.max_num_seqs is not None
-        assert config.max_num_batched_tokens is not None
-        assert config.max_model_len is not None
-        assert config.block_size is not None
-        assert config.depth is not None
-        assert config.threads is not None
         self._executor = executor
         self._debug = config.debug
         self._depth = config.depth

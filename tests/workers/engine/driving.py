@@ -9,11 +9,12 @@ import torch
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.places import CPU, Place
 from workers.engine.core import EngineCore
+from workers.engine.cuda.graphs import Work
 from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor
-from workers.engine.device.graphs import Work
 from workers.engine.device.loader import open_checkpoint
-from workers.engine.messages.config import EngineConfig
+from workers.engine.device.resolve import resolve
+from workers.engine.messages.config import EngineConfig, ResolvedConfig
 from workers.engine.messages.core import EngineRequest, Finish, TokenLogprobs
 
 BLOCK_SIZE = 16
@@ -50,6 +51,12 @@ def make_core(name: str, *, num_blocks: int = 400, place: Place = CPU, **setting
         **settings,
     )
     return EngineCore(Executor(config))
+
+
+def resolved(name: str, **settings: Any) -> ResolvedConfig:
+    """What a replica of one of the tiny models runs with."""
+    config = EngineConfig(model=str(folder(name)), **settings)
+    return resolve(config, config.device, open_checkpoint(config.model).config)
 
 
 def recorded(work: Work) -> Work:

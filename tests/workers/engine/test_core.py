@@ -11,9 +11,9 @@ from tests.support.waiting import wait_until
 from tests.workers.engine.models.tiny_models import NEW_TOKENS, VOCAB, folder, reference
 from tests.workers.engine.places import CPU, Place, at
 from workers.engine.core import EngineCore
+from workers.engine.cuda.out_of_memory import is_out_of_memory
 from workers.engine.device.executor import Executor
 from workers.engine.device.model_runner import LaunchedStep
-from workers.engine.device.out_of_memory import is_out_of_memory
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import (
     AbortRequests,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from workers.engine.attention import Attention, Metadata, RotaryHeads
+from workers.engine.attention.base import Attention, Metadata
+from workers.engine.layers.base import RotaryHeads
 
 
 class StepAttention:

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention import AttentionMetadata, CacheShape, Metadata, RotaryHeads
+from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
+from workers.engine.layers.base import RotaryHeads
 from workers.engine.layers.rotary import rotate
 
 _GROUP_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -82,9 +83,9 @@ class TorchAttention:
     ) -> Tensor:
         assert isinstance(metadata, AttentionMetadata)
         keys, values = layer_cache[0], layer_cache[1]
-        groups = metadata.groups.get(window)
+        groups: Groups | None = metadata.prepared.get(window)
         if groups is None:
-            groups = metadata.groups[window] = self._groups(metadata, window)
+            groups = metadata.prepared[window] = self._groups(metadata, window)
         if groups.stale is not None:
             layer_cache.view(2 * self._shape.kv_heads, -1, self._shape.head_dim).index_fill_(1, groups.stale, 0)
         self._write(keys, k, metadata)

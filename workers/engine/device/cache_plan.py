@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from workers.engine.attention import CacheShape
+from workers.engine.attention.base import CacheShape
 from workers.engine.device.memory import GpuMemory, gib
-from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.config import ResolvedConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.config import ModelConfig
 
@@ -19,20 +19,19 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 def plan_cache(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: GpuMemory | None = None
-) -> tuple[EngineConfig, int]:
-    """Return the configuration with `max_model_len` settled, and how many blocks (the null block
+    config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, budget: int, memory: GpuMemory | None = None
+) -> tuple[ResolvedConfig, int]:
+    """Return the configuration with `max_model_len` as it fits, and how many blocks (the null block
     among them) `budget` bytes hold.
 
-    A context that was not asked for is shortened to what fits. Raises ModelLoadError for one that
-    was and does not; `memory` says where a GPU's went.
+    Raises ModelLoadError for a context that may not be shortened and does not fit; `memory` says
+    where a GPU's went.
     """
-    assert config.block_size is not None
-    length = longest_context(config, model)
+    length = config.max_model_len
     per_block = block_bytes(model, dtype, config.block_size)
     num_blocks = budget // per_block
     fits = (num_blocks - 1) * config.block_size
-    if fits < 1 or (length > fits and config.max_model_len is not None):
+    if fits < 1 or (length > fits and not config.may_shorten):
         raise ModelLoadError(_does_not_fit(config, length, per_block, budget, memory))
     if length > fits:
         logger.warning("the context is shortened from %d to %d tokens, which is what the KV cache holds", length, fits)
@@ -40,8 +39,7 @@ def plan_cache(
     return replace(config, max_model_len=length), num_blocks
 
 
-def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int, memory: GpuMemory | None) -> str:
-    assert config.block_size is not None
+def _does_not_fit(config: ResolvedConfig, length: int, per_block: int, budget: int, memory: GpuMemory | None) -> str:
     needed = (-(-length // config.block_size) + 1) * per_block
     wanted = (
         f"a context of {length} tokens needs a KV cache of {needed} bytes, {per_block} for each block of"
@@ -56,25 +54,13 @@ def _does_not_fit(config: EngineConfig, length: int, per_block: int, budget: int
     )
 
 
-def longest_context(config: EngineConfig, model: ModelConfig) -> int:
-    """In tokens: what was asked for, else the model's own.
-
-    Raises ModelLoadError where more was asked for than the model has.
-    """
-    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
-        raise ModelLoadError(
-            f"--max-model-len is {config.max_model_len}, but the model's context is {model.max_model_len} tokens"
-        )
-    return config.max_model_len or model.max_model_len
-
-
 def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
     """Return bytes of one block over all layers."""
     return CacheShape(1, block_size, model.num_kv_heads, model.head_dim).block_bytes(dtype) * model.num_layers
 
 
 def cpu_cache_bytes(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
+    config: ResolvedConfig, model: ModelConfig, dtype: torch.dtype, weights: int, available: int | None
 ) -> int:
     """Return what was asked for, else what all requests at their longest need, at most a GiB and
     what the weights leave of the machine.
@@ -90,17 +76,14 @@ def cpu_cache_bytes(
         )
     if asked is not None:
         return asked
-    assert config.block_size is not None
-    assert config.max_num_seqs is not None
-    per_request = -(-(config.max_model_len or model.max_model_len) // config.block_size)
+    per_request = -(-config.max_model_len // config.block_size)
     wanted = min(
         _CPU_CACHE_BYTES, (config.max_num_seqs * per_request + 1) * block_bytes(model, dtype, config.block_size)
     )
     return wanted if available is None else min(wanted, available - weights)
 
 
-def settle_prefix_caching(config: EngineConfig, model: ModelConfig) -> EngineConfig:
-    assert config.max_model_len is not None
+def settle_prefix_caching(config: ResolvedConfig, model: ModelConfig) -> ResolvedConfig:
     if config.enable_prefix_caching and not model.prefix_cacheable(config.max_model_len):
         logger.warning("prefix caching is off: this model's rotary positions depend on the length of the prompt")
         return replace(config, enable_prefix_caching=False)

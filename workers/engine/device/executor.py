@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import replace
 
 from workers.engine.device.device import take_devices
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.device.rank import Rank, open_shard
 from workers.engine.device.ranks import OnDeath, Ranks, end_likewise
+from workers.engine.device.resolve import resolve
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.step import StepPlan, StepResult
 
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class Executor:
     """Takes its devices, loads `config.model` and allocates its cache; then runs steps in order.
 
-    `config` afterwards is the resolved configuration with `max_model_len` settled, and prefix
-    caching off where the model rules it out. Raises ModelLoadError where the model cannot be loaded
+    `config` afterwards is resolved, with `max_model_len` as it fits, and prefix caching off where
+    the model rules it out. Raises ModelLoadError where the model cannot be loaded
     or a setting does not suit it.
     """
 
@@ -31,19 +31,19 @@ class Executor:
         """`on_rank_death` is called in another thread when another rank has ended, and has to end
         this process.
         """
-        config = config.resolve()
         devices, self._gpus = take_devices(config)
         with ExitStack() as undo:
             undo.callback(self._gpus.release)
             # Before any rank is started, for a model that cannot be shared is refused here.
             checkpoint = open_shard(config)
+            resolved = resolve(config, devices[0], checkpoint.config)
             if len(devices) > 1:
                 logger.info("%d ranks share the model, on %s", len(devices), ", ".join(dict.fromkeys(devices)))
             self._ranks = Ranks(devices[1:], self._gpus.fds[1:], on_rank_death)
             undo.callback(self._ranks.close)
-            self._rank = Rank(replace(config, device=devices[0]), checkpoint)
+            self._rank = Rank(resolved, checkpoint)
             with self._ranks.heard_first():
-                self.config, self.num_blocks = self._rank.settle(self._ranks.join(config, self._rank.device))
+                self.config, self.num_blocks = self._rank.settle(self._ranks.join(resolved, self._rank.device))
             self._undo = undo.pop_all()
         self.model_config, self.dtype = self._rank.model_config, self._rank.dtype
         self.weights_seconds = self._rank.weights_seconds

@@ -17,12 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from workers.engine.device.parallel import Parallel, shard_model
-from workers.engine.device.weights import Weights
-from workers.engine.layers.ops import Ops
+from workers.engine.layers.base import Ops
+from workers.engine.layers.parallel import Parallel
+from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
-from workers.engine.models.config import Json, ModelConfig, eos_token_ids
+from workers.engine.models.config import Json, ModelConfig, eos_token_ids, shard_model
 from workers.engine.models.registry import FAMILIES, Family, find_family
 
 if TYPE_CHECKING:  # importing it takes seconds
@@ -137,7 +137,10 @@ def load_weights(
     config = checkpoint.config
     if not isinstance(checkpoint.family, Family):
         _weight_files(checkpoint.folder)
-        return checkpoint.family.load(checkpoint.folder, config, dtype, device, max_model_len or config.max_model_len)
+        from workers.engine.models.transformers_parity import load_checked
+
+        length = max_model_len or config.max_model_len
+        return load_checked(checkpoint.family, checkpoint.folder, config, dtype, device, length)
     weights = Weights(_tensor_readers(checkpoint.folder), dtype, device, checkpoint.family.prefix, ops, parallel)
     model = checkpoint.family.build(checkpoint.raw, config, weights, max_model_len or config.max_model_len)
     derived = (*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED

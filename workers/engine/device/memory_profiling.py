@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from workers.engine.device.graphs import GraphVariant
+from workers.engine.backends.base import Backend
+from workers.engine.cuda.graphs import GraphVariant
 from workers.engine.device.model_runner import ModelRunner
-from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.config import ResolvedConfig
 from workers.engine.messages.core import SamplingParams
 from workers.engine.messages.step import AddedRequest, PromptScores, StepPlan
 from workers.engine.models.base import DecoderModel
@@ -34,31 +35,27 @@ _EVERYTHING = SamplingParams(
 )
 
 
-def profile_memory(config: EngineConfig, model: DecoderModel) -> int:
+def profile_memory(config: ResolvedConfig, backend: Backend, model: DecoderModel) -> int:
     """Run the largest step and the largest decode step; return the bytes that graphs take.
 
     The cache is the null block alone. Afterwards torch still holds the memory that the steps took,
     so that the caller can measure it.
     """
-    runner = ModelRunner(config, model, _ONE_BLOCK)
+    runner = ModelRunner(config, backend, model, _ONE_BLOCK)
     graphs = _decode_bytes(runner) if runner.graphs is not None else 0
     runner.retire(runner.launch(largest_step(config)))
     return graphs
 
 
-def largest_step(config: EngineConfig) -> StepPlan:
+def largest_step(config: ResolvedConfig) -> StepPlan:
     """Return a step with a full token budget and all rows, each using every sampling feature."""
-    assert config.max_num_batched_tokens is not None
-    assert config.max_num_seqs is not None
-    assert config.max_model_len is not None
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     each, more = divmod(config.max_num_batched_tokens, rows)
     counts = np.minimum(each + (np.arange(rows) < more), config.max_model_len - 1).astype(np.int32)
     added = [AddedRequest(row, [0] * count, count, _EVERYTHING) for row, count in enumerate(counts.tolist())]
     scores = [PromptScores(0, 1, int(counts[0]))] if counts[0] > 1 else []
-    return StepPlan(
-        0, added, [], np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), counts, np.ones(rows, np.bool_), scores
-    )
+    slots, starts, samples = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), np.ones(rows, np.bool_)
+    return StepPlan(0, added, [], slots, starts, counts, samples, scores)
 
 
 @torch.inference_mode()

@@ -6,28 +6,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention import Attention, CacheShape, make_attention
+from workers.engine.attention.base import CacheShape
 from workers.engine.attention.context import StepAttention
-from workers.engine.device.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work
-from workers.engine.device.inputs import HostInputs, Inputs, StepInputs
-from workers.engine.device.staging import ResultCopies
-from workers.engine.messages.config import EngineConfig
+from workers.engine.backends.base import Backend
+from workers.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work
+from workers.engine.cuda.staging import ResultCopies
+from workers.engine.inputs.base import StepInputs
+from workers.engine.messages.config import ResolvedConfig
 from workers.engine.messages.step import PromptScores, StepPlan, StepResult
 from workers.engine.models.base import DecoderModel
 from workers.engine.profiling import span
 from workers.engine.sampling.logprobs import Logprobs, concatenated, token_logprobs
 from workers.engine.sampling.rows import SampledRows
 from workers.engine.sampling.sampler import Sampled, Sampler
-
-if TYPE_CHECKING:
-    from workers.engine.device.device_inputs import DeviceInputs
 
 _SCORED_LOGITS = 1 << 24  # of prompt tokens scored at once
 
@@ -39,8 +36,8 @@ class LaunchedStep:
     All tensors are on the host; a GPU has written them once `done` has come to pass.
     """
 
-    tokens: Tensor  # int32 [rows that sample]
-    asking: NDArray[np.int64]  # the rows that `logprobs` covers
+    tokens: Tensor  # int32 [R], what was sampled
+    asking: NDArray[np.int64]  # those of them that `logprobs` covers
     logprobs: Logprobs | None
     scores: list[Logprobs]  # of the plan's prompt scores, item by item
     done: torch.cuda.Event | None = None
@@ -56,47 +53,28 @@ class ModelRunner:
     others, and all without, run kernel by kernel.
     """
 
-    def __init__(self, config: EngineConfig, model: DecoderModel, num_blocks: int) -> None:
-        assert config.max_num_seqs is not None
-        assert config.max_model_len is not None
-        assert config.block_size is not None
+    def __init__(self, config: ResolvedConfig, backend: Backend, model: DecoderModel, num_blocks: int) -> None:
+        self._backend = backend
         self.model = model
         self.device = model.device
         self.num_slots, self._max_model_len = config.max_num_seqs, config.max_model_len
         shape = CacheShape(num_blocks, config.block_size, model.config.num_kv_heads, model.config.head_dim)
-        self.attention: Attention = make_attention(
-            config.attention_backend, shape, model.config.num_heads, model.dtype, model.device
-        )
+        self.attention = backend.attention(shape, model.config.num_heads, model.dtype, self.device)
         self.caches = self.attention.new_cache(model.config.num_layers)
-        self.inputs: Inputs
-        self.device_inputs: DeviceInputs | None = None
-        if config.attention_backend == "triton":
-            from workers.engine.device.device_inputs import DeviceInputs
-
-            self.inputs = self.device_inputs = DeviceInputs(
-                self.num_slots, self._max_model_len, config.block_size, self.device
-            )
-        else:
-            self.inputs = HostInputs(self.num_slots, self._max_model_len, config.block_size, self.device)
-        self.sampler = Sampler(
-            self.num_slots,
-            model.config.vocab_size,
-            model.config.eos_token_ids,
-            self.device,
-            fused=self.device_inputs is not None,
-        )
+        self.inputs = backend.inputs(self.num_slots, self._max_model_len, config.block_size, self.device)
+        vocab = model.config.vocab_size
+        draw = backend.draw(self.num_slots, vocab, self.device)
+        self.sampler = Sampler(self.num_slots, vocab, draw, model.config.eos_token_ids)
         self.graphs: DecodeGraphs | None = None
         if self.device.type == "cuda" and not config.enforce_eager and model.recordable:
             self.use_graphs(CudaRecorder(), forgiving=config.tensor_parallel_size == 1)
         self._copies = ResultCopies(self.device)
-        self._scored_rows = max(1, _SCORED_LOGITS // model.config.vocab_size)
+        self._scored_rows = max(1, _SCORED_LOGITS // vocab)
         self._scores_asked = np.zeros(self.num_slots, np.int64)
 
     def use_graphs(self, record: Callable[[Work], Work], forgiving: bool = True) -> None:
-        """Has steps of one token per row padded and recorded, where the inputs are made on the
-        device.
-        """
-        if self.device_inputs is not None:
+        """Has steps of one token per row padded and recorded, where the backend can."""
+        if self._backend.records:
             self.graphs = DecodeGraphs(self.decode, self.num_slots, record, forgiving)
             self._hidden = torch.empty(
                 (self.num_slots, self.model.config.hidden_size), dtype=self.model.dtype, device=self.device
@@ -111,11 +89,8 @@ class ModelRunner:
 
     def stage_padding(self) -> None:
         """Stage a step without rows: whatever is padded to is padding."""
-        assert self.device_inputs is not None
         nothing = np.zeros(0, np.int32)
-        self.device_inputs.stage(
-            StepPlan(0, [], [], nothing, nothing, nothing, nothing.astype(np.bool_)), self.num_slots
-        )
+        self.inputs.stage(StepPlan(0, [], [], nothing, nothing, nothing, nothing.astype(np.bool_)), self.num_slots)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -146,8 +121,7 @@ class ModelRunner:
         """What the device does for a staged step of one token per row, padded to `rows` rows; for
         nothing on the host but these two.
         """
-        assert self.device_inputs is not None
-        inputs = self.device_inputs.build(rows, rows, 1, self._max_model_len, rows)
+        inputs = self.inputs.build(rows, rows, 1, self._max_model_len, rows)
         hidden = self._forward(inputs)
         if variant is GraphVariant.HIDDEN:
             self._hidden[:rows].copy_(hidden)
@@ -155,10 +129,9 @@ class ModelRunner:
         self._draw(inputs, hidden)
 
     def _launch_graph(self, plan: StepPlan, graphs: DecodeGraphs) -> LaunchedStep:
-        assert self.device_inputs is not None
         rows = len(plan.slots)
         with span("inputs"):
-            self.device_inputs.stage(plan, self.num_slots)
+            self.inputs.stage(plan, self.num_slots)
         variant = GraphVariant.TOKENS if self.sampler.fits_graph(plan.slots) else GraphVariant.HIDDEN
         with span("forward"):
             graphs.run(variant, rows)
@@ -174,7 +147,7 @@ class ModelRunner:
             hidden = self._forward(inputs)
         number, sampled = len(inputs.last), None
         with span("sample"):
-            if number and self.device_inputs is not None and self.sampler.fits_graph(plan.slots[plan.samples]):
+            if number and self._backend.records and self.sampler.fits_graph(plan.slots[plan.samples]):
                 self._draw(inputs, hidden[inputs.last])
             elif number:
                 sampled = self._sample(plan, hidden[inputs.last])
@@ -189,11 +162,8 @@ class ModelRunner:
 
     def _draw(self, inputs: StepInputs, hidden: Tensor) -> None:
         """Sample rows that ask for no more than a draw; on the device alone."""
-        assert self.device_inputs is not None
-        sampled = self.sampler.draw_static(
-            self.model.head(hidden), inputs.slots, inputs.ends, self.device_inputs.device_prompt_lengths
-        )
-        self.inputs.store(sampled)
+        logits = self.model.head(hidden)
+        self.inputs.store(self.sampler.draw_static(logits, inputs.slots, inputs.ends, inputs.prompt_lengths))
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> Sampled:
         """For hidden states [R, hidden] of the rows that sample."""

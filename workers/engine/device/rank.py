@@ -10,33 +10,30 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
+from workers.engine.backends.registry import find_backend
+from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
 from workers.engine.device.cache_plan import (
     block_bytes,
     cpu_cache_bytes,
-    longest_context,
     plan_cache,
     settle_prefix_caching,
 )
-from workers.engine.device.device import check_dtype, check_gpu, require_native, usable_device
+from workers.engine.device.device import check_gpu, usable_device
 from workers.engine.device.loader import (
     ModelCheckpoint,
     load_weights,
     open_checkpoint,
-    resolve_dtype,
     shard_checkpoint,
     weight_bytes,
 )
 from workers.engine.device.memory import GpuMemory, available_memory, gib
 from workers.engine.device.memory_profiling import profile_memory
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
-from workers.engine.device.out_of_memory import is_out_of_memory, one_line
-from workers.engine.device.parallel import Parallel
-from workers.engine.layers.ops import make_ops
-from workers.engine.messages.config import EngineConfig
+from workers.engine.layers.parallel import Parallel
+from workers.engine.messages.config import EngineConfig, ResolvedConfig
 from workers.engine.messages.errors import ModelLoadError, RankError, StepOutOfMemory
 from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.models.base import DecoderModel
@@ -51,37 +48,34 @@ class Rank:
     share; `settle` does both, at the same time on all ranks. From then on it launches and retires
     steps.
 
-    Takes a resolved configuration and what `open_shard` gives for it. All three raise
+    Takes what `resolve` and `open_shard` give. All three raise
     ModelLoadError where the model cannot be loaded or a setting does not suit it.
     """
 
-    def __init__(self, config: EngineConfig, checkpoint: ModelCheckpoint) -> None:
+    def __init__(self, config: ResolvedConfig, checkpoint: ModelCheckpoint) -> None:
         self._began = time.monotonic()
         self._config = config
         self._parallel = Parallel()
         self.device = usable_device(config.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        elif config.threads is not None:
+        else:
             torch.set_num_threads(config.threads)
-        check_gpu(self.device, config.attention_backend)
-        self._ops = make_ops(config.attention_backend)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        check_gpu(self.device, self.dtype)
+        self._backend = find_backend(config.attention_backend)
+        self._backend.check(self.device, self.dtype)
         self._checkpoint = checkpoint
         self.model_config: ModelConfig = checkpoint.config
-        self.dtype = resolve_dtype(config.dtype, self.model_config, self.device)
-        check_dtype(self.device, self.dtype)
-        if config.attention_backend == "cpu":
-            require_native(self.device, self.dtype)  # before weights are packed for it
-        longest_context(config, self.model_config)
         self._decoder: DecoderModel
         self._memory: GpuMemory | None = None
         self.runner: ModelRunner
 
-    def settle(self, parallel: Parallel) -> tuple[EngineConfig, int]:
+    def settle(self, parallel: Parallel) -> tuple[ResolvedConfig, int]:
         """Load and allocate as one of the ranks in `parallel`; return when all have.
 
-        Returns the configuration with `max_model_len` settled, and the number of blocks, both the
-        same on all ranks.
+        Returns the configuration with `max_model_len` as it fits, and the number of blocks, both
+        the same on all ranks.
         """
         self._parallel = parallel
         config, num_blocks = plan_cache(
@@ -107,7 +101,7 @@ class Rank:
         planned, _ = plan_cache(config, model, self.dtype, budget)
         with _refusing(f"the weights of {config.model}, {gib(weights)}, do not fit into memory"):
             self._decoder = load_weights(
-                self._checkpoint, self.dtype, self.device, planned.max_model_len, self._ops, parallel
+                self._checkpoint, self.dtype, self.device, planned.max_model_len, self._backend.ops, parallel
             )
         return budget
 
@@ -122,7 +116,7 @@ class Rank:
             " GPUs"
         ):
             self._decoder = load_weights(
-                self._checkpoint, self.dtype, self.device, config.max_model_len, self._ops, self._parallel
+                self._checkpoint, self.dtype, self.device, config.max_model_len, self._backend.ops, self._parallel
             )
         if config.kv_cache_memory_bytes is not None:
             return config.kv_cache_memory_bytes
@@ -133,9 +127,7 @@ class Rank:
             f"{step} does not fit beside weights of {gib(weights)} {place}; lower max_num_batched_tokens or"
             " max_num_seqs"
         ):
-            graphs = profile_memory(
-                replace(config, max_model_len=longest_context(config, self.model_config)), self._decoder
-            )
+            graphs = profile_memory(config, self._backend, self._decoder)
         profiled = _used(self.device)
         _release_unused()
         self._memory = GpuMemory(
@@ -144,13 +136,12 @@ class Rank:
         logger.info("%s for the KV cache", self._memory.account)
         return max(0, self._memory.left)
 
-    def allocate(self, config: EngineConfig, num_blocks: int) -> None:
-        """Make the cache of `num_blocks` blocks; `config` has `max_model_len` settled."""
-        assert config.block_size is not None
+    def allocate(self, config: ResolvedConfig, num_blocks: int) -> None:
+        """Make the cache of `num_blocks` blocks; `config` has `max_model_len` as it fits."""
         cache = gib(num_blocks * block_bytes(self.model_config, self.dtype, config.block_size))
         advice = "lower kv_cache_memory_bytes or gpu_memory_utilization"
         with _refusing(f"a KV cache of {cache} does not fit into memory beside the weights; {advice}"):
-            self.runner = ModelRunner(config, self._decoder, num_blocks)
+            self.runner = ModelRunner(config, self._backend, self._decoder, num_blocks)
             self.runner.prepare()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

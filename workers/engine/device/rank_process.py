@@ -50,7 +50,6 @@ def _serve(reader: FrameReader) -> None:
         return
     rank = Rank(setup.config, open_shard(setup.config))
     config, _ = rank.settle(rank_parallel(setup, rank.device))
-    assert config.depth is not None
     settle_heap()
     launched: deque[LaunchedStep] = deque()
     plans = msgspec.msgpack.Decoder(PlanFrame)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 import msgspec
 import torch
 
-from workers.engine.device.parallel import Parallel, connected_store, listening_store
-from workers.engine.messages.config import EngineConfig
+from workers.engine.layers.parallel import Parallel, connected_store, listening_store
+from workers.engine.messages.config import ResolvedConfig
 from workers.engine.messages.ranks import PlanFrame, RankFailed, RankSetup
 from workers.engine.messages.step import StepPlan
 from workers.engine.messages.transport import FrameReader, frame
@@ -101,7 +101,7 @@ class Ranks:
         for rank in range(1, len(devices) + 1):
             self._start(rank, [locks[rank - 1]] if locks else [])
 
-    def join(self, config: EngineConfig, device: torch.device) -> Parallel:
+    def join(self, config: ResolvedConfig, device: torch.device) -> Parallel:
         """Has all ranks, this one on `device` among them, load what `config` says.
 
         Returns when they have found each other.

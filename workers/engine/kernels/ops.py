@@ -1,4 +1,4 @@
-"""The layers' arithmetic by kernels of our own; `workers.engine.layers.ops` has the interface."""
+"""The layers' arithmetic by kernels of our own; `layers.base` has the interface."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.attention import RotaryHeads
+from workers.engine.layers.base import RotaryHeads
 
 _HEADS = 8  # of one program
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from workers.engine.device.parallel import Parallel, Shard
-from workers.engine.device.weights import Weights
-from workers.engine.layers.ops import Projection
+from workers.engine.layers.base import Projection
+from workers.engine.layers.parallel import Parallel, Shard
+from workers.engine.layers.weights import Weights
 
 
 class RowParallel:

@@ -4,12 +4,9 @@ in a decoder.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from workers.engine.device.weights import Weights
+from workers.engine.layers.weights import Weights
 
 
 class RMSNorm:

@@ -10,11 +10,40 @@ transformers applies to a request that runs alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from workers.engine.models.config import RopeConfig
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary positions: base, the kind of scaling, and that kind's parameters under the names that
+    config.json uses.
+    """
+
+    theta: float
+    kind: str
+    scaling: Mapping[str, Any]
+    max_position_embeddings: int
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Return whether a key's rotation depends on how long its request's prompt is, beyond the
+        position.
+        """
+        return self.kind in ("dynamic", "longrope")
+
+    @property
+    def unscaled_length(self) -> int:
+        """Tokens up to which a length-dependent kind rotates by position alone."""
+        return (
+            int(self.scaling["original_max_position_embeddings"])
+            if self.kind == "longrope"
+            else self.max_position_embeddings
+        )
 
 
 class Rotary:

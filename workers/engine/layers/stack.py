@@ -5,34 +5,10 @@ MLP.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from workers.engine.attention import RotaryHeads
-
-if TYPE_CHECKING:
-    from workers.engine.layers.norm import LayerNorm, RMSNorm
-    from workers.engine.layers.ops import Projection
-    from workers.engine.models.base import AttentionContext
-
-Rotation = tuple[Tensor, Tensor]
-"""`Rotary.cos_sin`'s pair."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """Norms over heads are of queries and keys before they are rotated."""
-
-    attention_norm: RMSNorm | LayerNorm
-    qkv: Projection
-    output: Projection
-    mlp_norm: RMSNorm | LayerNorm
-    up: Projection  # with its activation, and gated where the family's MLP is
-    down: Projection
-    query_norm: RMSNorm | None = None
-    key_norm: RMSNorm | None = None
+from workers.engine.layers.base import AttentionContext, DecoderLayer, Norm, RotaryHeads, Rotation
 
 
 class LayerStack:
@@ -40,9 +16,7 @@ class LayerStack:
     layer; `norm` comes last.
     """
 
-    def __init__(
-        self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
-    ) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> None:
         self.layers, self.norm = layers, norm
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
 

@@ -2,11 +2,9 @@
 first frame.
 """
 
-import importlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _PROCESSES_PER_CPU = 8
@@ -25,7 +23,7 @@ _COUNTS = (
 class EngineConfig:
     """What one model replica runs with.
 
-    `None` and "auto" mean: decided once, by `resolve()` or, where it depends on the model, at load.
+    `None` and "auto" mean: decided once, in the core, which makes a `ResolvedConfig` of it.
 
     `model_impl`: whose code runs the model, "own", "transformers", or "auto": the engine's own
     where it has some for the architecture. `max_model_len` and `max_num_batched_tokens` count
@@ -78,32 +76,27 @@ class EngineConfig:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
 
-    def resolve(self) -> "EngineConfig":
-        """Return the same configuration with device, batch limits, block size, depth, threads and
-        attention backend settled for this machine.
-
-        Imports torch, so it is called in the core and never in the worker process.
-        """
-        device = self.device if self.device != "auto" else _device_module().default_device()
-        cuda, backend = device.startswith("cuda"), self.attention_backend
-        if backend == "auto":
-            backend = _device_module().default_backend(device, self.dtype)
-        return replace(
-            self,
-            device=device,
-            max_num_seqs=self.max_num_seqs or (1024 if cuda else 64),
-            max_num_batched_tokens=self.max_num_batched_tokens or (16384 if cuda else 2048),
-            block_size=self.block_size or 16,
-            depth=self.depth if self.depth is not None else int(cuda),
-            threads=self.compute_threads(),
-            attention_backend=backend,
-        )
-
     def compute_threads(self) -> int:
         """Threads for the arithmetic of each rank: `threads`, else an equal share of
         `all_threads()`.
         """
         return self.threads or max(1, all_threads() // self.tensor_parallel_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """The same once everything is decided for a device and a model, by `device.resolve`.
+
+    `may_shorten`: `max_model_len` is the model's own, and becomes what the KV cache can hold.
+    """
+
+    max_model_len: int
+    may_shorten: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    depth: int
+    threads: int
 
 
 def all_threads() -> int:
@@ -130,9 +123,3 @@ def available_cpus() -> int:
     except (OSError, ValueError):
         return cpus
     return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))
-
-
-def _device_module() -> Any:
-    # By name, not by statement: this file is imported by the worker process, which the import rules
-    # keep free of torch.
-    return importlib.import_module("workers.engine.device.device")

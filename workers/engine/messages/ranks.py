@@ -7,16 +7,16 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.config import ResolvedConfig
 from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan
 
 
 class RankSetup(msgspec.Struct):
-    """`config` is resolved and names the rank's own device; the ranks meet at `port` of the
+    """`config` names the rank's own device; the ranks meet at `port` of the
     loopback interface.
     """
 
-    config: EngineConfig
+    config: ResolvedConfig
     rank: int
     port: int
 

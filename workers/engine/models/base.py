@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from workers.engine.attention import RotaryHeads
-from workers.engine.device.weights import Weights
-from workers.engine.layers.ops import Table
+from workers.engine.layers.base import AttentionContext, Table
+from workers.engine.layers.weights import Weights
 from workers.engine.models.config import ModelConfig
-
-
-class AttentionContext(Protocol):
-    """Attention of one step as the layers see it; it hides the paged cache and the step's rows."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads, d]; writes k and v to the cache
-        first.
-        """
-        ...
-
-    def rotary(self, layer: int, qkv: Tensor, rotary: RotaryHeads) -> Tensor:
-        """Return the same from qkv [T, heads + 2 * kv_heads, d] whose queries and keys are yet to
-        be normed and rotated.
-        """
-        ...
 
 
 class DecoderModel(ABC):

@@ -8,43 +8,16 @@ defaults again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from workers.engine.layers.rotary import RopeConfig
 from workers.engine.messages.errors import ModelLoadError
 
 Json = Mapping[str, Any]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _SCALED_FROM_ORIGINAL = ("llama3", "yarn", "longrope")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary positions: base, the kind of scaling, and that kind's parameters under the names that
-    config.json uses.
-    """
-
-    theta: float
-    kind: str
-    scaling: Mapping[str, Any]
-    max_position_embeddings: int
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Return whether a key's rotation depends on how long its request's prompt is, beyond the
-        position.
-        """
-        return self.kind in ("dynamic", "longrope")
-
-    @property
-    def unscaled_length(self) -> int:
-        """Tokens up to which a length-dependent kind rotates by position alone."""
-        return (
-            int(self.scaling["original_max_position_embeddings"])
-            if self.kind == "longrope"
-            else self.max_position_embeddings
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +64,28 @@ class ModelConfig:
         blocks.
         """
         return self.rope is None or not self.rope.depends_on_length or max_model_len <= self.rope.unscaled_length
+
+
+def shard_model(model: ModelConfig, size: int) -> ModelConfig:
+    """Return the shape of one rank's part of `model`.
+
+    Key-value heads that are fewer than the ranks are held by several.
+
+    Raises ModelLoadError where the heads cannot be cut into `size` equal parts.
+    """
+    fits = [ranks for ranks in range(1, model.num_heads + 1) if _divides(ranks, model)]
+    if size not in fits:
+        raise ModelLoadError(
+            f"{size} ranks cannot share the model's {model.num_heads} attention heads and {model.num_kv_heads}"
+            f" key-value heads equally; tensor parallel sizes that fit: {', '.join(map(str, fits))}"
+        )
+    copies = max(1, size // model.num_kv_heads)
+    return replace(
+        model,
+        num_heads=model.num_heads // size,
+        num_kv_heads=model.num_kv_heads * copies // size,
+        kv_copies=copies,
+    )
 
 
 def rope_config(raw: Json, max_position_embeddings: int) -> RopeConfig:
@@ -161,3 +156,8 @@ def require(raw: Json, name: str, default: int | None = None) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelLoadError(f"config.json has no usable {name!r} (found {value!r})")
     return value
+
+
+def _divides(ranks: int, model: ModelConfig) -> bool:
+    kv_fits = model.num_kv_heads % ranks == 0 or ranks % model.num_kv_heads == 0
+    return model.num_heads % ranks == 0 and kv_fits

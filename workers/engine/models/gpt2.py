@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from workers.engine.device.weights import Weights
+from workers.engine.layers.base import AttentionContext, DecoderLayer
 from workers.engine.layers.linear import load_fused, load_row_parallel
 from workers.engine.layers.norm import LayerNorm
-from workers.engine.layers.stack import DecoderLayer
+from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models.base import AttentionContext, DecoderModel, load_tables
+from workers.engine.models.base import DecoderModel, load_tables
 from workers.engine.models.config import Json, ModelConfig, require
 
 

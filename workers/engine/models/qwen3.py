@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.engine.device.weights import Weights
+from workers.engine.layers.weights import Weights
 from workers.engine.models.config import Json, ModelConfig, layer_windows, require
 from workers.engine.models.decoder import DecoderVariant, RotaryDecoder, decoder_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workers.engine.device.weights import Weights
+from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models import gpt2, llama, mistral, qwen2, qwen3
 from workers.engine.models.base import DecoderModel

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from workers.engine.models.base import AttentionContext
+from workers.engine.layers.base import AttentionContext
 
 PAGED = "paged_rows"
 WATCHED = "paged_rows_watched"

@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -28,12 +28,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from workers.engine.device.graphs import CudaRecorder
-from workers.engine.device.out_of_memory import is_out_of_memory, one_line
-from workers.engine.device.weights import Weights
+from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
+from workers.engine.layers.base import AttentionContext
+from workers.engine.layers.rotary import RopeConfig
+from workers.engine.layers.weights import Weights
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models.base import AttentionContext, DecoderModel
-from workers.engine.models.config import ROPE_TYPES, Json, ModelConfig, RopeConfig
+from workers.engine.models.base import DecoderModel
+from workers.engine.models.config import ROPE_TYPES, Json, ModelConfig
 from workers.engine.models.transformers_attention import PAGED, WATCHED, LayerCall
 
 logger = logging.getLogger(__name__)
@@ -58,24 +59,6 @@ class TransformersClass:
     settings: Settings
     body: str
     config: ModelConfig
-
-    def load(
-        self, folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
-    ) -> TransformersModel:
-        """Return the model with its weights, checked against the class' own attention; `config` may
-        say more than the class does.
-
-        Raises ModelLoadError.
-        """
-        from workers.engine.models.transformers_parity import check_parity, replays, windows_by_masks
-
-        module = _placed(_read_weights(self, folder, dtype), device)
-        model = TransformersModel(module, self.body, config, Weights({}, dtype, device), max_model_len)
-        model.config = replace(config, sliding_windows=windows_by_masks(model))
-        check_parity(model)
-        if device.type == "cuda":
-            model.recordable = self.model_class._can_compile_fullgraph and replays(model, CudaRecorder())
-        return model
 
 
 class TransformersModel(DecoderModel):
@@ -271,7 +254,8 @@ def _rope(name: str, settings: Settings, positions: int) -> RopeConfig | None:
     return RopeConfig(float(found.get("rope_theta") or 10_000.0), str(found["rope_type"]), scaling, positions)
 
 
-def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) -> Pretrained:
+def read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype, device: torch.device) -> Pretrained:
+    """Return the class' module with its weights. Raises ModelLoadError."""
     with refused_as(f"{folder} cannot be read as {found.config.architecture}"):
         module, report = found.model_class.from_pretrained(
             folder,
@@ -299,7 +283,7 @@ def _read_weights(found: TransformersClass, folder: Path, dtype: torch.dtype) ->
             folder,
             unused[0],
         )
-    return module.eval().requires_grad_(False)
+    return _placed(module.eval().requires_grad_(False), device)
 
 
 def _placed(module: Pretrained, device: torch.device) -> Pretrained:

@@ -7,18 +7,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads, make_attention
+from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import StepAttention
-from workers.engine.device.graphs import Work
-from workers.engine.device.out_of_memory import one_line
+from workers.engine.attention.reference import TorchAttention
+from workers.engine.cuda.graphs import CudaRecorder, Work
+from workers.engine.cuda.out_of_memory import one_line
+from workers.engine.layers.base import RotaryHeads
+from workers.engine.layers.weights import Weights
 from workers.engine.models.base import DecoderModel
+from workers.engine.models.config import ModelConfig
 from workers.engine.models.transformers_attention import ALL_BEFORE, MASKED, OTHER, LayerCall
-from workers.engine.models.transformers_model import TransformersModel, refusal, refused_as
+from workers.engine.models.transformers_model import (
+    TransformersClass,
+    TransformersModel,
+    read_weights,
+    refusal,
+    refused_as,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +38,28 @@ _BLOCK = 4
 _TABLE = (5, 1, 4, 2)  # blocks of the prompt's cache, in no order
 _STEPS = [6, 5, 1]  # tokens of each: two chunks, across blocks, and a token alone
 _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
+
+
+def load_checked(
+    found: TransformersClass,
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+) -> TransformersModel:
+    """Return the model with its weights, checked against the class' own attention; `config` may say
+    more than the class does.
+
+    Raises ModelLoadError.
+    """
+    module = read_weights(found, folder, dtype, device)
+    model = TransformersModel(module, found.body, config, Weights({}, dtype, device), max_model_len)
+    model.config = replace(config, sliding_windows=windows_by_masks(model))
+    check_parity(model)
+    if device.type == "cuda":
+        model.recordable = found.model_class._can_compile_fullgraph and replays(model, CudaRecorder())
+    return model
 
 
 @torch.inference_mode()
@@ -79,7 +113,7 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
 def _paged_logits(model: DecoderModel, prompt: Tensor) -> Tensor:
     config, device = model.config, model.device
     shape = CacheShape(1 + max(_TABLE), _BLOCK, config.num_kv_heads, config.head_dim)
-    attention = make_attention("torch", shape, config.num_heads, model.dtype, device)
+    attention = TorchAttention(shape, config.num_heads, model.dtype, device)
     caches = attention.new_cache(config.num_layers)
     parts = []
     for first, last in zip(np.cumsum([0, *_STEPS[:-1]]), np.cumsum(_STEPS), strict=True):

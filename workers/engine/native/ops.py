@@ -1,4 +1,4 @@
-"""The layers' arithmetic in C; `workers.engine.layers.ops` has the interface."""
+"""The layers' arithmetic in C; `layers.base` has the interface."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from workers.engine.layers.norm import LayerNorm, RMSNorm
-from workers.engine.layers.ops import Projection, Table, TorchOps
-from workers.engine.layers.stack import DecoderLayer, LayerStack
+from workers.engine.layers.base import DecoderLayer, Norm, Projection, Stack, Table
+from workers.engine.layers.ops import TorchOps
+from workers.engine.layers.stack import LayerStack
 from workers.engine.native.library import load
 from workers.engine.native.packed import ACTIVATIONS, PackedMatrix, can_pack
 from workers.engine.native.stack import NativeStack, can_stack
@@ -35,9 +35,7 @@ class NativeOps(TorchOps):
     def table(self, weight: Tensor) -> Table:
         return PackedTable(weight) if _can_pack(weight) else super().table(weight)
 
-    def stack(
-        self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
-    ) -> LayerStack:
+    def stack(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> Stack:
         return (NativeStack if can_stack(layers) else LayerStack)(layers, norm, heads, kv_heads, head_dim)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -7,21 +7,18 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from workers.engine.attention.context import StepAttention
-from workers.engine.attention.cpu import CpuAttention
-from workers.engine.layers.norm import LayerNorm, RMSNorm
-from workers.engine.layers.stack import DecoderLayer, LayerStack, Rotation
+from workers.engine.layers.base import AttentionContext, DecoderLayer, Norm, Rotation
+from workers.engine.layers.norm import LayerNorm
+from workers.engine.layers.stack import LayerStack
+from workers.engine.native.attention import CpuAttention
 from workers.engine.native.library import load
 from workers.engine.native.memory import zeros_together
 from workers.engine.native.packed import PackedMatrix
-
-if TYPE_CHECKING:
-    from workers.engine.models.base import AttentionContext
 
 PARTS = ("matrix", "attention", "norms and elementwise")
 # That go through an MLP together, so that what is between its two products stays small
@@ -60,9 +57,7 @@ class _Stack(ctypes.Structure):
 class NativeStack(LayerStack):
     """Buffers are kept from step to step. Attention of other backends is called layer by layer."""
 
-    def __init__(
-        self, layers: Sequence[DecoderLayer], norm: RMSNorm | LayerNorm, heads: int, kv_heads: int, head_dim: int
-    ) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__(layers, norm, heads, kv_heads, head_dim)
         queries, keys, self._hidden = heads * head_dim, kv_heads * head_dim, len(norm.weight)
         self._narrow, self._qkv = max(self._hidden, queries), queries + 2 * keys
@@ -125,7 +120,7 @@ def _packed(projection: object) -> PackedMatrix:
     return projection
 
 
-def _c_norm(norm: RMSNorm | LayerNorm) -> _Norm:
+def _c_norm(norm: Norm) -> _Norm:
     return _Norm(norm.weight.data_ptr(), norm.bias.data_ptr() if isinstance(norm, LayerNorm) else None, norm.eps)
 
 

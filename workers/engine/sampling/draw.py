@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.device.staging import to_device
+from workers.engine.cuda.staging import to_device
 from workers.engine.messages.core import SamplingParams
+from workers.engine.sampling.base import Draw
 from workers.engine.sampling.draw_cpu import draw_rows
 from workers.engine.sampling.limits import SamplingLimits, nucleus_floors
 from workers.engine.sampling.noise import gumbel, request_keys, signed_seed
@@ -19,7 +20,7 @@ from workers.engine.sampling.rows import SampledRows
 _AT_ONCE = 1 << 24  # logits of rows drawn together on a device
 
 
-class Draw:
+class TorchDraw(Draw):
     """Temperature, seeds and limits of `num_slots` slots."""
 
     def __init__(self, num_slots: int, vocab_size: int) -> None:
@@ -34,8 +35,10 @@ class Draw:
         self._choice[slot] = params.choice
         self._limits.set(slot, params)
 
+    def upload(self) -> None:
+        pass
+
     def tokens(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """int64 [R] tokens from float32 logits [R, vocab], which it changes."""
         drawn = np.nonzero(self._temperature[rows.slots] > 0)[0]
         if drawn.size == 0:
             return _argmax(logits)

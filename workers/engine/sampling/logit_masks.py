@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.device.staging import to_device
+from workers.engine.cuda.staging import to_device
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.rows import Lists, LogitsStage, SampledRows
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.device.staging import to_device
+from workers.engine.cuda.staging import to_device
 from workers.engine.messages.core import SamplingParams, TokenLogprobs
 from workers.engine.sampling.rows import SampledRows
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
-from workers.engine.attention import AttentionMetadata, CacheShape, make_attention
 from workers.engine.attention import reference as torch_backend
-from workers.engine.messages.errors import ModelLoadError
+from workers.engine.attention.base import AttentionMetadata, CacheShape
+from workers.engine.backends.registry import find_backend
 
 BLOCK = 4
 NUM_BLOCKS = 200
@@ -68,8 +68,8 @@ def test_mixed_rows(
     for _ in range(6):
         contexts = generator.integers(1, 60, 9).tolist()
         rows = Contexts(contexts, 2, dtype, generator)
-        attention = make_attention(
-            backend, CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu")
+        attention = find_backend(backend).attention(
+            CacheShape(NUM_BLOCKS, BLOCK, 2, DIM), 2 * per_kv, dtype, torch.device("cpu")
         )
         cache = attention.new_cache(1)[0]
         computed = [int(generator.integers(0, length)) if i % 3 else length - 1 for i, length in enumerate(contexts)]
@@ -99,7 +99,9 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
     """
     generator = np.random.default_rng(1)
     rows = Contexts([10, 29, 16], 1, torch.float32, generator)
-    attention = make_attention(backend, CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))
+    attention = find_backend(backend).attention(
+        CacheShape(NUM_BLOCKS, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu")
+    )
     outs = []
     for content in (0.0, dirt):
         cache = attention.new_cache(1)[0]
@@ -115,8 +117,3 @@ def test_what_an_earlier_request_left_does_no_harm(dirt: float, window: int | No
     half = len(outs) // 2
     for clean, dirty in zip(outs[:half], outs[half:], strict=True):
         assert torch.equal(clean, dirty)
-
-
-def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="unknown attention backend 'flash'; choose auto, torch, cpu or triton"):
-        make_attention("flash", CacheShape(2, BLOCK, 1, DIM), 1, torch.float32, torch.device("cpu"))

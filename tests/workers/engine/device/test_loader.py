@@ -14,11 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.workers.engine.models.tiny_models import MODELS, folder, make
-from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads
+from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.reference import TorchAttention
 from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes
 from workers.engine.device.executor import Executor
 from workers.engine.device.loader import load_model, open_checkpoint, weight_bytes
+from workers.engine.device.resolve import resolve
+from workers.engine.layers.base import RotaryHeads
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models.base import DecoderModel
@@ -289,8 +291,8 @@ def test_a_cache_that_the_machine_cannot_hold_is_refused_with_the_numbers() -> N
 
 
 def test_a_cache_without_a_configured_size_takes_what_the_weights_leave() -> None:
-    settings = config(max_num_seqs=8).resolve()
-    model = open_checkpoint(settings.model).config
+    model = open_checkpoint(config().model).config
+    settings = resolve(config(max_num_seqs=8), "cpu", model)
     free, tight = (cpu_cache_bytes(settings, model, torch.float32, 1000, available) for available in (None, 9000))
     assert tight == 8000 < free
     with pytest.raises(ModelLoadError, match=r"weights of .* do not fit"):

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.workers.engine.driving import resolved
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.places import CPU, Place, interpreted, on_gpu
+from workers.engine.backends.registry import find_backend
 from workers.engine.device.cache_plan import block_bytes, plan_cache
 from workers.engine.device.executor import Executor
 from workers.engine.device.loader import load_weights, open_checkpoint
 from workers.engine.device.memory import GpuMemory, _container, _machine, available_memory, gib
 from workers.engine.device.memory_profiling import largest_step, profile_memory
 from workers.engine.device.rank import _refusing
-from workers.engine.layers.ops import make_ops
-from workers.engine.messages.config import EngineConfig
+from workers.engine.messages.config import EngineConfig, ResolvedConfig
 from workers.engine.messages.errors import ModelLoadError
 
 
@@ -66,8 +67,8 @@ def test_a_gpu_is_divided_up() -> None:
     assert full.account.endswith("which is 10.00 GiB too much")
 
 
-def config(**settings: int) -> EngineConfig:
-    return EngineConfig(model=str(folder("llama")), device="cpu", dtype="float32", threads=1, **settings).resolve()
+def config(**settings: int) -> ResolvedConfig:
+    return resolved("llama", device="cpu", dtype="float32", threads=1, **settings)
 
 
 def test_a_context_that_a_gpu_does_not_hold_is_refused_with_all_numbers() -> None:
@@ -111,9 +112,10 @@ def test_the_largest_step_fills_the_budget_as_far_as_contexts_reach(seqs: int, t
 @pytest.mark.parametrize("place", [CPU, interpreted])
 def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone(place: Place) -> None:
     checkpoint = open_checkpoint(str(folder("llama")))
-    model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, make_ops(place.attention_backend))
-    settings = EngineConfig(model="", max_num_seqs=3, max_num_batched_tokens=7, max_model_len=64, **place.settings())
-    assert profile_memory(settings.resolve(), model) == 0
+    backend = find_backend(place.attention_backend)
+    model = load_weights(checkpoint, torch.float32, torch.device("cpu"), 64, backend.ops)
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 7, "max_model_len": 64}
+    assert profile_memory(resolved("llama", **limits, **place.settings()), backend, model) == 0
 
 
 @pytest.mark.parametrize("place", [on_gpu])

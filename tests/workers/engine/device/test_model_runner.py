@@ -6,33 +6,33 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.engine.driving import resolved
 from tests.workers.engine.models.tiny_models import folder, reference
+from tests.workers.engine.places import CPU
+from workers.engine.backends.registry import find_backend
 from workers.engine.device.loader import load_model
 from workers.engine.device.model_runner import ModelRunner
-from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import SamplingParams
 from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
 
 BLOCK = 16
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
-CONFIG = EngineConfig(
-    model="", dtype="float32", device="cpu", max_model_len=224, max_num_seqs=4, block_size=BLOCK, threads=1
-).resolve()
 
 
 @pytest.fixture(scope="module")
 def runner() -> ModelRunner:
-    return ModelRunner(CONFIG, load_model(str(folder("llama")), "float32", torch.device("cpu")), num_blocks=64)
+    limits = {"max_model_len": 224, "max_num_seqs": 4, "block_size": BLOCK, "threads": 1}
+    config = resolved("llama", **limits, **CPU.settings())
+    model = load_model(str(folder("llama")), "float32", torch.device("cpu"))
+    return ModelRunner(config, find_backend(config.attention_backend), model, num_blocks=64)
 
 
 def plan(
     rows: Sequence[tuple[int, int, int, bool]], added: Sequence[AddedRequest] = (), blocks: Sequence[NewBlocks] = ()
 ) -> StepPlan:
     """Rows as (slot, start, count, samples)."""
-    slots, starts, counts, samples = (np.array(column) for column in zip(*rows, strict=True))
-    return StepPlan(
-        0, list(added), list(blocks), slots.astype(np.int32), starts.astype(np.int32), counts.astype(np.int32), samples
-    )
+    slots, starts, counts, samples = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    return StepPlan(0, list(added), list(blocks), slots, starts, counts, samples.astype(np.bool_))
 
 
 def test_steps_may_be_launched_before_any_is_retired(runner: ModelRunner) -> None:

@@ -21,14 +21,14 @@ from workers.engine.core import EngineCore
 from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor
 from workers.engine.device.loader import load_weights, open_checkpoint, shard_checkpoint
-from workers.engine.device.parallel import Parallel, shard_model
-from workers.engine.layers.ops import Projection
+from workers.engine.layers.base import Projection
+from workers.engine.layers.parallel import Parallel
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, SamplingParams, TokenLogprobs
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.models import llama
 from workers.engine.models.base import DecoderModel
-from workers.engine.models.config import ModelConfig
+from workers.engine.models.config import ModelConfig, shard_model
 from workers.engine.models.decoder import RotaryDecoder
 
 GPT2, LLAMA = MODELS["gpt2"].settings, MODELS["llama"].settings
@@ -215,8 +215,9 @@ def test_a_model_that_cannot_be_shared_is_refused_before_any_rank_is_started(tmp
 def test_a_refusal_with_ranks_under_way_leaves_none(tmp_path: Path) -> None:
     make(SHARED["llama-2-kv-heads"]).save_pretrained(tmp_path)
     before = page_faults_of_ended_children()
-    with pytest.raises(ModelLoadError, match="unknown dtype"):
-        Executor(EngineConfig(model=str(tmp_path), device="cpu", tensor_parallel_size=2, dtype="float7"))
+    settings = {"device": "cpu", "attention_backend": "cpu", "dtype": "float16"}
+    with pytest.raises(ModelLoadError, match="the cpu backend cannot be had"):
+        Executor(EngineConfig(model=str(tmp_path), tensor_parallel_size=2, **settings))
     assert page_faults_of_ended_children() > before
     assert not ranks_under_way()
 

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
-from workers.engine.attention import CacheShape, DeviceMetadata, RotaryHeads, make_attention
-from workers.engine.attention import triton as backend
-from workers.engine.attention.choosing import _choices, choices
+from workers.engine.attention.base import CacheShape, DeviceMetadata
+from workers.engine.backends.registry import find_backend
+from workers.engine.kernels import paged_attention as backend
+from workers.engine.kernels.tile_choices import _choices, choices
 from workers.engine.kernels.tuning import candidates
+from workers.engine.layers.base import RotaryHeads
 from workers.engine.messages.errors import ModelLoadError
 
 TOLERANCE = {torch.float32: 1e-5 if DEVICE.type == "cpu" else 5e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -120,7 +122,7 @@ class KernelStep:
         return DeviceMetadata(slots, *on_device, max(count for count, _ in self.rows), int(contexts.max()))
 
     def attended(self) -> Tensor:
-        attention = make_attention("triton", self.shape, self.kv_heads * self.group, self.dtype, DEVICE)
+        attention = find_backend("triton").attention(self.shape, self.kv_heads * self.group, self.dtype, DEVICE)
         k, v = self.new(self.keys), self.new(self.values)
         return attention.forward(self.q, k, v, self.cache(), self.metadata(), self.dim**-0.5, self.window)
 
@@ -169,7 +171,7 @@ def test_a_context_in_pieces(window: int | None, rows: Rows) -> None:
     step = KernelStep(rows, kv_heads=1, group=4, window=window)
     step.check()
     metadata = step.metadata()
-    attention = make_attention("triton", step.shape, 4, step.dtype, DEVICE)
+    attention = find_backend("triton").attention(step.shape, 4, step.dtype, DEVICE)
     pieces = attention._pieces(metadata, step.q.shape[0], window or 0)  # type: ignore[attr-defined]
     assert (pieces.leaders >= 0).any()
 
@@ -181,7 +183,7 @@ def test_of_many_rows_those_are_cut_that_are_long_beside_the_others(contexts: li
     step = KernelStep([(1, context) for context in contexts], kv_heads=1, group=4, dim=16)
     metadata = step.metadata()
     metadata.max_context = 8192
-    attention = make_attention("triton", step.shape, 4, step.dtype, DEVICE)
+    attention = find_backend("triton").attention(step.shape, 4, step.dtype, DEVICE)
     attention._parallel = 4  # type: ignore[attr-defined]
     pieces = attention._pieces(metadata, len(contexts), 0)  # type: ignore[attr-defined]
     whole = pieces.records[:, 7][pieces.records[:, 1] > 0] == 1
@@ -213,7 +215,7 @@ def test_heads_are_normed_and_rotated_on_the_way() -> None:
     sin = angles.sin() * torch.tensor([-1.0, 1.0], device=DEVICE).repeat_interleave(step.dim // 2)
     rotary = RotaryHeads(angles.cos().to(step.dtype), sin.to(step.dtype))
     qkv = torch.cat((step.q, step.new(step.keys), step.new(step.values)), 1)
-    attention = make_attention("triton", step.shape, 4, step.dtype, DEVICE)
+    attention = find_backend("triton").attention(step.shape, 4, step.dtype, DEVICE)
     cache = step.cache()
     out = attention.forward_rotary(qkv, rotary, cache, step.metadata(), step.dim**-0.5, None)
     turned = qkv[:, :6].float() * rotary.cos.float() + qkv[:, :6].float().roll(step.dim // 2, -1) * rotary.sin.float()
@@ -227,7 +229,7 @@ def test_heads_are_normed_and_rotated_on_the_way() -> None:
 def test_without_a_gpu_the_interpreter_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ModelLoadError, match="the triton backend needs a GPU; on a CPU choose attention_backend torch"):
-        make_attention("triton", CacheShape(2, 16, 1, 16), 1, torch.float32, torch.device("cpu"))
+        find_backend("triton").check(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.gpu
@@ -264,7 +266,7 @@ def test_tiles_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_recording_reads_the_lengths_in_memory() -> None:
     first = KernelStep([(1, length) for length in (3000, 17, 1, 0)], dtype=torch.bfloat16)
     metadata, cache = first.metadata(), first.cache()
-    attention = make_attention("triton", first.shape, 4, first.dtype, DEVICE)
+    attention = find_backend("triton").attention(first.shape, 4, first.dtype, DEVICE)
     k, v = first.new(first.keys), first.new(first.values)
     attention.forward(first.q, k, v, cache, metadata, 0.125, None)  # compiled before it is recorded
     graph = torch.cuda.CUDAGraph()

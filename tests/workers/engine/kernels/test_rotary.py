@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
-from workers.engine.attention import RotaryHeads
-from workers.engine.device.weights import Weights
 from workers.engine.kernels.rotary import rotate_and_write, write
+from workers.engine.layers.base import RotaryHeads
 from workers.engine.layers.norm import RMSNorm
-from workers.engine.layers.rotary import Rotary, rotate
-from workers.engine.models.config import RopeConfig
+from workers.engine.layers.rotary import RopeConfig, Rotary, rotate
+from workers.engine.layers.weights import Weights
 
 POISON = 12345.0
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
 from tests.workers.engine.sampling.plain import SampledRow, random_row, sampled_rows
-from workers.engine.device.staging import to_device
+from workers.engine.cuda.staging import to_device
 from workers.engine.kernels import sampling as kernels
+from workers.engine.kernels.fused_draw import FusedDraw
 from workers.engine.messages.core import SamplingParams
-from workers.engine.sampling.draw import draw_on_device
+from workers.engine.sampling.draw import TorchDraw, draw_on_device
 from workers.engine.sampling.limits import SamplingLimits
 from workers.engine.sampling.noise import noise, noise_bits, request_keys, signed_seed
 from workers.engine.sampling.sampler import Sampler
@@ -57,7 +58,7 @@ def asked(limits: Sequence[dict[str, Any]], seed: int = 0) -> list[SamplingParam
 
 def fused(params: Sequence[SamplingParams], vocab: int) -> Sampler:
     """Row i's parameters in slot i."""
-    sampler = Sampler(len(params), vocab, device=DEVICE, fused=True)
+    sampler = Sampler(len(params), vocab, FusedDraw(len(params), vocab, DEVICE))
     for slot, each in enumerate(params):
         sampler.set(slot, each)
     sampler.upload()
@@ -159,8 +160,9 @@ def test_all_stages_give_what_plain_torch_gives(small: None) -> None:
     rows = [random_row(draw, VOCAB) for _ in range(6)]
     logits, batch = rows_of("plain", len(rows), VOCAB), sampled_rows(rows, VOCAB, DEVICE)
     sampled = []
-    for kernels_draw in (False, True):
-        sampler = Sampler(2 * len(rows) + 1, VOCAB, (3, 690), DEVICE, kernels_draw)
+    slots = 2 * len(rows) + 1
+    for way in (TorchDraw(slots, VOCAB), FusedDraw(slots, VOCAB, DEVICE)):
+        sampler = Sampler(slots, VOCAB, way, (3, 690))
         for number, row in enumerate(rows):
             sampler.set(2 * number + 1, row.params)
         sampler.upload()
@@ -172,7 +174,7 @@ def test_all_stages_give_what_plain_torch_gives(small: None) -> None:
 def test_parameters_count_from_their_upload_on(small: None) -> None:
     logits, rows = torch.zeros(2, VOCAB, device=DEVICE), torch.arange(2, dtype=torch.int32, device=DEVICE)
     logits[:, 9] = 8.0
-    sampler = Sampler(2, VOCAB, device=DEVICE, fused=True)
+    sampler = Sampler(2, VOCAB, FusedDraw(2, VOCAB, DEVICE))
 
     def tokens() -> list[int]:
         return sampler.draw_static(logits, rows, rows, torch.zeros_like(rows)).tolist()
@@ -222,13 +224,12 @@ def test_noise_is_the_noise_of_every_device() -> None:
     seeds = (0, 1, 42, 2**31, 2**63 - 1, 2**63, 2**64 - 1)
     tokens = (0, 1, 2, 999, 50256, 151935, 2**31 - 2, 77)
     params = [SamplingParams(1, seed=seed, choice=number) for number, seed in enumerate(seeds)]
-    sampler = fused(params, VOCAB)
-    assert sampler._fused is not None
+    table = fused(params, VOCAB)._draw._table
     lengths = torch.arange(len(seeds), dtype=torch.int32, device=DEVICE) * 20_000
     bits = torch.empty((len(seeds), len(tokens)), dtype=torch.int64, device=DEVICE)
     noises = torch.empty(bits.shape, dtype=torch.float32, device=DEVICE)
     _noise[(len(seeds),)](
-        sampler._fused._table,
+        table,
         lengths,
         torch.tensor(tokens, dtype=torch.int32, device=DEVICE),
         bits,
@@ -288,8 +289,9 @@ def test_sampling_does_not_wait_for_the_device() -> None:
     draw = random.Random("no waiting")
     rows = [random_row(draw, VOCAB) for _ in range(64)] + [SampledRow([1], [], SamplingParams(1))]
     logits, batch = rows_of("plain", len(rows), VOCAB).to(DEVICE), sampled_rows(rows, VOCAB, DEVICE)
-    for kernels_draw in (False, True):
-        sampler = Sampler(2 * len(rows) + 1, VOCAB, (3, 690), DEVICE, kernels_draw)
+    slots = 2 * len(rows) + 1
+    for way in (TorchDraw(slots, VOCAB), FusedDraw(slots, VOCAB, DEVICE)):
+        sampler = Sampler(slots, VOCAB, way, (3, 690))
         for number, row in enumerate(rows):
             sampler.set(2 * number + 1, row.params)
         torch.cuda.set_sync_debug_mode("error")

@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.workers.engine.native.available import missing_native
 from workers.engine.messages import config as module
 from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import (
@@ -35,36 +34,6 @@ def test_a_value_out_of_range_is_refused(settings: dict[str, Any], says: str) ->
         EngineConfig(model="m", **settings)
 
 
-def test_auto_is_settled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    resolved = EngineConfig(model="m", device="cpu").resolve()
-    assert (resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.depth, resolved.threads) == (
-        64,
-        2048,
-        0,
-        3,
-    )
-    assert resolved.resolve() == resolved
-    assert resolved.attention_backend == ("torch" if missing_native() else "cpu")
-    assert EngineConfig(model="m", device="cpu", dtype="float16").resolve().attention_backend == "torch"
-    on_gpu = EngineConfig(model="m", device="cuda").resolve()
-    assert (on_gpu.depth, on_gpu.attention_backend) == (1, "triton")
-
-
-def test_what_was_asked_for_stays() -> None:
-    asked = EngineConfig(
-        model="m",
-        device="cpu",
-        max_num_seqs=5,
-        max_num_batched_tokens=6,
-        block_size=7,
-        depth=1,
-        threads=8,
-        attention_backend="triton",
-    )
-    assert asked.resolve() == asked
-
-
 def test_threads_follow_the_containers_quota(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(module, "_CGROUP_CPU_MAX", tmp_path / "cpu.max")
@@ -78,8 +47,8 @@ def test_threads_follow_the_containers_quota(tmp_path: Any, monkeypatch: pytest.
 @pytest.mark.parametrize(("ranks", "threads"), [(1, 6), (2, 3), (4, 1), (8, 1)])
 def test_ranks_take_equal_shares_of_the_threads(ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    assert EngineConfig(model="m", device="cpu", tensor_parallel_size=ranks).resolve().threads == threads
-    assert EngineConfig(model="m", device="cpu", tensor_parallel_size=ranks, threads=5).resolve().threads == 5
+    assert EngineConfig(model="m", tensor_parallel_size=ranks).compute_threads() == threads
+    assert EngineConfig(model="m", tensor_parallel_size=ranks, threads=5).compute_threads() == 5
 
 
 def test_a_configuration_travels_as_msgpack() -> None:

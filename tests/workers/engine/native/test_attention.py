@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
-from workers.engine.attention import AttentionMetadata, CacheShape, RotaryHeads, make_attention
-from workers.engine.attention.cpu import CpuAttention
-from workers.engine.device.weights import Weights
+from workers.engine.attention.base import AttentionMetadata, CacheShape
+from workers.engine.backends.registry import find_backend
+from workers.engine.layers.base import RotaryHeads
 from workers.engine.layers.norm import RMSNorm
-from workers.engine.layers.rotary import Rotary
-from workers.engine.models.config import RopeConfig
+from workers.engine.layers.rotary import RopeConfig, Rotary
+from workers.engine.layers.weights import Weights
+from workers.engine.native.attention import CpuAttention
 
 pytestmark = needs_native
 
@@ -82,7 +83,7 @@ class NativeStep:
     def attended(self, threads: int = 1, only: int | None = None) -> list[Tensor]:
         """What comes of each row, or of one alone."""
         torch.set_num_threads(threads)
-        attention = make_attention("cpu", self.shape, self.kv_heads * self.group, self.dtype, CPU)
+        attention = find_backend("cpu").attention(self.shape, self.kv_heads * self.group, self.dtype, CPU)
         cache = attention.new_cache(1)[0].fill_(float("nan"))
         chosen = [(row, *self.rows[row]) for row in range(len(self.rows)) if only in (None, row)]
         earlier = [(row, 0, context - count) for row, count, context in chosen if context > count]
@@ -158,7 +159,7 @@ def test_a_row_sees_the_block_that_another_fills_in_the_same_step(
     for of in (step.keys, step.values):
         of[0][:shared] = of[1]
     torch.set_num_threads(threads)
-    attention = make_attention("cpu", step.shape, 6, step.dtype, CPU)
+    attention = find_backend("cpu").attention(step.shape, 6, step.dtype, CPU)
     cache = attention.new_cache(1)[0].fill_(float("nan"))
     earlier = torch.zeros(shared - 1, 6, 64, dtype=dtype)
     for spans, q in (
@@ -179,7 +180,7 @@ def written_ahead(rows: Rows, shared: dict[tuple[int, int], int]) -> list[int]:
     for (a, b), number in shared.items():
         step.tables[a, :number] = step.tables[b, :number]
     metadata = step.metadata([(row, context - count, context) for row, (count, context) in enumerate(rows)])
-    attention = make_attention("cpu", step.shape, 6, step.dtype, CPU)
+    attention = find_backend("cpu").attention(step.shape, 6, step.dtype, CPU)
     assert isinstance(attention, CpuAttention)
     plan = attention.prepared(metadata, None, 10 * 64, None).step
     return [*(ctypes.c_int32 * len(rows)).from_address(plan.ahead), plan.any_ahead]
@@ -205,7 +206,7 @@ def test_the_parts_of_a_prompt_are_what_the_whole_is() -> None:
 
 def test_a_row_without_context_gets_zeros() -> None:
     step = NativeStep([(1, 20), (1, 9)])
-    attention = make_attention("cpu", step.shape, 2, torch.bfloat16, CPU)
+    attention = find_backend("cpu").attention(step.shape, 2, torch.bfloat16, CPU)
     cache = attention.new_cache(1)[0]
     metadata = AttentionMetadata(
         torch.tensor([16, 0]), np.array([0, 1, 2], np.int32), np.array([1, 0], np.int32), np.array([[1], [0]], np.int32)
@@ -222,7 +223,7 @@ def test_tensors_come_in_any_order_of_tokens_and_heads() -> None:
     fused = list(torch.cat((q, k, v), 1).split((4, 2, 2), 1))
     outs = []
     for tensors in ([q, k, v], by_head, fused):
-        attention = make_attention("cpu", step.shape, 4, step.dtype, CPU)
+        attention = find_backend("cpu").attention(step.shape, 4, step.dtype, CPU)
         metadata = step.metadata([(0, 0, 40), (1, 0, 1)])
         outs.append(attention.forward(*tensors, attention.new_cache(1)[0], metadata, 0.1, None))
     assert torch.equal(outs[0], outs[1])
@@ -246,7 +247,7 @@ def test_norm_and_rotation(dtype: torch.dtype, dim: int, block_size: int, norms:
     spans = [(row, 0, count) for row, (count, _) in enumerate(step.rows)]
     outs = []
     for backend in ("cpu", "torch"):
-        attention = make_attention(backend, step.shape, 6, dtype, CPU)
+        attention = find_backend(backend).attention(step.shape, 6, dtype, CPU)
         out = attention.forward_rotary(qkv, rotary, attention.new_cache(1)[0], step.metadata(spans), dim**-0.5, None)
         outs.append(out.float())
     assert (outs[0] - outs[1]).abs().max() < (1e-5 if dtype == torch.float32 else 6e-2)
@@ -254,6 +255,6 @@ def test_norm_and_rotation(dtype: torch.dtype, dim: int, block_size: int, norms:
 
 def test_the_cache_is_as_large_as_planned() -> None:
     shape = CacheShape(5, 16, 2, 64)
-    cache = make_attention("cpu", shape, 2, torch.bfloat16, CPU).new_cache(3)
+    cache = find_backend("cpu").attention(shape, 2, torch.bfloat16, CPU).new_cache(3)
     assert [layer.nbytes for layer in cache] == [5 * shape.block_bytes(torch.bfloat16)] * 3
     assert not any(layer.any() for layer in cache)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from tests.workers.engine.native.available import needs_native
-from workers.engine.attention import AttentionMetadata, CacheShape, make_attention
+from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.context import StepAttention
-from workers.engine.device.weights import Weights
+from workers.engine.backends.registry import find_backend
+from workers.engine.layers.base import DecoderLayer, Rotation
 from workers.engine.layers.norm import LayerNorm, RMSNorm
-from workers.engine.layers.rotary import Rotary
-from workers.engine.layers.stack import DecoderLayer, LayerStack, Rotation
-from workers.engine.models.config import RopeConfig
+from workers.engine.layers.rotary import RopeConfig, Rotary
+from workers.engine.layers.stack import LayerStack
+from workers.engine.layers.weights import Weights
 from workers.engine.native.ops import NativeOps
 from workers.engine.native.stack import NativeStack
 
@@ -64,7 +65,7 @@ class Model:
         ]
         self.shape, self.heads = CacheShape(BLOCKS, BLOCK, kv_heads, dim), heads
         self.stack = ops.stack(self.layers, self.norm(HIDDEN), heads, kv_heads, dim)
-        self.attention = make_attention("cpu", self.shape, heads, torch.bfloat16, CPU)
+        self.attention = find_backend("cpu").attention(self.shape, heads, torch.bfloat16, CPU)
 
     def norm(self, size: int) -> RMSNorm | LayerNorm:
         return RMSNorm(*self.named(size)) if self.rotary else LayerNorm(*self.named(size))
@@ -141,7 +142,7 @@ def test_a_stack_of_no_layers_is_its_norm() -> None:
     stack = NativeOps().stack([], norm, 4, 2, 16)
     metadata, positions = step_of([(0, 5)])
     attend = StepAttention(
-        make_attention("cpu", CacheShape(2, BLOCK, 2, 16), 4, torch.bfloat16, CPU), [], metadata, (), ()
+        find_backend("cpu").attention(CacheShape(2, BLOCK, 2, 16), 4, torch.bfloat16, CPU), [], metadata, (), ()
     )
     assert stack(hidden.clone(), ROPE.cos_sin(positions, positions + 1), attend).equal(norm(hidden))
 
@@ -173,6 +174,6 @@ def test_layers_without_packed_matrices_are_called_one_by_one() -> None:
 def test_another_backend_attends_layer_by_layer() -> None:
     model = Model("qwen3")
     expected = model.run(one_call=False)
-    model.attention = make_attention("torch", model.shape, model.heads, torch.bfloat16, CPU)
+    model.attention = find_backend("torch").attention(model.shape, model.heads, torch.bfloat16, CPU)
     for got, wanted in zip(model.run(one_call=True), expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0.1, atol=0.1)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from workers.engine.messages.core import SamplingParams
+from workers.engine.sampling.draw import TorchDraw
 from workers.engine.sampling.noise import noise
 from workers.engine.sampling.rows import SampledRows
 from workers.engine.sampling.sampler import Sampler
@@ -42,7 +43,8 @@ def sampled_rows(rows: Sequence[SampledRow], vocab: int, device: torch.device | 
 
 
 def sampler_for(rows: Sequence[SampledRow], vocab: int, eos: Sequence[int] = ()) -> Sampler:
-    sampler = Sampler(2 * len(rows) + 1, vocab, eos)
+    slots = 2 * len(rows) + 1
+    sampler = Sampler(slots, vocab, TorchDraw(slots, vocab), eos)
     for number, row in enumerate(rows):
         sampler.set(2 * number + 1, row.params)
     return sampler

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.workers.engine.sampling.plain import SampledRow, plain_token
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling import draw, draw_cpu, limits
-from workers.engine.sampling.draw import Draw
+from workers.engine.sampling.draw import TorchDraw
 from workers.engine.sampling.limits import nucleus_floors
 from workers.engine.sampling.rows import SampledRows
 
@@ -22,7 +22,7 @@ VOCAB = 3000
 
 def sample(logits: Tensor, params: list[SamplingParams], indices: list[int] | None = None) -> list[int]:
     """One token per row, row i in slot i."""
-    stage = Draw(len(params), logits.shape[1])
+    stage = TorchDraw(len(params), logits.shape[1])
     for slot, row in enumerate(params):
         stage.set(slot, row)
     none = np.zeros(len(params), np.int64)

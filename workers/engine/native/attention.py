@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engine.attention import AttentionMetadata, CacheShape, Metadata, RotaryHeads
+from workers.engine.attention.base import AttentionMetadata, CacheShape, Metadata
+from workers.engine.layers.base import RotaryHeads
 from workers.engine.native.library import load
 from workers.engine.native.memory import huge_zeros
 

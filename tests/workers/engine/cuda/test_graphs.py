@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.workers.engine.driving import recorded
+from tests.workers.engine.driving import recorded, resolved
 from tests.workers.engine.models.tiny_models import folder, reference
 from tests.workers.engine.places import Place, interpreted, on_gpu
-from workers.engine.device.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work, sizes, steps_to_record
+from workers.engine.backends.registry import find_backend
+from workers.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work, sizes, steps_to_record
 from workers.engine.device.loader import load_weights, open_checkpoint
 from workers.engine.device.model_runner import ModelRunner
-from workers.engine.layers.ops import make_ops
-from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import SamplingParams
 from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
 from workers.engine.models.decoder import RotaryDecoder
@@ -216,8 +215,8 @@ def make_runner(place: Place) -> ModelRunner:
 
     No graphs yet.
     """
-    config = EngineConfig(
-        model="",
+    config = resolved(
+        "llama",
         max_num_seqs=5,
         max_num_batched_tokens=64,
         max_model_len=40,
@@ -226,10 +225,11 @@ def make_runner(place: Place) -> ModelRunner:
         **place.settings(),
     )
     checkpoint = open_checkpoint(str(folder("llama")))
-    model = load_weights(checkpoint, torch.float32, torch.device(place.device), 40, make_ops(place.attention_backend))
+    backend = find_backend(place.attention_backend)
+    model = load_weights(checkpoint, torch.float32, torch.device(place.device), 40, backend.ops)
     assert isinstance(model, RotaryDecoder)
     model.stack.layers = model.stack.layers[:1]
-    runner = ModelRunner(config, model, BLOCKS)
+    runner = ModelRunner(config, backend, model, BLOCKS)
     for cache in runner.caches:
         cache.fill_(torch.nan)
     return runner

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from workers.engine.device.out_of_memory import is_out_of_memory, one_line
+from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from workers.engine.device.parallel import Parallel, Shard
-from workers.engine.layers.ops import Ops, TorchOps
+from workers.engine.layers.base import Ops
+from workers.engine.layers.ops import TorchOps
+from workers.engine.layers.parallel import Parallel, Shard
 from workers.engine.messages.errors import ModelLoadError
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from workers.engine.messages.errors import ModelLoadError
-from workers.engine.models.config import ModelConfig
 
 _LOOPBACK = "127.0.0.1"
 _GRAIN = 16
@@ -131,28 +130,6 @@ class Parallel:
         return int(said.item())
 
 
-def shard_model(model: ModelConfig, size: int) -> ModelConfig:
-    """Return the shape of one rank's part of `model`.
-
-    Key-value heads that are fewer than the ranks are held by several.
-
-    Raises ModelLoadError where the heads cannot be cut into `size` equal parts.
-    """
-    fits = [ranks for ranks in range(1, model.num_heads + 1) if _divides(ranks, model)]
-    if size not in fits:
-        raise ModelLoadError(
-            f"{size} ranks cannot share the model's {model.num_heads} attention heads and {model.num_kv_heads}"
-            f" key-value heads equally; tensor parallel sizes that fit: {', '.join(map(str, fits))}"
-        )
-    copies = max(1, size // model.num_kv_heads)
-    return replace(
-        model,
-        num_heads=model.num_heads // size,
-        num_kv_heads=model.num_kv_heads * copies // size,
-        kv_copies=copies,
-    )
-
-
 def listening_store(size: int) -> tuple[Store, int]:
     """Return a place where `size` ranks meet, on a free port of the loopback interface alone, and
     that port. It lasts as long as the store.
@@ -175,11 +152,6 @@ def listening_store(size: int) -> tuple[Store, int]:
 def connected_store(size: int, port: int) -> Store:
     """Return the other ranks' way to `listening_store`."""
     return TCPStore(_LOOPBACK, port, size, is_master=False, timeout=_TIMEOUT)
-
-
-def _divides(ranks: int, model: ModelConfig) -> bool:
-    kv_fits = model.num_kv_heads % ranks == 0 or ranks % model.num_kv_heads == 0
-    return model.num_heads % ranks == 0 and kv_fits
 
 
 def _loopback_interface() -> str:

@@ -11,9 +11,10 @@ import torch
 
 from tests.workers.engine.kernels.compiling import KernelVariant, compiled
 from tests.workers.engine.places import needs_interpreter
-from workers.engine.device import device_inputs
-from workers.engine.device.device_inputs import DeviceInputs
-from workers.engine.device.inputs import HostInputs, StepInputs
+from workers.engine.inputs.host import HostInputs, StepInputs
+from workers.engine.kernels import device_inputs
+from workers.engine.kernels.device_inputs import DeviceInputs
+from workers.engine.kernels.fused_draw import FusedDraw
 from workers.engine.messages.core import SamplingParams
 from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
 from workers.engine.sampling.sampler import Sampler
@@ -138,10 +139,8 @@ def test_padding_goes_to_the_null_block_and_nowhere_else(device: str) -> None:
 def test_padding_is_sampled_for_no_request(device: str) -> None:
     """Padding draws the likeliest token, where the first slot would draw any of 600."""
     drawn = SamplingParams(1, temperature=1.0, top_p=0.99, seed=3)
-    inputs, sampler = (
-        DeviceInputs(SLOTS, LENGTH, BLOCK, torch.device(device)),
-        Sampler(SLOTS, 600, (), torch.device(device), fused=True),
-    )
+    inputs = DeviceInputs(SLOTS, LENGTH, BLOCK, torch.device(device))
+    sampler = Sampler(SLOTS, 600, FusedDraw(SLOTS, 600, torch.device(device)))
     for slot in range(SLOTS):
         sampler.set(slot, drawn)
     sampler.upload()
@@ -153,7 +152,7 @@ def test_padding_is_sampled_for_no_request(device: str) -> None:
     made = inputs.build(SLOTS, SLOTS, 1, LENGTH, SLOTS)
     logits = torch.zeros((SLOTS, 600), device=device)
     logits[:, 77] = 0.1
-    first, *padding = sampler.draw_static(logits, made.slots, made.ends, inputs.device_prompt_lengths).tolist()
+    first, *padding = sampler.draw_static(logits, made.slots, made.ends, made.prompt_lengths).tolist()
     assert padding == [77] * (SLOTS - 1)
     assert first != 77
 

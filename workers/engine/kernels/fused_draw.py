@@ -8,17 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.engine.device.staging import to_device
+from workers.engine.cuda.staging import to_device
 from workers.engine.kernels import sampling as kernels
 from workers.engine.messages.core import SamplingParams
+from workers.engine.sampling.base import Draw
 from workers.engine.sampling.limits import settled
 from workers.engine.sampling.noise import signed_seed
 from workers.engine.sampling.rows import SampledRows
 
 
-class FusedDraw:
-    """As `Draw`; what `set` says counts from the next `upload` on."""
-
+class FusedDraw(Draw):
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._words = np.zeros((num_slots, kernels.WORDS), np.int32)
@@ -46,10 +45,8 @@ class FusedDraw:
         self._changed.clear()  # not before: for want of memory the step may be launched again
 
     def tokens(self, logits: Tensor, rows: SampledRows) -> Tensor:
-        """int64 [R] tokens from logits [R, vocab]."""
         where = to_device(np.stack((rows.slots, rows.indices)).astype(np.int32), logits.device)
         return kernels.draw(logits, self._table, where[0], where[1], None).long()
 
     def static(self, logits: Tensor, slots: Tensor, lengths: Tensor, prompt_lengths: Tensor) -> Tensor:
-        """int32 [R] tokens; see `Sampler.draw_static`."""
         return kernels.draw(logits, self._table, slots, lengths, prompt_lengths)

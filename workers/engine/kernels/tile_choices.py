@@ -12,11 +12,11 @@ from statistics import median
 
 import torch
 
-from workers.engine.attention import CacheShape, DeviceMetadata
-from workers.engine.attention.triton import TritonAttention
+from workers.engine.attention.base import CacheShape, DeviceMetadata
 from workers.engine.cache_folder import cache_folder
-from workers.engine.device.graphs import CudaRecorder
+from workers.engine.cuda.graphs import CudaRecorder
 from workers.engine.kernels import attention as kernels
+from workers.engine.kernels.paged_attention import TritonAttention
 from workers.engine.kernels.tuning import ChoiceCache, TileChoice, candidates, tuned
 
 _POOL_BYTES = 256 << 20  # of keys and values: several times what a GPU's cache holds

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.engine.attention import CacheShape, DeviceMetadata, Metadata, RotaryHeads
+from workers.engine.attention.base import CacheShape, DeviceMetadata, Metadata
 from workers.engine.kernels import attention as kernels
 from workers.engine.kernels.rotary import rotate_and_write, write
 from workers.engine.kernels.tuning import TileChoice
+from workers.engine.layers.base import RotaryHeads
 
 _LOG2_E = math.log2(math.e)
 _WAVES = {"decode": 2, "prefill": 1}  # shares of the work, in programs that run at once
@@ -145,9 +146,10 @@ class TritonAttention:
     def _pieces(self, metadata: DeviceMetadata, tokens: int, window: int) -> Pieces:
         # A plan made before a recording would not be made again when the recording is played.
         key = (window, metadata.query_start.is_cuda and torch.cuda.is_current_stream_capturing())
-        if key not in metadata.pieces:
-            metadata.pieces[key] = self._plan(metadata, tokens, window)
-        return metadata.pieces[key]
+        if key not in metadata.prepared:
+            metadata.prepared[key] = self._plan(metadata, tokens, window)
+        pieces: Pieces = metadata.prepared[key]
+        return pieces
 
     def _plan(self, metadata: DeviceMetadata, tokens: int, window: int) -> Pieces:
         kind = "decode" if metadata.max_query == 1 else "prefill"

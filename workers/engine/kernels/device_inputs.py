@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from workers.engine.attention import DeviceMetadata
-from workers.engine.device.inputs import StepInputs
-from workers.engine.device.staging import RESULTS, StagingRing
+from workers.engine.attention.base import DeviceMetadata
+from workers.engine.cuda.staging import RESULTS, StagingRing
+from workers.engine.inputs.base import Inputs, StepInputs
 from workers.engine.kernels import inputs as kernels
 from workers.engine.messages.step import StepPlan
 
@@ -24,7 +24,7 @@ Write = tuple[int, int, int, Sequence[int]]
 """Table, row, first column, values."""
 
 
-class DeviceInputs:
+class DeviceInputs(Inputs):
     """Tokens, prompt lengths and block tables by slot, on the device, and the kernels that make a
     step's inputs of them.
 
@@ -50,9 +50,6 @@ class DeviceInputs:
         self._counting = np.arange(self._rows + 1, dtype=np.int32)
 
     def take(self, plan: StepPlan) -> StepInputs:
-        """Bring in a step's new requests and blocks, which may be done twice, and make its
-        inputs.
-        """
         self.stage(plan, len(plan.slots))
         tokens, longest = int(plan.counts.sum()), int(plan.counts.max())
         return self.build(
@@ -60,9 +57,7 @@ class DeviceInputs:
         )
 
     def stage(self, plan: StepPlan, rows: int) -> None:
-        """Send what the kernels need to know about a step, padded to `rows` rows; the padding
-        needs rows of one token.
-        """
+        """Send what the kernels need to know about a step."""
         for request in plan.added:
             self.prompt_lengths[request.slot] = request.prompt_length
         pieces = list(self._pieces(plan))
@@ -74,11 +69,7 @@ class DeviceInputs:
         self._fill(buffer, plan, rows)
         self._send(buffer, len(plan.slots), int(np.count_nonzero(plan.samples)), pieces[-1])
 
-    def build(self, num_rows: int, num_tokens: int, max_query: int, max_context: int, num_sampling: int) -> StepInputs:
-        """Return the inputs of the step that was staged last.
-
-        On the device alone: what it does depends on nothing else on the host.
-        """
+    def build(self, num_rows: int, num_tokens: int, max_query: int, max_context: int, num_samples: int) -> StepInputs:
         self._apply()
         of_tokens, of_rows, last = kernels.build(
             self._ring.on_device,
@@ -96,8 +87,9 @@ class DeviceInputs:
         metadata = DeviceMetadata(
             slot_mapping, query_start, of_rows[0], of_row, self.block_tables, max_query, max_context
         )
-        slots, ends = of_rows[1:, :num_sampling]
-        return StepInputs(input_ids, positions, lengths, metadata, last[:num_sampling], slots, ends)
+        slots, ends = of_rows[1:, :num_samples]
+        last = last[:num_samples]
+        return StepInputs(input_ids, positions, lengths, metadata, last, slots, ends, self.device_prompt_lengths)
 
     def store(self, sampled: Tensor) -> None:
         """Put the sampled tokens [R] of the step staged last where later steps read them, and into
@@ -133,13 +125,13 @@ class DeviceInputs:
         which = np.flatnonzero(plan.samples)
         sampling[: len(which)] = which
 
-    def _send(self, buffer: NDArray[np.int32], rows: int, sampling: int, writes: list[Write]) -> None:
+    def _send(self, buffer: NDArray[np.int32], rows: int, samples: int, writes: list[Write]) -> None:
         runs = [
             (table, row, column + first, min(kernels.CHUNK, len(values) - first))
             for table, row, column, values in writes
             for first in range(0, len(values), kernels.CHUNK)
         ]
-        buffer[:4] = rows, sampling, len(runs), self._result
+        buffer[:4] = rows, samples, len(runs), self._result
         end = at = self._runs_at + kernels.RUN * len(runs)
         for _, _, _, values in writes:
             buffer[end : end + len(values)] = values

@@ -1,0 +1,59 @@
+"""What a replica runs with, of what was asked for."""
+
+from dataclasses import asdict
+
+import msgspec
+import pytest
+
+from tests.workers.engine.driving import resolved
+from tests.workers.engine.native.available import missing_native
+from tests.workers.engine.places import Place, on_gpu
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.messages.ranks import RankSetup
+
+
+def test_what_is_left_open_is_decided_for_the_device_and_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    config = resolved("llama", device="cpu")
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.depth, config.threads) == (64, 2048, 0, 3)
+    assert (config.max_model_len, config.may_shorten) == (256, True)
+    assert config.dtype in ("bfloat16", "float32")
+    assert config.attention_backend == ("torch" if missing_native() else "cpu")
+    assert resolved("llama", device="cpu", dtype="fp16").attention_backend == "torch"
+    assert resolved("llama", device="cpu", dtype="fp16").dtype == "float16"
+
+
+@pytest.mark.parametrize("place", [on_gpu])
+def test_on_a_gpu_steps_are_larger_and_launched_ahead(place: Place) -> None:
+    config = resolved("llama", device=place.device)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.depth) == (1024, 16384, 1)
+
+
+def test_what_was_asked_for_stays() -> None:
+    asked = {
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": 6,
+        "max_model_len": 8,
+        "block_size": 7,
+        "depth": 1,
+        "threads": 8,
+        "dtype": "float32",
+        "device": "cpu",
+        "attention_backend": "triton",
+        "enforce_eager": True,
+    }
+    config = resolved("llama", **asked)
+    assert not config.may_shorten
+    assert {name: value for name, value in asdict(config).items() if name in asked} == asked
+
+
+def test_what_does_not_exist_is_refused() -> None:
+    with pytest.raises(ModelLoadError, match="unknown attention backend 'flash'"):
+        resolved("llama", device="cpu", attention_backend="flash")
+    with pytest.raises(ModelLoadError, match="unknown dtype 'int3'"):
+        resolved("llama", device="cpu", dtype="int3")
+
+
+def test_it_travels_to_the_other_ranks() -> None:
+    setup = RankSetup(resolved("llama", device="cpu"), 1, 7000)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(setup), type=RankSetup).config == setup.config

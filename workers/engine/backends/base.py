@@ -1,0 +1,40 @@
+"""What a backend is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from workers.engine.attention.base import Attention, CacheShape
+from workers.engine.inputs.base import Inputs
+from workers.engine.layers.base import Ops
+from workers.engine.sampling.base import Draw
+
+
+class Backend(Protocol):
+    """Makes the parts that a model and its steps are computed with; it keeps nothing of them."""
+
+    name: str
+
+    records: bool
+    """Whether its inputs and its draw are made on the device alone, so that CUDA graphs may hold
+    them.
+    """
+
+    def unfit(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Return why a model of `dtype` does not run with it by default; None where it does."""
+        return None
+
+    def check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise ModelLoadError where it cannot run a model of `dtype`."""
+        return
+
+    @property
+    def ops(self) -> Ops: ...
+
+    def attention(self, shape: CacheShape, num_heads: int, dtype: torch.dtype, device: torch.device) -> Attention: ...
+
+    def inputs(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> Inputs: ...
+
+    def draw(self, num_slots: int, vocab_size: int, device: torch.device) -> Draw: ...

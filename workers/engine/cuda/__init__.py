@@ -1,0 +1,1 @@
+"""Graphs, pinned copies, and what torch raises where memory is short."""

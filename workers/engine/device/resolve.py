@@ -1,0 +1,50 @@
+"""From what was asked for to what a replica runs with."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+
+from workers.engine.backends.registry import default_backend, find_backend
+from workers.engine.device.loader import resolve_dtype
+from workers.engine.messages.config import EngineConfig, ResolvedConfig
+from workers.engine.messages.errors import ModelLoadError
+from workers.engine.models.config import ModelConfig
+
+
+def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedConfig:
+    """Decide what is left open, for a model on one of the replica's devices.
+
+    Raises ModelLoadError for a dtype or a backend that does not exist, and for a context longer
+    than the model's.
+    """
+    place = torch.device(device)
+    cuda, dtype = place.type == "cuda", resolve_dtype(config.dtype, model, place)
+    auto = config.attention_backend == "auto"
+    backend = default_backend(place, dtype) if auto else find_backend(config.attention_backend)
+    settled = {
+        "device": device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention_backend": backend.name,
+        "max_model_len": _longest_context(config, model),
+        "may_shorten": config.max_model_len is None,
+        "max_num_seqs": config.max_num_seqs or (1024 if cuda else 64),
+        "max_num_batched_tokens": config.max_num_batched_tokens or (16384 if cuda else 2048),
+        "block_size": config.block_size or 16,
+        "depth": config.depth if config.depth is not None else int(cuda),
+        "threads": config.compute_threads(),
+    }
+    return ResolvedConfig(**{field.name: getattr(config, field.name) for field in fields(EngineConfig)} | settled)
+
+
+def _longest_context(config: EngineConfig, model: ModelConfig) -> int:
+    """In tokens: what was asked for, else the model's own.
+
+    Raises ModelLoadError where more was asked for than the model has.
+    """
+    if config.max_model_len is not None and config.max_model_len > model.max_model_len:
+        raise ModelLoadError(
+            f"--max-model-len is {config.max_model_len}, but the model's context is {model.max_model_len} tokens"
+        )
+    return config.max_model_len or model.max_model_len

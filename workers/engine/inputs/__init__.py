@@ -1,0 +1,1 @@
+"""A step's tensors: their interface, and how they are made on the host."""

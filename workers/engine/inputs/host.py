@@ -1,0 +1,66 @@
+"""A step's inputs made on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from workers.engine.attention.base import AttentionMetadata
+from workers.engine.cuda.staging import to_device
+from workers.engine.inputs.base import Inputs, StepInputs
+from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
+
+
+class HostInputs(Inputs):
+    """Only the tokens themselves are on the device."""
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.tokens = torch.zeros((num_slots, max_model_len), dtype=torch.int32, device=device)
+        self.prompt_lengths = np.zeros(num_slots, np.int64)
+        self._prompt_lengths = torch.from_numpy(self.prompt_lengths)
+        self._block_tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
+        self._block_size = block_size
+        self._device = device
+        self._where: tuple[Tensor, ...] = ()  # slots and columns of the tokens that the step samples
+        self._sampled = torch.empty(0, dtype=torch.int32, device=device)
+
+    def take(self, plan: StepPlan) -> StepInputs:
+        for request in plan.added:
+            self._add(request)
+        for new in plan.new_blocks:
+            self._extend(new)
+        query_start = np.zeros(len(plan.counts) + 1, np.int32)
+        np.cumsum(plan.counts, out=query_start[1:])
+        rows = np.repeat(np.arange(len(plan.counts)), plan.counts)
+        positions = np.arange(len(rows)) + (plan.starts - query_start[:-1])[rows]
+        slots = plan.slots[rows]
+        columns, offsets = np.divmod(positions, self._block_size)
+        mapping = self._block_tables[slots, columns] * np.int64(self._block_size) + offsets
+        lengths = np.maximum(self.prompt_lengths[slots], positions + 1)
+        of_tokens = to_device(np.array((slots, positions, lengths, mapping), np.int64), self._device).unbind()
+        contexts = plan.starts + plan.counts
+        longest = -(-int(contexts.max()) // self._block_size)
+        metadata = AttentionMetadata(of_tokens[3], query_start, contexts, self._block_tables[:, :longest][plan.slots])
+        of_samples = np.array((query_start[1:] - 1, plan.slots, contexts), np.int64)[:, plan.samples]
+        last, where, ends = to_device(of_samples, self._device).unbind()
+        self._where = where, ends
+        input_ids = self.tokens[of_tokens[:2]].long()
+        return StepInputs(input_ids, of_tokens[1], of_tokens[2], metadata, last, where, ends, self._prompt_lengths)
+
+    def store(self, sampled: Tensor) -> None:
+        self._sampled = sampled.int()
+        self.tokens[self._where] = self._sampled
+
+    def result(self, number: int) -> Tensor:
+        return self._sampled[:number]
+
+    def _add(self, request: AddedRequest) -> None:
+        self.tokens[request.slot, : len(request.token_ids)] = to_device(
+            np.array(request.token_ids, np.int32), self._device
+        )
+        self._block_tables[request.slot] = 0
+        self.prompt_lengths[request.slot] = request.prompt_length
+
+    def _extend(self, new: NewBlocks) -> None:
+        self._block_tables[new.slot, new.first : new.first + len(new.block_ids)] = new.block_ids
