@@ -39,7 +39,7 @@ def decode_step(executor: Executor, rows: int, context: int, prompt: int | None 
     draw = np.random.default_rng(1)
     numbers = np.arange(rows, dtype=np.int32)
     ones = np.ones(rows, np.int32)
-    step = StepPlan(1, [], [], numbers, ones * (context - 2), ones, ones.astype(np.bool_))
+    step = StepPlan(1, [], [], numbers, ones * (context - 2), ones, ones)
     tokens = draw.integers(0, executor.vocab_size, (rows, context - 1)).tolist()
     added = [
         AddedRequest(row, tokens[row], prompt or context // 2, SamplingParams(1, temperature=0.0))

@@ -54,7 +54,7 @@ def largest_step(config: ResolvedConfig) -> StepPlan:
     counts = np.minimum(each + (np.arange(rows) < more), config.max_model_len - 1).astype(np.int32)
     added = [AddedRequest(row, [0] * count, count, _EVERYTHING) for row, count in enumerate(counts.tolist())]
     scores = [PromptScores(0, 1, int(counts[0]))] if counts[0] > 1 else []
-    slots, starts, samples = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), np.ones(rows, np.bool_)
+    slots, starts, samples = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), np.ones(rows, np.int32)
     return StepPlan(0, added, [], slots, starts, counts, samples, scores)
 
 

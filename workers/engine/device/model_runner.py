@@ -90,7 +90,7 @@ class ModelRunner:
     def stage_padding(self) -> None:
         """Stage a step without rows: whatever is padded to is padding."""
         nothing = np.zeros(0, np.int32)
-        self.inputs.stage(StepPlan(0, [], [], nothing, nothing, nothing, nothing.astype(np.bool_)), self.num_slots)
+        self.inputs.stage(StepPlan(0, [], [], nothing, nothing, nothing, nothing), self.num_slots)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -147,7 +147,7 @@ class ModelRunner:
             hidden = self._forward(inputs)
         number, sampled = len(inputs.last), None
         with span("sample"):
-            if number and self._backend.records and self.sampler.fits_graph(plan.slots[plan.samples]):
+            if number and self._backend.records and self.sampler.fits_graph(plan.slots[plan.samples > 0]):
                 self._draw(inputs, hidden[inputs.last])
             elif number:
                 sampled = self._sample(plan, hidden[inputs.last])
@@ -166,8 +166,9 @@ class ModelRunner:
         self.inputs.store(self.sampler.draw_static(logits, inputs.slots, inputs.ends, inputs.prompt_lengths))
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> Sampled:
-        """For hidden states [R, hidden] of the rows that sample."""
-        slots, lengths = plan.slots[plan.samples], (plan.starts + plan.counts)[plan.samples].astype(np.int64)
+        """For hidden states [R, hidden] of the tokens that are sampled after."""
+        sampled_rows, later = plan.sampled()
+        slots, lengths = plan.slots[sampled_rows], (plan.starts + plan.counts)[sampled_rows] - later
         rows = SampledRows(slots, self.inputs.prompt_lengths[slots], lengths, self.inputs.tokens)
         sampled = self.sampler.sample(self.model.logits(hidden), rows)
         self.inputs.store(sampled.tokens)

@@ -42,7 +42,9 @@ class HostInputs(Inputs):
         contexts = plan.starts + plan.counts
         longest = -(-int(contexts.max()) // self._block_size)
         metadata = AttentionMetadata(of_tokens[3], query_start, contexts, self._block_tables[:, :longest][plan.slots])
-        of_samples = np.array((query_start[1:] - 1, plan.slots, contexts), np.int64)[:, plan.samples]
+        sampled, later = plan.sampled()
+        of_samples = np.array((query_start[1:] - 1, plan.slots, contexts), np.int64)[:, sampled]
+        of_samples[::2] -= later
         last, where, ends = to_device(of_samples, self._device).unbind()
         self._where = where, ends
         input_ids = self.tokens[of_tokens[:2]].long()

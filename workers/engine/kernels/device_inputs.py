@@ -66,8 +66,8 @@ class DeviceInputs(Inputs):
             self._send(buffer, 0, 0, piece)
             self._apply()
         buffer = self._ring.next()
-        self._fill(buffer, plan, rows)
-        self._send(buffer, len(plan.slots), int(np.count_nonzero(plan.samples)), pieces[-1])
+        samples = self._fill(buffer, plan, rows)
+        self._send(buffer, len(plan.slots), samples, pieces[-1])
 
     def build(self, num_rows: int, num_tokens: int, max_query: int, max_context: int, num_samples: int) -> StepInputs:
         self._apply()
@@ -78,14 +78,14 @@ class DeviceInputs(Inputs):
             self.block_tables,
             self.device_prompt_lengths,
             self._block_size,
-            num_rows,
+            max(num_rows, num_samples),
             num_tokens,
             max_query,
         )
         input_ids, positions, lengths, slot_mapping = of_tokens
         of_row, query_start = self._view(0, num_rows), self._view(2, num_rows + 1)
         metadata = DeviceMetadata(
-            slot_mapping, query_start, of_rows[0], of_row, self.block_tables, max_query, max_context
+            slot_mapping, query_start, of_rows[0, :num_rows], of_row, self.block_tables, max_query, max_context
         )
         slots, ends = of_rows[1:, :num_samples]
         last = last[:num_samples]
@@ -113,7 +113,8 @@ class DeviceInputs(Inputs):
     def _apply(self) -> None:
         kernels.apply_runs(self._ring.on_device, self._rows, self.tokens, self.block_tables, self.device_prompt_lengths)
 
-    def _fill(self, buffer: NDArray[np.int32], plan: StepPlan, rows: int) -> None:
+    def _fill(self, buffer: NDArray[np.int32], plan: StepPlan, rows: int) -> int:
+        """Return how many samples there are."""
         number, stride = len(plan.slots), self._rows
         slots = buffer[kernels.FIRST :]
         starts, query_start, sampling = slots[stride:], slots[2 * stride :], slots[3 * stride + kernels.FIRST :]
@@ -122,8 +123,11 @@ class DeviceInputs(Inputs):
         query_start[0] = 0
         np.cumsum(plan.counts, out=query_start[1 : number + 1])
         query_start[number + 1 : rows + 1] = query_start[number] + self._counting[1 : rows - number + 1]
-        which = np.flatnonzero(plan.samples)
-        sampling[: len(which)] = which
+        sampled, later = plan.sampled()
+        sampling[: len(sampled)] = sampled + self._rows * later
+        # A program that has a sample and no row finds no tokens
+        query_start[rows + 1 : len(sampled) + 1] = query_start[rows]
+        return len(sampled)
 
     def _send(self, buffer: NDArray[np.int32], rows: int, samples: int, writes: list[Write]) -> None:
         runs = [

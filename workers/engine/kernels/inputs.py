@@ -5,13 +5,13 @@ sampled tokens where later steps find them.
 All three take what varies from step to step out of one buffer of 32-bit words, so that a launch can
 be recorded in a CUDA graph:
 
-    words 0 to 3 rows, rows that sample, runs, and which row of the results is this step's from
-    FIRST on slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], sampling rows [ROWS] behind
-    them the runs, RUN words each: table, row, column, number of values, their place in
-    the buffer
+    words 0 to 3 rows, samples, runs, and which row of the results is this step's from FIRST on
+    slots [ROWS], starts [ROWS], query_start [ROWS + FIRST], samples [ROWS] behind them the
+    runs, RUN words each: table, row, column, number of values, their place in the buffer
 
-ROWS is as many rows as there can be, rounded up to a multiple of FIRST. Rows beyond the step's own
-are padding: they have one token each, which goes to the null block, and nothing to see. Where
+ROWS is as many rows, or samples, as there can be, rounded up to a multiple of FIRST. A sample is
+its row, and ROWS times the number of the row's samples that come after it. Rows beyond the step's
+own are padding: they have one token each, which goes to the null block, and nothing to see. Where
 padding is sampled it is so for the slot behind the last, which no request has.
 """
 
@@ -72,14 +72,14 @@ def _build(
     num_slots,
     of_tokens,  # int64 [4, token_stride], out: input ids, positions, lengths, slot mapping
     token_stride,
-    of_rows,  # int32 [3, row_stride], out: context lengths; slot and length of the sampling rows
+    of_rows,  # int32 [3, row_stride], out: context lengths; slot and length of the samples
     row_stride,
-    last,  # int64 [num_rows], out: the last token of each sampling row
+    last,  # int64 [num_rows], out: the token after which each sample comes
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A program makes BLOCK tokens of one row; the first of each row does what is to be done once,
-    for it and one row that samples.
+    for it and one sample.
     """
     row = tl.program_id(0)
     slots = staged + _FIRST
@@ -104,9 +104,10 @@ def _build(
     tl.store(place + 3 * token_stride, tl.where(known, block * block_size + position % block_size, 0), mask=inside)
     if tl.program_id(1) == 0:
         tl.store(of_rows + row, tl.where(real, start + behind - first, 0))
-        sampled = tl.load(sampling + row)
+        sample = tl.load(sampling + row)
         samples = row < tl.load(staged + 1)
-        end = tl.load(query_start + sampled + 1, mask=samples, other=1)
+        sampled = sample % ROWS
+        end = tl.load(query_start + sampled + 1, mask=samples, other=1) - tl.where(samples, sample // ROWS, 0)
         known_after = (
             tl.load(starts + sampled, mask=samples, other=0)
             + end
@@ -124,10 +125,11 @@ def _store(staged, sampled, number, tokens, columns, results, ROWS: tl.constexpr
     slots = staged + _FIRST
     starts = slots + ROWS
     query_start = starts + ROWS
-    row = tl.load(query_start + ROWS + _FIRST + index, mask=real, other=0)
+    sample = tl.load(query_start + ROWS + _FIRST + index, mask=real, other=0)
+    row = sample % ROWS
     slot = tl.load(slots + row, mask=real, other=0).to(tl.int64)
     count = tl.load(query_start + row + 1, mask=real, other=0) - tl.load(query_start + row, mask=real, other=0)
-    column = tl.load(starts + row, mask=real, other=0) + count
+    column = tl.load(starts + row, mask=real, other=0) + count - sample // ROWS
     token = tl.load(sampled + index, mask=real, other=0).to(tl.int32)
     tl.store(tokens + slot * columns + column, token, mask=real)
     tl.store(results + tl.load(staged + 3) * ROWS + index, token, mask=real)
@@ -159,8 +161,10 @@ def build(
     max_query: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """int64 [4, num_tokens]: input ids, positions, lengths, slot mapping; int32 [3, num_rows]:
-    context lengths of the rows, slots of the rows that sample (of padding: one behind the last) and
-    how many tokens they know; int64 [num_rows]: the last token of each row that samples.
+    context lengths of the rows, slots of the samples (of padding: one behind the last) and how many
+    tokens come before them; int64 [num_rows]: the token after which each sample comes.
+
+    `num_rows` counts rows or samples, whichever are more.
     """
     # Whatever their lengths, the rows of both begin where kernels may take them for aligned:
     # another answer would be another compilation.
@@ -190,8 +194,8 @@ def build(
 
 
 def store(staged: Tensor, rows: int, sampled: Tensor, tokens: Tensor, results: Tensor) -> None:
-    """Put the sampled tokens [R] behind what the slots of the step's sampling rows know, and into
-    the step's row of the results.
+    """Put the sampled tokens [R] where the step's samples belong, and into its row of the
+    results.
     """
     number = sampled.shape[0]
     _store[(triton.cdiv(number, _TOKENS_AT_ONCE),)](

@@ -45,8 +45,7 @@ class PlanFrame(msgspec.Struct, array_like=True):
         return cls(plan.step, plan.added, plan.new_blocks, slots, starts, counts, samples, plan.prompt_scores)
 
     def plan(self) -> StepPlan:
-        slots, starts, counts = (
-            np.frombuffer(array, np.int32).copy() for array in (self.slots, self.starts, self.counts)
+        slots, starts, counts, samples = (
+            np.frombuffer(array, np.int32).copy() for array in (self.slots, self.starts, self.counts, self.samples)
         )
-        samples = np.frombuffer(self.samples, np.bool_).copy()
         return StepPlan(self.step, self.added, self.new_blocks, slots, starts, counts, samples, self.prompt_scores)

@@ -47,8 +47,9 @@ class PromptScores:
 class StepPlan:
     """One step: `counts[i]` tokens of slot `slots[i]` from position `starts[i]` on, for N rows.
 
-    A row samples when it ends at the last token that its request knows; the sampled token gets
-    position `starts[i] + counts[i]`.
+    A row samples after each of its last `samples[i]` tokens: none where it ends before the last
+    token that its request knows, else one, at position `starts[i] + counts[i]`. More would be those
+    of a row that ends with drafts.
     """
 
     step: int
@@ -57,15 +58,22 @@ class StepPlan:
     slots: NDArray[np.int32]  # [N]
     starts: NDArray[np.int32]  # [N] tokens computed before
     counts: NDArray[np.int32]  # [N] tokens computed now, at least 1
-    samples: NDArray[np.bool_]  # [N]
+    samples: NDArray[np.int32]  # [N] tokens sampled, at most `counts`
     prompt_scores: list[PromptScores] = field(default_factory=list)
+
+    def sampled(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return each sample's row, and how many of the row's samples come after it; both [R]."""
+        rows = np.repeat(np.arange(len(self.samples)), self.samples)
+        if len(rows) == np.count_nonzero(self.samples):
+            return rows, np.zeros_like(rows)
+        return rows, np.cumsum(self.samples)[rows] - np.arange(1, len(rows) + 1)
 
 
 @dataclass(slots=True)
 class StepResult:
     """What came of one step, on the host. Log probabilities only where requested."""
 
-    tokens: NDArray[np.int32]  # one per row that samples, in row order
+    tokens: NDArray[np.int32]  # `samples[i]` of row i, one row behind another
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index in `tokens`
     # As the plan's `prompt_scores`
     prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)

@@ -269,10 +269,10 @@ class Scheduler:
             request.last_step = number
             if end == known:
                 request.known = end + 1
-                add_samples(True)
+                add_samples(1)
                 add_sampling(request)
             else:
-                add_samples(False)
+                add_samples(0)
                 step.outstanding += self._kv_cache.blocks_for(known - request.capacity)
             if end >= request.hash_at:
                 self._kv_cache.cache_blocks(request)

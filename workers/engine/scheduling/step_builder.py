@@ -26,7 +26,7 @@ class StepBuilder:
     slots: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
     sampling: list[RequestState] = field(default_factory=list)
     prompt_scores: list[PromptScores] = field(default_factory=list)
     scored: list[RequestState] = field(default_factory=list)
@@ -40,7 +40,7 @@ class StepBuilder:
             slots=np.array(self.slots, dtype=np.int32),
             starts=np.array(self.starts, dtype=np.int32),
             counts=np.array(self.counts, dtype=np.int32),
-            samples=np.array(self.samples, dtype=np.bool_),
+            samples=np.array(self.samples, dtype=np.int32),
             prompt_scores=self.prompt_scores,
         )
 

@@ -237,7 +237,7 @@ def make_runner(place: Place) -> ModelRunner:
 
 def step(rows: list[tuple[int, int, int]], added: list[AddedRequest], blocks: list[NewBlocks]) -> StepPlan:
     slots, starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-    return StepPlan(0, added, blocks, slots, starts, counts, np.ones(len(rows), np.bool_))
+    return StepPlan(0, added, blocks, slots, starts, counts, np.ones(len(rows), np.int32))
 
 
 GREEDY = SamplingParams(8, temperature=0.0)

@@ -28,11 +28,11 @@ def runner() -> ModelRunner:
 
 
 def plan(
-    rows: Sequence[tuple[int, int, int, bool]], added: Sequence[AddedRequest] = (), blocks: Sequence[NewBlocks] = ()
+    rows: Sequence[tuple[int, int, int, int]], added: Sequence[AddedRequest] = (), blocks: Sequence[NewBlocks] = ()
 ) -> StepPlan:
     """Rows as (slot, start, count, samples)."""
     slots, starts, counts, samples = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-    return StepPlan(0, list(added), list(blocks), slots, starts, counts, samples.astype(np.bool_))
+    return StepPlan(0, list(added), list(blocks), slots, starts, counts, samples)
 
 
 def test_steps_may_be_launched_before_any_is_retired(runner: ModelRunner) -> None:
@@ -42,9 +42,9 @@ def test_steps_may_be_launched_before_any_is_retired(runner: ModelRunner) -> Non
     last = len(prompt)
     blocks = list(range(1, -(-(last + 10) // BLOCK) + 1))
     launched = [
-        runner.launch(plan([(2, 0, last, True)], [AddedRequest(2, prompt, last, GREEDY)], [NewBlocks(2, 0, blocks)]))
+        runner.launch(plan([(2, 0, last, 1)], [AddedRequest(2, prompt, last, GREEDY)], [NewBlocks(2, 0, blocks)]))
     ]
-    launched += [runner.launch(plan([(2, last + i, 1, True)])) for i in range(9)]
+    launched += [runner.launch(plan([(2, last + i, 1, 1)])) for i in range(9)]
     assert [int(runner.retire(step).tokens[0]) for step in launched] == tokens[:10]
 
 
@@ -53,20 +53,33 @@ def test_retire_gives_sampling_rows_in_order(runner: ModelRunner) -> None:
     expected = reference("llama")
     long, short = expected.prompts[1], expected.prompts[4]
     first = plan(
-        [(0, 0, 100, False), (1, 0, len(short), True)],
+        [(0, 0, 100, 0), (1, 0, len(short), 1)],
         [AddedRequest(0, long, len(long), GREEDY), AddedRequest(1, short, len(short), GREEDY)],
         [NewBlocks(0, 0, list(range(20, 31))), NewBlocks(1, 0, [9, 3])],
     )
     assert runner.retire(runner.launch(first)).tokens.tolist() == [expected.tokens[4][0]]
-    second = plan([(1, len(short), 1, True), (0, 100, len(long) - 100, True)])
+    second = plan([(1, len(short), 1, 1), (0, 100, len(long) - 100, 1)])
     tokens = runner.retire(runner.launch(second)).tokens
     assert tokens.dtype == np.int32
     assert tokens.tolist() == [expected.tokens[4][1], expected.tokens[1][0]]
 
 
+def test_a_row_may_sample_after_several_of_its_tokens(runner: ModelRunner) -> None:
+    """A prompt with what follows it as drafts, beside a row with one sample."""
+    expected = reference("llama")
+    known, short = expected.prompts[0] + expected.tokens[0][:2], expected.prompts[4]
+    step = plan(
+        [(0, 0, len(known), 3), (1, 0, len(short), 1)],
+        [AddedRequest(0, known, len(expected.prompts[0]), GREEDY), AddedRequest(1, short, len(short), GREEDY)],
+        [NewBlocks(0, 0, [5, 6]), NewBlocks(1, 0, [9, 3])],
+    )
+    tokens = runner.retire(runner.launch(step)).tokens.tolist()
+    assert tokens == [*expected.tokens[0][:3], expected.tokens[4][0]]
+
+
 def test_step_without_samples(runner: ModelRunner) -> None:
     prompt = reference("llama").prompts[1]
-    step = plan([(0, 0, 16, False)], [AddedRequest(0, prompt, len(prompt), GREEDY)], [NewBlocks(0, 0, [1])])
+    step = plan([(0, 0, 16, 0)], [AddedRequest(0, prompt, len(prompt), GREEDY)], [NewBlocks(0, 0, [1])])
     assert runner.retire(runner.launch(step)).tokens.tolist() == []
 
 
@@ -78,7 +91,7 @@ def test_added_request_overwrites_its_slot(runner: ModelRunner) -> None:
     wild = SamplingParams(max_tokens=64, temperature=5.0, top_p=0.9, top_k=7, seed=3)
     for prompt, sampling in ((expected.prompts[1], wild), (expected.prompts[5], GREEDY)):
         blocks = NewBlocks(3, 0, list(range(40, 40 + -(-len(prompt) // BLOCK) + 1)))
-        step = plan([(3, 0, len(prompt), True)], [AddedRequest(3, prompt, len(prompt), sampling)], [blocks])
+        step = plan([(3, 0, len(prompt), 1)], [AddedRequest(3, prompt, len(prompt), sampling)], [blocks])
         tokens = runner.retire(runner.launch(step)).tokens.tolist()
     assert tokens == [expected.tokens[5][0]]
 
@@ -88,7 +101,7 @@ def test_resumed_request_goes_on_where_it_was(runner: ModelRunner) -> None:
     expected = reference("llama")
     known = expected.prompts[0] + expected.tokens[0][:30]
     step = plan(
-        [(1, 0, len(known), True)],
+        [(1, 0, len(known), 1)],
         [AddedRequest(1, known, len(expected.prompts[0]), GREEDY)],
         [NewBlocks(1, 0, [5, 6])],
     )

@@ -28,7 +28,7 @@ DEVICES = [
 
 def plans(seed: int, steps: int) -> Iterator[StepPlan]:
     """Requests that come with tokens and blocks, advance by a few tokens, and leave, in random
-    slots.
+    slots. Rows sample after up to three of their last tokens.
     """
     draw = random.Random(seed)
     known: dict[int, int] = {}
@@ -53,12 +53,13 @@ def plans(seed: int, steps: int) -> Iterator[StepPlan]:
             if need > 0:
                 new_blocks.append(NewBlocks(slot, blocks[slot], [draw.randrange(1, 500) for _ in range(need)]))
                 blocks[slot] += need
-            rows.append((slot, computed[slot], count, end == known[slot]))
+            samples = draw.randint(1, min(count, 3, SLOTS - len(rows))) if end == known[slot] else 0
+            rows.append((slot, computed[slot], count, samples))
             computed[slot] = end
             known[slot] += end == known[slot]
         if rows:
             slots, starts, counts, samples = (np.array(column, np.int32) for column in zip(*rows, strict=True))
-            yield StepPlan(number, added, new_blocks, slots, starts, counts, samples.astype(np.bool_))
+            yield StepPlan(number, added, new_blocks, slots, starts, counts, samples)
 
 
 def assert_same(made: StepInputs, expected: StepInputs, plan: StepPlan, table: torch.Tensor) -> None:
@@ -118,7 +119,7 @@ def test_padding_goes_to_the_null_block_and_nowhere_else(device: str) -> None:
     slots = np.array([4, 9, 2], np.int32)
     ones = np.ones(3, np.int32)
     blocks = [NewBlocks(slot, 0, [10 * slot, 10 * slot + 1]) for slot in slots.tolist()]
-    inputs.stage(StepPlan(9, [], blocks, slots, 9 * ones, ones, ones.astype(np.bool_)), SLOTS)
+    inputs.stage(StepPlan(9, [], blocks, slots, 9 * ones, ones, ones), SLOTS)
     made = inputs.build(SLOTS, SLOTS, 1, LENGTH, SLOTS)
     padding = SLOTS - 3
     assert made.metadata.slot_mapping.tolist() == [41 * BLOCK + 1, 91 * BLOCK + 1, 21 * BLOCK + 1, *([0] * padding)]
@@ -145,9 +146,7 @@ def test_padding_is_sampled_for_no_request(device: str) -> None:
         sampler.set(slot, drawn)
     sampler.upload()
     one = np.ones(1, np.int32)
-    plan = StepPlan(
-        0, [AddedRequest(0, [5, 6], 1, drawn)], [NewBlocks(0, 0, [1])], 0 * one, one, one, one.astype(np.bool_)
-    )
+    plan = StepPlan(0, [AddedRequest(0, [5, 6], 1, drawn)], [NewBlocks(0, 0, [1])], 0 * one, one, one, one)
     inputs.stage(plan, SLOTS)
     made = inputs.build(SLOTS, SLOTS, 1, LENGTH, SLOTS)
     logits = torch.zeros((SLOTS, 600), device=device)
