@@ -23,8 +23,8 @@ class Executor:
     """Takes its devices, loads `config.model` and allocates its cache; then runs steps in order.
 
     `config` afterwards is resolved, with `max_model_len` as it fits, and prefix caching off where
-    the model rules it out. Raises ModelLoadError where the model cannot be loaded
-    or a setting does not suit it.
+    the model rules it out. Raises ModelLoadError where the model cannot be loaded or a setting does
+    not suit it.
     """
 
     def __init__(self, config: EngineConfig, on_rank_death: OnDeath = end_likewise) -> None:

@@ -15,20 +15,9 @@ import torch
 
 from workers.engine.backends.registry import find_backend
 from workers.engine.cuda.out_of_memory import is_out_of_memory, one_line
-from workers.engine.device.cache_plan import (
-    block_bytes,
-    cpu_cache_bytes,
-    plan_cache,
-    settle_prefix_caching,
-)
+from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes, plan_cache, settle_prefix_caching
 from workers.engine.device.device import check_gpu, usable_device
-from workers.engine.device.loader import (
-    ModelCheckpoint,
-    load_weights,
-    open_checkpoint,
-    shard_checkpoint,
-    weight_bytes,
-)
+from workers.engine.device.loader import ModelCheckpoint, load_weights, open_checkpoint, shard_checkpoint, weight_bytes
 from workers.engine.device.memory import GpuMemory, available_memory, gib
 from workers.engine.device.memory_profiling import profile_memory
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
@@ -48,8 +37,8 @@ class Rank:
     share; `settle` does both, at the same time on all ranks. From then on it launches and retires
     steps.
 
-    Takes what `resolve` and `open_shard` give. All three raise
-    ModelLoadError where the model cannot be loaded or a setting does not suit it.
+    Takes what `resolve` and `open_shard` give. All three raise ModelLoadError where the model
+    cannot be loaded or a setting does not suit it.
     """
 
     def __init__(self, config: ResolvedConfig, checkpoint: ModelCheckpoint) -> None:
