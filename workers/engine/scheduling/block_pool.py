@@ -19,13 +19,15 @@ class BlockPool:
 
     So the blocks of a batch evict neither the prefix of the requests that come next nor what a
     live call may ask for again.
+
+    Of the attributes, `ref_counts`, `cached` and `retain_counts` may be read elsewhere.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._ref_counts = [0] * num_blocks
+        self.ref_counts = [0] * num_blocks  # requests that use each block
         self._hashes: list[bytes | None] = [None] * num_blocks
-        self._cached: dict[bytes, int] = {}
+        self.cached: dict[bytes, int] = {}  # the block with each content
         self._uncached = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._batch_tier: OrderedDict[int, None] = OrderedDict()
         self._live_tier: OrderedDict[int, None] = OrderedDict()
@@ -33,7 +35,7 @@ class BlockPool:
         self._tiers = (self._batch_tier, self._live_tier, self._retained_tier)
         # The tier of each free block with cached content
         self._tier_of: list[OrderedDict[int, None] | None] = [None] * num_blocks
-        self._retain_counts: dict[bytes, int] = {}  # waiting requests by block hash
+        self.retain_counts: dict[bytes, int] = {}  # waiting requests by block hash
 
     @property
     def num_free(self) -> int:
@@ -55,7 +57,7 @@ class BlockPool:
                 block, _ = (self._batch_tier or self._live_tier or self._retained_tier).popitem(last=False)
                 self._tier_of[block] = None
                 self.evict(block)
-            self._ref_counts[block] = 1
+            self.ref_counts[block] = 1
             blocks.append(block)
         return blocks
 
@@ -66,7 +68,7 @@ class BlockPool:
             if tier is not None:
                 del tier[block]
                 self._tier_of[block] = None
-            self._ref_counts[block] += 1
+            self.ref_counts[block] += 1
 
     def free(self, blocks: Sequence[int], live: bool) -> None:
         """Drop a reference to each of a request's blocks.
@@ -74,9 +76,9 @@ class BlockPool:
         The last blocks are evicted first: a prefix is of use without its end.
         """
         ref_counts, hashes, retain_counts, tier_of, unretained_tier = (
-            self._ref_counts,
+            self.ref_counts,
             self._hashes,
-            self._retain_counts,
+            self.retain_counts,
             self._tier_of,
             self._live_tier if live else self._batch_tier,
         )
@@ -97,32 +99,28 @@ class BlockPool:
         `hashes` are in the order of its prompt.
         """
         for block_hash in reversed(hashes):
-            waiting = self._retain_counts.get(block_hash, 0)
-            self._retain_counts[block_hash] = waiting + 1
+            waiting = self.retain_counts.get(block_hash, 0)
+            self.retain_counts[block_hash] = waiting + 1
             if not waiting:
                 self._move(block_hash, self._retained_tier)
 
     def release(self, hashes: Sequence[bytes]) -> None:
         """Undo one `retain`; free content that no other request retains moves to the batch tier."""
         for block_hash in reversed(hashes):
-            waiting = self._retain_counts[block_hash] - 1
+            waiting = self.retain_counts[block_hash] - 1
             if waiting:
-                self._retain_counts[block_hash] = waiting
+                self.retain_counts[block_hash] = waiting
             else:
-                del self._retain_counts[block_hash]
+                del self.retain_counts[block_hash]
                 self._move(block_hash, self._batch_tier)
-
-    def lookup(self, block_hash: bytes) -> int | None:
-        """Return the block that caches this content, if any."""
-        return self._cached.get(block_hash)
 
     def count_free(self, blocks: Sequence[int]) -> int:
         """Return how many of `blocks` have a reference count of 0."""
-        return sum(self._ref_counts[block] == 0 for block in blocks)
+        return sum(self.ref_counts[block] == 0 for block in blocks)
 
     def cache_block(self, block: int, block_hash: bytes) -> None:
         """Make the content of a block in use findable, unless another block caches it already."""
-        if self._hashes[block] is None and self._cached.setdefault(block_hash, block) == block:
+        if self._hashes[block] is None and self.cached.setdefault(block_hash, block) == block:
             self._hashes[block] = block_hash
 
     def evict(self, block: int) -> None:
@@ -132,33 +130,17 @@ class BlockPool:
         """
         block_hash = self._hashes[block]
         if block_hash is not None:
-            del self._cached[block_hash]
+            del self.cached[block_hash]
             self._hashes[block] = None
-
-    def ref_count(self, block: int) -> int:
-        """Return how many requests use a block."""
-        return self._ref_counts[block]
-
-    def retain_counts(self) -> dict[bytes, int]:
-        """Return how many requests retain each hash, for integrity checks."""
-        return dict(self._retain_counts)
-
-    def cached_blocks(self) -> dict[bytes, int]:
-        """Return every cached hash with its block, for integrity checks."""
-        return dict(self._cached)
-
-    def ref_counts(self) -> list[int]:
-        """Return the reference counts by block, for integrity checks."""
-        return list(self._ref_counts)
 
     def check(self) -> None:
         """Raise RuntimeError unless free lists, reference counts and the cache agree."""
         free = sorted(chain(self._uncached, *self._tiers))
-        if free != [block for block in range(1, self.num_blocks) if self._ref_counts[block] == 0]:
+        if free != [block for block in range(1, self.num_blocks) if self.ref_counts[block] == 0]:
             raise RuntimeError("the free list of KV blocks differs from the blocks without references")
-        if any(count < 0 for count in self._ref_counts) or self._ref_counts[NULL_BLOCK]:
+        if any(count < 0 for count in self.ref_counts) or self.ref_counts[NULL_BLOCK]:
             raise RuntimeError("a KV block was freed more often than allocated, or the null block was allocated")
-        if self._cached != {
+        if self.cached != {
             block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None
         }:
             raise RuntimeError("the hashes of KV blocks differ from the cached blocks")
@@ -168,18 +150,25 @@ class BlockPool:
             raise RuntimeError("a free KV block is in the wrong list")
         if any(self._tier_of[block] is not tier for tier in self._tiers for block in tier):
             raise RuntimeError("a free KV block is in another eviction tier than recorded")
-        if {block_hash for block_hash in self._retain_counts if self._is_free(block_hash)} != {
+        if {block_hash for block_hash in self.retain_counts if self._is_free(block_hash)} != {
             self._hashes[block] for block in self._retained_tier
         }:
             raise RuntimeError("the retained free KV blocks differ from those in their eviction tier")
 
+    def check_idle(self) -> None:
+        """Raise RuntimeError unless `check` passes and no request uses or retains a block."""
+        self.check()
+        if self.num_free != self.num_blocks - 1 or self.retain_counts:
+            used = self.num_blocks - 1 - self.num_free
+            raise RuntimeError(f"idle with {used} KV blocks in use and {len(self.retain_counts)} retained")
+
     def _is_free(self, block_hash: bytes) -> bool:
-        block = self._cached.get(block_hash)
-        return block is not None and not self._ref_counts[block]
+        block = self.cached.get(block_hash)
+        return block is not None and not self.ref_counts[block]
 
     def _move(self, block_hash: bytes, tier: OrderedDict[int, None]) -> None:
         """Move the block with that content, if it is free, to another tier, as last used."""
-        block = self._cached.get(block_hash)
+        block = self.cached.get(block_hash)
         if block is not None and (now := self._tier_of[block]) is not None:
             del now[block]
             tier[block] = None

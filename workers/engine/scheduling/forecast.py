@@ -19,7 +19,7 @@ _VARIED = 2 / 3
 
 
 class AdmissionForecast:
-    """Decide whether one more request has room until its end, by the survival of its batch.
+    """The admission policy of a scarce cache: room until the end, by the survival of the batch.
 
     For points of time ahead it keeps the expected number of blocks in use: the size that each
     request will have then, times the probability that it still runs, and a margin for variance. A
@@ -32,10 +32,10 @@ class AdmissionForecast:
     """
 
     def __init__(self, kv_cache: KVCache, max_num_seqs: int, max_model_len: int) -> None:
-        self.lengths = OutputLengths()
+        self._lengths = OutputLengths()
         self._pool = kv_cache.pool
         self._size = kv_cache.block_size
-        self._room = int((kv_cache.pool.num_blocks - 1) * (1 - _SPARE))
+        self._room = self.room_of(kv_cache)
         self._times = _times(max_model_len)
         self._most = 0  # blocks, if each running request reached its limit
         self._computed_at = -1  # the step of the last calculation; -1: none is valid
@@ -51,13 +51,14 @@ class AdmissionForecast:
         self._refused, self._refused_until = -1, 0.0
         self._next = 0.0  # the step from which equal requests may be admitted again
 
+    @staticmethod
+    def room_of(kv_cache: KVCache) -> int:
+        """Return how many blocks are given out by forecast; the others are a reserve."""
+        return int((kv_cache.pool.num_blocks - 1) * (1 - _SPARE))
+
     def has_room(
         self, request: RequestState, prefix: Sequence[int], step: int, running: Sequence[RequestState], returning: int
     ) -> bool:
-        """Return whether a request whose blocks `prefix` are shared has room beside all `running`.
-
-        `returning`: blocks in use that no running request owns.
-        """
         if self._most + self._blocks(request.limit) <= self._room:
             return True
         if not self._is_fresh(step):
@@ -79,20 +80,20 @@ class AdmissionForecast:
         return True
 
     def enter(self, request: RequestState, step: int, revived: int) -> None:
-        """Add a request that got a slot and a prefix, of which `revived` blocks were free."""
         self._most += self._blocks(request.limit)
         if self._is_fresh(step):
             self._put(request.slot, self._curves_of(request, step))
             self._shared += revived
 
     def leave(self, request: RequestState) -> None:
-        """Remove a request that is about to lose its slot."""
         self._most -= self._blocks(request.limit)
         if self._computed_at >= 0:
             self._put(request.slot, 0.0)
 
+    def learn(self, request: RequestState) -> None:
+        self._lengths.learn(request)
+
     def check_empty(self) -> None:
-        """Raise RuntimeError when a request is still counted."""
         if self._most or (self._computed_at >= 0 and np.abs(self._by_slot).max() > 0):
             raise RuntimeError(f"idle with {self._most} KV blocks in the forecast")
 
@@ -137,7 +138,7 @@ class AdmissionForecast:
             if request.batch_id is not None:
                 outputs.setdefault(request.batch_id, []).append(request.known - request.prompt_length)
         self._survival_tables = {
-            batch_id: self.lengths.log_survival(batch_id, lengths) for batch_id, lengths in outputs.items()
+            batch_id: self._lengths.log_survival(batch_id, lengths) for batch_id, lengths in outputs.items()
         }
 
     def _find_shared(self, request: RequestState) -> None:
@@ -145,9 +146,9 @@ class AdmissionForecast:
 
         These are the first of its blocks, and they are not free when it ends.
         """
-        blocks, ref_count = request.blocks, self._pool.ref_count
-        if request.shared < len(blocks) and ref_count(blocks[request.shared]) > 1:
-            request.shared = bisect_left(blocks, True, request.shared, key=lambda block: ref_count(block) == 1)
+        blocks, ref_counts = request.blocks, self._pool.ref_counts
+        if request.shared < len(blocks) and ref_counts[blocks[request.shared]] > 1:
+            request.shared = bisect_left(blocks, True, request.shared, key=lambda block: ref_counts[block] == 1)
 
     def _curves_of(self, request: RequestState, step: int) -> Floats:
         """Return the curves of a request that is not running yet.
@@ -190,7 +191,7 @@ class AdmissionForecast:
         """Return the probability that requests of `now` output tokens reach `outputs`."""
         table = self._survival_tables.get(batch_id)
         if table is None:
-            table = self._survival_tables[batch_id] = self.lengths.log_survival(batch_id, ())
+            table = self._survival_tables[batch_id] = self._lengths.log_survival(batch_id, ())
         survival: Floats = np.exp(np.interp(outputs, EDGES, table) - np.interp(now, EDGES, table))
         return survival
 

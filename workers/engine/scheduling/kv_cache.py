@@ -42,7 +42,7 @@ class KVCache:
         full = self._hash_prefix(request)
         found: list[int] = []
         for block_hash in request.block_hashes[:full]:
-            block = self.pool.lookup(block_hash)
+            block = self.pool.cached.get(block_hash)
             if block is None:
                 break
             found.append(block)

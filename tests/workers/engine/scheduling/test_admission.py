@@ -11,6 +11,8 @@ import pytest
 
 from tests.workers.engine.scheduling.simulation import BLOCK_SIZE, Report, SimulatedLine, Simulation
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
+from workers.engine.scheduling.admission import PlainAdmission, choose_policy
+from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.output_lengths import EDGES, OutputLengths
 from workers.engine.scheduling.request import RequestState
 
@@ -59,6 +61,13 @@ def test_in_a_quarter_of_the_cache_little_is_computed_twice(kind: str, depth: in
     assert report.recomputed_share < 0.02, f"{report.recomputed_share:.2%} with {report.stats.preemptions} preemptions"
     assert report.rows / report.steps > 0.8 * SLOTS / 4, report.rows / report.steps
     assert report.stats.recomputed_tokens >= report.recomputed
+
+
+@pytest.mark.parametrize(("blocks", "plain"), [(17, True), (16, False)])
+def test_lengths_are_forecast_where_not_every_slot_has_room_for_the_longest(blocks: int, plain: bool) -> None:
+    """Four slots of 64 tokens take 16 blocks, beside which a 32nd is spared."""
+    policy = choose_policy(KVCache(blocks + 1, BLOCK_SIZE), 4, 64)
+    assert isinstance(policy, PlainAdmission) == plain
 
 
 def test_many_come_in_at_a_step_where_many_run() -> None:

@@ -86,7 +86,7 @@ def test_a_prefix_is_released_when_the_last_request_that_retains_it_is_admitted(
     pool.free([prefix], live=False)
     assert pool.allocate(2) == [3, other]
     pool.release([b"prefix"])
-    assert pool.retain_counts() == {}
+    assert pool.retain_counts == {}
     pool.check()
     assert pool.allocate(1) == [prefix]
 
@@ -115,7 +115,7 @@ def test_a_waiting_request_retains_its_cached_prefix() -> None:
     assert len(cache.find_prefix(waiting)) == 2
     cache.admit(waiting, cache.find_prefix(waiting))
     cache.release(waiting)
-    assert cache.pool.retain_counts() == {}
+    assert cache.pool.retain_counts == {}
     cache.pool.check()
 
 
@@ -124,7 +124,7 @@ def test_content_that_another_block_caches_is_not_cached_twice() -> None:
     first, second = pool.allocate(2)
     pool.cache_block(first, b"same")
     pool.cache_block(second, b"same")
-    assert pool.lookup(b"same") == first
+    assert pool.cached.get(b"same") == first
     pool.free([second], live=False)
     assert pool.allocate(2) == [second, 3]
     pool.check()
@@ -135,9 +135,9 @@ def test_allocating_a_block_again_evicts_its_content() -> None:
     (block,) = pool.allocate(1)
     pool.cache_block(block, b"old")
     pool.free([block], live=False)
-    assert pool.lookup(b"old") == block
+    assert pool.cached.get(b"old") == block
     pool.allocate(1)
-    assert pool.lookup(b"old") is None
+    assert pool.cached.get(b"old") is None
     pool.check()
 
 
@@ -190,16 +190,16 @@ def test_a_block_is_found_only_once_the_host_has_seen_all_its_tokens() -> None:
     made.known = 4
     # One step ahead: the fourth token is computed before the host has seen it
     compute(cache, made, 4)
-    assert cache.pool.cached_blocks() == {}
+    assert cache.pool.cached == {}
     made.tokens.append(9)
     cache.cache_blocks(made)
-    assert cache.pool.cached_blocks() == {hash_block(b"", [1, 2, 3, 9]): made.blocks[0]}
+    assert cache.pool.cached == {hash_block(b"", [1, 2, 3, 9]): made.blocks[0]}
 
 
 def test_without_prefix_caching_nothing_is_hashed_or_found() -> None:
     cache = KVCache(16, SIZE, enable_prefix_caching=False)
     first = admitted(cache, list(range(12)))
-    assert (cache.pool.cached_blocks(), first.block_hashes) == ({}, [])
+    assert (cache.pool.cached, first.block_hashes) == ({}, [])
     assert cache.find_prefix(request(list(range(12)))) == []
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
 from workers.engine.messages.step import PromptScores, StepPlan, StepResult
+from workers.engine.scheduling.admission import PlainAdmission
 from workers.engine.scheduling.kv_cache import KVCache, hash_block
 from workers.engine.scheduling.scheduler import Scheduler
 
@@ -207,9 +208,8 @@ class ScheduledRun:
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
             admission_batch=setup.admission_batch,
+            policy=PlainAdmission() if setup.crowded else None,
         )
-        if setup.crowded:
-            vars(self.scheduler._forecast)["has_room"] = lambda *_: True
         self.device = TokenDevice(setup)
         self.stats = Stats()
         self.chance = random.Random(setup.failures)
@@ -308,7 +308,7 @@ class ScheduledRun:
         return content
 
     def _check_cached_content(self) -> None:
-        for name, block in self.kv_cache.pool.cached_blocks().items():
+        for name, block in self.kv_cache.pool.cached.items():
             assert self.device.cache[block].tolist() == self.content[name], (
                 "a cached block holds other tokens than its hash says"
             )

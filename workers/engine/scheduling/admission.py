@@ -1,0 +1,78 @@
+"""Which batch requests may start, beside the rule that the scheduler has for all.
+
+By that rule a waiting request can begin when a slot is free, and blocks for its known tokens beside
+those that the running requests may soon need.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from workers.engine.scheduling.forecast import AdmissionForecast
+from workers.engine.scheduling.kv_cache import KVCache
+from workers.engine.scheduling.request import RequestState
+
+_MAX_DEFERRED_STEPS = 32  # steps
+
+
+class AdmissionPolicy(Protocol):
+    """Decides whether a batch request that can begin is to begin."""
+
+    def has_room(
+        self, request: RequestState, prefix: Sequence[int], step: int, running: Sequence[RequestState], returning: int
+    ) -> bool:
+        """Return whether a request whose blocks `prefix` are shared is admitted beside `running`.
+
+        `returning`: blocks in use that no running request owns.
+        """
+
+    def enter(self, request: RequestState, step: int, revived: int) -> None:
+        """Add a request that got a slot and a prefix, of which `revived` blocks were free."""
+
+    def leave(self, request: RequestState) -> None:
+        """Remove a request that is about to lose its slot."""
+
+    def learn(self, request: RequestState) -> None:
+        """Take note of a request that ended."""
+
+    def check_empty(self) -> None:
+        """Raise RuntimeError when a request is still counted."""
+
+
+class PlainAdmission:
+    """Admits every request that can begin."""
+
+    def has_room(self, *_: object) -> bool:
+        return True
+
+    def enter(self, *_: object) -> None:
+        pass
+
+    leave = learn = check_empty = enter
+
+
+def choose_policy(kv_cache: KVCache, max_num_seqs: int, max_model_len: int) -> AdmissionPolicy:
+    """Return the plain rule where the longest request fits into every slot, else the forecast."""
+    if max_num_seqs * kv_cache.blocks_for(max_model_len) <= AdmissionForecast.room_of(kv_cache):
+        return PlainAdmission()
+    return AdmissionForecast(kv_cache, max_num_seqs, max_model_len)
+
+
+class AdmissionBatching:
+    """Defers batch requests where slots or blocks are scarce, so that later more start at once.
+
+    They wait until `size` slots and `blocks` blocks are free, for at most `_MAX_DEFERRED_STEPS`
+    steps. Prompts are then computed together in a few steps, which pays where steps without a
+    prompt are much cheaper.
+    """
+
+    def __init__(self, size: int, blocks: int) -> None:
+        self._size = size
+        self._blocks = blocks
+        self._deferred_steps = 0
+
+    def defers(self, free_slots: int, free_blocks: int, running: bool) -> bool:
+        """Return whether batch requests wait in this step; `running`: whether any request runs."""
+        scarce = free_slots < self._size or free_blocks < self._blocks
+        defers = self._size > 1 and scarce and running and self._deferred_steps < _MAX_DEFERRED_STEPS
+        self._deferred_steps = self._deferred_steps + 1 if defers else 0
+        return defers

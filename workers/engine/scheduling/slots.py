@@ -1,0 +1,61 @@
+"""Slots of the device, free and in use."""
+
+from typing import NamedTuple
+
+from workers.engine.scheduling.block_pool import BlockPool
+from workers.engine.scheduling.request import RequestState
+
+
+class SlotPool:
+    """Free slots, and the slots and blocks that requests gave up.
+
+    These return: they are free once the last step that uses them has been retired.
+    """
+
+    def __init__(self, num_slots: int, blocks: BlockPool) -> None:
+        self.free = list(range(num_slots - 1, -1, -1))
+        self.returning: list[_Returning] = []
+        self.retired_step = 0
+        self._blocks = blocks
+
+    @property
+    def returning_blocks(self) -> int:
+        return sum(len(returning.blocks) for returning in self.returning)
+
+    @property
+    def returning_own_blocks(self) -> int:
+        """Returning blocks that no other request uses."""
+        return sum(returning.own_blocks for returning in self.returning)
+
+    def give_up(self, request: RequestState) -> None:
+        """Take slot and blocks from a request."""
+        own_blocks = len(request.blocks) - request.shared
+        returning = _Returning(request.last_step, request.slot, request.blocks, own_blocks, request.live)
+        request.leave()
+        if returning.after <= self.retired_step:
+            self._free(returning)
+        else:
+            self.returning.append(returning)
+
+    def retire(self, step: int) -> None:
+        """Free what was last used by `step` or an earlier one."""
+        self.retired_step = step
+        due = [returning for returning in self.returning if returning.after <= step]
+        if due:
+            self.returning = [returning for returning in self.returning if returning.after > step]
+            for returning in due:
+                self._free(returning)
+
+    def _free(self, returning: "_Returning") -> None:
+        self._blocks.free(returning.blocks, returning.live)
+        self.free.append(returning.slot)
+
+
+class _Returning(NamedTuple):
+    """A slot and blocks that are free once step `after` has been retired."""
+
+    after: int
+    slot: int
+    blocks: list[int]
+    own_blocks: int
+    live: bool
