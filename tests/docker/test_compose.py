@@ -17,7 +17,7 @@ from pipeline.main import cli
 from tests.docker.composition import FILES, seconds, services
 from tests.docker.recipe import environment, folders, lineage, stages
 from tests.support.commands import REPOSITORY
-from workers.replica import replica
+from workers.replica.requeue import GOODBYE_SECONDS
 from workers.settings import WorkerSettings
 
 SERVICES = services()
@@ -79,8 +79,8 @@ def test_every_process_has_the_time_to_stop_in_order() -> None:
     assert grace["api"] > api_main._STOP_SECONDS
     # RQ workers, then the ticker
     assert grace["jobs"] > 2 * supervisor._STOP_SECONDS + 3 * child._LAST_OUTPUT_SECONDS
-    drains = WorkerSettings(redis_url="redis://redis").shutdown_timeout + 4 * replica.GOODBYE_SECONDS
-    assert grace["worker"] > drains + 2 * replica.GOODBYE_SECONDS
+    drains = WorkerSettings(redis_url="redis://redis").shutdown_timeout + 4 * GOODBYE_SECONDS
+    assert grace["worker"] > drains + 2 * GOODBYE_SECONDS
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -9,6 +9,8 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum, auto
+from functools import partial
 
 from jobs.protocol.requests import Claim, Finished
 from jobs.queue.request_queue import Queue, QueueUnavailable
@@ -27,6 +29,18 @@ _PAUSE_AFTER_ERROR = 0.5
 _FIRST_CLAIM = 16  # requests; no fewer than a quarantine group has
 
 
+class IntakeState(Enum):
+    """What the next claim depends on."""
+
+    WOKEN = auto()  # there may be work; claim when a live call has a place
+    BACKLOG = auto()  # the last claim was full; claim when some batch requests have places
+    EMPTY = auto()  # the last claim got all there was; claim when woken
+    UNAVAILABLE = auto()  # Redis did not answer; claim again after a moment
+    CLAIMING = auto()  # the answer decides, unless a call changes the state before
+    ISOLATED = auto()  # the claim got quarantined requests, beside which nothing may run
+    PAUSED = auto()  # claim nothing until `resume`
+
+
 class Intake:
     """Claims and prepares.
 
@@ -42,145 +56,131 @@ class Intake:
         leases: Leases,
         preparation: Preparation,
         load: Callable[[], Load],
-        start: Callable[[list[PreparedRequest], list[Finished]], None],
     ) -> None:
-        """`load` is what the engine has; `start` takes what was prepared, and the results of what
-        cannot run.
-        """
+        """`load` is what the engine has."""
         self._queue = queue
         self._worker = worker
         self._models = models
-        self._room = max_num_seqs + max(2, max_num_seqs // 8)
-        # Live calls get in even when batch work fills every slot
-        self._live_room = self._room + max_num_seqs
-        self._least = max(1, max_num_seqs // 16)
+        self._max_num_seqs = max_num_seqs
         self._leases = leases
         self._preparation = preparation
         self._load = load
-        self._start = start
-        self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._paused = False
-        self._isolated = False
-        self._woken = True
-        self._more = True
-        self._failing = False
+        self._state = IntakeState.WOKEN
+        self._changed = asyncio.Event()
+        self._claiming = asyncio.Lock()  # until what was claimed has been handed on
         # Rises over the life of the worker's name, whatever happened to earlier claims
         self._seq = time.time_ns() // 1000
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
 
-    def wake(self) -> None:
-        """There may be work."""
-        self._woken = True
-        self._wake.set()
-
-    def room_made(self) -> None:
-        """Requests have ended."""
-        if self._more:
-            self._wake.set()
+    async def run(self, start: Callable[[list[PreparedRequest], list[Finished]], None]) -> None:
+        """Claim until cancelled; `start` takes what was prepared, and the results of what cannot
+        run.
+        """
+        while True:
+            self._changed.clear()
+            load = self._load()
+            if not self._wants_more(load):
+                await self._wait()
+                continue
+            async with self._claiming:
+                await self._take(load, start)
+            if self._state is IntakeState.UNAVAILABLE:
+                await asyncio.sleep(_PAUSE_AFTER_ERROR)
 
     @property
     def isolated(self) -> bool:
         """Whether the last claim returned quarantined requests, beside which nothing may run."""
-        return self._isolated
+        return self._state is IntakeState.ISOLATED
+
+    def wake(self) -> None:
+        """There may be work."""
+        self._change(IntakeState.WOKEN, IntakeState.BACKLOG, IntakeState.EMPTY, IntakeState.CLAIMING)
+
+    def room_made(self) -> None:
+        """Requests have ended."""
+        if self._state in (IntakeState.WOKEN, IntakeState.BACKLOG):
+            self._changed.set()
 
     def end_isolation(self) -> None:
         """Claim again: no quarantined request is left here."""
-        self._isolated = False
-        self._more = True
-        self.wake()
+        self._change(IntakeState.WOKEN, IntakeState.ISOLATED)
 
     async def pause(self) -> None:
-        """Claims nothing more until `resume`; returns when what was being prepared has been handed
-        on.
-        """
-        self._paused = True
-        await self._idle.wait()
+        """Claim nothing more until `resume`; return when what was claimed has been handed on."""
+        self._change(IntakeState.PAUSED, *set(IntakeState) - {IntakeState.ISOLATED})
+        async with self._claiming:
+            pass
 
     def resume(self) -> None:
-        self._paused = False
-        self.wake()
+        self._change(IntakeState.WOKEN, IntakeState.PAUSED)
 
     def close(self) -> None:
         """Wait for nothing."""
-        self._paused = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def run(self) -> None:
-        """Claims until cancelled."""
-        while True:
-            self._wake.clear()
-            if not self._wants_more():
-                await self._sleep(LOOK_SECONDS)
-            elif not await self._take():
-                await asyncio.sleep(_PAUSE_AFTER_ERROR)
+    def _change(self, state: IntakeState, *sources: IntakeState) -> None:
+        """Enter `state` from one of `sources`; in any other state nothing happens."""
+        if self._state in sources:
+            self._state = state
+            self._changed.set()
 
-    def _wants_more(self) -> bool:
-        if self._paused or self._isolated:
-            return False
-        load = self._load()
-        return (self._woken and self._free_for_live(load) > 0) or (self._more and self._free(load) >= self._least)
+    def _wants_more(self, load: Load) -> bool:
+        batch, live = free_places(load, self._max_num_seqs)
+        if self._state in (IntakeState.WOKEN, IntakeState.UNAVAILABLE):
+            return live > 0
+        return self._state is IntakeState.BACKLOG and batch >= max(1, self._max_num_seqs // 16)
 
-    def _free(self, load: Load) -> int:
-        return self._room - load.batch - load.live
-
-    def _free_for_live(self, load: Load) -> int:
-        """Requests with many choices may have taken more than the room for batch work; that is not
-        at the expense of live calls.
-        """
-        return self._live_room - min(load.batch, self._room) - load.live
-
-    def _requests_for(self, free: int, load: Load) -> int:
-        """How many requests fill so many places, if they have as many choices as those in flight; a
-        few if there are none to go by.
-        """
-        if free <= 0:
-            return 0
-        return max(1, free * load.requests // (load.batch + load.live)) if load.requests else min(free, _FIRST_CLAIM)
-
-    async def _take(self) -> bool:
-        """Claims once, and hands on what was given; False when Redis cannot answer."""
-        loop = asyncio.get_running_loop()
-        load = self._load()
-        room = self._requests_for(self._free(load), load)
-        live_room = self._requests_for(self._free_for_live(load), load)
-        self._idle.clear()
+    async def _take(self, load: Load, start: Callable[[list[PreparedRequest], list[Finished]], None]) -> None:
+        """Claim once, and hand on what was given."""
+        before, self._state = self._state, IntakeState.CLAIMING
+        room, live_room = (requests_for(places, load) for places in free_places(load, self._max_num_seqs))
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._thread)
         try:
-            woken, self._woken = self._woken, False
-            claims = await loop.run_in_executor(self._thread, self._claim, room, live_room)
-            if claims is None:
-                self._woken = self._woken or woken  # it may have been woken meanwhile
-                return False
-            if room:
-                self._more = len(claims) >= min(room, MAX_ITEMS)
-            if claims:
-                self._isolated = any(claim.engine_crashes for claim in claims)
-                self._leases.add((claim.key, claim.fence) for claim in claims)
-                self._start(*await loop.run_in_executor(self._thread, self._preparation.prepare, claims))
-            return True
-        finally:
-            self._idle.set()
-
-    def _claim(self, room: int, live_room: int) -> list[Claim] | None:
-        """What was given; None when Redis cannot answer, and then the same number asks again."""
-        try:
-            claims = self._queue.claim(self._worker, self._seq, room, models=self._models, live_limit=live_room)
+            claims = await in_thread(self._claim, room, live_room)
         except QueueUnavailable as error:
-            if not self._failing:
+            if before is not IntakeState.UNAVAILABLE:
                 logger.warning("Redis unavailable; not claiming requests: %s", error)
-            self._failing = True
-            return None
-        self._failing = False
+            self._change(IntakeState.UNAVAILABLE, IntakeState.CLAIMING, IntakeState.WOKEN)
+            return
         self._seq += 1
+        if any(claim.engine_crashes for claim in claims):
+            self._change(IntakeState.ISOLATED, *IntakeState)
+        elif room and len(claims) < min(room, MAX_ITEMS):
+            self._change(IntakeState.EMPTY, IntakeState.CLAIMING)
+        else:
+            self._change(IntakeState.BACKLOG, IntakeState.CLAIMING)
         if claims:
             logger.debug("claimed %d requests", len(claims))
-        return claims
+            self._leases.add((claim.key, claim.fence) for claim in claims)
+            start(*await in_thread(self._preparation.prepare, claims))
 
-    async def _sleep(self, seconds: float) -> None:
+    def _claim(self, room: int, live_room: int) -> list[Claim]:
+        """After an outage the same number asks again."""
+        return self._queue.claim(self._worker, self._seq, room, models=self._models, live_limit=live_room)
+
+    async def _wait(self) -> None:
         try:
             # Python 3.11's wait_for may lose a cancellation that comes with the event
-            async with asyncio.timeout(seconds):
-                await self._wake.wait()
+            async with asyncio.timeout(LOOK_SECONDS):
+                await self._changed.wait()
         except TimeoutError:
-            self._woken = True
+            self.wake()
+
+
+def free_places(load: Load, max_num_seqs: int) -> tuple[int, int]:
+    """Return how many more choices of batch requests, and of live calls, a worker takes.
+
+    Both share all slots and an eighth more; live calls have as many places as slots beside them.
+    Requests of many choices may take more than their places, but not those of live calls.
+    """
+    room = max_num_seqs + max(2, max_num_seqs // 8)
+    return room - load.batch - load.live, room + max_num_seqs - min(load.batch, room) - load.live
+
+
+def requests_for(places: int, load: Load) -> int:
+    """Return how many requests fill so many places, by the choices of those in flight; a few if
+    there are none to go by.
+    """
+    if places <= 0:
+        return 0
+    return max(1, places * load.requests // (load.batch + load.live)) if load.requests else min(places, _FIRST_CLAIM)

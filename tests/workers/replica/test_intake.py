@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from jobs.protocol.requests import Finished, Request, RequestKey
+from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Queue
 from tests.support.requests import ready_length
-from workers.replica.intake import Intake
+from workers.replica.intake import Intake, free_places, requests_for
 from workers.replica.leases import Leases
 from workers.replica.preparation import Preparation
 from workers.replica.prepared import PreparedRequest
@@ -46,6 +47,24 @@ class Collector:
         self.refused += errors
 
 
+@pytest.mark.parametrize(
+    ("load", "places", "requests"),
+    [
+        (Load(), (18, 34), (16, 16)),  # nothing to go by: a first claim
+        (Load(requests=10, batch=10), (8, 24), (8, 24)),
+        (Load(requests=5, batch=10), (8, 24), (4, 12)),  # of two choices each
+        (Load(requests=18, batch=18), (0, 16), (0, 16)),
+        (Load(requests=1, batch=40), (-22, 16), (0, 1)),  # too many choices leave the live calls theirs
+        (Load(requests=34, batch=18, live=16), (-16, 0), (0, 0)),
+    ],
+)
+def test_places_are_shared_and_some_are_for_live_calls(
+    load: Load, places: tuple[int, int], requests: tuple[int, int]
+) -> None:
+    assert free_places(load, 16) == places
+    assert tuple(requests_for(free, load) for free in places) == requests
+
+
 def add_lines(queue: Queue, batch: str, count: int, body: bytes = BODY) -> None:
     queue.create_batch(batch, count, state="in_progress")
     for first in range(0, count, 500):
@@ -62,8 +81,8 @@ def with_intake(
         collector = Collector()
         leases = Leases(queue, "worker", 30.0, lambda: 0, lambda lost: None)
         preparation = Preparation(TOKENIZER, ["demo"], ModelLimits(2048, TOKENIZER.vocabulary_size))
-        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, collector.load, collector.start)
-        task = asyncio.create_task(intake.run())
+        intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, collector.load)
+        task = asyncio.create_task(intake.run(collector.start))
         try:
             await scenario(intake, collector, leases)
         finally:
@@ -156,5 +175,26 @@ def test_what_cannot_run_comes_back_as_an_error(queue: Queue) -> None:
         await until(lambda: len(collector.refused) == 1, "the error")
         assert collector.refused[0].result.status == 400
         assert collector.taken == []
+
+    with_intake(queue, 16, scenario)
+
+
+def test_beside_quarantined_requests_nothing_is_claimed_until_they_are_released(queue: Queue) -> None:
+    add_lines(queue, "batch_a", 1)
+    crashed = [(claim.key, claim.fence) for claim in queue.claim("crashed", 1, 1, models=["demo"])]
+    queue.quarantine("crashed", crashed, ApiError(500, "given up").result("req_1"))
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        await until(lambda: len(collector.taken) == 1, "the quarantined request")
+        add_lines(queue, "batch_b", 1)
+        await intake.pause()
+        intake.resume()
+        intake.wake()
+        assert intake.isolated
+        queue.requeue("worker", leases.all(), cleared=True)
+        collector.taken.clear()
+        intake.end_isolation()
+        await until(lambda: len(collector.taken) == 2, "both requests")
+        assert not intake.isolated
 
     with_intake(queue, 16, scenario)

@@ -31,7 +31,7 @@ from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import answer, endless, follow, question, run_batch, submit_batch, submit_live, text_of
 from workers.engine.client.watchdog import MIN_TIMEOUT
-from workers.replica.replica import GOODBYE_SECONDS
+from workers.replica.requeue import GOODBYE_SECONDS
 
 FLAGS = ("--lease-seconds", "2", "--stream-interval", "0.05", "--max-num-seqs", "16")
 SOON_HUNG = (*FLAGS, "--step-timeout", "5")

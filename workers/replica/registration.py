@@ -1,0 +1,50 @@
+"""The record of a worker process in Redis, as `pipeline status` shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from jobs.queue.registry import WorkerRecord, WorkerState
+from jobs.queue.request_queue import Queue, QueueUnavailable
+from workers.replica.statistics import declared_metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Registration:
+    """One engine core under an id of its own, since numbered claims belong to one life."""
+
+    def __init__(self, queue: Queue, models: list[str]) -> None:
+        self._queue = queue
+        host, pid = socket.gethostname(), os.getpid()
+        self.id = f"{host}-{pid}-{secrets.token_hex(3)}"
+        self._record = WorkerRecord(self.id, models, "loading", 0, time.time(), host, pid, declared_metrics())
+
+    async def set_state(self, state: WorkerState, **known: int) -> None:
+        """Write the record with this state, and with fields that are `known` from now on."""
+        self._record = msgspec.structs.replace(self._record, state=state, **known)
+        await _call(lambda: self._queue.register_worker(self._record))
+
+    async def remove(self, generated: int) -> None:
+        """Delete the record; leases that the worker still holds count as lost.
+
+        `generated`: tokens that it generated in its life.
+        """
+        await _call(lambda: self._queue.renew(self.id, [], generated))
+        await _call(lambda: self._queue.remove_worker(self.id))
+
+
+async def _call(action: Callable[[], object]) -> None:
+    """Call Redis and ignore outages: leases and records expire by themselves."""
+    try:
+        await asyncio.to_thread(action)
+    except QueueUnavailable as error:
+        logger.warning("Redis unavailable; the worker's record expires by itself if it stays away: %s", error)

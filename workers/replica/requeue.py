@@ -1,0 +1,113 @@
+"""How a worker process gives requests up, each with what it has generated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from jobs.protocol.requests import Delta, RequestKey
+from jobs.protocol.results import ApiError, Result, new_request_id
+from jobs.queue.request_queue import Held, Queue, QueueUnavailable
+from workers.engine.client.async_engine import EngineDeadError
+from workers.replica.leases import Leases
+from workers.replica.outbox import Outbox
+from workers.replica.running import Running
+from workers.replica.stopping import wait_or_stop
+
+logger = logging.getLogger(__name__)
+
+GOODBYE_SECONDS = 5.0
+"""How long a stopping worker waits for Redis to take its last results and the requests that it
+requeues.
+"""
+
+_RETRY_SECONDS = 0.5
+
+
+class Requeue:
+    """Requeues requests, or puts them in quarantine, from what was published last."""
+
+    def __init__(
+        self, queue: Queue, worker: str, running: Running, outbox: Outbox, leases: Leases, stopping: asyncio.Event
+    ) -> None:
+        self.cleared = False  # whether requests were released from quarantine
+        self._queue = queue
+        self._worker = worker
+        self._running = running
+        self._outbox = outbox
+        self._leases = leases
+        self._stopping = stopping
+
+    async def from_checkpoints(self, keys: list[RequestKey], cleared: bool = False) -> int:
+        """Publish pending results, then requeue the requests from their checkpoints; return how
+        many.
+
+        `cleared`: they are released from quarantine.
+        """
+        deltas = self._running.checkpoint(keys)
+        held = self._running.drop(keys)
+        await self.publish(deltas)
+        await self.requeue(held, cleared)
+        self.cleared = self.cleared or (cleared and bool(held))
+        return len(held)
+
+    async def publish(self, deltas: list[Delta]) -> None:
+        """Publish these tokens, and the results that wait."""
+        if not await self._in_time(self._outbox.deliver(deltas)):
+            logger.warning("Redis unavailable; the last results are lost and their requests run again")
+
+    async def requeue(self, held: list[Held], cleared: bool = False) -> None:
+        """Requeue requests that do not run, and of which everything is published."""
+        await self._finish_leases(held, lambda: self._queue.requeue(self._worker, held, cleared=cleared))
+
+    async def quarantine(self, held: list[Held], error: EngineDeadError) -> None:
+        """Put requests in quarantine, which may have caused the error of the core."""
+        await self._finish_leases(held, lambda: self._queue.quarantine(self._worker, held, dead_letter(error)))
+
+    async def _finish_leases(self, held: list[Held], action: Callable[[], object]) -> None:
+        """Run `action` and drop the leases. They are renewed until Redis has recorded it: expired,
+        they would count as a worker's death.
+        """
+        if held:
+            if not await self._in_time(_until_recorded(action)):
+                logger.warning("Redis unavailable; %d requests wait until their leases expire", len(held))
+            self._leases.drop(held)
+
+    async def _in_time(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Wait for Redis as long as it takes; once the worker is to stop, GOODBYE_SECONDS more.
+
+        Return whether the work was done.
+        """
+        task = asyncio.create_task(work)
+        try:
+            await wait_or_stop(self._stopping, task)
+            done, _ = await asyncio.wait({task}, timeout=GOODBYE_SECONDS)
+            if done:
+                task.result()
+            return bool(done)
+        finally:
+            task.cancel()
+
+
+async def _until_recorded(action: Callable[[], object]) -> None:
+    failing = False
+    while True:
+        try:
+            await asyncio.to_thread(action)
+            return
+        except QueueUnavailable as error:
+            if not failing:
+                logger.warning("Redis unavailable; retrying requeue every %.1f s: %s", _RETRY_SECONDS, error)
+            failing = True
+            await asyncio.sleep(_RETRY_SECONDS)
+
+
+def dead_letter(error: EngineDeadError) -> Result:
+    """Return the result of a request that crashed an engine core even in isolation."""
+    message = (
+        "This request was given up, because every time it ran the engine failed, at last with nothing beside it:"
+        f" {error.reason}."
+    )
+    return ApiError(500, message, "server_error", code="engine_crashed").result(new_request_id())

@@ -1,0 +1,114 @@
+"""A worker process at work: it claims, runs and answers requests until it is to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from jobs.protocol.requests import Finished
+from jobs.queue.request_queue import Queue
+from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
+from workers.replica import statistics
+from workers.replica.draining import drain
+from workers.replica.intake import Intake
+from workers.replica.outbox import Outbox
+from workers.replica.prepared import PreparedRequest
+from workers.replica.quarantine import Quarantine
+from workers.replica.registration import Registration
+from workers.replica.requeue import Requeue
+from workers.replica.running import Running
+from workers.replica.stopping import wait_or_stop
+
+logger = logging.getLogger(__name__)
+
+
+class Serving:
+    """Serves with a core that is ready, and sees to its requests at the end."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        registration: Registration,
+        engine: AsyncEngine,
+        running: Running,
+        outbox: Outbox,
+        requeue: Requeue,
+        intake: Intake,
+    ) -> None:
+        self.intake = intake
+        self.quarantine = Quarantine(intake, running, requeue.from_checkpoints)
+        self.longest_at_death = 0  # tokens of the longest request when the core crashed
+        self._queue = queue
+        self._registration = registration
+        self._engine = engine
+        self._running = running
+        self._outbox = outbox
+        self._requeue = requeue
+
+    async def run(self, stopping: asyncio.Event, shutdown_timeout: float) -> None:
+        """Serve until ordered to stop, then drain.
+
+        Raise EngineDeadError, everything requeued, after a death.
+        """
+        tasks = self._start_tasks()
+        try:
+            await wait_or_stop(stopping, *tasks)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            await self._registration.set_state("draining")
+            await self._stop_claiming()
+            await drain(self._running, self._engine, self._requeue, tasks[0], shutdown_timeout)
+        except EngineDeadError as error:
+            await self._handle_crash(error)
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.intake.close()
+
+    def _start_tasks(self) -> list[asyncio.Task[None]]:
+        engine, worker, metrics = self._engine, self._registration.id, self._running.metrics
+        report = statistics.report(self._running, engine, engine.info.num_blocks)
+        gauges = statistics.report_gauges(worker, engine, metrics, self._queue)
+        return [
+            asyncio.create_task(self._take_steps(), name="steps"),
+            asyncio.create_task(self.intake.run(self._start_requests), name="intake"),
+            asyncio.create_task(self.quarantine.run(), name="quarantine"),
+            asyncio.create_task(self._outbox.run(self._running.due, self._running.any), name="outbox"),
+            asyncio.create_task(report, name="statistics"),
+            asyncio.create_task(gauges, name="gauges"),
+        ]
+
+    async def _take_steps(self) -> None:
+        async for output in self._engine.steps():
+            self._running.on_step(output)
+            if any(output.finish):
+                self.intake.room_made()
+
+    def _start_requests(self, prepared: list[PreparedRequest], errors: list[Finished]) -> None:
+        self._running.start(prepared)
+        self._running.reject(errors)
+        self._outbox.requests_run()
+        if self.intake.isolated:
+            self.quarantine.begin()
+
+    async def _stop_claiming(self) -> None:
+        await self.quarantine.close()
+        await self.intake.pause()
+
+    async def _handle_crash(self, error: EngineDeadError) -> None:
+        """Publish what the dead core had generated: its requests continue from there on another
+        core, once their leases are lost with the registration.
+
+        If the core crashed by itself they are quarantined; what never reached it is requeued.
+        """
+        running, reached = self._running, self._running.keys()
+        logger.error("the engine core ended with %d requests in flight", len(reached))
+        await self._stop_claiming()
+        await self._requeue.publish(running.checkpoint(running.keys()))
+        if error.by_itself:
+            self.longest_at_death = running.longest()
+            await self._requeue.quarantine(running.drop(reached), error)
+            await self._requeue.requeue(running.drop(running.keys()))

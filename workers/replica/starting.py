@@ -1,0 +1,61 @@
+"""The start of an engine core, which ends with a request of the worker's own."""
+
+from __future__ import annotations
+
+import logging
+
+from workers.engine.client.async_engine import AsyncEngine, EngineDeadError, EngineRequestError
+from workers.engine.messages.core import SamplingParams
+from workers.replica.quarantine import HARMLESS_TOKENS
+
+logger = logging.getLogger(__name__)
+
+_SELF_TEST_LENGTH = 15  # tokens; fewer than a block of the KV cache, so that nothing of it stays there
+
+
+async def start_engine(engine: AsyncEngine, timeout: float, longest_at_death: int) -> None:
+    """Start the core and test it.
+
+    `longest_at_death`: tokens of the longest request of an earlier core when it crashed, or 0.
+    Raises EngineStartError or EngineDeadError.
+    """
+    await engine.start(timeout)
+    info = engine.info
+    logger.info(
+        "engine on %s (%s): %d requests at once, context of %d tokens, cache of %d blocks of %d; weights read in"
+        " %.1f s",
+        *(info.device, info.dtype, info.max_num_seqs, info.max_model_len, info.num_blocks, info.block_size),
+        info.weights_seconds,
+    )
+    try:
+        await _run_self_test(engine, longest_at_death)
+    except EngineRequestError as error:
+        raise EngineDeadError(
+            f"the engine core failed at the first request, which was the worker's own: {error}", None
+        ) from error
+
+
+async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:
+    """Run a request of the worker's own before any claim, so that no request is dead-lettered for
+    a device that fails at everything.
+
+    After a crash it is as long as the longest request of the crashed core, and generates the tokens
+    that release a request from quarantine: a core that fails here too fails at that length. It also
+    loads what the first request would wait for, and starts the estimate of step times.
+    """
+    length, tokens = (longest_at_death, HARMLESS_TOKENS) if longest_at_death else (_SELF_TEST_LENGTH, 2)
+    tokens = min(tokens, engine.info.max_model_len - 1)
+    prompt = [0] * min(length, engine.info.max_model_len - tokens)
+    if tokens > 0:
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        try:
+            async for _ in engine.generate(prompt, sampling):
+                pass
+        except EngineDeadError as error:
+            if not error.by_itself:
+                raise
+            raise EngineDeadError(
+                f"an engine core failed at a harmless request of {len(prompt) + tokens} tokens, so the device or the"
+                f" installation is at fault, not a request: {error}",
+                error.returncode,
+            ) from error

@@ -1,0 +1,15 @@
+"""Waiting that an order to stop ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+
+async def wait_or_stop(stopping: asyncio.Event, *work: asyncio.Future[Any], timeout: float | None = None) -> None:
+    """Return when one of `work` is done, or the worker is ordered to stop, or after `timeout`."""
+    order = asyncio.create_task(stopping.wait())
+    try:
+        await asyncio.wait({order, *work}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        order.cancel()
