@@ -25,7 +25,7 @@ class Leases:
         worker: str,
         lease_seconds: float,
         generated: Callable[[], int],
-        on_lost: Callable[[list[Held]], None],
+        on_lost: Callable[[list[Held]], object],
     ) -> None:
         """`generated` says how many tokens the worker has generated in its life; `on_lost` is
         called in the renewing thread.

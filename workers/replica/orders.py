@@ -20,7 +20,7 @@ _PAUSE_AFTER_ERROR = 1.0
 class Orders:
     """Reads orders until stopped."""
 
-    def __init__(self, queue: Queue, worker: str, on_orders: Callable[[list[ControlMessage]], None]) -> None:
+    def __init__(self, queue: Queue, worker: str, on_orders: Callable[[list[ControlMessage]], object]) -> None:
         """`on_orders` is called in the reading thread."""
         self._queue = queue
         self._worker = worker

@@ -7,9 +7,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from jobs.protocol.requests import RequestKey
+from workers.replica.intake import Intake
+from workers.replica.running import Running
 
 logger = logging.getLogger(__name__)
 
@@ -21,27 +22,6 @@ from its checkpoint.
 _LOOK_SECONDS = 0.02
 
 
-class QuarantineIntake(Protocol):
-    """What this needs of `workers.replica.intake.Intake`."""
-
-    @property
-    def isolated(self) -> bool: ...
-
-    def end_isolation(self) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-
-class QuarantineRequests(Protocol):
-    """What this needs of `workers.replica.running.Running`."""
-
-    def keys(self) -> list[RequestKey]: ...
-
-    def all_have(self, tokens: int) -> bool: ...
-
-
 class Quarantine:
     """Runs quarantined requests of one replica in isolation; requeues all others when ordered to
     make room.
@@ -49,8 +29,8 @@ class Quarantine:
 
     def __init__(
         self,
-        intake: QuarantineIntake,
-        running: QuarantineRequests,
+        intake: Intake,
+        running: Running,
         requeue: Callable[[list[RequestKey], bool], Awaitable[int]],
     ) -> None:
         """`requeue` publishes pending results, then requeues the given requests from their

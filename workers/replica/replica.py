@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 from jobs.queue.request_queue import Held, Queue
 from jobs.queue.streams import ControlMessage
@@ -22,6 +21,7 @@ from workers.replica.leases import Leases
 from workers.replica.orders import Orders
 from workers.replica.outbox import Outbox
 from workers.replica.preparation import Preparation
+from workers.replica.quarantine import Quarantine
 from workers.replica.registration import Registration
 from workers.replica.requeue import Requeue
 from workers.replica.running import Running
@@ -33,8 +33,6 @@ from workers.settings import WorkerSettings
 from workers.text.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Replica:
@@ -67,17 +65,21 @@ class Replica:
         self._queue = queue
         self._tokenizer = tokenizer
         self._stopping = stopping
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         self._registration = Registration(queue, settings.models)
         worker, interval = self._registration.id, settings.queue.stream_interval
         self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched)
         self._leases = Leases(
-            queue, worker, settings.queue.lease_seconds, self._generated, self._from_thread(self._on_lost)
+            queue,
+            worker,
+            settings.queue.lease_seconds,
+            self._generated,
+            lambda held: loop.call_soon_threadsafe(self._on_lost, held),
         )
         self._outbox = Outbox(queue, worker, interval, self._generated, self._leases.drop, self._on_lost)
-        self._running = Running(self._engine, self._outbox, self._loop.time, interval)
+        self._running = Running(self._engine, self._outbox, loop.time, interval)
         self._requeue = Requeue(queue, worker, self._running, self._outbox, self._leases, stopping)
-        self._orders = Orders(queue, worker, self._from_thread(self._on_orders))
+        self._orders = Orders(queue, worker, lambda orders: loop.call_soon_threadsafe(self._on_orders, orders))
         self._on_order: dict[str, Callable[[ControlMessage], None]] = {
             "cancel": lambda order: self._leases.drop(self._running.cancel(order)),
             "watch": self._running.watch,
@@ -141,19 +143,17 @@ class Replica:
         return serving
 
     def _make_serving(self, tokenizer: TextTokenizer) -> Serving:
-        info, models, worker = self._engine.info, self._settings.models, self._registration.id
+        info, models, queue, running = self._engine.info, self._settings.models, self._queue, self._running
         limits = ModelLimits(info.max_model_len, info.vocab_size, tuple(info.eos_token_ids))
         preparation = Preparation(tokenizer, models, limits)
-        intake = Intake(
-            self._queue, worker, models, info.max_num_seqs, self._leases, preparation, lambda: self._running.load
-        )
-        return Serving(
-            self._queue, self._registration, self._engine, self._running, self._outbox, self._requeue, intake
-        )
+        worker, slots = self._registration.id, info.max_num_seqs
+        intake = Intake(queue, worker, models, slots, self._leases, preparation, lambda: running.load)
+        quarantine = Quarantine(intake, running, self._requeue.from_checkpoints)
+        self._on_order |= {"bell": lambda _: intake.wake(), "trial": lambda _: quarantine.make_room()}
+        engine, registration, outbox = self._engine, self._registration, self._outbox
+        return Serving(queue, registration, engine, running, outbox, self._requeue, intake, quarantine)
 
     async def _serve(self, serving: Serving) -> None:
-        self._on_order["bell"] = lambda _: serving.intake.wake()
-        self._on_order["trial"] = lambda _: serving.quarantine.make_room()
         try:
             await serving.run(self._stopping, self._settings.shutdown_timeout)
         finally:
@@ -185,12 +185,3 @@ class Replica:
         self._leases.drop(held)
         if running:
             logger.warning("stopped %d requests: cancelled, or their leases expired or were lost by Redis", running)
-
-    def _from_thread(self, action: Callable[[T], None]) -> Callable[[T], None]:
-        """The same action, called from another thread, runs in the event loop."""
-
-        def call(value: T) -> None:
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(action, value)
-
-        return call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 
 from jobs.protocol.requests import Finished
 from jobs.queue.request_queue import Queue
@@ -22,28 +23,19 @@ from workers.replica.stopping import wait_or_stop
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class Serving:
-    """Serves with a core that is ready, and sees to its requests at the end."""
+    """A worker process with a core that is ready, and what its tasks work on."""
 
-    def __init__(
-        self,
-        queue: Queue,
-        registration: Registration,
-        engine: AsyncEngine,
-        running: Running,
-        outbox: Outbox,
-        requeue: Requeue,
-        intake: Intake,
-    ) -> None:
-        self.intake = intake
-        self.quarantine = Quarantine(intake, running, requeue.from_checkpoints)
-        self.longest_at_death = 0  # tokens of the longest request when the core crashed
-        self._queue = queue
-        self._registration = registration
-        self._engine = engine
-        self._running = running
-        self._outbox = outbox
-        self._requeue = requeue
+    queue: Queue
+    registration: Registration
+    engine: AsyncEngine
+    running: Running
+    outbox: Outbox
+    requeue: Requeue
+    intake: Intake
+    quarantine: Quarantine
+    longest_at_death: int = 0  # tokens of the longest request when the core crashed
 
     async def run(self, stopping: asyncio.Event, shutdown_timeout: float) -> None:
         """Serve until ordered to stop, then drain.
@@ -56,9 +48,9 @@ class Serving:
             for task in tasks:
                 if task.done():
                     task.result()
-            await self._registration.set_state("draining")
+            await self.registration.set_state("draining")
             await self._stop_claiming()
-            await drain(self._running, self._engine, self._requeue, tasks[0], shutdown_timeout)
+            await drain(self.running, self.engine, self.requeue, tasks[0], shutdown_timeout)
         except EngineDeadError as error:
             await self._handle_crash(error)
             raise
@@ -69,28 +61,28 @@ class Serving:
             self.intake.close()
 
     def _start_tasks(self) -> list[asyncio.Task[None]]:
-        engine, worker, metrics = self._engine, self._registration.id, self._running.metrics
-        report = statistics.report(self._running, engine, engine.info.num_blocks)
-        gauges = statistics.report_gauges(worker, engine, metrics, self._queue)
+        report = statistics.report(self.running, self.engine, self.engine.info.num_blocks)
+        worker, metrics = self.registration.id, self.running.metrics
+        gauges = statistics.report_gauges(worker, self.engine, metrics, self.queue)
         return [
             asyncio.create_task(self._take_steps(), name="steps"),
             asyncio.create_task(self.intake.run(self._start_requests), name="intake"),
             asyncio.create_task(self.quarantine.run(), name="quarantine"),
-            asyncio.create_task(self._outbox.run(self._running.due, self._running.any), name="outbox"),
+            asyncio.create_task(self.outbox.run(self.running.due, self.running.any), name="outbox"),
             asyncio.create_task(report, name="statistics"),
             asyncio.create_task(gauges, name="gauges"),
         ]
 
     async def _take_steps(self) -> None:
-        async for output in self._engine.steps():
-            self._running.on_step(output)
+        async for output in self.engine.steps():
+            self.running.on_step(output)
             if any(output.finish):
                 self.intake.room_made()
 
     def _start_requests(self, prepared: list[PreparedRequest], errors: list[Finished]) -> None:
-        self._running.start(prepared)
-        self._running.reject(errors)
-        self._outbox.requests_run()
+        self.running.start(prepared)
+        self.running.reject(errors)
+        self.outbox.requests_run()
         if self.intake.isolated:
             self.quarantine.begin()
 
@@ -104,11 +96,11 @@ class Serving:
 
         If the core crashed by itself they are quarantined; what never reached it is requeued.
         """
-        running, reached = self._running, self._running.keys()
+        running, reached = self.running, self.running.keys()
         logger.error("the engine core ended with %d requests in flight", len(reached))
         await self._stop_claiming()
-        await self._requeue.publish(running.checkpoint(running.keys()))
+        await self.requeue.publish(running.checkpoint(running.keys()))
         if error.by_itself:
             self.longest_at_death = running.longest()
-            await self._requeue.quarantine(running.drop(reached), error)
-            await self._requeue.requeue(running.drop(running.keys()))
+            await self.requeue.quarantine(running.drop(reached), error)
+            await self.requeue.requeue(running.drop(running.keys()))

@@ -27,12 +27,7 @@ async def start_engine(engine: AsyncEngine, timeout: float, longest_at_death: in
         *(info.device, info.dtype, info.max_num_seqs, info.max_model_len, info.num_blocks, info.block_size),
         info.weights_seconds,
     )
-    try:
-        await _run_self_test(engine, longest_at_death)
-    except EngineRequestError as error:
-        raise EngineDeadError(
-            f"the engine core failed at the first request, which was the worker's own: {error}", None
-        ) from error
+    await _run_self_test(engine, longest_at_death)
 
 
 async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:
@@ -45,17 +40,20 @@ async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:
     """
     length, tokens = (longest_at_death, HARMLESS_TOKENS) if longest_at_death else (_SELF_TEST_LENGTH, 2)
     tokens = min(tokens, engine.info.max_model_len - 1)
+    if tokens <= 0:
+        return
     prompt = [0] * min(length, engine.info.max_model_len - tokens)
-    if tokens > 0:
-        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        try:
-            async for _ in engine.generate(prompt, sampling):
-                pass
-        except EngineDeadError as error:
-            if not error.by_itself:
-                raise
-            raise EngineDeadError(
-                f"an engine core failed at a harmless request of {len(prompt) + tokens} tokens, so the device or the"
-                f" installation is at fault, not a request: {error}",
-                error.returncode,
-            ) from error
+    try:
+        async for _ in engine.generate(prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)):
+            pass
+    except EngineRequestError as error:
+        message = f"the engine core failed at the first request, which was the worker's own: {error}"
+        raise EngineDeadError(message, None) from error
+    except EngineDeadError as error:
+        if not error.by_itself:
+            raise
+        raise EngineDeadError(
+            f"an engine core failed at a harmless request of {len(prompt) + tokens} tokens, so the device or the"
+            f" installation is at fault, not a request: {error}",
+            error.returncode,
+        ) from error

@@ -58,10 +58,6 @@ class TextTokenizer:
         return cls(tokenizer, config, ChatTemplate(template, _special_tokens(config), source))
 
     @property
-    def vocabulary_size(self) -> int:
-        return self._tokenizer.get_vocab_size(with_added_tokens=True)
-
-    @property
     def eos_token_id(self) -> int | None:
         """The token that ends a text, if the tokenizer names one."""
         return self._tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))

@@ -80,7 +80,7 @@ def with_intake(
     async def run() -> None:
         collector = Collector()
         leases = Leases(queue, "worker", 30.0, lambda: 0, lambda lost: None)
-        preparation = Preparation(TOKENIZER, ["demo"], ModelLimits(2048, TOKENIZER.vocabulary_size))
+        preparation = Preparation(TOKENIZER, ["demo"], ModelLimits(2048, 1024))
         intake = Intake(queue, "worker", ["demo"], max_num_seqs, leases, preparation, collector.load)
         task = asyncio.create_task(intake.run(collector.start))
         try:
