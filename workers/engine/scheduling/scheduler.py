@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 from copy import copy
 
-from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput, TokenLogprobs
+from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput
 from workers.engine.messages.metrics import KINDS
 from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
 from workers.engine.scheduling.admission import AdmissionBatching, AdmissionPolicy, choose_policy
@@ -73,10 +73,6 @@ class Scheduler:
         self._arrivals = 0
         self._step = 0
         self._output = OutputBuilder()
-        # By request, until its first entry in an output: prompt tokens that the cache gave, and the
-        # prompt's log probabilities so far
-        self._fresh_hits: dict[int, int] = {}
-        self._fresh_scores: dict[int, list[TokenLogprobs]] = {}
 
     @property
     def unfinished(self) -> int:
@@ -97,7 +93,7 @@ class Scheduler:
         else:
             self._requests[added.id] = added
             if added.sampling.prompt_logprobs >= 0:
-                self._fresh_scores[added.id] = []
+                self._output.fresh_scores[added.id] = []
             self._queues.wait(added)
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -147,7 +143,7 @@ class Scheduler:
             requests[scores.row].next_score = scores.first
         for request in undone.first_entries:
             request.cached_tokens = -1
-            self._fresh_hits.pop(request.id, None)
+            self._output.fresh_hits.pop(request.id, None)
         for added in plan.added:
             self._queues.undo_enter(by_slot[added.slot])
         self._stats.steps -= 1
@@ -168,7 +164,7 @@ class Scheduler:
         self._slots.retire(plan.step)
         output = self._output
         if result.logprobs or launched.scored:
-            self._take_logprobs(launched, result)
+            output.take_logprobs(launched, result)
         add_id, add_token = output.request_ids.append, output.token_ids.append
         for request, token in zip(launched.sampling, result.tokens.tolist(), strict=True):
             if request.finish:
@@ -195,15 +191,6 @@ class Scheduler:
             raise RuntimeError(f"not idle: {len(self._requests)} requests, {len(self._launched)} launched steps")
         self._pool.check_idle()
         self._queues.check_idle()
-
-    def _take_logprobs(self, launched: StepBuilder, result: StepResult) -> None:
-        for index, logprobs in result.logprobs.items():
-            request = launched.sampling[index]
-            if not request.finish:
-                self._output.logprobs[request.id] = [logprobs]
-        for request, scores in zip(launched.scored, result.prompt_logprobs, strict=True):
-            if not request.finish:
-                self._fresh_scores[request.id] += scores
 
     def _advance(self, requests: list[RequestState], step: StepBuilder) -> None:
         """Give requests with a slot as many of their uncomputed tokens as the budget has left.
@@ -301,7 +288,7 @@ class Scheduler:
             request.waited = time.monotonic() - request.arrived
             request.cached_tokens = min(request.computed, request.prompt_length)
             if request.cached_tokens:
-                self._fresh_hits[request.id] = request.cached_tokens
+                self._output.fresh_hits[request.id] = request.cached_tokens
         step.added.append(AddedRequest(request.slot, request.tokens.copy(), request.prompt_length, request.sampling))
         if prefix:
             step.new_blocks.append(NewBlocks(request.slot, 0, prefix.copy()))
@@ -326,5 +313,5 @@ class Scheduler:
         stats.running = len(self._queues.live.running) + len(self._queues.batch.running)
         stats.waiting = len(self._requests) - stats.running
         stats.free_blocks = self._pool.num_free
-        output, self._output = self._output, OutputBuilder()
-        return output.build(self._slots.retired_step, self._fresh_hits, self._fresh_scores, stats)
+        output, self._output = self._output, self._output.following()
+        return output.build(self._slots.retired_step, stats)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from workers.engine.messages.core import Stats, StepOutput, TokenLogprobs
-from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan
+from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
 from workers.engine.scheduling.request import RequestState
 
 
@@ -47,13 +47,28 @@ class StepBuilder:
 
 @dataclass(slots=True)
 class OutputBuilder:
-    """Collects one `StepOutput`; requests that go on have one token each."""
+    """Collects one `StepOutput`; requests that go on have one token each.
+
+    Until the first entry of a request, here or in a later output, `fresh_hits` has how many prompt
+    tokens the cache gave it, and `fresh_scores` the prompt's log probabilities so far.
+    """
 
     request_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     ended: list[tuple[int, RequestState, int, int]] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    fresh_hits: dict[int, int] = field(default_factory=dict)
+    fresh_scores: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def take_logprobs(self, launched: StepBuilder, result: StepResult) -> None:
+        for index, logprobs in result.logprobs.items():
+            request = launched.sampling[index]
+            if not request.finish:
+                self.logprobs[request.id] = [logprobs]
+        for request, scores in zip(launched.scored, result.prompt_logprobs, strict=True):
+            if not request.finish:
+                self.fresh_scores[request.id] += scores
 
     def end(self, request: RequestState, stop_token: int, error: str = "", token: int | None = None) -> None:
         self.ended.append((len(self.request_ids), request, stop_token, int(token is not None)))
@@ -63,26 +78,24 @@ class OutputBuilder:
         if error:
             self.errors[request.id] = error
 
-    def build(
-        self, step: int, fresh_hits: dict[int, int], fresh_scores: dict[int, list[TokenLogprobs]], stats: Stats
-    ) -> StepOutput:
-        """Return the output.
+    def following(self) -> "OutputBuilder":
+        """Return the builder of the next output."""
+        return OutputBuilder(fresh_hits=self.fresh_hits, fresh_scores=self.fresh_scores)
 
-        Removes from `fresh_hits` and `fresh_scores` what the output contains, and the scores of
-        requests that ended without a token.
-        """
+    def build(self, step: int, stats: Stats) -> StepOutput:
+        """Return the output; the scores of requests that ended without a token are dropped."""
         rows = len(self.request_ids)
         counts, finish, stop_token, cached_tokens = [1] * rows, [0] * rows, [-1] * rows, [0] * rows
         for index, request, stop, count in self.ended:
             counts[index] = count
             finish[index] = int(request.finish)
             stop_token[index] = stop
-        if fresh_hits:
-            cached_tokens = [fresh_hits.pop(request_id, 0) for request_id in self.request_ids]
+        if self.fresh_hits:
+            cached_tokens = [self.fresh_hits.pop(request_id, 0) for request_id in self.request_ids]
         scores: dict[int, list[TokenLogprobs]] = {}
-        if fresh_scores:
+        if self.fresh_scores:
             for request_id, count in zip(self.request_ids, counts, strict=True):
-                whole = fresh_scores.pop(request_id, None)
+                whole = self.fresh_scores.pop(request_id, None)
                 if whole is not None and count:
                     scores[request_id] = whole
         return StepOutput(
