@@ -136,6 +136,24 @@ def test_live_calls_get_in_when_all_is_full(queue: Queue) -> None:
     with_intake(queue, 16, scenario)
 
 
+def test_a_live_call_that_finds_no_place_gets_the_next_one(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only when an idle worker would look again."""
+    monkeypatch.setattr("workers.replica.intake.LOOK_SECONDS", 600.0)
+
+    async def scenario(intake: Intake, collector: Collector, leases: Leases) -> None:
+        for count in range(1, 6):  # for four there are places
+            queue.submit(f"live_{count}", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
+            intake.wake()
+            await until(lambda taken=min(count, 4): len(collector.taken) == taken, "the live call")  # type: ignore[misc]
+        for _ in range(5):  # turns of the loop, in which it finds no place
+            await asyncio.sleep(0)
+        del collector.taken[0]
+        intake.room_made()
+        await until(lambda: len(collector.taken) == 4, "the last live call")
+
+    with_intake(queue, 1, scenario)
+
+
 def test_requests_of_many_choices_take_as_many_places(queue: Queue) -> None:
     """64 places and 8 spare ones; what requests are like shows with the first ones.
 
