@@ -15,17 +15,8 @@ import httpx
 import pytest
 
 from tests.pipeline.results import answers, examples, read_results, text_of
-from tests.support.bad_requests import (
-    ANSWERED,
-    BAD_REQUESTS,
-    CHAT,
-    COMPLETIONS,
-    HOSTILE_BUT_GOOD,
-    NOT_JSON,
-    BadRequest,
-    as_json,
-    message,
-)
+from tests.support.bad_request import ANSWERED, CHAT, COMPLETIONS, BadRequest, as_json, message
+from tests.support.bad_requests import BAD_REQUESTS, HOSTILE_BUT_GOOD, NOT_JSON
 from tests.support.commands import RunningCommand, run_pipeline, running_pipeline
 from tests.support.waiting import wait_until
 

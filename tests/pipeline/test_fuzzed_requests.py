@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.pipeline.results import read_results
-from tests.support.bad_requests import CHAT, COMPLETIONS, MODEL, as_json
+from tests.support.bad_request import CHAT, COMPLETIONS, MODEL, as_json
 from tests.support.commands import run_pipeline, running_pipeline
 from tests.support.waiting import wait_until
 

@@ -14,7 +14,7 @@ from jobs.protocol.chat import CHAT
 from jobs.protocol.lines import MOST_NESTED, Line, decode_json, encode_body, read_line
 from jobs.protocol.results import ApiError, encode_json
 from jobs.protocol.validation import LineError, check_line, parse_call
-from tests.support.bad_requests import message
+from tests.support.bad_request import message
 
 
 def deeper(frames: int, call: Callable[[], Any]) -> Any:

@@ -14,7 +14,8 @@ from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.lines import Line
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import LineError, check_line, decode_body, parse_call
-from tests.support.bad_requests import BAD_REQUESTS, HOSTILE_BUT_GOOD, NOT_JSON, BadRequest, as_json
+from tests.support.bad_request import BadRequest, as_json
+from tests.support.bad_requests import BAD_REQUESTS, HOSTILE_BUT_GOOD, NOT_JSON
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
