@@ -9,30 +9,13 @@ from workers.engine.backends.base import Backend
 from workers.engine.cuda.graphs import GraphVariant
 from workers.engine.device.model_runner import ModelRunner
 from workers.engine.messages.config import ResolvedConfig
-from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.core import EVERY_FEATURE
 from workers.engine.messages.step import AddedRequest, PromptScores, StepPlan
 from workers.engine.models.base import DecoderModel
 
 _ONE_BLOCK = 1
 # A margin for fragmentation of the graphs' pool, and for the graphs themselves
 _GRAPH_ROUNDING = 1.25
-
-# Uses every stage of sampling, with limits that leave many tokens
-_EVERYTHING = SamplingParams(
-    max_tokens=1,
-    temperature=1.0,
-    top_p=0.99,
-    top_k=2000,
-    min_p=1e-6,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    repetition_penalty=1.1,
-    logit_bias=((0, 0.5),),
-    bad_words=((0,),),
-    allowed_token_ids=tuple(range(1, 1025)),
-    logprobs=20,
-    prompt_logprobs=20,
-)
 
 
 def profile_memory(config: ResolvedConfig, backend: Backend, model: DecoderModel) -> int:
@@ -52,7 +35,7 @@ def largest_step(config: ResolvedConfig) -> StepPlan:
     rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     each, more = divmod(config.max_num_batched_tokens, rows)
     counts = np.minimum(each + (np.arange(rows) < more), config.max_model_len - 1).astype(np.int32)
-    added = [AddedRequest(row, [0] * count, count, _EVERYTHING) for row, count in enumerate(counts.tolist())]
+    added = [AddedRequest(row, [0] * count, count, EVERY_FEATURE) for row, count in enumerate(counts.tolist())]
     scores = [PromptScores(0, 1, int(counts[0]))] if counts[0] > 1 else []
     slots, starts, samples = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32), np.ones(rows, np.int32)
     return StepPlan(0, added, [], slots, starts, counts, samples, scores)

@@ -101,6 +101,26 @@ class SamplingParams(msgspec.Struct, frozen=True):
                 raise ValueError(f"bad_words must hold runs of token ids, got {list(word)}")
 
 
+EVERY_FEATURE = SamplingParams(
+    max_tokens=1,
+    temperature=1.0,
+    top_p=0.99,
+    top_k=2000,
+    min_p=1e-6,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    repetition_penalty=1.1,
+    logit_bias=((0, 0.5),),
+    bad_words=((0,),),
+    allowed_token_ids=tuple(range(1, 1025)),
+    logprobs=20,
+    prompt_logprobs=20,
+)
+"""Uses every stage of sampling, with limits that leave many tokens: what the memory profiling run
+asks for.
+"""
+
+
 class EngineRequest(msgspec.Struct):
     """One sequence to generate.
 
