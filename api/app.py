@@ -19,7 +19,6 @@ from api.state import ApiState
 from jobs.batch.retention import forget_output
 from jobs.queue.connection import connect, connect_async
 from jobs.queue.request_queue import Queue
-from jobs.queue.settings import QueueSettings
 from jobs.store.api_keys import KeyRing
 from jobs.store.file_store import FileStore
 
@@ -27,15 +26,15 @@ from jobs.store.file_store import FileStore
 def create_app(settings: ApiSettings) -> FastAPI:
     """An app whose queue is at `settings.redis_url`; connections are made when it starts.
 
-    Raises `StoreError` for a file store that is no folder, `SettingsError` for what the environment
-    says of the queue.
+    Raises `StoreError` for a file store that is no folder.
     """
-    ring, queue_settings = KeyRing(settings.file_store), QueueSettings()
+    ring = KeyRing(settings.file_store)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        assert settings.redis_url is not None
         client, stream_client = connect(settings.redis_url), connect_async(settings.redis_url)
-        queue = Queue(client, queue_settings)
+        queue = Queue(client, settings)
         reader = Reader(stream_client, queue, queue.settings.redis_retry_seconds)
         store = FileStore(queue, settings.file_store, forget_output)
         app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue), store, ring)

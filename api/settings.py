@@ -1,48 +1,35 @@
-"""Configuration of an API process; every field is also an environment variable."""
+"""Configuration of an API process: that of its queue, and of HTTP."""
 
-from typing import Annotated
-
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from dataclasses import dataclass
 
 from jobs.protocol.windows import window_seconds
+from jobs.queue.settings import QueueSettings
+from jobs.settings import setting
 
 
-class ApiSettings(BaseSettings):
-    """One frozen set of values per process. Seconds and bytes unless a field says otherwise."""
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings(QueueSettings):
+    """One frozen set of values per process."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="ignore", env_prefix="PIPELINE_", populate_by_name=True)
-
-    redis_url: str = Field(
-        default="redis://127.0.0.1:6379/0", validation_alias="REDIS_URL", description="where the queue is"
+    host: str = setting(
+        "127.0.0.1",
+        "Address to listen on; 0.0.0.0 for every one, which needs API keys (`pipeline keys create`).",
     )
-    file_store: str = Field(
-        default="./store", validation_alias="FILE_STORE", description="folder of files, batches and keys"
+    port: int = setting(8000, "Port to listen on; 0 takes a free one.", min=0, max=65535)
+    insecure: bool = setting(False, "While no API key exists, answer every client that reaches the address.")
+    completion_windows: tuple[str, ...] = setting(
+        ("24h",),
+        "How long a batch may take, as 24h, 30m or 10s; may be repeated, and a batch names one of them.",
+        flag="completion-window",
+        check=window_seconds,
     )
-    host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    insecure: bool = Field(default=False, description="answers everybody while no key exists, also beyond this machine")
-    max_body_bytes: int = Field(default=32 * 1024 * 1024, gt=0, description="largest body of a live call")
-    max_batch_lines: int = Field(default=50_000, gt=0, description="most requests in a batch")
-    completion_windows: Annotated[tuple[str, ...], NoDecode] = Field(
-        default=("24h",), description="what a batch may ask for"
+    max_batch_lines: int = setting(50_000, "Most requests in a batch.", above=0, kind="size")
+    max_file_bytes: int = setting(200 * 2**20, "Largest input file of a batch.", above=0, kind="size")
+    max_body_bytes: int = setting(32 * 2**20, "Largest body of a live call, in bytes.", above=0, flag=None)
+    ping_seconds: float = setting(15.0, "Seconds after which a silent event stream gets a comment.", above=0, flag=None)
+    upload_silence_seconds: float = setting(
+        60.0, "Seconds without a byte after which a request's body is given up.", above=0, flag=None
     )
-    ping_seconds: float = Field(default=15.0, gt=0, description="a silent event stream gets a comment this often")
-    max_file_bytes: int = Field(
-        default=200 * 1024 * 1024, gt=0, description="largest file of purpose batch; others may have 512 MB"
+    watch_seconds: int = setting(
+        60, "Seconds that one watch of a request lasts before it is renewed.", above=0, flag=None
     )
-    upload_silence_seconds: float = Field(
-        default=60.0, gt=0, description="a body of which nothing comes for so long is given up"
-    )
-    watch_seconds: int = Field(
-        default=60, gt=0, description="how long one watch of a batch request lasts before it is renewed"
-    )
-
-    @field_validator("completion_windows", mode="before")
-    @classmethod
-    def _windows(cls, value: object) -> object:
-        windows = tuple(value.split()) if isinstance(value, str) else value
-        if isinstance(windows, tuple):
-            for window in windows:
-                window_seconds(window)
-        return windows

@@ -47,7 +47,7 @@ def exit_code_of(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         return 1
-    if _is(error, "jobs.queue.settings", "SettingsError"):
+    if _is(error, "jobs.errors", "SettingsError"):
         Refused(one_line(error)).show()
         return Refused.exit_code
     sentence = explain(error)

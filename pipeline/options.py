@@ -1,11 +1,12 @@
-"""Flags that several commands share, and where their values come from: flag, then environment, then
---config file, then default.
+"""Flags, most of which follow from the fields of settings, and where their values come from: flag,
+then environment, then --config file, then default.
 """
 
 import logging
 import os
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -13,7 +14,11 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import click
 from click.core import ParameterSource
 
+from jobs.queue.settings import QueueSettings
+from jobs.settings import kind_of, variable
 from pipeline.errors import Refused
+from workers.engine.messages.config import EngineConfig
+from workers.settings import WorkerSettings
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 log = logging.getLogger("pipeline")
@@ -21,7 +26,8 @@ log = logging.getLogger("pipeline")
 CHILD_VARIABLE = "PIPELINE_CHILD"
 """In the environment of processes that another command starts."""
 
-_PASSWORD = "pipeline.redis_password"  # in a command's `meta`: what --redis-password-file holds
+# In a command's `meta`: what --redis-password-file holds, and the path of the --config file
+_PASSWORD, _CONFIG = "pipeline.redis_password", "pipeline.config"
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
 _SOURCES = {
@@ -64,15 +70,109 @@ class Device(click.ParamType[str]):
         return text
 
 
+_KINDS: dict[str, click.ParamType[Any]] = {
+    "size": Size(),
+    "folder": click.Path(file_okay=False),
+    "device": Device(),
+}
+
+
+class Flag(click.Option):
+    """An option; the error for a bad value of a config file names the file."""
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        if ctx is not None and self.name and ctx.get_parameter_source(self.name) is ParameterSource.DEFAULT_MAP:
+            return f"'{self.name.replace('_', '-')}' of {ctx.meta[_CONFIG]}"
+        return super().get_error_hint(ctx)
+
+
+def as_flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def flag(*names: str, env: str | None = None, **attributes: Any) -> Callable[[Command], Command]:
     """Return a click option that can also be set by the environment variable `env`.
 
     The default of `env` is PIPELINE_ and the flag's name.
     """
     longest = max((name.split("/")[0] for name in names), key=len)
-    variable = env or "PIPELINE_" + longest.lstrip("-").upper().replace("-", "_")
+    name = env or "PIPELINE_" + longest.lstrip("-").upper().replace("-", "_")
     attributes.setdefault("show_default", attributes.get("default") is not None)
-    return click.option(*names, envvar=variable, show_envvar=True, **attributes)
+    return click.option(*names, cls=Flag, envvar=name, show_envvar=True, **attributes)
+
+
+def flag_of(settings: type, name: str, note: str = "", **attributes: Any) -> Callable[[Command], Command]:
+    """Return the flag of one field of settings, with `note` behind its help."""
+    one = next(one for one in fields(settings) if one.name == name)
+    kind, limits, shown = kind_of(one), one.metadata, as_flag(parameter_of(one))
+    if kind is bool:
+        shown, attributes["is_flag"] = (f"{shown}/--no-{shown[2:]}" if one.default else shown), True
+    if kind is tuple:
+        attributes["multiple"] = True
+    if "check" in limits:
+        attributes["callback"] = _checking(limits["check"])
+    if one.default not in (None, False, ()):
+        attributes["default"] = one.default
+    return flag(shown, env=variable(one), type=_type_of(kind, limits), help=limits["help"] + note, **attributes)
+
+
+def flags_of(settings: type, *without: str) -> Callable[[Command], Command]:
+    """Return the flags of the fields that `settings` itself declares."""
+    return all_of(*(flag_of(settings, one.name) for one in declared(settings) if one.name not in without))
+
+
+def declared(settings: type) -> list[Field[Any]]:
+    """Return the fields that `settings` itself declares, of those that are flags."""
+    return [one for one in fields(settings) if parameter_of(one) and one.name in vars(settings)["__annotations__"]]
+
+
+def parameter_of(one: Field[Any]) -> str:
+    """Return what click calls the flag of a field, "" for a field without one."""
+    name = one.metadata.get("flag", one.name) if "help" in one.metadata else None
+    return (name or "").replace("-", "_")
+
+
+def values_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a command's values that are fields of `settings`, by their names there."""
+    return {one.name: values[name] for one in fields(settings) if (name := parameter_of(one)) in values}
+
+
+def arguments_of(settings: type, values: Mapping[str, Any], *without: str) -> list[str]:
+    """Return the command line that gives another process the same values of `declared` flags."""
+    arguments: list[str] = []
+    for one in declared(settings):
+        name, value = as_flag(parameter_of(one)), values.get(parameter_of(one))
+        if one.name in without or value is None:
+            continue
+        if isinstance(value, bool):
+            arguments += [name] if value else [f"--no-{name[2:]}"] if one.default else []
+        else:
+            arguments += [part for each in (value if kind_of(one) is tuple else (value,)) for part in (name, str(each))]
+    return arguments
+
+
+def _type_of(kind: type, limits: Mapping[str, Any]) -> Any:
+    if "kind" in limits:
+        return _KINDS[limits["kind"]]
+    if "choices" in limits:
+        return click.Choice(limits["choices"])
+    if kind not in (int, float):
+        return None
+    lowest, highest = limits.get("min", limits.get("above")), limits.get("max")
+    ranges: Any = click.IntRange if kind is int else click.FloatRange
+    return ranges(lowest, highest, min_open="above" in limits)
+
+
+def _checking(check: Callable[[str], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    def callback(_ctx: click.Context, _param: click.Parameter, values: Any) -> Any:
+        try:
+            for value in values:
+                check(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from None
+        return values
+
+    return callback
 
 
 def all_of(*flags: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -88,6 +188,7 @@ def all_of(*flags: Callable[[Command], Command]) -> Callable[[Command], Command]
 
 def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None) -> Path | None:
     if path is not None:
+        ctx.meta[_CONFIG] = path
         ctx.default_map = {**(ctx.default_map or {}), **_config_values(ctx, path)}
     return path
 
@@ -181,29 +282,19 @@ def _read_password(ctx: click.Context, _param: click.Parameter, path: Path | Non
         ctx.params["redis_url"] = _with_password(url, password)
 
 
-def _redis_flags(without: str) -> Callable[[Command], Command]:
-    """`without` says in the help what follows where no URL is given."""
-    return all_of(
-        flag(
-            "--redis-url",
-            env="REDIS_URL",
-            callback=_check_url,
-            help=f"redis://, rediss:// or unix:// URL of the queue. [{without}]",
-        ),
-        flag(
-            "--redis-password-file",
-            env="REDIS_PASSWORD_FILE",
-            type=click.Path(path_type=Path),
-            expose_value=False,
-            callback=_read_password,
-            help="File that holds the password for a --redis-url that names none.",
-        ),
-    )
-
-
-redis_option = _redis_flags("default: a private one")
-fleet_redis_option = _redis_flags("required")
-"""The same for commands that refuse to run without it."""
+_password_option = flag(
+    "--redis-password-file",
+    env="REDIS_PASSWORD_FILE",
+    type=click.Path(path_type=Path),
+    expose_value=False,
+    callback=_read_password,
+    help="File that holds the password for a --redis-url that names none.",
+)
+redis_option, fleet_redis_option = (
+    all_of(flag_of(QueueSettings, "redis_url", note, callback=_check_url), _password_option)
+    for note in (" [default: a private one]", " [required]")
+)
+"""The second is for commands that refuse to run without it."""
 
 
 def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) -> str:
@@ -216,141 +307,16 @@ def _check_store(_ctx: click.Context, _param: click.Parameter, location: str) ->
         raise click.BadParameter(str(error)) from None
 
 
-store_option = flag(
-    "--file-store",
-    env="FILE_STORE",
-    default="./store",
-    callback=_check_store,
-    help=(
-        "Folder of files, batches and API keys; one and the same for every `pipeline api` and `pipeline jobs` of a"
-        " fleet."
-    ),
-)
+store_option = flag_of(QueueSettings, "file_store", callback=_check_store)
 
 json_option = flag("--json", "as_json", env="PIPELINE_JSON", is_flag=True, help="Print JSON for programs.")
 
-queue_options = all_of(
-    flag("--lease-seconds", env="LEASE_SECONDS", type=click.FloatRange(min=0.2), default=30.0,
-         help="Seconds for which a worker's claim on a request holds without being renewed."),
-    flag("--stream-interval", env="STREAM_INTERVAL", type=click.FloatRange(min=0.02), default=2.0,
-         help="Seconds between the checkpoints of a request that no client watches."),
-)  # fmt: skip
+queue_options = flags_of(QueueSettings, "redis_url", "file_store")
 
-model_options = all_of(
-    flag(
-        "--served-model-name",
-        multiple=True,
-        help="Name that requests use for the model; may be repeated. [default: the --model given]",
-    ),
-    flag("--tokenizer", help="Folder or hub name of the tokenizer. [default: the model's]"),
-    flag(
-        "--model-impl",
-        type=click.Choice(["auto", "own", "transformers"]),
-        default="auto",
-        help=("Code that runs the model; auto: the engine's own if it has the architecture, else transformers'."),
-    ),
-    flag(
-        "--device",
-        type=Device(),
-        default="auto",
-        help="cuda (any free GPU), cuda:1 (that one) or cpu; auto: a GPU if there is one.",
-    ),
-    flag(
-        "--tensor-parallel-size",
-        type=click.IntRange(min=1),
-        default=1,
-        help="GPUs (on a CPU, processes) that share one copy of the model; must divide its attention heads.",
-    ),
-    flag(
-        "--device-lock-folder",
-        type=click.Path(file_okay=False),
-        help=(
-            "Folder of the locks on GPUs, one for all workers of a host, containers too. [default: /run/lock or /tmp]"
-        ),
-    ),
-    flag(
-        "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-        default="auto",
-        help="Type of weights and activations.",
-    ),
-    flag(
-        "--max-model-len",
-        type=Size(),
-        help="Longest prompt and answer together, in tokens. [default: from the model's config]",
-    ),
-    flag(
-        "--max-num-seqs",
-        type=Size(),
-        help="Sequences (choices of requests) that run at once. [default: 64 on a CPU, 1024 on a GPU]",
-    ),
-    flag(
-        "--max-num-batched-tokens",
-        type=Size(),
-        help="Tokens computed in one step. [default: 2048 on a CPU, 16384 on a GPU]",
-    ),
-    flag("--block-size", type=Size(), help="Tokens per block of the KV cache."),
-    flag(
-        "--enable-prefix-caching/--no-enable-prefix-caching",
-        default=True,
-        help="Reuse the KV cache of shared prompt beginnings.",
-    ),
-    flag(
-        "--gpu-memory-utilization",
-        type=click.FloatRange(0.0, 1.0, min_open=True),
-        default=0.9,
-        help="Share of the GPU's memory to use.",
-    ),
-    flag(
-        "--kv-cache-memory-bytes",
-        type=Size(),
-        help="Size of the KV cache on each GPU. [default: what the machine allows]",
-    ),
-    flag(
-        "--enforce-eager",
-        is_flag=True,
-        help="Launch every kernel by itself, without CUDA graphs; saves the graphs' memory.",
-    ),
-    flag(
-        "--step-timeout",
-        type=click.FloatRange(min=1),
-        help=(
-            "Seconds without a step after which the engine core counts as hung. [default: 300; lowered from the"
-            " measured step times]"
-        ),
-    ),
-    flag(
-        "--profile",
-        type=click.Path(file_okay=False),
-        help="Folder for a trace of some steps of the engine core, in Chrome's format.",
-    ),
-    flag("--nvtx", is_flag=True, help="Name the parts of each step for Nsight Systems."),
-    flag("--chat-template", help="Jinja file, or the template itself. [default: the tokenizer's]"),
-)
+shutdown_option = flag_of(WorkerSettings, "shutdown_timeout")
 
-MODEL_FLAGS = (
-    "served_model_name",
-    "tokenizer",
-    "model_impl",
-    "device",
-    "tensor_parallel_size",
-    "device_lock_folder",
-    "dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "enable_prefix_caching",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "enforce_eager",
-    "step_timeout",
-    "profile",
-    "nvtx",
-    "chat_template",
-)
-"""Parameter names of `model_options`."""
-
+model_options = all_of(flags_of(WorkerSettings, "shutdown_timeout"), flags_of(EngineConfig))
+MODEL_FLAGS = [parameter_of(one) for settings in (WorkerSettings, EngineConfig) for one in declared(settings)]
 
 replicas_option = flag(
     "--data-parallel-size",
@@ -399,10 +365,6 @@ def given_as_flag(ctx: click.Context, names: Iterable[str]) -> list[str]:
     return [as_flag(name) for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
-def as_flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def log_settings(ctx: click.Context) -> None:
     """Log every setting that differs from its default, with its source.
 
@@ -430,24 +392,7 @@ def _shown(name: str, value: Any) -> str:
     return str(value)
 
 
-def model_arguments(values: dict[str, Any]) -> list[str]:
+def model_arguments(values: Mapping[str, Any]) -> list[str]:
     """Return the command line that gives another process the same model flags."""
-    caching = as_flag("enable_prefix_caching") if values["enable_prefix_caching"] else "--no-enable-prefix-caching"
-    left_out = {"enable_prefix_caching"}
-    if values["kv_cache_memory_bytes"] is not None:
-        left_out.add("gpu_memory_utilization")
-    return [caching, *flag_arguments(values, (name for name in MODEL_FLAGS if name not in left_out))]
-
-
-def flag_arguments(values: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """Return the command line that gives another process the same values of these flags."""
-    arguments: list[str] = []
-    for name in names:
-        value = values[name]
-        if isinstance(value, bool):
-            arguments += [as_flag(name)] if value else []
-        elif isinstance(value, list | tuple):
-            arguments += [part for one in value for part in (as_flag(name), str(one))]
-        elif value is not None:
-            arguments += [as_flag(name), str(value)]
-    return arguments
+    besides = () if values["kv_cache_memory_bytes"] is None else ("gpu_memory_utilization",)
+    return [*arguments_of(WorkerSettings, values), *arguments_of(EngineConfig, values, *besides)]

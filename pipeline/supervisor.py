@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -62,13 +63,8 @@ class Supervisor:
                 self._server = self._exit.enter_context(KeptServer(folder / "redis", self._say))
             else:
                 self._queue = self._connect()
-            self._environment = {
-                CHILD_VARIABLE: "1",
-                "REDIS_URL": self.redis_url,
-                "LEASE_SECONDS": str(self.settings.lease_seconds),
-                "STREAM_INTERVAL": str(self.settings.stream_interval),
-                "FILE_STORE": self.settings.file_store,
-            }
+            settings = replace(self.settings, redis_url=self.redis_url)
+            self._environment = {CHILD_VARIABLE: "1", **settings.environment()}
             self._exit = self._exit.pop_all()
         return self
 

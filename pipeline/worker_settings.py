@@ -4,15 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs.queue.settings import QueueSettings
 from pipeline.errors import Refused
-from pipeline.options import MODEL_FLAGS
+from pipeline.options import values_of
 from workers.engine.messages.config import EngineConfig, most_processes
 from workers.engine.messages.errors import ModelLoadError
 from workers.engine.profiling import make_profile_folder
 from workers.settings import DEMO_MODEL, WorkerSettings
-
-_ENGINE = tuple(name for name in MODEL_FLAGS if name not in ("served_model_name", "chat_template"))
 
 
 def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]) -> WorkerSettings:
@@ -22,15 +19,9 @@ def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]
     try:
         if values["profile"] is not None:
             make_profile_folder(Path(values["profile"]))
-        return WorkerSettings(
-            redis_url=redis_url,
-            engine=EngineConfig(model=model or DEMO_MODEL, **{name: values[name] for name in _ENGINE}),
-            queue=QueueSettings(
-                redis_url=redis_url, lease_seconds=values["lease_seconds"], stream_interval=values["stream_interval"]
-            ),
-            served_model_names=tuple(values["served_model_name"]),
-            chat_template=values["chat_template"],
-            **{name: values[name] for name in ("shutdown_timeout",) if name in values},
+        engine = EngineConfig(model=model or DEMO_MODEL, **values_of(EngineConfig, values))
+        return WorkerSettings.from_environment(
+            **{**values_of(WorkerSettings, values), "redis_url": redis_url, "engine": engine}
         )
     except (ValueError, ModelLoadError) as error:
         raise Refused(str(error)) from None

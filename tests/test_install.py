@@ -2,15 +2,21 @@
 run without torch.
 """
 
+import ast
+import re
 import shutil
 import subprocess
+import sys
 import tomllib
 import venv
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
+PACKAGES = ("jobs", "workers", "api", "pipeline")
 PROGRAM = """
 import importlib.resources, importlib.util, jobs.queue.request_queue, jobs.control.rq_worker
 import jobs.control.ticker, api.app, pipeline.main
@@ -43,6 +49,32 @@ def test_the_worker_extra_holds_torch_and_the_rest_does_not() -> None:
         requirement.startswith(("torch", "transformers", "triton")) for requirement in project["dependencies"]
     )
     assert "torch>=2.11,<2.14" in project["optional-dependencies"]["worker"]
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *extras["worker"], *extras["cuda"]]
+    declared = {_plain(re.split(r"[\[<>=;, ]", requirement)[0]) for requirement in requirements}
+    makers = {"pynvml": ["nvidia-ml-py"], **packages_distributions()}  # that one only on machines with a GPU
+    imported = {name for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py") for name in _roots(path)}
+    foreign = imported - {*PACKAGES, *sys.stdlib_module_names}
+    assert {"redis", "h11", "starlette", "torch"} <= foreign
+    names = {name: {_plain(maker) for maker in makers.get(name, [name])} for name in foreign}
+    assert [name for name in sorted(names) if not names[name] & declared] == []
+
+
+def _roots(path: Path) -> Iterator[str]:
+    """The first part of the name of each module that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _run(*command: object) -> None:

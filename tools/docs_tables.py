@@ -5,13 +5,21 @@ A table is between `<!-- table: NAME -->` and the next `<!-- end -->`.
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from api.routes.metrics import QUEUE_METRICS, QueueMetric
+from api.settings import ApiSettings
 from jobs.protocol import parameters
 from jobs.queue.gauges import MetricDescriptor
+from jobs.queue.settings import QueueSettings
+from jobs.settings import variable
+from pipeline.options import as_flag, parameter_of
+from workers.engine.messages.config import EngineConfig
 from workers.replica import statistics
+from workers.settings import WorkerSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
 _MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -77,6 +85,24 @@ def _exported(metric: MetricDescriptor | QueueMetric) -> str:
     return f"{metric.name}_total" if metric.kind == "counter" else metric.name
 
 
+def _settings(*classes: type) -> Iterator[tuple[str, ...]]:
+    yield "flag", "variable", "default", "what it is"
+    for settings in classes:
+        for one in fields(settings):
+            if "help" not in one.metadata or one.name not in vars(settings)["__annotations__"]:
+                continue
+            does, _, default = one.metadata["help"].removesuffix("]").partition(" [default: ")
+            flag = f"`{as_flag(name)}`" if (name := parameter_of(one)) else "–"
+            yield flag, f"`{variable(one)}`", default or _setting(one.default), does
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    value = " ".join(value) if isinstance(value, tuple) else value
+    return "none" if value is None else f"`{value}`"
+
+
 def _default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -89,6 +115,9 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "worker_metrics": _worker_metrics,
     "buckets": _buckets,
     "queue_metrics": _queue_metrics,
+    "queue_settings": partial(_settings, QueueSettings),
+    "worker_settings": partial(_settings, WorkerSettings, EngineConfig),
+    "api_settings": partial(_settings, ApiSettings),
 }
 
 if __name__ == "__main__":

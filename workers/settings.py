@@ -3,12 +3,11 @@
 One frozen value; the command line makes it from flags, environment and config file.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from jobs.queue.settings import QueueSettings
+from jobs.settings import setting
 from workers.engine.messages.config import EngineConfig
 
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
@@ -17,38 +16,29 @@ DEMO_MODEL = str(Path(__file__).parent / "demo_model")
 DEMO_NAME = "demo"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSettings:
-    """Configuration of a worker process; that of its engine core is `engine`.
+def _check_name(name: str) -> None:
+    if not name:
+        raise ValueError("a served model name must not be empty")
 
-    Seconds unless a field says otherwise.
 
-    Raises ValueError for a value out of range.
-    """
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(QueueSettings):
+    """Configuration of a worker process: that of its queue, of its engine core, and its own."""
 
-    redis_url: str
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(model=DEMO_MODEL))
-    queue: QueueSettings = field(default_factory=QueueSettings)
-    served_model_names: tuple[
-        str, ...
-    ] = ()  # none: the model as it was given, a folder's own name too, "demo" for the one that ships
-    chat_template: str | None = None  # a file, or Jinja text
-    start_timeout: float = 600.0
-    # How long running requests may go on before they are requeued
-    shutdown_timeout: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name in ("start_timeout", "shutdown_timeout"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
-        if any(not name for name in self.served_model_names):
-            raise ValueError("a served model name must not be empty")
+    # None: the model as it was given, a folder's own name too, "demo" for the one that ships
+    served_model_name: tuple[str, ...] = setting(
+        (), "Name that requests use for the model; may be repeated. [default: the --model given]", check=_check_name
+    )
+    chat_template: str | None = setting(None, "Jinja file, or the template itself. [default: the tokenizer's]")
+    shutdown_timeout: float = setting(10.0, "Seconds for running requests to end after SIGTERM.", min=0)
+    start_timeout: float = field(default=600.0, metadata={"min": 0})
 
     @property
     def models(self) -> list[str]:
         """The names that requests may use."""
-        if self.served_model_names:
-            return list(dict.fromkeys(self.served_model_names))
+        if self.served_model_name:
+            return list(dict.fromkeys(self.served_model_name))
         if self.engine.model == DEMO_MODEL:
             return [DEMO_NAME]
         folder = Path(self.engine.model)

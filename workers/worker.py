@@ -70,9 +70,8 @@ class Worker:
         self.settings = settings
         self._launched = launched
         self.was_ready = False
-        self._queue = Queue(
-            connect(settings.redis_url), replace(settings.queue, redis_retry_seconds=CALL_RETRY_SECONDS)
-        )
+        assert settings.redis_url is not None
+        self._queue = Queue(connect(settings.redis_url), replace(settings, redis_retry_seconds=CALL_RETRY_SECONDS))
         self._stop_orders = 0
 
     async def run(self) -> None:

@@ -182,7 +182,7 @@ def _read_records(
     client: redis.Redis, batches: list[str], retry_seconds: float | None = None
 ) -> list[BatchRecord | None]:
     """None for a batch without a record."""
-    patience = QueueSettings().redis_retry_seconds if retry_seconds is None else retry_seconds
+    patience = QueueSettings.from_environment().redis_retry_seconds if retry_seconds is None else retry_seconds
     rows = persistently(lambda: _read(client, batches), patience)
     return [_record(batch, *row) for batch, row in zip(batches, rows, strict=True)]
 

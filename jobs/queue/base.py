@@ -19,7 +19,7 @@ class QueueBase:
 
     def __init__(self, client: redis.Redis, settings: QueueSettings | None = None) -> None:
         self.redis = client
-        self.settings = settings or QueueSettings()
+        self.settings = settings or QueueSettings.from_environment()
         self._scripts = Scripts(client, self.settings.redis_retry_seconds)
         self._blocking = blocking_twin(client)
 

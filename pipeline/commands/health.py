@@ -25,7 +25,7 @@ def health(process: str, redis_url: str | None, log_level: str) -> None:
     from jobs.queue.request_queue import Queue
     from jobs.queue.settings import QueueSettings
 
-    host, impatient = socket.gethostname(), QueueSettings(redis_retry_seconds=0)
+    host, impatient = socket.gethostname(), QueueSettings.from_environment(redis_retry_seconds=0)
     with connect(redis_url) as client:
         fault = (
             worker_fault(Queue(client, impatient), host) if process == "worker" else control_plane_fault(client, host)

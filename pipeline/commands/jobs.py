@@ -3,7 +3,7 @@
 import click
 
 from pipeline.errors import Refused
-from pipeline.options import common_options, fleet_redis_option, log_settings, queue_options, store_option
+from pipeline.options import common_options, fleet_redis_option, log_settings, queue_options, store_option, values_of
 
 
 @click.command()
@@ -12,14 +12,7 @@ from pipeline.options import common_options, fleet_redis_option, log_settings, q
 @queue_options
 @common_options
 @click.pass_context
-def jobs(
-    ctx: click.Context,
-    file_store: str,
-    redis_url: str | None,
-    lease_seconds: float,
-    stream_interval: float,
-    log_level: str,
-) -> None:
+def jobs(ctx: click.Context, /, file_store: str, redis_url: str | None, log_level: str, **_: float) -> None:
     """Validate, feed and finalize batches: RQ workers for two queues, and the ticker."""
     from jobs.process import configure_logs
 
@@ -34,9 +27,7 @@ def jobs(
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
 
-    settings = QueueSettings(
-        redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store
-    )
+    settings = QueueSettings.from_environment(**values_of(QueueSettings, ctx.params))
     try:
         with Supervisor(redis_url, settings, print_line, log_level) as supervisor:
             supervisor.start_jobs(file_store)

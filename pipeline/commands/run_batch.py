@@ -17,6 +17,7 @@ from pipeline.options import (
     queue_options,
     redis_option,
     replicas_option,
+    values_of,
 )
 
 
@@ -66,11 +67,9 @@ def run_batch(
     local_worker: bool,
     detach: bool,
     redis_url: str | None,
-    lease_seconds: float,
-    stream_interval: float,
     data_parallel_size: int,
     log_level: str,
-    **model_flags: object,
+    **_: object,
 ) -> None:
     """Answer every line of INPUT, in OpenAI's batch format, and write the results in input order.
 
@@ -94,7 +93,7 @@ def run_batch(
         output=output_file or default_output(source),
         model=model,
         redis_url=redis_url,
-        queue=QueueSettings(redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval),
+        queue=QueueSettings.from_environment(**values_of(QueueSettings, ctx.params)),
         model_flags=ctx.params,
         worker_arguments=model_arguments(ctx.params),
         starts_worker=redis_url is None or local_worker,

@@ -4,9 +4,11 @@ import contextlib
 
 import click
 
-from pipeline.commands.api import api_arguments, api_options, check_open
+from api.settings import ApiSettings
+from pipeline.commands.api import api_options, check_open
 from pipeline.errors import Refused
 from pipeline.options import (
+    arguments_of,
     check_model_flags,
     common_options,
     flag,
@@ -18,6 +20,7 @@ from pipeline.options import (
     redis_option,
     replicas_option,
     store_option,
+    values_of,
 )
 
 _PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
@@ -41,16 +44,11 @@ def serve(
     /,
     model: str | None,
     model_option: str | None,
-    host: str,
-    port: int,
-    insecure: bool,
     file_store: str,
     redis_url: str | None,
-    lease_seconds: float,
-    stream_interval: float,
     data_parallel_size: int,
     log_level: str,
-    **other_flags: object,
+    **_: object,
 ) -> None:
     """Serve one model over HTTP: API, worker, batch control plane and, without REDIS_URL, a private
     Redis.
@@ -63,7 +61,6 @@ def serve(
     log_settings(ctx)
     check_model_flags(ctx)
     from api.main import listen
-    from jobs.queue.settings import QueueSettings
     from pipeline.child import ChildFailed
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
@@ -71,17 +68,15 @@ def serve(
 
     name = one_model(ctx, model, model_option)
     worker_settings(name, redis_url or "", ctx.params)  # refuses before anything is started
+    settings = ApiSettings.from_environment(**values_of(ApiSettings, ctx.params))
     try:
-        listen(host, port).close()
+        listen(settings.host, settings.port).close()
     except OSError as error:
         raise Refused(error.strerror or str(error)) from None
-    check_open(host, insecure, file_store)
-    settings = QueueSettings(
-        redis_url=redis_url, lease_seconds=lease_seconds, stream_interval=stream_interval, file_store=file_store
-    )
+    check_open(settings)
     try:
         with _alone(file_store, redis_url), Supervisor(redis_url, settings, print_line, log_level) as supervisor:
-            supervisor.start_api([*api_arguments(ctx.params), "--file-store", file_store])
+            supervisor.start_api([*arguments_of(ApiSettings, ctx.params), "--file-store", file_store])
             supervisor.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
             supervisor.start_jobs(file_store)
             run_until_stopped(supervisor)

@@ -20,6 +20,7 @@ from pipeline.options import (
     one_model,
     queue_options,
     replicas_option,
+    shutdown_option,
 )
 
 if TYPE_CHECKING:
@@ -34,12 +35,7 @@ _BESIDES = 10.0  # seconds to stop in, beyond those of its requests
 @flag(
     "--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]"
 )
-@flag(
-    "--shutdown-timeout",
-    type=click.FloatRange(min=0),
-    default=10.0,
-    help="Seconds for running requests to end after SIGTERM.",
-)
+@shutdown_option
 @model_options
 @replicas_option
 @fleet_redis_option
@@ -129,15 +125,10 @@ def _supervise(ctx: click.Context, model: str | None, redis_url: str, replicas: 
     from pipeline.worker_settings import worker_settings
 
     settings = worker_settings(model, redis_url, ctx.params)  # refuses before anything is started
-    arguments = [
-        *([model] if model else []),
-        "--shutdown-timeout",
-        str(settings.shutdown_timeout),
-        *model_arguments(ctx.params),
-    ]
+    arguments = [*([model] if model else []), *model_arguments(ctx.params)]
     try:
         with Supervisor(
-            redis_url, settings.queue, print_line, log_level, stop_seconds=settings.shutdown_timeout + _BESIDES
+            redis_url, settings, print_line, log_level, stop_seconds=settings.shutdown_timeout + _BESIDES
         ) as supervisor:
             supervisor.start_workers(arguments, replicas)
             run_until_stopped(supervisor)

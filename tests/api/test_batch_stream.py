@@ -38,7 +38,7 @@ def steps(scripted: Callable[..., ScriptedWorker]) -> Iterator[Steps]:
 
 @pytest.fixture
 def settings(redis_url: str, tmp_path: Path) -> ApiSettings:
-    return ApiSettings(REDIS_URL=redis_url, FILE_STORE=str(tmp_path / "store"), ping_seconds=0.2)
+    return ApiSettings(redis_url=redis_url, file_store=str(tmp_path / "store"), ping_seconds=0.2)
 
 
 @pytest.fixture

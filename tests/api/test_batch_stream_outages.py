@@ -32,7 +32,7 @@ def queue(machine: RedisMachine) -> Iterator[Queue]:
 
 @pytest.fixture
 def settings(machine: RedisMachine, tmp_path: Path) -> ApiSettings:
-    return ApiSettings(REDIS_URL=machine.url, FILE_STORE=str(tmp_path / "store"), ping_seconds=0.2)
+    return ApiSettings(redis_url=machine.url, file_store=str(tmp_path / "store"), ping_seconds=0.2)
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ RAW = json.dumps(BODY).encode()
 def live_call(url: str, queue: Queue) -> LiveCall:
     """A call of an API process whose reader does not run."""
     client = connect_async(url)
-    settings = ApiSettings(redis_url=url)
+    settings = ApiSettings.from_environment(redis_url=url)
     files, ring = FileStore(queue, settings.file_store, forget_output), KeyRing(settings.file_store)
     state = ApiState(settings, queue, client, Reader(client, queue, 1), Fleet(queue), files, ring)
     return LiveCall(state, parse_call(COMPLETIONS, BODY))

@@ -235,7 +235,7 @@ def test_a_variable_of_the_api_that_cannot_be_used_is_refused(
 ) -> None:
     code, stderr = invoke("api", "--port", 0, "--file-store", tmp_path, REDIS_URL=redis_url, **{variable: value})
     assert code == 2, stderr
-    assert stderr.splitlines()[-1].startswith(f"Error: {variable} cannot be '{value}': ")
+    assert stderr.splitlines()[-1].startswith(f"Error: {variable} must be a whole number above 0, got '{value}'")
 
 
 @pytest.mark.parametrize(

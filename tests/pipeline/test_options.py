@@ -7,13 +7,14 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from pipeline.commands.api import api, api_arguments
+from api.settings import ApiSettings
+from pipeline.commands.api import api
 from pipeline.commands.run_batch import run_batch
 from pipeline.commands.serve import serve
 from pipeline.commands.worker import worker
 from pipeline.options import (
-    MODEL_FLAGS,
     Size,
+    arguments_of,
     check_model_flags,
     common_options,
     log_settings,
@@ -151,10 +152,12 @@ def test_model_flags_reach_a_child_unchanged() -> None:
         "--nvtx",
         "--profile",
         "traces",
+        "--chat-template",
+        "short",
     ]
     before = values_of(*flags)
-    after = values_of(*model_arguments(before))
-    assert {name: after[name] for name in MODEL_FLAGS} == {name: before[name] for name in MODEL_FLAGS}
+    assert (before["chat_template"], before["device_lock_folder"]) == ("short", "/locks")
+    assert values_of(*model_arguments(before)) == before
     assert values_of(*model_arguments(values_of("--kv-cache-memory-bytes", "1M")))["kv_cache_memory_bytes"] == 2**20
 
 
@@ -196,7 +199,7 @@ def test_a_seed_is_a_flag_only_where_there_are_lines_without_one(command: click.
 def test_the_api_of_a_server_gets_the_same_flags(given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meant = serve.make_context("serve", [*given.split(), "--file-store", str(tmp_path)]).params
     monkeypatch.setenv("PIPELINE_COMPLETION_WINDOWS", "1h 2h")  # as the child inherits it
-    got = api.make_context("api", [*api_arguments(meant), "--file-store", meant["file_store"]]).params
+    got = api.make_context("api", [*arguments_of(ApiSettings, meant), "--file-store", meant["file_store"]]).params
     shared = got.keys() & meant.keys()
     assert {"host", "port", "insecure", "max_file_bytes", "file_store"} <= shared
     assert {name: got[name] for name in shared} == {name: meant[name] for name in shared}

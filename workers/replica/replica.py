@@ -67,12 +67,12 @@ class Replica:
         self._stopping = stopping
         loop = asyncio.get_running_loop()
         self._registration = Registration(queue, settings.models)
-        worker, interval = self._registration.id, settings.queue.stream_interval
+        worker, interval = self._registration.id, settings.stream_interval
         self._engine = AsyncEngine(settings.engine, watchdog_timeout, launched)
         self._leases = Leases(
             queue,
             worker,
-            settings.queue.lease_seconds,
+            settings.lease_seconds,
             self._generated,
             lambda held: loop.call_soon_threadsafe(self._on_lost, held),
         )

@@ -3,78 +3,95 @@ first frame.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _PROCESSES_PER_CPU = 8
-_COUNTS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "kv_cache_memory_bytes",
-    "threads",
-    "tensor_parallel_size",
-)
+
+
+def _flag(default: Any, help: str, **metadata: Any) -> Any:
+    """A field that is a flag of the command line too; the keys of its metadata are those of
+    `jobs/settings.py`, which the engine does not import.
+    """
+    return field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """What one model replica runs with.
 
-    `None` and "auto" mean: decided once, in the core, which makes a `ResolvedConfig` of it.
+    `None` and "auto" mean: decided once, in the core, which makes a `ResolvedConfig` of it. A field
+    with a help is a flag of the command line.
 
-    `model_impl`: whose code runs the model, "own", "transformers", or "auto": the engine's own
-    where it has some for the architecture. `max_model_len` and `max_num_batched_tokens` count
-    tokens, `kv_cache_memory_bytes` bytes, `gpu_memory_utilization` is a fraction of the device's
-    memory. `depth` is how many steps the scheduler runs ahead of the tokens it has seen: 0 or 1.
-    `step_timeout`: seconds without a step, while there are requests, after which the core counts as
-    hung and is killed (None: as `watchdog.WatchdogTimeout` estimates). `tensor_parallel_size`
-    processes share the model, each on a GPU of its own; `device_lock_folder` is where workers of a
-    host agree who has which (None: the usual one, see `device_lock.py`). `threads` are those of one
-    process (None: an equal share of `all_threads()`). `enforce_eager` does without CUDA graphs.
-    `profile` is a folder for a trace of some steps, `nvtx` names the parts of a step for Nsight
-    Systems (`profiling.py`). `debug` turns on the integrity check each time the core becomes idle.
-    Raises ValueError for a value out of range.
+    `depth` is how many steps the scheduler runs ahead of the tokens it has seen. `threads` are
+    those of one process (None: an equal share of `all_threads()`). `debug` turns on the integrity
+    check each time the core becomes idle. Raises ValueError for a value out of range.
     """
 
     model: str
-    tokenizer: str | None = None
-    model_impl: str = "auto"
-    dtype: str = "auto"
-    device: str = "auto"
-    device_lock_folder: str | None = None
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    block_size: int | None = None
-    enable_prefix_caching: bool = True
-    gpu_memory_utilization: float = 0.9
-    kv_cache_memory_bytes: int | None = None
-    depth: int | None = None
-    threads: int | None = None
+    tokenizer: str | None = _flag(None, "Folder or hub name of the tokenizer. [default: the model's]")
+    model_impl: str = _flag(
+        "auto",
+        "Code that runs the model; auto: the engine's own if it has the architecture, else transformers'.",
+        choices=("auto", "own", "transformers"),
+    )
+    device: str = _flag(
+        "auto", "cuda (any free GPU), cuda:1 (that one) or cpu; auto: a GPU if there is one.", kind="device"
+    )
+    tensor_parallel_size: int = _flag(
+        1, "GPUs (on a CPU, processes) that share one copy of the model; must divide its attention heads.", min=1
+    )
+    device_lock_folder: str | None = _flag(
+        None,
+        "Folder of the locks on GPUs, one for all workers of a host, containers too. [default: /run/lock or /tmp]",
+        kind="folder",
+    )
+    dtype: str = _flag("auto", "Type of weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
+    max_model_len: int | None = _flag(
+        None, "Longest prompt and answer together, in tokens. [default: from the model's config]", min=1, kind="size"
+    )
+    max_num_seqs: int | None = _flag(
+        None,
+        "Sequences (choices of requests) that run at once. [default: 64 on a CPU, 1024 on a GPU]",
+        min=1,
+        kind="size",
+    )
+    max_num_batched_tokens: int | None = _flag(
+        None, "Tokens computed in one step. [default: 2048 on a CPU, 16384 on a GPU]", min=1, kind="size"
+    )
+    block_size: int | None = _flag(None, "Tokens per block of the KV cache.", min=1, kind="size")
+    enable_prefix_caching: bool = _flag(True, "Reuse the KV cache of shared prompt beginnings.")
+    gpu_memory_utilization: float = _flag(0.9, "Share of the GPU's memory to use.", above=0.0, max=1.0)
+    kv_cache_memory_bytes: int | None = _flag(
+        None, "Size of the KV cache on each GPU. [default: what the machine allows]", min=1, kind="size"
+    )
+    enforce_eager: bool = _flag(False, "Launch every kernel by itself, without CUDA graphs; saves the graphs' memory.")
+    step_timeout: float | None = _flag(
+        None,
+        "Seconds without a step after which the engine core counts as hung. [default: 300; lowered from the measured"
+        " step times]",
+        min=1,
+    )
+    profile: str | None = _flag(
+        None, "Folder for a trace of some steps of the engine core, in Chrome's format.", kind="folder"
+    )
+    nvtx: bool = _flag(False, "Name the parts of each step for Nsight Systems.")
+    depth: int | None = field(default=None, metadata={"choices": (0, 1)})
+    threads: int | None = field(default=None, metadata={"min": 1})
     attention_backend: str = "auto"
-    enforce_eager: bool = False
-    step_timeout: float | None = None
-    profile: str | None = None
-    nvtx: bool = False
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.model_impl not in ("auto", "own", "transformers"):
-            raise ValueError(f"model_impl must be auto, own or transformers, got {self.model_impl!r}")
-        if self.depth not in (None, 0, 1):
-            raise ValueError(f"depth must be 0 or 1, got {self.depth}")
-        if self.step_timeout is not None and not self.step_timeout > 0:
-            raise ValueError(f"step_timeout must be above 0 s, got {self.step_timeout}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], got {self.gpu_memory_utilization}")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            limits = {} if value is None else one.metadata
+            if value not in limits.get("choices", (value,)):
+                raise ValueError(f"{one.name} must be {' or '.join(map(str, limits['choices']))}, got {value!r}")
+            if "min" in limits and not value >= limits["min"]:
+                raise ValueError(f"{one.name} must be at least {limits['min']}, got {value}")
+            if "above" in limits and not limits["above"] < value <= limits["max"]:
+                raise ValueError(f"{one.name} must be above {limits['above']}, at most {limits['max']}, got {value}")
 
     def compute_threads(self) -> int:
         """Threads for the arithmetic of each rank: `threads`, else an equal share of

@@ -26,7 +26,7 @@ from workers.engine.messages.core import (
         ({"block_size": -1}, "block_size must be at least 1"),
         ({"depth": 2}, "depth must be 0 or 1, got 2"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"model_impl": "mine"}, "model_impl must be auto, own or transformers, got 'mine'"),
+        ({"model_impl": "mine"}, "model_impl must be auto or own or transformers, got 'mine'"),
     ],
 )
 def test_a_value_out_of_range_is_refused(settings: dict[str, Any], says: str) -> None:
