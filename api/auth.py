@@ -13,7 +13,7 @@ from api.settings import ApiSettings
 from api.state import state_of
 from jobs.protocol.results import ApiError
 from jobs.queue.limits import Admission
-from jobs.store.api_keys import KeyRecord, KeyRing, KeysUnreadable
+from jobs.store.api_keys import KeyRecord, KeyRing
 
 _NO_KEY = "No API key was given: send it as a header, 'Authorization: Bearer YOUR_KEY'."
 _WRONG_KEY = "The API key that was given is not valid here."
@@ -45,19 +45,14 @@ async def authorize(
 ) -> Caller:
     """Dependency of every route below /v1, which then finds the caller by `caller_of`.
 
-    Raises `ApiError`: 401, 429, 503.
+    Raises `ApiError`, 401 or 429, and `KeysUnreadable`.
     """
     state = state_of(request)
     secret = "" if bearer is None else bearer.credentials
-    try:
-        if state.keys.due:
-            caller = await asyncio.to_thread(_caller, state.keys, state.settings, secret)
-        else:
-            caller = _caller(state.keys, state.settings, secret)
-    except KeysUnreadable:
-        raise ApiError(
-            503, "API keys cannot be checked at the moment; try again.", "server_error", code="keys_unavailable"
-        ) from None
+    if state.keys.due:
+        caller = await asyncio.to_thread(_caller, state.keys, state.settings, secret)
+    else:
+        caller = _caller(state.keys, state.settings, secret)
     request.state.caller = caller
     if caller.key_id is not None and caller.requests_per_minute is not None:
         admission = await asyncio.to_thread(state.queue.admit, caller.key_id, caller.requests_per_minute)

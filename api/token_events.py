@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import redis
 from fastapi import Request
 
-from api.http.errors import queue_unavailable
+from api.http.errors import answer_to
 from api.http.event_stream import event
 from api.state import ApiState
 from jobs.protocol import fields
@@ -55,8 +55,8 @@ async def to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             yield one
     except ApiError as error:
         yield event(error.body())
-    except (QueueUnavailable, redis.RedisError):
-        yield event(queue_unavailable().body())
+    except (QueueUnavailable, redis.RedisError) as error:
+        yield event(answer_to(error).body())
     yield event(None)
 
 

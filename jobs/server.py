@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from jobs.errors import JobsError
 from jobs.process import die_with_parent
 
 _LONGEST_SOCKET_PATH = 100  # the kernel allows 107 bytes
@@ -26,7 +27,7 @@ THREE_WAYS = (
 )
 
 
-class ServerError(Exception):
+class ServerError(JobsError):
     """The Redis server cannot be used as it is; the text is one sentence that says why and what to
     do.
     """

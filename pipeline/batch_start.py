@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jobs.batch.manifest import load_manifest
-from jobs.server import ServerError
-from jobs.store.storage import Busy, StoreError
 from pipeline.batch_task import Task, start_worker
 from pipeline.child import ChildFailed
 from pipeline.errors import Refused, Unfinished
@@ -35,7 +33,7 @@ def run_task(task: Task) -> None:
     """
     began = time.monotonic()
     served = _checked(task)
-    with Signals() as signals, make_progress() as progress, _failures(), _folder(task):
+    with Signals() as signals, make_progress() as progress, _folder(task):
         with Supervisor(task.redis_url, task.queue, progress.say, task.log_level) as supervisor:
             if (
                 task.redis_url is None
@@ -58,7 +56,7 @@ def submit(task: Task) -> str:
 
     assert task.redis_url is not None
     run = BatchRun(task, _checked(task), time.monotonic())
-    with _failures(), _folder(task):
+    with _folder(task):
         return run.submit(task.redis_url)
 
 
@@ -86,17 +84,6 @@ def _folder(task: Task) -> Iterator[None]:
         if not resumes:
             shutil.rmtree(task.root, ignore_errors=True)
         raise
-
-
-@contextlib.contextmanager
-def _failures() -> Iterator[None]:
-    """Turn errors of storage, server and children into the command's end."""
-    try:
-        yield
-    except ChildFailed as error:
-        raise error.as_exit() from None
-    except (StoreError, Busy, ServerError) as error:
-        raise Unfinished(str(error)) from None
 
 
 def check_input(source: Path) -> None:

@@ -9,10 +9,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import click
-
 from jobs.process import die_with_parent
-from pipeline.errors import Refused, Unfinished
+from pipeline.errors import ChildFailed, ChildRefused, Refused
 
 ERROR_PREFIX = "Error: "
 _DEATHS_ALLOWED = 12
@@ -21,21 +19,6 @@ _FIRST_PAUSE = 0.25
 _LONGEST_PAUSE = 8.0
 _STOP_POLL = 0.01
 _LAST_OUTPUT_SECONDS = 2.0  # to read the rest; a grandchild may keep the output open
-
-
-class ChildFailed(Exception):
-    """A child ended in a way that a restart cannot repair.
-
-    `exit_code` is what the command should end with.
-    """
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-    def as_exit(self) -> click.ClickException:
-        """Return the error that ends a command."""
-        return (Refused if self.exit_code == Refused.exit_code else Unfinished)(str(self))
 
 
 class Child:
@@ -141,7 +124,7 @@ class Child:
         self._on_death(pid)
         self._reader.join(timeout=_LAST_OUTPUT_SECONDS)
         if code == Refused.exit_code and not self._deaths and self._errors:
-            raise ChildFailed(self._errors[-1], code)
+            raise ChildRefused(self._errors[-1])
         now = time.monotonic()
         self._deaths.append(now)
         while now - self._deaths[0] > _DEATH_WINDOW:
@@ -151,7 +134,7 @@ class Child:
             words = self._errors or self._last_lines
             last = f"; its last lines: {' | '.join(words)}" if words else ""
             raise ChildFailed(
-                f"the {self.name} process {how} and has ended {len(self._deaths)} times within a minute{last}", 1
+                f"the {self.name} process {how} and has ended {len(self._deaths)} times within a minute{last}"
             )
         pause = 0.0 if len(self._deaths) == 1 else min(_FIRST_PAUSE * 2 ** (len(self._deaths) - 2), _LONGEST_PAUSE)
         self._start_at = now + pause

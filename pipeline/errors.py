@@ -1,32 +1,58 @@
-"""Exit codes of a command: 0 done, 1 stopped unfinished, 2 refused, 130 interrupted."""
+"""Why a command ends, and its exit code; 0 is done.
+
+CommandEnd
+  Refused        2      the command cannot do what was asked
+  Unfinished     1      it stopped before its end
+    ChildFailed  1      a child ends again and again
+      ChildRefused  2   it refused its first start
+  Interrupted    130    it was asked to stop
+"""
 
 import errno
-import sys
+from typing import IO, Any
 
 import click
 
-INTERRUPTED = 130
-_ENVIRONMENT_ERRORS = (
-    ("jobs.server", "ServerError"),
-    ("jobs.queue.scripts", "QueueUnavailable"),
-    ("jobs.store.storage", "StoreError"),
-)
+from jobs.errors import JobsError
+from workers.engine.messages.errors import EngineError
+from workers.errors import WorkerError
+from workers.text.errors import TextError
+
+_OURS = (JobsError, EngineError, TextError, WorkerError)
 
 
-class Refused(click.ClickException):
+class CommandEnd(click.ClickException):
+    """Base of what ends a command; the message is one sentence."""
+
+
+class Refused(CommandEnd):
     """The command cannot do what was asked: bad input, bad flags, a bad model."""
 
     exit_code = 2
 
 
-class Unfinished(click.ClickException):
+class Unfinished(CommandEnd):
     """The command stopped before its end, for a reason outside of its input."""
 
-    exit_code = 1
+
+class ChildFailed(Unfinished):
+    """A child ended in a way that a restart cannot repair."""
 
 
-class Interrupted(Exception):
+class ChildRefused(ChildFailed):
+    """A child refused its first start."""
+
+    exit_code = Refused.exit_code
+
+
+class Interrupted(CommandEnd):
     """A person or the system asked the command to stop."""
+
+    exit_code = 130
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the message alone, since this is no error."""
+        click.echo(self.message, err=True)
 
 
 def exit_code_of(error: BaseException) -> int:
@@ -38,50 +64,39 @@ def exit_code_of(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else 1
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
-    if isinstance(error, click.ClickException):
-        error.show()
-        return error.exit_code
-    if isinstance(error, (Interrupted, KeyboardInterrupt, click.Abort)):
-        if str(error):
-            click.echo(str(error), err=True)
-        return INTERRUPTED
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        return Interrupted.exit_code
     if isinstance(error, BrokenPipeError):
         return 1
-    if _is(error, "jobs.errors", "SettingsError"):
-        Refused(one_line(error)).show()
-        return Refused.exit_code
-    sentence = explain(error)
-    if sentence is None:
+    end = error if isinstance(error, click.ClickException) else _explained(error)
+    if end is None:
         raise error
-    Unfinished(sentence).show()
-    return Unfinished.exit_code
+    end.show()
+    return end.exit_code
 
 
-def explain(error: BaseException) -> str | None:
-    """Return one sentence for an error of the environment (Redis, the disk), None for a fault of
-    the program.
+def _explained(error: BaseException) -> CommandEnd | None:
+    """Return the end that an error of ours, of Redis or of the disk means, None for a fault of the
+    program.
     """
-    redis = sys.modules.get("redis")
-    if redis is not None and isinstance(error, redis.exceptions.RedisError):
-        return f"Redis cannot be used: {one_line(error)}"
-    if any(_is(error, module, name) for module, name in _ENVIRONMENT_ERRORS):
-        return one_line(error)
+    if isinstance(error, _OURS):
+        return (Refused if error.exit_code == Refused.exit_code else Unfinished)(one_line(error))
+    import redis
+
+    if isinstance(error, redis.RedisError):
+        return Unfinished(f"Redis cannot be used: {one_line(error)}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space is left on the device{_at(error)}: free some space and run the same command again, it resumes"
+        return Unfinished(
+            f"no space is left on the device{_at(error)}: free some space and run the same command again, it resumes"
+        )
     if isinstance(error, OSError) and error.errno is not None:
-        return f"{error.strerror}{_at(error)}"
+        return Unfinished(f"{error.strerror}{_at(error)}")
     return None
 
 
 def one_line(error: object) -> str:
     """Return the error's text as part of a sentence."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
-
-
-def _is(error: BaseException, module: str, name: str) -> bool:
-    """Return whether the error is of that class, without importing its module."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(error, getattr(loaded, name))
 
 
 def _at(error: OSError) -> str:

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from jobs.queue.settings import QueueSettings
-from pipeline.child import Child, ChildFailed
-from pipeline.errors import Unfinished
+from pipeline.child import Child
+from pipeline.errors import ChildFailed
 from pipeline.kept_server import KeptServer
 from pipeline.options import CHILD_VARIABLE
 from pipeline.private_folder import private_folder
@@ -130,7 +130,7 @@ class Supervisor:
         Return the seconds until the next call at the latest. Raises `ChildFailed`.
         """
         if self._server is not None and self._server.failure is not None:
-            raise ChildFailed(self._server.failure, Unfinished.exit_code)
+            raise ChildFailed(self._server.failure)
         for child in self._children:
             child.check()
         pauses = [child.pause_left for child in self._children]

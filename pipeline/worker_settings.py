@@ -7,7 +7,6 @@ from typing import Any
 from pipeline.errors import Refused
 from pipeline.options import values_of
 from workers.engine.messages.config import EngineConfig, most_processes
-from workers.engine.messages.errors import ModelLoadError
 from workers.engine.profiling import make_profile_folder
 from workers.settings import DEMO_MODEL, WorkerSettings
 
@@ -23,7 +22,7 @@ def worker_settings(model: str | None, redis_url: str, values: Mapping[str, Any]
         return WorkerSettings.from_environment(
             **{**values_of(WorkerSettings, values), "redis_url": redis_url, "engine": engine}
         )
-    except (ValueError, ModelLoadError) as error:
+    except ValueError as error:
         raise Refused(str(error)) from None
 
 

@@ -2,6 +2,7 @@
 source.
 """
 
+import inspect
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from collections import Counter
 import pytest
 
 from tests.support.commands import REPOSITORY
+from tools.errors import TREES, exception_classes
 
 TORCH_FREE = [
     "jobs.queue.request_queue",
@@ -63,6 +65,25 @@ def test_a_class_name_exists_once() -> None:
         for name in re.findall(r"^ *class (\w+)\b[^'\"`]*:$", path.read_text(), re.MULTILINE)
     )
     assert [name for name, times in names.items() if times > 1] == []
+
+
+def test_every_exception_is_in_one_tree() -> None:
+    """So that it has a row in the table of `docs/architecture.md`."""
+    kinds = exception_classes()
+    assert len(kinds) > 35
+    assert [kind.__name__ for kind in kinds if sum(issubclass(kind, root) for root in TREES) != 1] == []
+
+
+@pytest.mark.parametrize("root", TREES, ids=lambda root: root.__name__)
+def test_the_picture_of_a_tree_is_the_tree(root: type) -> None:
+    picture = inspect.getdoc(inspect.getmodule(root)) or ""
+    kinds = [kind for kind in exception_classes() if issubclass(kind, root) and not kind.__name__.startswith("_")]
+    for kind in kinds if len(kinds) > 1 else ():
+        [line] = re.findall(rf"^( *)(?:\w+, )?{kind.__name__}\b", picture, re.MULTILINE)
+        parents = [base.__name__ for base in kind.__bases__ if base in kinds]
+        for parent in parents:
+            above = re.findall(rf"^( *){parent}\b", picture, re.MULTILINE)
+            assert len(line) == len(above[0]) + 2, kind
 
 
 def test_an_engine_on_the_cpu_loads_neither_transformers_nor_kernels() -> None:

@@ -17,6 +17,7 @@ from jobs.queue.gauges import MetricDescriptor
 from jobs.queue.settings import QueueSettings
 from jobs.settings import variable
 from pipeline.options import as_flag, parameter_of
+from tools.errors import TREES, exception_classes
 from workers.engine.messages.config import EngineConfig
 from workers.replica import statistics
 from workers.settings import WorkerSettings
@@ -103,6 +104,23 @@ def _setting(value: Any) -> str:
     return "none" if value is None else f"`{value}`"
 
 
+def _errors() -> Iterator[tuple[str, ...]]:
+    yield "error", "HTTP status", "exit code", "retry"
+    kinds = [kind for kind in exception_classes() if not kind.__name__.startswith("_")]
+    for root in TREES:
+        yield from _branch(root, kinds, 0)
+
+
+def _branch(kind: Any, kinds: list[Any], depth: int) -> Iterator[tuple[str, ...]]:
+    """The rows of an error and of those that derive from it."""
+    retry = getattr(kind, "retry", None)
+    columns = (getattr(kind, "status", "–"), kind.exit_code, {True: "yes", False: "no", None: "–"}[retry])
+    yield f"{'· ' * depth}`{kind.__name__}`", *map(str, columns)
+    for one in sorted(kinds, key=lambda one: str(one.__name__)):
+        if kind in one.__bases__:
+            yield from _branch(one, kinds, depth + 1)
+
+
 def _default(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
@@ -115,6 +133,7 @@ TABLES: dict[str, Callable[[], Iterator[tuple[str, ...]]]] = {
     "worker_metrics": _worker_metrics,
     "buckets": _buckets,
     "queue_metrics": _queue_metrics,
+    "errors": _errors,
     "queue_settings": partial(_settings, QueueSettings),
     "worker_settings": partial(_settings, WorkerSettings, EngineConfig),
     "api_settings": partial(_settings, ApiSettings),

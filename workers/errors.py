@@ -4,9 +4,11 @@
 class WorkerError(Exception):
     """The worker cannot start or continue; the message is one sentence.
 
-    `passing`: a later start may succeed with nothing changed.
+    `retry`: a later start may succeed with nothing changed.
     """
 
-    def __init__(self, message: str, *, passing: bool = False) -> None:
+    exit_code = 2
+
+    def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
-        self.passing = passing
+        self.retry = retry

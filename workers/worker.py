@@ -59,7 +59,7 @@ def main(settings: WorkerSettings, launched: LaunchedCore | None = None) -> int:
         asyncio.run(worker.run())
     except WorkerError as error:
         print(f"Error: {error}", file=sys.stderr)
-        return 1 if worker.was_ready or error.passing else 2
+        return 1 if worker.was_ready or error.retry else error.exit_code
     return 0
 
 
@@ -146,7 +146,7 @@ class Worker:
         except ServerError as error:
             raise WorkerError(str(error)) from error
         except (redis.RedisError, QueueUnavailable) as error:
-            raise WorkerError(f"Redis cannot be used: {error}", passing=True) from error
+            raise WorkerError(f"Redis cannot be used: {error}", retry=True) from error
 
 
 class Deaths:

@@ -16,11 +16,21 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.http.responses import json_response
+from jobs.errors import JobsError
 from jobs.protocol.results import ApiError, ErrorType
 from jobs.queue.scripts import QueueUnavailable
-from jobs.store.storage import StoreError
+from jobs.store.api_keys import KeysUnreadable
+from jobs.store.storage import StoreError, StoreFull
 
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+
+# Code and message; the class says the status, and whether to retry
+_ANSWERS: dict[type, tuple[str, str]] = {
+    QueueUnavailable: ("queue_unavailable", "The queue is out of reach at the moment; try again."),
+    StoreError: ("file_store_unavailable", "The file store cannot be used at the moment."),
+    StoreFull: ("insufficient_storage", "The file store has no room left; nothing was stored."),
+    KeysUnreadable: ("keys_unavailable", "API keys cannot be checked at the moment; try again."),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +65,8 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(QueueUnavailable, _unavailable)
-    app.add_exception_handler(redis.RedisError, _unavailable)
-    app.add_exception_handler(StoreError, _store_error)
+    for kind in (redis.RedisError, *_ANSWERS):
+        app.add_exception_handler(kind, _unavailable)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unforeseen)
 
@@ -67,11 +76,11 @@ def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Re
     return json_response(error.body(), error.status, headers)
 
 
-def queue_unavailable() -> ApiError:
-    """The error of calls that Redis keeps from being answered."""
-    return ApiError(
-        503, "The queue is out of reach at the moment; try again.", "server_error", code="queue_unavailable"
-    )
+def answer_to(error: Exception) -> ApiError:
+    """The error of a call that the queue or the file store keeps from being answered."""
+    known = error if isinstance(error, JobsError) else QueueUnavailable()
+    code, message = next(_ANSWERS[kind] for kind in type(known).__mro__ if kind in _ANSWERS)
+    return ApiError(known.status, message, "server_error", code=code)
 
 
 async def _api_error(_request: Request, error: Exception) -> Response:
@@ -112,21 +121,10 @@ async def _invalid(_request: Request, error: Exception) -> Response:
 
 
 async def _unavailable(_request: Request, error: Exception) -> Response:
-    logger.warning("queue unavailable: %s", error)
-    return error_response(queue_unavailable(), {"retry-after": "1"})
-
-
-async def _store_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, StoreError)
-    logger.error("file store unavailable: %s", error)
-    if error.full:
-        refused = ApiError(
-            507, "The file store has no room left; nothing was stored.", "server_error", code="insufficient_storage"
-        )
-        return error_response(refused, {"x-should-retry": "false"})
-    return error_response(
-        ApiError(503, "The file store cannot be used at the moment.", "server_error", code="file_store_unavailable")
-    )
+    answer = answer_to(error)
+    logger.warning("answering %d %s: %s", answer.status, answer.code, error)
+    retry = getattr(error, "retry", True)
+    return error_response(answer, {"retry-after": "1"} if retry else {"x-should-retry": "false"})
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:

@@ -136,12 +136,12 @@ def _create(state: ApiState, caller: Caller, raw: bytes) -> dict[str, Any]:
     new = read_new_batch(decode_body(raw), caller, state.settings)
     try:
         return batch_object(submit_batch(state.queue, state.files, new))
-    except TooManyBatches:
+    except TooManyBatches as error:
         message = (
             f"You have {caller.open_batches} batches that have not ended, as many as you may have; try again when one"
             " has."
         )
-        raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded") from None
+        raise ApiError(error.status, message, "rate_limit_error", code="rate_limit_exceeded") from None
 
 
 def _find(request: Request, batch_id: str) -> BatchRecord:

@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 
 from api.auth import caller_of
 from api.fleet import Fleet
-from api.http.errors import queue_unavailable
+from api.http.errors import answer_to
 from api.http.event_stream import EventStream, event, until_gone
 from api.http.openapi import EVENTS, json_body
 from api.http.request_body import read_body
@@ -155,7 +155,7 @@ class LiveCall:
             yield event(error.body())
         except (QueueUnavailable, redis.RedisError) as error:
             logger.warning("queue unavailable; ending a stream early: %s", error)
-            yield event(queue_unavailable().body())
+            yield event(answer_to(error).body())
         yield event(None)
 
     async def close(self) -> None:

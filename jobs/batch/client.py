@@ -24,6 +24,7 @@ from jobs.batch.plan import PLAN_NAME
 from jobs.batch.recovery import repair
 from jobs.batch.register import register
 from jobs.batch.source import is_whole
+from jobs.errors import JobsError
 from jobs.protocol.results import Usage
 from jobs.protocol.states import CANCELLABLE, END_STATES, JOBS, EndState, State
 from jobs.queue import keys
@@ -68,8 +69,10 @@ _UNREADABLE = LineProblem(
 logger = logging.getLogger(__name__)
 
 
-class BatchRefused(Exception):
+class BatchRefused(JobsError):
     """The batch cannot be made; the text is one sentence."""
+
+    exit_code = 2
 
 
 class InputChanged(BatchRefused):

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from jobs.errors import JobsError
 from jobs.store.storage import AtomicWriter, StoreError, open_input
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -50,8 +51,10 @@ class Bounds(NamedTuple):
 OWN_FILE = Bounds()
 
 
-class InputError(Exception):
+class InputError(JobsError):
     """The file as a whole cannot be read; the text is one sentence."""
+
+    exit_code = 2
 
 
 class InputLine(NamedTuple):

@@ -128,6 +128,8 @@ class Manifest(msgspec.Struct, kw_only=True):
 class ManifestDamaged(StoreError):
     """The file is not a manifest of this version."""
 
+    retry = False
+
 
 def load_manifest(root: str) -> Manifest | None:
     """The manifest in a batch's root, None if there is none. Raises `StoreError`."""

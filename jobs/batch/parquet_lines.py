@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jobs.batch.input_files import PARQUET_REFUSED, PARQUET_UNREADABLE, InputError
+from jobs.errors import JobsError
 from jobs.protocol import fields
 from jobs.protocol.completions import COMPLETIONS
 from jobs.protocol.endpoints import ENDPOINTS
@@ -136,7 +137,7 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-class _BadColumn(Exception):
+class _BadColumn(JobsError):
     """A cell is no text; names its column."""
 
 

@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from jobs.errors import JobsError
 from jobs.protocol.requests import pack, unpack_result
 from jobs.protocol.results import Result
 from jobs.store.storage import (
@@ -47,7 +48,7 @@ class Part(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class PartDamaged(Exception):
+class PartDamaged(JobsError):
     """A part file is missing or does not hold what was written."""
 
 

@@ -14,12 +14,23 @@ from jobs.batch.client import BatchRecord, BatchSpec, LineProblem, get_batch
 from jobs.batch.manifest import Manifest
 from jobs.batch.register import register
 from jobs.batch.result_files import result_locations
+from jobs.errors import JobsError
 from jobs.protocol import fields
 from jobs.protocol.ids import BATCH, FILE, new_id, time_of
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.store.file_store import BATCHES_FOLDER, FileStore
-from jobs.store.storage import AtomicWriter, Busy, StoreError, exclusive, make_folder, named, open_input, sync_folder
+from jobs.store.storage import (
+    AtomicWriter,
+    Busy,
+    StoreError,
+    exclusive,
+    make_folder,
+    named,
+    open_input,
+    store_error,
+    sync_folder,
+)
 
 _COPY_BYTES = 1 << 20
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
@@ -43,8 +54,11 @@ class BatchSubmission(msgspec.Struct, frozen=True, kw_only=True):
     open_batches: int | None = None  # of the tenant
 
 
-class TooManyBatches(Exception):
+class TooManyBatches(JobsError):
     """The tenant has as many open batches as it may have."""
+
+    status = 429
+    retry = True
 
 
 def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission) -> BatchRecord:
@@ -52,8 +66,8 @@ def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission) -> BatchR
 
     One whose input file cannot be used is made too, and fails in validation.
 
-    Raise `TooManyBatches`, `StoreError` (`full` for a full disk) and `QueueFull`: then none was
-    made. After another `QueueUnavailable` it may have been: who asks again may get two.
+    Raise `TooManyBatches`, `StoreError` (for a full disk `StoreFull`) and `QueueFull`: then none
+    was made. After another `QueueUnavailable` it may have been: who asks again may get two.
     """
     now = queue.now()
     batch = new_id(BATCH, now)
@@ -163,7 +177,7 @@ def _link(source: Path, link: Path) -> None:
         raise
     except OSError as error:
         if error.errno not in _NO_LINKS:
-            raise StoreError(f"cannot write {link}: {error.strerror}") from error
+            raise store_error(f"cannot write {link}", error) from error
         with open_input(str(source)) as file, AtomicWriter(str(link)) as writer:
             while data := file.read(_COPY_BYTES):
                 writer.write(data)

@@ -17,6 +17,7 @@ from jobs.batch.result_files import begin_result_files, publish_result_files
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
 from jobs.control.slices import Slice
+from jobs.errors import JobsError
 from jobs.protocol.lines import read_line
 from jobs.protocol.results import Result, Usage, batch_request_id, output_line, unanswered_line
 from jobs.queue.tasks import enqueue
@@ -33,7 +34,7 @@ _WHY_UNANSWERED = {
 logger = logging.getLogger(__name__)
 
 
-class ResultsMissing(Exception):
+class ResultsMissing(JobsError):
     """A line of a finished batch has no result on disk, since the part that held it broke."""
 
 

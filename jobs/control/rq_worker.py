@@ -27,6 +27,7 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from jobs.control.runner import WORK, Runner
+from jobs.errors import JobsError
 from jobs.process import add_redis_url, configure_logs, die_with_parent
 from jobs.protocol.states import JobName
 from jobs.queue.connection import check_server, connect
@@ -156,7 +157,7 @@ class ControlWorker(SimpleWorker):
         return _WORKER_TTL + 60
 
 
-class _StoppedWhileIdle(Exception):
+class _StoppedWhileIdle(JobsError):
     """The signal came while no job ran."""
 
 

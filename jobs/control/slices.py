@@ -9,6 +9,7 @@ import redis
 
 from jobs.batch.ending import clean_up
 from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, load_manifest, save_manifest
+from jobs.errors import JobsError
 from jobs.protocol.states import State
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
@@ -21,14 +22,16 @@ STALE_SECONDS = 5.0
 """Without a heartbeat for this long, the job of a batch is taken for dead."""
 
 
-class Superseded(Exception):
+class Superseded(JobsError):
     """The batch moved on under another job, or to another state; what this one does no longer
     counts.
     """
 
 
-class Stopping(Exception):
+class Stopping(JobsError):
     """This process ends; the ticker has the job run elsewhere."""
+
+    retry = True
 
 
 class Slice:

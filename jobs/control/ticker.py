@@ -26,6 +26,7 @@ from jobs.batch.retention import forget_output, remove_ended
 from jobs.control.advance import needs_slice
 from jobs.control.runner import Runner
 from jobs.control.slices import STALE_SECONDS
+from jobs.errors import JobsError
 from jobs.process import add_redis_url, configure_logs, die_with_parent
 from jobs.protocol.states import END_STATES, JOBS, MAY_EXPIRE, JobName
 from jobs.queue import keys
@@ -296,7 +297,7 @@ class Ticker:
             logger.warning("rebuilt %d batches that were missing from Redis", count)
 
 
-class _Stopped(Exception):
+class _Stopped(JobsError):
     """A signal asked for the end."""
 
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from jobs.errors import JobsError
+
 FinishReason = Literal["stop", "length"]
 ErrorType = Literal["invalid_request_error", "not_found_error", "server_error", "rate_limit_error"]
 
@@ -77,7 +79,7 @@ class Result(msgspec.Struct, frozen=True):
         return self.status < 400
 
 
-class ApiError(Exception):
+class ApiError(JobsError):
     """An error in OpenAI's shape; every field but the message may be what a client branches on."""
 
     def __init__(

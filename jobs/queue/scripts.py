@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import redis
 
+from jobs.errors import JobsError
 from jobs.queue import keys
 
 T = TypeVar("T")
@@ -40,10 +41,13 @@ _PASSING_ERRORS = {
 }
 
 
-class QueueUnavailable(Exception):
+class QueueUnavailable(JobsError):
     """Redis could not do what was asked within the time given; nothing is lost, and the same call
     may be made again.
     """
+
+    status = 503
+    retry = True
 
 
 class QueueFull(QueueUnavailable):

@@ -325,7 +325,7 @@ class FileStore:
 class Upload:
     """A file on its way in.
 
-    Not thread-safe. Methods raise `StoreError`, also for a full disk (`StoreError.full`).
+    Not thread-safe. Methods raise `StoreError`, for a full disk `StoreFull`.
     """
 
     def __init__(

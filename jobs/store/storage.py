@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 from urllib.parse import unquote, urlsplit
 
+from jobs.errors import JobsError
+
 _HASH_CHUNK = 1 << 20
 _BUFFER = 1 << 18
 _LOCK_POLL_SECONDS = 0.01
@@ -26,13 +28,23 @@ _LOCK_POLL_SECONDS = 0.01
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class StoreError(Exception):
+class StoreError(JobsError):
     """A file cannot be read or written; the text is one sentence that names it."""
 
-    @property
-    def full(self) -> bool:
-        """Whether there was no room for it."""
-        return isinstance(self.__cause__, OSError) and self.__cause__.errno in _NO_SPACE
+    status = 503
+    retry = True
+
+
+class StoreFull(StoreError):
+    """There is no room for a file."""
+
+    status = 507
+    retry = False
+
+
+def store_error(message: str, error: OSError) -> StoreError:
+    """The error that a fault of the file system becomes."""
+    return (StoreFull if error.errno in _NO_SPACE else StoreError)(f"{message}: {error.strerror or error}")
 
 
 def local_path(location: str) -> Path | None:
@@ -232,8 +244,10 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-class Busy(Exception):
+class Busy(JobsError):
     """Another process holds the folder."""
+
+    retry = True
 
 
 @contextlib.contextmanager
@@ -299,7 +313,7 @@ def named(what: str, location: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"{what} {location}: {error.strerror or error}") from error
+        raise store_error(f"{what} {location}", error) from error
 
 
 def _remote(location: str) -> tuple[Any, str]:

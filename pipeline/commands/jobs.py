@@ -23,14 +23,10 @@ def jobs(ctx: click.Context, /, file_store: str, redis_url: str | None, log_leve
             "`pipeline jobs` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)"
         )
     from jobs.queue.settings import QueueSettings
-    from pipeline.child import ChildFailed
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
 
     settings = QueueSettings.from_environment(**values_of(QueueSettings, ctx.params))
-    try:
-        with Supervisor(redis_url, settings, print_line, log_level) as supervisor:
-            supervisor.start_jobs(file_store)
-            run_until_stopped(supervisor)
-    except ChildFailed as error:
-        raise error.as_exit() from None
+    with Supervisor(redis_url, settings, print_line, log_level) as supervisor:
+        supervisor.start_jobs(file_store)
+        run_until_stopped(supervisor)

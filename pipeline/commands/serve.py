@@ -61,7 +61,6 @@ def serve(
     log_settings(ctx)
     check_model_flags(ctx)
     from api.main import listen
-    from pipeline.child import ChildFailed
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
     from pipeline.worker_settings import worker_settings
@@ -74,14 +73,11 @@ def serve(
     except OSError as error:
         raise Refused(error.strerror or str(error)) from None
     check_open(settings)
-    try:
-        with _alone(file_store, redis_url), Supervisor(redis_url, settings, print_line, log_level) as supervisor:
-            supervisor.start_api([*arguments_of(ApiSettings, ctx.params), "--file-store", file_store])
-            supervisor.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
-            supervisor.start_jobs(file_store)
-            run_until_stopped(supervisor)
-    except ChildFailed as error:
-        raise error.as_exit() from None
+    with _alone(file_store, redis_url), Supervisor(redis_url, settings, print_line, log_level) as supervisor:
+        supervisor.start_api([*arguments_of(ApiSettings, ctx.params), "--file-store", file_store])
+        supervisor.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
+        supervisor.start_jobs(file_store)
+        run_until_stopped(supervisor)
 
 
 def _alone(file_store: str, redis_url: str | None) -> contextlib.AbstractContextManager[None]:

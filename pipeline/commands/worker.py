@@ -119,18 +119,14 @@ def _sigterm_as_exit() -> Iterator[None]:
 
 
 def _supervise(ctx: click.Context, model: str | None, redis_url: str, replicas: int, log_level: str) -> None:
-    from pipeline.child import ChildFailed
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
     from pipeline.worker_settings import worker_settings
 
     settings = worker_settings(model, redis_url, ctx.params)  # refuses before anything is started
     arguments = [*([model] if model else []), *model_arguments(ctx.params)]
-    try:
-        with Supervisor(
-            redis_url, settings, print_line, log_level, stop_seconds=settings.shutdown_timeout + _BESIDES
-        ) as supervisor:
-            supervisor.start_workers(arguments, replicas)
-            run_until_stopped(supervisor)
-    except ChildFailed as error:
-        raise error.as_exit() from None
+    with Supervisor(
+        redis_url, settings, print_line, log_level, stop_seconds=settings.shutdown_timeout + _BESIDES
+    ) as supervisor:
+        supervisor.start_workers(arguments, replicas)
+        run_until_stopped(supervisor)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.child import Child, ChildFailed
+from pipeline.child import Child
+from pipeline.errors import ChildFailed
 from pipeline.private_folder import private_folder, remove_abandoned
 from tests.support.processes import is_running
 from tests.support.waiting import wait_until
@@ -72,7 +73,7 @@ def test_a_refusal_is_not_tried_again(make: Make, said: list[str]) -> None:
     child = make("import sys; print('Error: no such model', file=sys.stderr); sys.exit(2)")
     with pytest.raises(ChildFailed, match=r"^no such model$") as caught:
         wait_until(lambda: child.check(), 60, "the refusal")
-    assert caught.value.as_exit().exit_code == 2
+    assert caught.value.exit_code == 2
     assert "no such model" not in "".join(said)
 
 

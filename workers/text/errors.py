@@ -1,21 +1,35 @@
-"""What can go wrong with text: what the operator gave, or what a request asks for."""
+"""What can go wrong with text: what the operator gave, or what a request asks for.
+
+TextError
+  TokenizerError        the tokenizer or the template cannot be used
+  TemplateError         these messages cannot be rendered
+  EncodingError         the tokenizer fails on this text
+  TimeLimitError        it took too long
+"""
 
 from __future__ import annotations
 
 
-class TokenizerError(Exception):
+class TextError(Exception):
+    """Base of the errors of text; the message is one sentence."""
+
+    exit_code = 2
+    retry = False
+
+
+class TokenizerError(TextError):
     """The tokenizer or the chat template cannot be used; one sentence that says why and what to
     do.
     """
 
 
-class TemplateError(Exception):
+class TemplateError(TextError):
     """These messages cannot be rendered with the model's chat template; one sentence for the
     caller.
     """
 
 
-class EncodingError(Exception):
+class EncodingError(TextError):
     """The tokenizer fails on this text; one sentence for the caller."""
 
 

@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from workers.text.errors import TextError
+
 Result = TypeVar("Result")
 
 _CHECKS = 10  # per limit
 
 
-class TimeLimitError(Exception):
+class TimeLimitError(TextError):
     """The time is up."""
 
 

@@ -20,7 +20,7 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.settings import QueueSettings
 from jobs.store.file_store import BATCH_FILE_SECONDS, FilePage, FileRecord, FileStore, batch_suffix
-from jobs.store.storage import StoreError
+from jobs.store.storage import StoreError, StoreFull
 from tests.support.control_plane import ROOT
 from tests.support.integrity import faults
 from tests.support.redis_server import running_server
@@ -148,9 +148,8 @@ def test_a_full_disk_is_named_and_leaves_nothing(store: FileStore) -> None:
     with store.begin(filename="a.jsonl", purpose="batch", tenant="") as upload:
         upload._file.close()
         upload._file = open("/dev/full", "wb")  # noqa: SIM115
-        with pytest.raises(StoreError, match="No space left on device") as caught:
+        with pytest.raises(StoreFull, match="No space left on device"):
             upload.write(b"x" * 100_000)
-        assert caught.value.full
     assert os.listdir(store.root / "files") == []
 
 

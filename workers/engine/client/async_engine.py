@@ -34,6 +34,7 @@ from workers.engine.messages.core import (
     StepOutput,
     ToCore,
 )
+from workers.engine.messages.errors import EngineError
 from workers.engine.messages.transport import frame, read_frame
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ _CHECKS = 4
 _MAX_CHECK_INTERVAL = 1.0  # seconds
 
 
-class EngineStartError(Exception):
+class EngineStartError(EngineError):
     """The core could not be started; the message is one sentence that says why.
 
     `returncode` is negative if a signal ended it.
@@ -67,7 +68,7 @@ class EngineStartError(Exception):
         self.returncode = returncode
 
 
-class EngineDeadError(Exception):
+class EngineDeadError(EngineError):
     """The core has ended.
 
     `returncode` is its exit status, negative for a signal, or None if it had to be killed here.
@@ -83,7 +84,7 @@ class EngineDeadError(Exception):
         self.reason = reason or message
 
 
-class EngineRequestError(Exception):
+class EngineRequestError(EngineError):
     """The core refused a request; the message is one sentence that says why."""
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workers.engine.cache_folder import cache_folder, locked
+from workers.engine.messages.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ _FLAGS = (
 _X86_FLAGS = ("-mprefer-vector-width=512",)
 
 
-class NativeUnavailable(Exception):
+class NativeUnavailable(EngineError):
     """There is no native library on this machine; the message says why, as half a sentence."""
 
 
