@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.queue.settings import QueueSettings
+from pipeline.options import model_arguments
 from pipeline.supervisor import Supervisor
 
 _SHUTDOWN_SECONDS = 1.0
@@ -24,9 +25,7 @@ class Task:
     redis_url: str | None
     queue: QueueSettings
     model_flags: Mapping[str, Any]
-    worker_arguments: list[str]
     starts_worker: bool
-    replicas: int
     retry_failed: bool
     fail_on_error: bool
     log_level: str
@@ -41,5 +40,6 @@ def start_worker(task: Task, supervisor: Supervisor) -> None:
     """Start the run's own workers."""
     model = ["--model", task.model] if task.model else []
     supervisor.start_workers(
-        [*model, "--shutdown-timeout", str(_SHUTDOWN_SECONDS), *task.worker_arguments], task.replicas
+        [*model, "--shutdown-timeout", str(_SHUTDOWN_SECONDS), *model_arguments(task.model_flags)],
+        task.model_flags["data_parallel_size"],
     )

@@ -30,6 +30,7 @@ CHILD_VARIABLE = "PIPELINE_CHILD"
 _PASSWORD, _CONFIG = "pipeline.redis_password", "pipeline.config"
 
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
+_PROCESSES = ("api", "jobs", "worker")  # which `pipeline serve` starts by itself
 _SOURCES = {
     ParameterSource.COMMANDLINE: "flag",
     ParameterSource.ENVIRONMENT: "environment",
@@ -77,6 +78,22 @@ _KINDS: dict[str, click.ParamType[Any]] = {
 }
 
 
+class CheckedText(click.ParamType[str]):
+    """A text for which `check` does not raise ValueError."""
+
+    name = "text"
+
+    def __init__(self, check: Callable[[str], object]) -> None:
+        self._check = check
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            self._check(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return str(value)
+
+
 class Flag(click.Option):
     """An option; the error for a bad value of a config file names the file."""
 
@@ -109,8 +126,6 @@ def flag_of(settings: type, name: str, note: str = "", **attributes: Any) -> Cal
         shown, attributes["is_flag"] = (f"{shown}/--no-{shown[2:]}" if one.default else shown), True
     if kind is tuple:
         attributes["multiple"] = True
-    if "check" in limits:
-        attributes["callback"] = _checking(limits["check"])
     if one.default not in (None, False, ()):
         attributes["default"] = one.default
     return flag(shown, env=variable(one), type=_type_of(kind, limits), help=limits["help"] + note, **attributes)
@@ -156,23 +171,13 @@ def _type_of(kind: type, limits: Mapping[str, Any]) -> Any:
         return _KINDS[limits["kind"]]
     if "choices" in limits:
         return click.Choice(limits["choices"])
+    if "check" in limits:
+        return CheckedText(limits["check"])
     if kind not in (int, float):
         return None
     lowest, highest = limits.get("min", limits.get("above")), limits.get("max")
     ranges: Any = click.IntRange if kind is int else click.FloatRange
     return ranges(lowest, highest, min_open="above" in limits)
-
-
-def _checking(check: Callable[[str], object]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    def callback(_ctx: click.Context, _param: click.Parameter, values: Any) -> Any:
-        try:
-            for value in values:
-                check(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from None
-        return values
-
-    return callback
 
 
 def all_of(*flags: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -226,6 +231,13 @@ def _parse_config(path: Path) -> dict[str, Any]:
     return values
 
 
+def _configure_logs(ctx: click.Context, _param: click.Parameter, level: str) -> str:
+    from jobs.process import configure_logs
+
+    configure_logs(str(ctx.info_name), level)
+    return level
+
+
 common_options = all_of(
     flag(
         "--config",
@@ -239,6 +251,7 @@ common_options = all_of(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
+        callback=_configure_logs,
         help="Least severe level that is logged.",
     ),
 )
@@ -257,6 +270,14 @@ def _check_url(ctx: click.Context, _param: click.Parameter, url: str | None) -> 
             "it must look like redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/redis.sock"
         )
     return _with_password(url, ctx.meta.get(_PASSWORD))
+
+
+def _check_fleet_url(ctx: click.Context, param: click.Parameter, url: str | None) -> str | None:
+    checked = _check_url(ctx, param, url)
+    if checked is None and not ctx.resilient_parsing:
+        hint = " (or use `pipeline serve`, which brings its own)" if ctx.info_name in _PROCESSES else ""
+        raise Refused(f"`pipeline {ctx.info_name}` needs the queue of a fleet: set REDIS_URL{hint}")
+    return checked
 
 
 def _with_password(url: str, password: str | None) -> str:
@@ -291,8 +312,8 @@ _password_option = flag(
     help="File that holds the password for a --redis-url that names none.",
 )
 redis_option, fleet_redis_option = (
-    all_of(flag_of(QueueSettings, "redis_url", note, callback=_check_url), _password_option)
-    for note in (" [default: a private one]", " [required]")
+    all_of(flag_of(QueueSettings, "redis_url", note, callback=check), _password_option)
+    for note, check in ((" [default: a private one]", _check_url), (" [required]", _check_fleet_url))
 )
 """The second is for commands that refuse to run without it."""
 

@@ -57,7 +57,7 @@ def main(settings: WorkerSettings, launched: LaunchedCore | None = None) -> int:
     worker = Worker(settings, launched)
     try:
         asyncio.run(worker.run())
-    except WorkerError as error:
+    except (WorkerError, EngineStartError, TokenizerError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1 if worker.was_ready or error.retry else error.exit_code
     return 0
@@ -77,14 +77,14 @@ class Worker:
     async def run(self) -> None:
         """Serve until ordered to stop (SIGTERM, SIGINT or an order through Redis).
 
-        Raise WorkerError.
+        Raise WorkerError, EngineStartError or TokenizerError.
         """
         loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
         await self._check_redis()
-        tokenizer = _in_daemon_thread(self._load_tokenizer)
+        tokenizer = _in_daemon_thread(partial(TextTokenizer.load, self.settings.tokenizer, self.settings.chat_template))
         try:
             await self._run_replicas(tokenizer)
         finally:
@@ -107,7 +107,7 @@ class Worker:
                 longest_at_death = replica.longest_at_death
                 if isinstance(error, EngineStartError):
                     if not self._may_start_yet(error):
-                        raise WorkerError(str(error)) from error
+                        raise
                     logger.error("failed to start an engine core; starting another: %s", error)
                 pause = deaths.count(
                     isolated=replica.isolated, answered=replica.has_answered, cleared=replica.cleared_requests
@@ -125,12 +125,6 @@ class Worker:
         was ready once may lack memory for a moment.
         """
         return self.was_ready or (error.returncode is not None and error.returncode < 0)
-
-    def _load_tokenizer(self) -> TextTokenizer:
-        try:
-            return TextTokenizer.load(self.settings.tokenizer, self.settings.chat_template)
-        except TokenizerError as error:
-            raise WorkerError(str(error)) from error
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._stop_orders += 1

@@ -20,19 +20,12 @@ log = logging.getLogger("api")
 @fleet_redis_option
 @common_options
 @click.pass_context
-def api(ctx: click.Context, /, redis_url: str | None, file_store: str, log_level: str, **_: Any) -> None:
+def api(ctx: click.Context, /, redis_url: str, file_store: str, log_level: str, **_: Any) -> None:
     """Answer HTTP: live calls, files, batches, models, health.
 
     It holds no state; run any number of them.
     """
-    from jobs.process import configure_logs
-
-    configure_logs("api", log_level)
     log_settings(ctx)
-    if redis_url is None:
-        raise Refused(
-            "`pipeline api` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)"
-        )
     settings = ApiSettings.from_environment(**values_of(ApiSettings, ctx.params))
     check_open(settings)
     from api.main import main

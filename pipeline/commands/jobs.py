@@ -2,7 +2,6 @@
 
 import click
 
-from pipeline.errors import Refused
 from pipeline.options import common_options, fleet_redis_option, log_settings, queue_options, store_option, values_of
 
 
@@ -12,16 +11,9 @@ from pipeline.options import common_options, fleet_redis_option, log_settings, q
 @queue_options
 @common_options
 @click.pass_context
-def jobs(ctx: click.Context, /, file_store: str, redis_url: str | None, log_level: str, **_: float) -> None:
+def jobs(ctx: click.Context, /, file_store: str, redis_url: str, log_level: str, **_: float) -> None:
     """Validate, feed and finalize batches: RQ workers for two queues, and the ticker."""
-    from jobs.process import configure_logs
-
-    configure_logs("jobs", log_level)
     log_settings(ctx)
-    if redis_url is None:
-        raise Refused(
-            "`pipeline jobs` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its own)"
-        )
     from jobs.queue.settings import QueueSettings
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor

@@ -12,7 +12,6 @@ from pipeline.options import (
     flag,
     given_as_flag,
     log_settings,
-    model_arguments,
     model_options,
     queue_options,
     redis_option,
@@ -67,7 +66,6 @@ def run_batch(
     local_worker: bool,
     detach: bool,
     redis_url: str | None,
-    data_parallel_size: int,
     log_level: str,
     **_: object,
 ) -> None:
@@ -81,12 +79,10 @@ def run_batch(
     source = _one_input(ctx, input, input_file)
     check_model_flags(ctx)
     _check_fleet_flags(ctx, redis_url, local_worker, detach)
-    from jobs.process import configure_logs
     from jobs.queue.settings import QueueSettings
     from pipeline.batch_start import run_task, submit
     from pipeline.batch_task import Task
 
-    configure_logs("run-batch", log_level)
     log_settings(ctx)
     task = Task(
         source=source,
@@ -95,9 +91,7 @@ def run_batch(
         redis_url=redis_url,
         queue=QueueSettings.from_environment(**values_of(QueueSettings, ctx.params)),
         model_flags=ctx.params,
-        worker_arguments=model_arguments(ctx.params),
         starts_worker=redis_url is None or local_worker,
-        replicas=data_parallel_size,
         retry_failed=retry_failed,
         fail_on_error=fail_on_error,
         log_level=log_level,

@@ -55,9 +55,6 @@ def serve(
 
     Files and batches are kept in the file store, and resumed at the next start.
     """
-    from jobs.process import configure_logs
-
-    configure_logs("serve", log_level)
     log_settings(ctx)
     check_model_flags(ctx)
     from api.main import listen

@@ -2,24 +2,18 @@
 
 import click
 
-from pipeline.errors import Refused
 from pipeline.options import common_options, fleet_redis_option
 
 
 @click.command()
 @fleet_redis_option
 @common_options
-def status(redis_url: str | None, log_level: str) -> None:
+def status(redis_url: str, log_level: str) -> None:
     """Show workers with their states, the models they serve, and the batches of all tenants.
 
     It reads the queue at REDIS_URL; over HTTP use `pipeline batches list`, which shows the key's
     own tenant.
     """
-    from jobs.process import configure_logs
-
-    configure_logs("status", log_level)
-    if redis_url is None:
-        raise Refused("`pipeline status` looks at a fleet's queue: set REDIS_URL")
     from rich.console import Console
 
     from jobs.queue.connection import check_server, connect

@@ -2,7 +2,6 @@
 
 import click
 
-from pipeline.errors import Refused
 from pipeline.options import common_options, fleet_redis_option
 
 
@@ -10,17 +9,12 @@ from pipeline.options import common_options, fleet_redis_option
 @click.argument("target", metavar="REQUEST_OR_BATCH")
 @fleet_redis_option
 @common_options
-def tail(target: str, redis_url: str | None, log_level: str) -> None:
+def tail(target: str, redis_url: str, log_level: str) -> None:
     """Show the text of a running request (`batch_x/17`, `live_x`), or of all running requests of a
     batch (`batch_x`).
 
     It reads the queue at REDIS_URL; over HTTP use `pipeline batches tail`.
     """
-    from jobs.process import configure_logs
-
-    configure_logs("tail", log_level)
-    if redis_url is None:
-        raise Refused("`pipeline tail` looks at a fleet's queue: set REDIS_URL")
     from pipeline.tailing import tail_target
 
     tail_target(target, redis_url)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import click
 
-from pipeline.errors import Refused
 from pipeline.options import common_options, flag, fleet_redis_option
 
 
@@ -14,17 +13,12 @@ from pipeline.options import common_options, flag, fleet_redis_option
 @flag("--fail-on-error", is_flag=True, help="Exit code 1 if a line's answer is an error.")
 @fleet_redis_option
 @common_options
-def wait(batch: str, output_file: Path | None, fail_on_error: bool, redis_url: str | None, log_level: str) -> None:
+def wait(batch: str, output_file: Path | None, fail_on_error: bool, redis_url: str, log_level: str) -> None:
     """Wait for a batch that was submitted with `run-batch --detach`, and print where its results
     are.
 
     It reads the queue at REDIS_URL; over HTTP use `pipeline batches wait`.
     """
-    from jobs.process import configure_logs
-
-    configure_logs("wait", log_level)
-    if redis_url is None:
-        raise Refused("`pipeline wait` looks at a fleet's queue: set REDIS_URL")
     from pipeline.batch_wait import wait_for_batch
 
     wait_for_batch(batch, output_file, redis_url, fail_on_error)

@@ -48,7 +48,7 @@ def worker(
     model: str | None,
     model_option: str | None,
     data_parallel_size: int,
-    redis_url: str | None,
+    redis_url: str,
     log_level: str,
     **_: object,
 ) -> None:
@@ -57,16 +57,8 @@ def worker(
     A replica is a worker process and an engine core process on the device. With
     --data-parallel-size N this process starts N replicas, and restarts those that end.
     """
-    from jobs.process import configure_logs
-
-    configure_logs("worker", log_level)
     log_settings(ctx)
     check_model_flags(ctx)
-    if redis_url is None:
-        raise Refused(
-            "`pipeline worker` needs the queue of a fleet: set REDIS_URL (or use `pipeline serve`, which brings its"
-            " own)"
-        )
     name = one_model(ctx, model, model_option)
     if data_parallel_size > 1:
         _supervise(ctx, name, redis_url, data_parallel_size, log_level)

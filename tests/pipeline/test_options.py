@@ -199,8 +199,9 @@ def test_a_seed_is_a_flag_only_where_there_are_lines_without_one(command: click.
 def test_the_api_of_a_server_gets_the_same_flags(given: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     meant = serve.make_context("serve", [*given.split(), "--file-store", str(tmp_path)]).params
     monkeypatch.setenv("PIPELINE_COMPLETION_WINDOWS", "1h 2h")  # as the child inherits it
-    got = api.make_context("api", [*arguments_of(ApiSettings, meant), "--file-store", meant["file_store"]]).params
-    shared = got.keys() & meant.keys()
+    queue = ["--redis-url", "redis://host", "--file-store", meant["file_store"]]
+    got = api.make_context("api", [*arguments_of(ApiSettings, meant), *queue]).params
+    shared = got.keys() & meant.keys() - {"redis_url"}
     assert {"host", "port", "insecure", "max_file_bytes", "file_store"} <= shared
     assert {name: got[name] for name in shared} == {name: meant[name] for name in shared}
     assert got["max_batch_lines"] == (2 if given else 50_000)

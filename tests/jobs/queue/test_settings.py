@@ -1,7 +1,5 @@
 """Settings come from their maker, else from the environment, else from their defaults."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -47,9 +45,3 @@ def test_what_its_maker_says_is_checked_too() -> None:
         QueueSettings(lease_seconds=0)
     with pytest.raises(SettingsError, match="WORKER_DEATHS"):
         replace(QueueSettings(), worker_deaths=-1)
-
-
-def test_no_process_of_the_queue_waits_for_pydantic() -> None:
-    modules = "jobs.control.rq_worker, jobs.control.ticker, workers.worker, pipeline.batch_run"
-    code = f"import sys, {modules}; print('pydantic' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
