@@ -13,8 +13,7 @@ from pathlib import Path
 
 from jobs.batch.manifest import load_manifest
 from pipeline.batch_task import Task, start_worker
-from pipeline.child import ChildFailed
-from pipeline.errors import Refused, Unfinished
+from pipeline.errors import Refused
 from pipeline.private_folder import held
 from pipeline.progress import make_progress
 from pipeline.signals import Signals

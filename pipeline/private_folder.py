@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs.store.storage import Busy, StoreError, exclusive, make_folder
+from jobs.store.storage import Busy, StoreError, StoreFull, exclusive, make_folder
 from pipeline.errors import Refused
 
 _PREFIX = "pipeline-"
@@ -38,8 +38,7 @@ def private_folder() -> Iterator[Path]:
 def held(folder: str, refusal: str, patience: float = 0.0, lock: str = ".lock") -> Iterator[None]:
     """Make the folder if it is not there, and hold it by a file in it, `lock`.
 
-    Raises `Refused`, with the sentence `refusal` if another process holds it, and `StoreError` for
-    a full disk.
+    Raises `Refused`, with the sentence `refusal` if another process holds it, and `StoreFull`.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -47,9 +46,9 @@ def held(folder: str, refusal: str, patience: float = 0.0, lock: str = ".lock") 
             stack.enter_context(exclusive(folder, patience, lock))
         except Busy:
             raise Refused(refusal) from None
+        except StoreFull:
+            raise
         except StoreError as error:
-            if error.full:
-                raise
             raise Refused(str(error)) from None
         yield
 

@@ -1,5 +1,5 @@
 """Orders to this worker, read from its own stream in Redis by a thread that blocks there: work has
-come, cancel, watch, drain, make room for quarantined requests.
+come, cancel, watch, make room for quarantined requests.
 """
 
 from __future__ import annotations

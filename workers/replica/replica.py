@@ -52,8 +52,7 @@ class Replica:
         longest_at_death: int = 0,
         launched: LaunchedCore | None = None,
     ) -> None:
-        """`stopping` is set when it is to end, and may be set here by an order that came through
-        Redis.
+        """`stopping` is set when it is to end.
 
         `longest_at_death`: tokens of the longest request that an earlier core of this worker had
         when it ended by itself; 0 for none. `launched`: a core that loads its model already.
@@ -83,7 +82,6 @@ class Replica:
         self._on_order: dict[str, Callable[[ControlMessage], None]] = {
             "cancel": lambda order: self._leases.drop(self._running.cancel(order)),
             "watch": self._running.watch,
-            "drain": lambda _: stopping.set(),
         }
         self._self_test_tokens = 0
 

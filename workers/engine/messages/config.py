@@ -5,6 +5,7 @@ first frame.
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _PROCESSES_PER_CPU = 8
