@@ -121,10 +121,10 @@ def test_run_batch_prints_whole_lines_into_a_pipe(tmp_path: Path) -> None:
 
 
 def run_batch(folder: Path) -> list[str]:
-    """Return the command that answers the first 100 example requests."""
+    """Return the command that answers the first 300 example requests."""
     requests = folder / "requests.jsonl"
     with (ROOT / "examples" / "requests.jsonl").open() as examples:
-        requests.write_text("".join(islice(examples, 100)))
+        requests.write_text("".join(islice(examples, 300)))
     return [sys.executable, "-m", "pipeline", "run-batch", str(requests)]
 
 
