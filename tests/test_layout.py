@@ -59,7 +59,13 @@ def test_the_api_alone_loads_prometheus_client() -> None:
 
 def test_help_and_the_worker_process_import_nothing_slow() -> None:
     """Neither does any process of the queue: each of these takes a quarter of a second or more."""
-    for module in ("pipeline.main", "workers.worker", "jobs.control.rq_worker", "jobs.control.ticker"):
+    for module in (
+        "pipeline.main",
+        "pipeline.batch_run",
+        "workers.worker",
+        "jobs.control.rq_worker",
+        "jobs.control.ticker",
+    ):
         assert not loaded_by(import_of(module), "pydantic", "transformers", "fastapi", "openai", "pyarrow"), module
 
 
