@@ -47,16 +47,16 @@ def test_a_key_comes_is_listed_and_goes(run_here: RunHere, tmp_path: Path, redis
 
 def test_a_server_that_nobody_may_use_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = str(tmp_path)
-    check_open("127.0.0.1", False, store)
+    check_open(ApiSettings(host="127.0.0.1", file_store=store))
     record, _ = create_key(store, tenant="a")
-    check_open("0.0.0.0", False, store)
+    check_open(ApiSettings(host="0.0.0.0", file_store=store))
     assert caplog.messages == []
     revoke_key(store, record.id)
-    check_open("127.0.0.1", False, store)
+    check_open(ApiSettings(host="127.0.0.1", file_store=store))
     assert "every API key is revoked" in caplog.text
     with pytest.raises(Refused, match="there is no API key"):
-        check_open("0.0.0.0", False, store)
-    check_open("0.0.0.0", True, store)
+        check_open(ApiSettings(host="0.0.0.0", file_store=store))
+    check_open(ApiSettings(host="0.0.0.0", insecure=True, file_store=store))
 
 
 def test_programs_get_json(run_here: RunHere, tmp_path: Path) -> None:
