@@ -144,7 +144,7 @@ def test_a_live_call_that_finds_no_place_gets_the_next_one(queue: Queue, monkeyp
         for count in range(1, 6):  # for four there are places
             queue.submit(f"live_{count}", Request("/v1/chat/completions", "demo", BODY, 1, reply_to="api"))
             intake.wake()
-            await until(lambda taken=min(count, 4): len(collector.taken) == taken, "the live call")  # type: ignore[misc]
+            await until(lambda taken=min(count, 4): len(collector.taken) == taken, "the live call")
         for _ in range(5):  # turns of the loop, in which it finds no place
             await asyncio.sleep(0)
         del collector.taken[0]
