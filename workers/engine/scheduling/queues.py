@@ -51,15 +51,16 @@ class RequestQueues:
             self._kv_cache.retain(request)
 
     def enter(self, request: RequestState, prefix: list[int], step: int) -> None:
-        """Give a waiting request a slot and `prefix`, and let it run."""
-        self._remove(request)
+        """Give the first waiting request of a class a slot and `prefix`, and let it run."""
+        priority_class = self._class_of(request)
+        del priority_class.waiting[0]
         revived = self._pool.count_free(prefix)
         self._kv_cache.admit(request, prefix)
         self._kv_cache.release(request)
         request.slot = self._slots.free.pop()
         self._policy.enter(request, step, revived)
         self._count_hit(request, 1)
-        insort(self._class_of(request).running, request, key=_PRIORITY)
+        insort(priority_class.running, request, key=_PRIORITY)
 
     def undo_enter(self, request: RequestState) -> None:
         """Let a request that no launched step contains wait again."""
