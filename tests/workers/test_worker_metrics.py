@@ -26,6 +26,7 @@ from jobs.queue.streams import FIRST_ID
 from tests.support.api_server import running_api
 from tests.support.poison import Poison, poisoned_environment
 from tests.support.redis_server import running_server
+from tests.support.requests import ready_length
 from tests.support.waiting import wait_until
 from tests.support.worker_process import WorkerProcess, running_worker
 from tests.workers.test_worker import SETTINGS, endless, follow, question, run_batch, slow, submit_batch, submit_live
@@ -97,7 +98,7 @@ def story(fleet: TwoWorkers) -> Story:
     refused = run_batch(queue, [question("x", temperature=-1), question("word " * 3000)])
     assert [result.status for result in refused] == [400, 400]
     batch = submit_batch(queue, [slow(60) for _ in range(8)])
-    wait_until(lambda: queue.ready_length(batch) < 5, 60, "both workers to be full")
+    wait_until(lambda: ready_length(queue, batch) < 5, 60, "both workers to be full")
     wait_until(
         lambda: sum(bool(queue.read_tokens({RequestKey(batch, line): FIRST_ID})) for line in range(8)) >= 4,
         60,
