@@ -2,6 +2,7 @@
 formats, other limits.
 """
 
+import dataclasses
 import gzip
 import io
 import json
@@ -89,7 +90,7 @@ def test_parquet_comes_back_as_parquet(client: openai.OpenAI) -> None:
 
 
 def test_an_operator_sets_the_limits(stack: BatchStack) -> None:
-    small = stack.settings.model_copy(update={"max_batch_lines": 2, "max_file_bytes": 1000})
+    small = dataclasses.replace(stack.settings, max_batch_lines=2, max_file_bytes=1000)
     with running_api(small) as url, official_client(url, on_answer=(recorder := Recorder())) as client:
         batch = wait(client, submit(client, lines("one", "two", "three")).id)
         assert entries(batch) == [("too_many_tasks", None, None)]

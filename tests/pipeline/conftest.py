@@ -1,8 +1,9 @@
 """Fixtures: the `pipeline` command in this process, which is quicker than one of its own."""
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -21,6 +22,23 @@ class CommandOutcome(NamedTuple):
 RunHere = Callable[..., CommandOutcome]
 
 
+@contextlib.contextmanager
+def kept_log() -> Iterator[None]:
+    """Take back what a command does to this process' log."""
+    handlers, level = list(logging.root.handlers), logging.root.level
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def log_of_each_test() -> Iterator[None]:
+    with kept_log():
+        yield
+
+
 @pytest.fixture
 def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> RunHere:
     """Runs the command to its end: `run_here(*arguments, REDIS_URL=...)`."""
@@ -30,13 +48,9 @@ def run_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     def run(*arguments: object, **environment: str) -> CommandOutcome:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        handlers = list(logging.root.handlers)
         capsys.readouterr()
-        try:
-            with pytest.raises(SystemExit) as ended:
-                main([str(argument) for argument in arguments])
-        finally:
-            logging.root.handlers[:] = handlers
+        with kept_log(), pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
         assert isinstance(ended.value.code, int)
         printed = capsys.readouterr()
         assert "Traceback" not in printed.err

@@ -32,13 +32,8 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {
     "float32": torch.float32,
-    "fp32": torch.float32,
-    "float": torch.float32,
     "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
     "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
 }
 _INDEX = "model.safetensors.index.json"
 # Some repositories hold the same weights again under their maker's own names
@@ -169,12 +164,9 @@ def resolve_dtype(asked: str, config: ModelConfig, device: torch.device) -> torc
     """Return what the model runs with.
 
     "auto": on a GPU the checkpoint's own dtype, bfloat16 for a float32 checkpoint; on a CPU
-    bfloat16 where it has instructions for it, else float32. Raises ModelLoadError for an unknown
-    name.
+    bfloat16 where it has instructions for it, else float32.
     """
     if asked != "auto":
-        if asked not in _DTYPES:
-            raise ModelLoadError(f"unknown dtype {asked!r}; choose auto, float32, bfloat16 or float16")
         return _DTYPES[asked]
     stored = _DTYPES.get(config.dtype or "float32", torch.float32)
     if device.type != "cpu":

@@ -16,8 +16,8 @@ from workers.engine.models.config import ModelConfig
 def resolve(config: EngineConfig, device: str, model: ModelConfig) -> ResolvedConfig:
     """Decide what is left open, for a model on one of the replica's devices.
 
-    Raises ModelLoadError for a dtype or a backend that does not exist, and for a context longer
-    than the model's.
+    Raises ModelLoadError for a backend that does not exist, and for a context longer than the
+    model's.
     """
     place = torch.device(device)
     cuda, dtype = place.type == "cuda", resolve_dtype(config.dtype, model, place)

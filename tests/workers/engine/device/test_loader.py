@@ -256,11 +256,6 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert "there is no folder someone/some-model, and the hub at http://127.0.0.1:9 cannot be reached" in message
 
 
-def test_unknown_dtype() -> None:
-    with pytest.raises(ModelLoadError, match="unknown dtype 'int3'; choose auto, float32, bfloat16 or float16"):
-        load_model(str(folder("llama")), "int3", CPU)
-
-
 def config(**settings: Any) -> EngineConfig:
     return EngineConfig(model=str(folder("llama")), dtype="float32", device="cpu", threads=1, block_size=16, **settings)
 
