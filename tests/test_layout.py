@@ -69,6 +69,27 @@ def test_help_and_the_worker_process_import_nothing_slow() -> None:
         assert not loaded_by(import_of(module), "pydantic", "transformers", "fastapi", "openai", "pyarrow"), module
 
 
+@pytest.mark.parametrize(
+    ("parameter", "files"),
+    [
+        ("include_stop_str_in_output", {"jobs/protocol/parameters.py", "workers/replica/sequence.py"}),
+        (
+            "allowed_token_ids",
+            {
+                "jobs/protocol/parameters.py",
+                "workers/engine/messages/core.py",
+                "workers/engine/sampling/logit_masks.py",
+                "workers/replica/sampling_params.py",  # a rule about it and `bad_words`
+            },
+        ),
+    ],
+)
+def test_a_parameter_is_in_the_files_that_the_architecture_names(parameter: str, files: set[str]) -> None:
+    sources = (path for package in ("jobs", "workers", "api", "pipeline") for path in (REPOSITORY / package).rglob("*"))
+    found = {path for path in sources if path.suffix in (".py", ".lua", ".c", ".h") and parameter in path.read_text()}
+    assert {str(path.relative_to(REPOSITORY)) for path in found} == files
+
+
 def test_a_class_name_exists_once() -> None:
     names = Counter(
         name
