@@ -7,7 +7,7 @@ from jobs.queue.settings import QueueSettings
 from jobs.settings import setting
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class ApiSettings(QueueSettings):
     """One frozen set of values per process."""
 

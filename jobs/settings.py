@@ -42,7 +42,7 @@ def kind_of(one: Field[Any]) -> type:
     return tuple if get_origin(one.type) is tuple else get_args(one.type)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, repr=False, eq=False)
 class Settings:
     """Base of the settings of a process. Raises `SettingsError` for a value that cannot be used."""
 

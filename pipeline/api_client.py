@@ -36,6 +36,21 @@ def _check_base_url(_ctx: click.Context, _param: click.Parameter, url: str) -> s
     raise click.BadParameter("it must look like http://127.0.0.1:8000/v1")
 
 
+def print_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    import json
+
+    click.echo(json.dumps(value))
+
+
+def show(answer: "openai.BaseModel", text: str, as_json: bool) -> None:
+    """Print a server's answer, as JSON if so wanted."""
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        click.echo(text)
+
+
 class _Id(click.ParamType[str]):
     """An id, which the server knows or not; the client cannot send one that is no part of a
     path.

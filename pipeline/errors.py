@@ -13,13 +13,6 @@ from typing import IO, Any
 
 import click
 
-from jobs.errors import JobsError
-from workers.engine.messages.errors import EngineError
-from workers.errors import WorkerError
-from workers.text.errors import TextError
-
-_OURS = (JobsError, EngineError, TextError, WorkerError)
-
 
 class CommandEnd(click.ClickException):
     """Base of what ends a command; the message is one sentence."""
@@ -79,7 +72,12 @@ def _explained(error: BaseException) -> CommandEnd | None:
     """Return the end that an error of ours, of Redis or of the disk means, None for a fault of the
     program.
     """
-    if isinstance(error, _OURS):
+    from jobs.errors import JobsError
+    from workers.engine.messages.errors import EngineError
+    from workers.errors import WorkerError
+    from workers.text.errors import TextError
+
+    if isinstance(error, (JobsError, EngineError, TextError, WorkerError)):
         return (Refused if error.exit_code == Refused.exit_code else Unfinished)(one_line(error))
     import redis
 

@@ -1,34 +1,53 @@
 """`pipeline`: the command that starts every process of the product."""
 
 import sys
+from importlib import import_module
 
 import click
 
-from pipeline.commands.api import api
-from pipeline.commands.batches import batches
-from pipeline.commands.files import files
-from pipeline.commands.health import health
-from pipeline.commands.jobs import jobs
-from pipeline.commands.keys import keys
-from pipeline.commands.run_batch import run_batch
-from pipeline.commands.serve import serve
-from pipeline.commands.status import status
-from pipeline.commands.tail import tail
-from pipeline.commands.wait import wait
-from pipeline.commands.worker import worker
 from pipeline.errors import exit_code_of
 
+COMMANDS = {
+    "api": "Answer HTTP: live calls, files, batches, models, health.",
+    "batches": "Create, show, wait for and cancel batches of a server.",
+    "files": "Upload, list, fetch and delete files of a server.",
+    "health": "Exit with 0 if the processes of this host are at work.",
+    "jobs": "Validate, feed and finalize batches.",
+    "keys": "Make, show and revoke API keys.",
+    "run-batch": "Answer every line of a file.",
+    "serve": "Serve one model over HTTP, with all that belongs to it.",
+    "status": "Show the workers, models and batches of a fleet.",
+    "tail": "Show the text of a running request or batch.",
+    "wait": "Wait for a batch that was submitted with `run-batch --detach`.",
+    "worker": "Answer the requests of a queue with one model.",
+}
+"""What `pipeline --help` says of each; the module of that name is imported when it runs."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
+
+class CommandGroup(click.Group):
+    """Finds its commands in `pipeline.commands`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context | None, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"pipeline.commands.{name}"), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 140})
 @click.version_option(package_name="batch-inference-pipeline", message="%(version)s")
 def cli() -> None:
     """Run batch files of language-model requests as fast as the hardware allows, and answer live
     calls meanwhile.
     """
-
-
-for command in (run_batch, serve, worker, api, jobs, keys, files, batches, status, tail, wait, health):
-    cli.add_command(command)
 
 
 def main(arguments: list[str] | None = None) -> None:

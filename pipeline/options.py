@@ -4,7 +4,6 @@ then environment, then --config file, then default.
 
 import logging
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
 from pathlib import Path
@@ -200,8 +199,10 @@ def _read_config(ctx: click.Context, _param: click.Parameter, path: Path | None)
 
 def _config_values(ctx: click.Context, path: Path) -> dict[str, Any]:
     root = ctx.find_root().command
-    commands = list(root.commands.values()) if isinstance(root, click.Group) else [ctx.command]
-    known = {param.name for command in commands for param in command.params if isinstance(param, click.Option)}
+    names = root.list_commands(ctx) if isinstance(root, click.Group) else []
+    commands = [root.get_command(ctx, name) for name in names] if isinstance(root, click.Group) else [ctx.command]
+    params = (param for command in commands if command is not None for param in command.params)
+    known = {param.name for param in params if isinstance(param, click.Option)}
     values = {str(key).replace("-", "_"): value for key, value in _parse_config(path).items()}
     unknown = sorted(set(values) - known)
     if unknown:
@@ -210,6 +211,8 @@ def _config_values(ctx: click.Context, path: Path) -> dict[str, Any]:
 
 
 def _parse_config(path: Path) -> dict[str, Any]:
+    import tomllib
+
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
@@ -232,9 +235,10 @@ def _parse_config(path: Path) -> dict[str, Any]:
 
 
 def _configure_logs(ctx: click.Context, _param: click.Parameter, level: str) -> str:
-    from jobs.process import configure_logs
+    if not ctx.resilient_parsing:
+        from jobs.process import configure_logs
 
-    configure_logs(str(ctx.info_name), level)
+        configure_logs(str(ctx.info_name), level)
     return level
 
 

@@ -21,7 +21,7 @@ def _check_name(name: str) -> None:
         raise ValueError("a served model name must not be empty")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class WorkerSettings(QueueSettings):
     """Configuration of a worker process: that of its queue, of its engine core, and its own."""
 

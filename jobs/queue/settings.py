@@ -11,7 +11,7 @@ from jobs.settings import Settings, setting, variable
 _setting = partial(setting, prefix="")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class QueueSettings(Settings):
     """One frozen set of values per process. Seconds and bytes unless the help says otherwise."""
 

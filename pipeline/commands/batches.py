@@ -1,12 +1,11 @@
 """`pipeline batches`: the batches of a server, over HTTP."""
 
-import json
 from itertools import islice
 from pathlib import Path
 
 import click
 
-from pipeline.api_client import api_client, client_options, object_id, output_option, server_option
+from pipeline.api_client import api_client, client_options, object_id, output_option, print_json, server_option, show
 from pipeline.options import Size, flag
 
 save_option = flag(
@@ -79,7 +78,7 @@ def submit(
             name = None if new.path is None else str(new.path)
             remote_batches.see_to_the_end(client, batch.id, output_file, fail_on_error, as_json, name)
             return
-    click.echo(json.dumps(batch.to_dict()) if as_json else batch.id)
+    show(batch, batch.id, as_json)
 
 
 @batches.command("list")
@@ -90,7 +89,7 @@ def list_(limit: int, base_url: str, as_json: bool) -> None:
     with api_client(base_url) as client:
         found = list(islice(client.batches.list(limit=min(limit, 100)), limit))
     if as_json:
-        click.echo(json.dumps([batch.to_dict() for batch in found]))
+        print_json([batch.to_dict() for batch in found])
         return
     from pipeline.remote_views import moment
     from pipeline.tables import new_listing, print_table
@@ -144,7 +143,7 @@ def cancel(batch_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
     with api_client(base_url) as client:
         for batch_id in batch_ids:
             batch = client.batches.cancel(batch_id)
-            click.echo(json.dumps(batch.to_dict()) if as_json else f"{batch.id} is {batch.status}")
+            show(batch, f"{batch.id} is {batch.status}", as_json)
 
 
 @batches.command()

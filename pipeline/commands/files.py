@@ -1,13 +1,12 @@
 """`pipeline files`: the files of a server, over HTTP."""
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeline.api_client import api_client, client_options, object_id, output_option, server_option
+from pipeline.api_client import api_client, client_options, object_id, output_option, print_json, server_option, show
 from pipeline.options import Size, flag
 
 
@@ -31,7 +30,7 @@ def upload(path: Path, purpose: str, expires_after: int | None, base_url: str, a
 
     with api_client(base_url) as client:
         sent = remote_files.upload(client, path, purpose, expires_after)
-    click.echo(json.dumps(sent.to_dict()) if as_json else sent.id)
+    show(sent, sent.id, as_json)
 
 
 @files.command("list")
@@ -44,7 +43,7 @@ def list_(purpose: str | None, limit: int, base_url: str, as_json: bool) -> None
     with api_client(base_url) as client:
         found = list(islice(client.files.list(limit=min(limit, 10_000), **options), limit))
     if as_json:
-        click.echo(json.dumps([file.to_dict() for file in found]))
+        print_json([file.to_dict() for file in found])
         return
     from pipeline.remote_views import moment
     from pipeline.tables import new_listing, print_table
@@ -76,7 +75,7 @@ def delete(file_ids: tuple[str, ...], base_url: str, as_json: bool) -> None:
     with api_client(base_url) as client:
         for file_id in file_ids:
             gone = client.files.delete(file_id)
-            click.echo(json.dumps(gone.to_dict()) if as_json else f"{gone.id} is deleted")
+            show(gone, f"{gone.id} is deleted", as_json)
 
 
 @files.command()

@@ -13,7 +13,7 @@ import yaml
 
 from api import main as api_main
 from pipeline import child, supervisor
-from pipeline.main import cli
+from pipeline.main import COMMANDS, CommandGroup
 from tests.docker.composition import FILES, seconds, services
 from tests.docker.recipe import environment, folders, lineage, stages
 from tests.support.commands import REPOSITORY
@@ -86,7 +86,9 @@ def test_every_process_has_the_time_to_stop_in_order() -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_a_service_runs_a_command_with_settings_that_it_knows(name: str) -> None:
     command, *arguments = OURS[name]["command"]
-    with cli.commands[command].make_context(command, list(arguments), resilient_parsing=True) as context:
+    found = CommandGroup().get_command(None, command)
+    assert found is not None
+    with found.make_context(command, list(arguments), resilient_parsing=True) as context:
         known = {param.envvar for param in context.command.params if isinstance(param, click.Option)}
     given = set(OURS[name]["environment"]) | {
         key for key in environment(OURS[name]["build"]["target"]) if key == "FILE_STORE"
@@ -94,7 +96,7 @@ def test_a_service_runs_a_command_with_settings_that_it_knows(name: str) -> None
     unused = {"FILE_STORE"} if name == "worker" else set()
     assert given - NOT_FLAGS - unused <= known
     health = OURS[name]["healthcheck"]["test"]
-    assert health[1] == "python" or health[2] in cli.commands
+    assert health[1] == "python" or health[2] in COMMANDS
 
 
 def test_no_two_services_build_one_tag() -> None:

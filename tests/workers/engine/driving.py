@@ -14,8 +14,9 @@ from workers.engine.device.cache_plan import block_bytes
 from workers.engine.device.executor import Executor
 from workers.engine.device.loader import open_checkpoint
 from workers.engine.device.resolve import resolve
-from workers.engine.messages.config import EngineConfig, ResolvedConfig
+from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.core import EngineRequest, Finish, TokenLogprobs
+from workers.engine.messages.resolved_config import ResolvedConfig
 
 BLOCK_SIZE = 16
 

@@ -9,8 +9,8 @@ import torch
 
 from workers.engine.attention.base import CacheShape
 from workers.engine.device.memory import GpuMemory, gib
-from workers.engine.messages.config import ResolvedConfig
 from workers.engine.messages.errors import ModelLoadError
+from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)

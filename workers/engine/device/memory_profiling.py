@@ -8,8 +8,8 @@ import torch
 from workers.engine.backends.base import Backend
 from workers.engine.cuda.graphs import GraphVariant
 from workers.engine.device.model_runner import ModelRunner
-from workers.engine.messages.config import ResolvedConfig
 from workers.engine.messages.core import EVERY_FEATURE
+from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.messages.step import AddedRequest, PromptScores, StepPlan
 from workers.engine.models.base import DecoderModel
 

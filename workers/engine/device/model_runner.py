@@ -18,7 +18,7 @@ from workers.engine.backends.base import Backend
 from workers.engine.cuda.graphs import CudaRecorder, DecodeGraphs, GraphVariant, Work
 from workers.engine.cuda.staging import ResultCopies
 from workers.engine.inputs.base import StepInputs
-from workers.engine.messages.config import ResolvedConfig
+from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.messages.step import PromptScores, StepPlan, StepResult
 from workers.engine.models.base import DecoderModel
 from workers.engine.profiling import span

@@ -22,8 +22,9 @@ from workers.engine.device.memory import GpuMemory, available_memory, gib
 from workers.engine.device.memory_profiling import profile_memory
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.layers.parallel import Parallel
-from workers.engine.messages.config import EngineConfig, ResolvedConfig
+from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError, RankError, StepOutOfMemory
+from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.models.base import DecoderModel
 from workers.engine.models.config import ModelConfig

@@ -24,8 +24,8 @@ import msgspec
 import torch
 
 from workers.engine.layers.parallel import Parallel, connected_store, listening_store
-from workers.engine.messages.config import ResolvedConfig
 from workers.engine.messages.ranks import PlanFrame, RankFailed, RankSetup
+from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.messages.step import StepPlan
 from workers.engine.messages.transport import FrameReader, frame
 from workers.engine.process import child_environment

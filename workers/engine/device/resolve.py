@@ -8,8 +8,9 @@ import torch
 
 from workers.engine.backends.registry import default_backend, find_backend
 from workers.engine.device.loader import resolve_dtype
-from workers.engine.messages.config import EngineConfig, ResolvedConfig
+from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
+from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.models.config import ModelConfig
 
 

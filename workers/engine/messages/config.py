@@ -18,7 +18,7 @@ def _flag(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EngineConfig:
     """What one model replica runs with.
 
@@ -99,22 +99,6 @@ class EngineConfig:
         `all_threads()`.
         """
         return self.threads or max(1, all_threads() // self.tensor_parallel_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedConfig(EngineConfig):
-    """The same once everything is decided for a device and a model, by `device.resolve`.
-
-    `may_shorten`: `max_model_len` is the model's own, and becomes what the KV cache can hold.
-    """
-
-    max_model_len: int
-    may_shorten: bool
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-    depth: int
-    threads: int
 
 
 def all_threads() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from workers.engine.messages.config import ResolvedConfig
+from workers.engine.messages.resolved_config import ResolvedConfig
 from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan
 
 

@@ -18,8 +18,9 @@ from workers.engine.device.loader import load_weights, open_checkpoint
 from workers.engine.device.memory import GpuMemory, _container, _machine, available_memory, gib
 from workers.engine.device.memory_profiling import largest_step, profile_memory
 from workers.engine.device.rank import _refusing
-from workers.engine.messages.config import EngineConfig, ResolvedConfig
+from workers.engine.messages.config import EngineConfig
 from workers.engine.messages.errors import ModelLoadError
+from workers.engine.messages.resolved_config import ResolvedConfig
 
 
 def test_this_machine_says_something() -> None:
