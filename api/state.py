@@ -32,7 +32,10 @@ class ApiState:
     async def knows(self, key: RequestKey) -> bool:
         """Return whether the request waits, runs, or left a stream."""
         execute: Any = self.stream_client.execute_command
-        return any([await execute(*command) for command in traces(key)])
+        for command in traces(key):
+            if await execute(*command):
+                return True
+        return False
 
     async def is_of(self, tenant: str, key: RequestKey) -> bool:
         """Return whether the request may be shown to this tenant's callers."""

@@ -202,14 +202,14 @@ class BatchRun:
             raise Interrupted(_FAREWELL)
         if self._redis_away.is_over():
             raise Unfinished(f"Redis cannot be used: {one_line(error)}; {_RESUMES}")
-        self._leaderless.is_over(troubled=False)  # unknown
+        self._leaderless.reset()  # unknown
         signals.wait(_REDIS_AWAY_SECONDS)
 
     def _check_moves(self, record: BatchRecord, is_led: bool) -> None:
         """Raise `Unfinished` for a batch that has made no progress for too long: it waits for
         validation without a control plane, or has a problem.
         """
-        self._redis_away.is_over(troubled=False)
+        self._redis_away.reset()
         if self._leaderless.is_over(self._task.redis_url is not None and record.state == "validating" and not is_led):
             raise Unfinished(f"no control plane is at work on this queue, so {record.id} waits: start `pipeline jobs`")
         if self._stalled.is_over(record.problem is not None):

@@ -13,6 +13,8 @@ from typing import IO, Any
 
 import click
 
+_MAKE_ROOM = "free some space and run the same command again, it resumes"
+
 
 class CommandEnd(click.ClickException):
     """Base of what ends a command; the message is one sentence."""
@@ -73,10 +75,13 @@ def _explained(error: BaseException) -> CommandEnd | None:
     program.
     """
     from jobs.errors import JobsError
+    from jobs.store.storage import StoreFull
     from workers.engine.messages.errors import EngineError
     from workers.errors import WorkerError
     from workers.text.errors import TextError
 
+    if isinstance(error, StoreFull):
+        return Unfinished(f"{one_line(error)}: {_MAKE_ROOM}")
     if isinstance(error, (JobsError, EngineError, TextError, WorkerError)):
         return (Refused if error.exit_code == Refused.exit_code else Unfinished)(one_line(error))
     import redis
@@ -84,9 +89,7 @@ def _explained(error: BaseException) -> CommandEnd | None:
     if isinstance(error, redis.RedisError):
         return Unfinished(f"Redis cannot be used: {one_line(error)}")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return Unfinished(
-            f"no space is left on the device{_at(error)}: free some space and run the same command again, it resumes"
-        )
+        return Unfinished(f"no space is left on the device{_at(error)}: {_MAKE_ROOM}")
     if isinstance(error, OSError) and error.errno is not None:
         return Unfinished(f"{error.strerror}{_at(error)}")
     return None

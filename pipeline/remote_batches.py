@@ -101,7 +101,8 @@ def wait_for(client: "openai.OpenAI", batch_id: str) -> "Batch":
         batch = patient.batches.retrieve(batch_id)
         return batch, counts_of(batch), batch.status in END_STATES
 
-    return wait_until_ended(read, f"{batch_id} goes on; come back with `pipeline batches wait {batch_id}`.", is_passing)
+    come_back = f"{batch_id} goes on; come back with `pipeline batches wait {batch_id}`."
+    return wait_until_ended(read, come_back, is_passing, longest_pause=2.0)
 
 
 def see_to_the_end(

@@ -12,7 +12,7 @@ from pipeline.signals import Signals
 
 T = TypeVar("T")
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 2.0
+_FIRST_PAUSE = 0.2
 _AWAY_SECONDS = 60.0
 _LONGEST_REQUESTED_PAUSE = 60.0
 
@@ -30,16 +30,22 @@ class GracePeriod:
         self._since = (self._since or now) if troubled else None
         return self._since is not None and now - self._since > self._seconds
 
+    def reset(self) -> None:
+        """Note that there is no trouble now."""
+        self._since = None
+
 
 def wait_until_ended(
     read: Callable[[], tuple[T, Counts, bool]],
     come_back: str,
     is_passing: Callable[[Exception], bool] = lambda error: False,
+    longest_pause: float = _FIRST_PAUSE,
 ) -> T:
     """Call `read` until it reports the end of the batch, and return what it read.
 
     It returns the batch, what progress shows of it, and whether it has ended; it may fail for under
-    a minute with errors that are passing. Raises `Interrupted` with the sentence `come_back`.
+    a minute with errors that are passing. Between two calls it waits, for up to `longest_pause`
+    seconds. Raises `Interrupted` with the sentence `come_back`.
     """
     counts, pause, away = Counts(), _FIRST_PAUSE, GracePeriod(_AWAY_SECONDS)
     with Signals() as signals, make_progress() as progress:
@@ -53,14 +59,14 @@ def wait_until_ended(
                 wanted = _requested_pause(error)
                 progress.update(replace(counts, running=None, note="the server does not answer yet"))
             else:
-                away.is_over(troubled=False)
+                away.reset()
                 progress.update(counts)
                 if ended:
                     return batch
             if signals.stops:
                 raise Interrupted(f"Interrupted: {come_back}")
             signals.wait(max(pause, wanted))
-            pause = min(1.3 * pause, _LONGEST_PAUSE)
+            pause = min(1.3 * pause, longest_pause)
 
 
 def _requested_pause(error: Exception) -> float:

@@ -75,7 +75,7 @@ class Worker:
         self._stop_orders = 0
 
     async def run(self) -> None:
-        """Serve until ordered to stop (SIGTERM, SIGINT or an order through Redis).
+        """Serve until ordered to stop (SIGTERM or SIGINT).
 
         Raise WorkerError, EngineStartError or TokenizerError.
         """

@@ -122,7 +122,8 @@ async def _invalid(_request: Request, error: Exception) -> Response:
 
 async def _unavailable(_request: Request, error: Exception) -> Response:
     answer = answer_to(error)
-    logger.warning("answering %d %s: %s", answer.status, answer.code, error)
+    level = logging.ERROR if isinstance(error, StoreError) else logging.WARNING
+    logger.log(level, "answering %d %s: %s", answer.status, answer.code, error)
     retry = getattr(error, "retry", True)
     return error_response(answer, {"retry-after": "1"} if retry else {"x-should-retry": "false"})
 

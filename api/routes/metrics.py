@@ -99,6 +99,8 @@ def _of_engines(reported: Iterable[tuple[WorkerRecord, WorkerGauges]]) -> Iterab
     found: dict[str, tuple[MetricDescriptor, Family]] = {}
     for worker, gauges in reported:
         for declared, samples in zip(worker.metrics, gauges.metrics, strict=False):
+            if declared.kind not in _DECLARED:
+                continue
             if declared.name not in found:
                 labels = (*OF_WORKER, declared.label) if declared.label else OF_WORKER
                 found[declared.name] = declared, _DECLARED[declared.kind](declared.name, declared.help, labels=labels)
@@ -149,7 +151,7 @@ QUEUE_METRICS = (
     QueueMetric(
         "pipeline_requests_waiting",
         "gauge",
-        "Requests waiting for a worker: live calls, batch lines in the ready lists, suspect (quarantined).",
+        "Requests waiting for a worker: live calls, batch lines in the ready lists, those in quarantine (suspect).",
         ("model_name", "kind"),
         _by_model,
     ),

@@ -113,7 +113,7 @@ class ControlWorker(SimpleWorker):
 
     def execute_job(self, job: Job, queue: JobQueue) -> None:
         """Run the job in this process."""
-        assert isinstance(job, ControlJob), "as the worker was told"
+        assert isinstance(job, ControlJob), "the worker's `job_class`"
         job.runner = self._runner
         super().execute_job(job, queue)
 

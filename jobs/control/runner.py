@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import redis
 
@@ -14,6 +15,7 @@ from jobs.control.finalize import finalize
 from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, Superseded, hold
 from jobs.control.validate import validate
 from jobs.protocol.states import CANCELLABLE, END_STATES, JobName, states_of
+from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import Busy, StoreError
@@ -52,9 +54,13 @@ class Runner:
             threading.Thread(target=self._run_in_thread, name=batch, args=(free, job, batch, generation)).start()
 
     def flush(self) -> None:
-        """Drain every running batch that no other process works on."""
-        for batch, fields in self.queue.active_batches().items():
-            self._run("advance", batch, fields.generation, 0.0, drain_all)
+        """Drain every running batch that no other process works on.
+
+        Raises what Redis raises, at once where it does not answer.
+        """
+        active: Any = self.queue.redis.smembers(keys.ACTIVE)
+        for batch in sorted(map(bytes.decode, active)):
+            self._run("advance", batch, self.queue.batch_fields(batch).generation, 0.0, drain_all)
 
     def _run_in_thread(self, free: threading.Semaphore, job: JobName, batch: str, generation: int) -> None:
         try:

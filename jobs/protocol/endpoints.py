@@ -4,11 +4,11 @@ from collections.abc import Collection
 
 from jobs.protocol.chat import ChatEndpoint
 from jobs.protocol.completions import CompletionsEndpoint
-from jobs.protocol.endpoint import Endpoint, Task
+from jobs.protocol.endpoint import Endpoint
 
 ENDPOINTS: dict[str, Endpoint] = {endpoint.url: endpoint for endpoint in (ChatEndpoint(), CompletionsEndpoint())}
 
 
-def urls_for(tasks: Collection[Task]) -> list[str]:
+def urls_for(tasks: Collection[str]) -> list[str]:
     """Return the endpoints that a model with these tasks answers."""
     return [url for url, endpoint in ENDPOINTS.items() if endpoint.task in tasks]

@@ -89,7 +89,7 @@ def read_line(raw: bytes) -> Line:
 
 
 def body_of(raw: bytes, values: dict[str, Any]) -> bytes:
-    """Return the body of a line as `read_line` does, given its values."""
+    """Return the JSON of a line's body, given its values: as the line has it wherever possible."""
     try:
         return bytes(_line_decoder.decode(raw).body)
     except msgspec.DecodeError:

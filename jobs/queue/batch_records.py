@@ -62,10 +62,16 @@ class BatchQueue(QueueBase):
         return BatchFields.read_hash(self._command("HGETALL", keys.batch(batch)))
 
     def active_batches(self) -> dict[str, BatchStatus]:
-        """Return what the batches that the control plane has work on need, by id."""
-        batches = sorted(text(batch) for batch in self._command("SMEMBERS", keys.ACTIVE))
-        names = BatchStatus.__struct_fields__
-        rows = self.commands(("HMGET", keys.batch(batch), *names) for batch in batches)
+        """Return what the batches that the control plane has work on need, by id.
+
+        Not repeated while Redis is away, unlike the rest.
+        """
+        members: Any = self.redis.smembers(keys.ACTIVE)
+        batches, names = sorted(map(text, members)), BatchStatus.__struct_fields__
+        with self.redis.pipeline(transaction=False) as pipeline:
+            for batch in batches:
+                pipeline.hmget(keys.batch(batch), *names)
+            rows = pipeline.execute()
         return {batch: BatchStatus.read(names, row) for batch, row in zip(batches, rows, strict=True)}
 
     def activate(self, batch: str) -> None:

@@ -4,7 +4,6 @@ behind `GET /metrics`.
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -33,7 +32,7 @@ class MetricDescriptor(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     help: str
-    kind: Literal["counter", "gauge", "histogram"]
+    kind: str  # counter, gauge or histogram; newer versions may have others
     label: str = ""  # besides those that name the worker
     buckets: list[float] = []
 

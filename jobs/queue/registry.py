@@ -6,7 +6,6 @@ from typing import Literal
 import msgspec
 import redis
 
-from jobs.protocol.endpoint import Task
 from jobs.protocol.endpoints import urls_for
 from jobs.protocol.requests import pack
 from jobs.queue import keys
@@ -31,7 +30,7 @@ class WorkerRecord(msgspec.Struct):
     host: str
     pid: int
     metrics: list[MetricDescriptor] = []  # whose values it reports (`WorkerGauges.metrics`)
-    tasks: tuple[Task, ...] = ("generate",)  # of its models
+    tasks: tuple[str, ...] = ("generate",)  # of its models; newer versions may have others
 
 
 class ModelRecord(msgspec.Struct):
@@ -41,7 +40,7 @@ class ModelRecord(msgspec.Struct):
     max_model_len: int
     endpoints: list[str]  # urls
     created: float  # unix seconds
-    tasks: tuple[Task, ...] = ("generate",)
+    tasks: tuple[str, ...] = ("generate",)
 
 
 class Registry(QueueBase):

@@ -13,12 +13,12 @@ from workers.replica.running import Running
 
 logger = logging.getLogger(__name__)
 
-PACE_SECONDS = 0.5
+MEASURE_SECONDS = 0.5
 """How long a draining worker measures, at least, before it decides which requests cannot finish in
 time.
 """
 
-PACE_STEPS = 2
+MEASURE_STEPS = 2
 """How many steps it sees meanwhile, at least, unless the core's process is stopped."""
 
 _LOOK_SECONDS = 0.02
@@ -43,7 +43,7 @@ async def drain(
         return running.any() and not steps.done() and time() < deadline
 
     slow = await _find_slow(running, engine, goes_on, deadline)
-    begun = await requeue.from_checkpoints(slow)
+    begun = await requeue.from_checkpoints(slow) if slow else 0
     while goes_on():
         await asyncio.sleep(_LOOK_SECONDS)
     if steps.done() and isinstance(death := steps.exception(), EngineDeadError) and death.by_itself:
@@ -55,12 +55,12 @@ async def drain(
 async def _find_slow(
     running: Running, engine: AsyncEngine, goes_on: Callable[[], bool], deadline: float
 ) -> list[RequestKey]:
-    """Measure the pace of requests; return those that would not end before the deadline."""
+    """Measure the speed of requests; return those that would not end before the deadline."""
     time = asyncio.get_running_loop().time
     start, before, first_step = time(), running.tokens_left(), running.steps
     while goes_on():
         await asyncio.sleep(_LOOK_SECONDS)
         seconds = time() - start
-        if seconds >= PACE_SECONDS and (running.steps >= first_step + PACE_STEPS or engine.is_stopped()):
+        if seconds >= MEASURE_SECONDS and (running.steps >= first_step + MEASURE_STEPS or engine.is_stopped()):
             return running.hopeless(before, (deadline - start - seconds) / seconds)
     return []

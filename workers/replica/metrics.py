@@ -1,6 +1,4 @@
-"""What the requests of one engine core are counted in; those of the engine itself are in its
-`Stats`.
-"""
+"""The metrics that a worker process counts; those that its engine counts are in `Stats`."""
 
 from workers.engine.messages.metrics import KINDS, LATENCY_BUCKETS, Counter, Gauge, Histogram
 
@@ -8,7 +6,10 @@ _TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa i
 
 
 class RequestMetrics:
-    """As in vLLM, each choice of a request counts as a request, but for errors."""
+    """Metrics of the requests of one engine core, and gauges of its cache and its speed.
+
+    As in vLLM, each choice of a request counts as a request, but for errors.
+    """
 
     def __init__(self) -> None:
         self.finished = Counter(

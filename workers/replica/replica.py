@@ -110,9 +110,6 @@ class Replica:
             serving = None if self._stopping.is_set() else await self._start()
             if serving is not None:
                 await self._serve(serving)
-        except EngineDeadError as error:
-            logger.error("%s", error)
-            raise
         finally:
             await self._end()
 
@@ -130,6 +127,9 @@ class Replica:
                 if self._stopping.is_set():
                     return None
                 loading.result()
+        except EngineDeadError as error:
+            logger.error("%s", error)
+            raise
         finally:
             engine.cancel()
         self._self_test_tokens = self._engine.stats.tokens

@@ -122,7 +122,7 @@ class Running:
         self.steps += 1
         before, now = self._last_step, self._clock()
         self._last_step = now
-        position = steady = 0
+        position = steady = generated = 0
         added: list[EngineRequest] = []
         over: list[int] = []
         waiting = first = False
@@ -137,6 +137,7 @@ class Running:
             if known is None:
                 continue
             request, sequence = known
+            generated += count
             if sequence.last_token == before:
                 steady += count
             else:
@@ -154,7 +155,7 @@ class Running:
                     waiting, first = True, first or not request.announced
             except Exception as error:
                 over += self._fail(request, _unforeseen(request.claim, error))
-        self.metrics.generation_tokens.add(len(output.token_ids))
+        self.metrics.generation_tokens.add(generated)
         if steady:
             self.metrics.inter_token_latency.observe(now - before, count=steady)
         self._add(added)
@@ -202,7 +203,7 @@ class Running:
         return {key: request.tokens_left for key, request in self._requests.items()}
 
     def hopeless(self, before: Mapping[RequestKey, int], times: float) -> list[RequestKey]:
-        """Batch requests that at their pace since `before` would need more than `times` as long
+        """Batch requests that at their speed since `before` would need more than `times` as long
         again to use up their tokens.
 
         One of them may still end before that by itself; it loses little by going on elsewhere, and
@@ -242,7 +243,7 @@ class Running:
         return self.drop([key for key, request in self._requests.items() if not request.started])
 
     def _cancel(self, keys: Iterable[RequestKey]) -> list[Held]:
-        """Drop requests that do not go on; each of their choices counts as aborted."""
+        """Drop requests that do not go on; each of their choices that runs counts as aborted."""
         before = len(self._sequences)
         held = self.drop(keys)
         self.metrics.finished.add(before - len(self._sequences), "abort")
@@ -290,12 +291,11 @@ class Running:
         metrics, (request, sequence) = self.metrics, self._sequences[request_id]
         if count and sequence.last_token:
             metrics.inter_token_latency.observe(now - sequence.last_token)
-        elif count:
+        elif count and not sequence.resumed:
             metrics.prompt_tokens.add(sequence.prompt_length)
             metrics.cached_tokens.add(cached)
-            if not sequence.resumed:
-                sequence.cached_tokens = cached or sequence.cached_tokens
-                metrics.time_to_first_token.observe(now - request.arrived, request.kind)
+            sequence.cached_tokens = cached or sequence.cached_tokens
+            metrics.time_to_first_token.observe(now - request.arrived, request.kind)
         return request.follow(request_id)
 
     def _deltas(self, requests: Iterable[RequestInFlight]) -> list[Delta]:

@@ -97,7 +97,7 @@ class Serving:
         If the core crashed by itself they are quarantined; what never reached it is requeued.
         """
         running, reached = self.running, self.running.keys()
-        logger.error("the engine core ended with %d requests in flight", len(reached))
+        logger.error("%s; requests in flight: %d", error, len(reached))
         await self._stop_claiming()
         await self.requeue.publish(running.checkpoint(running.keys()))
         if error.by_itself:

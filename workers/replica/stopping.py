@@ -1,4 +1,4 @@
-"""Waiting that an order to stop ends."""
+"""Wait for work or for an order to stop."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from jobs.control import advance
 from jobs.control.advance import seed_of
 from jobs.control.runner import Runner
 from jobs.queue import keys
+from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
@@ -298,6 +299,13 @@ def test_a_slice_ends_quietly_when_redis_forgets_the_batch_under_it(
     Runner(Queue(redis_client)).run("advance", batch, 1)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert not Queue(redis_client).batch_fields(batch).problem
+
+
+def test_flush_and_the_ticker_do_not_wait_for_an_absent_redis(tmp_path: Path) -> None:
+    away = Queue(connect(f"unix://{tmp_path}/redis.sock"), QueueSettings(redis_retry_seconds=60))
+    for work in (Runner(away).flush, away.active_batches):
+        with pytest.raises(redis.ConnectionError):
+            work()
 
 
 def test_flush_keeps_what_finished(redis_client: redis.Redis, tmp_path: Path) -> None:

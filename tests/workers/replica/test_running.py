@@ -394,6 +394,7 @@ def test_what_an_earlier_worker_began_has_its_first_token(queue: Queue) -> None:
     assert metric(second, "time_to_first_token_seconds") == {}
     assert metric(second, "request_generation_tokens") == {"": (40, 1)}
     assert metric(second, "generation_tokens") == {"": 37}
+    assert metric(second, "prompt_tokens") == {}
     assert metric(second, "inter_token_latency_seconds") == {"": (0, 36)}
 
 
