@@ -84,7 +84,7 @@ def run_tests(fault: Fault, folder: Path, *options: str) -> str | None:
         return _NO_END
     if done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode != pytest.ExitCode.TESTS_FAILED or failed is None:
         raise RuntimeError(f"the tests of {fault.file} did not run:\n{done.stdout}{done.stderr}")
     return failed[1]

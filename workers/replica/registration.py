@@ -28,9 +28,10 @@ class Registration:
         self.id = f"{host}-{pid}-{secrets.token_hex(3)}"
         self._record = WorkerRecord(self.id, models, "loading", 0, time.time(), host, pid, declared_metrics())
 
-    async def set_state(self, state: WorkerState, **known: int) -> None:
-        """Write the record with this state, and with fields that are `known` from now on."""
-        self._record = msgspec.structs.replace(self._record, state=state, **known)
+    async def set_state(self, state: WorkerState, max_model_len: int = 0) -> None:
+        """Write the record with this state, and with the longest context once it is known."""
+        longest = max_model_len or self._record.max_model_len
+        self._record = msgspec.structs.replace(self._record, state=state, max_model_len=longest)
         await _call(lambda: self._queue.register_worker(self._record))
 
     async def remove(self, generated: int) -> None:

@@ -53,15 +53,6 @@ class ModelCheckpoint:
     config: ModelConfig
 
 
-def load_model(name: str, dtype: str, device: torch.device, max_model_len: int | None = None) -> DecoderModel:
-    """Return the model of a local folder or hub repository, ready to run.
-
-    Raises ModelLoadError with one sentence that says why not.
-    """
-    checkpoint = open_checkpoint(name)
-    return load_weights(checkpoint, resolve_dtype(dtype, checkpoint.config, device), device, max_model_len)
-
-
 def open_checkpoint(name: str, model_impl: str = "auto") -> ModelCheckpoint:
     """Find the folder, read its configuration and select the code that runs it.
 

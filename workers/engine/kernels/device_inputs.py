@@ -124,6 +124,8 @@ class DeviceInputs(Inputs):
         np.cumsum(plan.counts, out=query_start[1 : number + 1])
         query_start[number + 1 : rows + 1] = query_start[number] + self._counting[1 : rows - number + 1]
         sampled, later = plan.sampled()
+        if len(sampled) > stride:
+            raise ValueError(f"{len(sampled)} samples in a step, at most {stride}")
         sampling[: len(sampled)] = sampled + self._rows * later
         # A program that has a sample and no row finds no tokens
         query_start[rows + 1 : len(sampled) + 1] = query_start[rows]

@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.workers.engine.loading import load_model
 from tests.workers.engine.models.tiny_models import MODELS, folder, make
 from workers.engine.attention.base import AttentionMetadata, CacheShape
 from workers.engine.attention.reference import TorchAttention
 from workers.engine.device.cache_plan import block_bytes, cpu_cache_bytes
 from workers.engine.device.executor import Executor
-from workers.engine.device.loader import load_model, open_checkpoint, weight_bytes
+from workers.engine.device.loader import open_checkpoint, weight_bytes
 from workers.engine.device.resolve import resolve
 from workers.engine.layers.base import RotaryHeads
 from workers.engine.messages.config import EngineConfig

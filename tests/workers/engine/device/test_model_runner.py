@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.workers.engine.driving import resolved
+from tests.workers.engine.loading import load_model
 from tests.workers.engine.models.tiny_models import folder, reference
 from tests.workers.engine.places import CPU
 from workers.engine.backends.registry import find_backend
-from workers.engine.device.loader import load_model
 from workers.engine.device.model_runner import ModelRunner
 from workers.engine.messages.core import SamplingParams
 from workers.engine.messages.step import AddedRequest, NewBlocks, StepPlan
