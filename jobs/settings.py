@@ -8,7 +8,8 @@ the same way (`workers/engine/messages/config.py`). The keys:
 - `help`: what it is; a field without it is set by the program alone
 - `flag`: the name of its flag if not the field's own; None: it has only a variable
 - `prefix`: of its variable, by default PIPELINE_
-- `min`, `above`, `max`, `choices`: the range
+- `min`, `above`, `max`: the range of a number
+- `choices`: the values of a text, which only the engine's configuration has
 - `check`: raises ValueError for a bad value, of several values for each
 - `kind`: what a flag takes if the type does not say it: a size, a folder, a device
 """
@@ -71,7 +72,7 @@ def _checked(one: Field[Any], given: Any) -> Any:
     values = tuple(given.split()) if kind is tuple and isinstance(given, str) else given
     if "check" in one.metadata:
         try:
-            for value in values:
+            for value in values if kind is tuple else (values,):
                 one.metadata["check"](value)
         except ValueError as error:
             raise SettingsError(f"{variable(one)}: {error}") from None

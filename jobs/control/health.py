@@ -8,13 +8,12 @@ from datetime import UTC, datetime
 import redis
 from rq import Worker
 
+from jobs.protocol.states import QUEUES
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 
 SILENT_SECONDS = 40.0
 """An RQ worker of ours sends a heartbeat every 10 s, even while it has nothing to do."""
-
-_QUEUES = ("advance", "bulk")
 
 
 def worker_fault(queue: Queue, host: str) -> str | None:
@@ -41,6 +40,6 @@ def control_plane_fault(client: redis.Redis, host: str) -> str | None:
         and (now - worker.last_heartbeat).total_seconds() < SILENT_SECONDS
         for name in worker.queue_names()
     }
-    if silent := [name for name in _QUEUES if name not in alive]:
+    if silent := [name for name in sorted(set(QUEUES.values())) if name not in alive]:
         return f"no process on {host} takes jobs of {' and '.join(silent)}"
     return None if client.exists(keys.LEADER) else "no ticker leads"

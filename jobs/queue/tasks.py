@@ -11,10 +11,9 @@ from rq.job import Job, JobStatus
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
-from jobs.protocol.states import JobName
+from jobs.protocol.states import QUEUES, JobName
 from jobs.queue import keys
 
-QUEUES: dict[JobName, str] = {"validate": "bulk", "advance": "advance", "finalize": "bulk"}
 _FAILURE_TTL = 3600
 
 

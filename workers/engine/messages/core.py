@@ -103,6 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 EVERY_FEATURE = SamplingParams(
     max_tokens=1,
+    min_tokens=1,
     temperature=1.0,
     top_p=0.99,
     top_k=2000,

@@ -16,9 +16,10 @@ from tests.workers.engine.sampling.plain import (
     sampled_rows,
     sampler_for,
 )
-from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.core import EVERY_FEATURE, SamplingParams
 from workers.engine.sampling import penalties
 from workers.engine.sampling.limits import nucleus_floors
+from workers.engine.sampling.logit_masks import logit_stages
 from workers.engine.sampling.sampler import Sampled
 
 VOCAB = 700
@@ -191,3 +192,13 @@ def test_frequencies_follow_the_distribution(name: str) -> None:
     print(f"{name}: seeds {first_seed} to {first_seed + draws - 1}, chi-square {chi_square:.1f} at {degrees} degrees")
     assert counts[~kept].sum() == 0
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_the_memory_profiling_run_uses_every_stage() -> None:
+    stages = (*logit_stages(1, 100, ()), penalties.Penalties(1))
+    assert [type(stage).__name__ for stage in stages if not stage.uses(EVERY_FEATURE)] == []
+    defaults = SamplingParams(max_tokens=1)
+    unused = {
+        name for name in SamplingParams.__struct_fields__ if getattr(EVERY_FEATURE, name) == getattr(defaults, name)
+    }
+    assert unused == {"max_tokens", "temperature", "seed", "choice", "ignore_eos", "stop_token_ids"}
