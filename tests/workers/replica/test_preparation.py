@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from jobs.protocol.chat import CHAT
+from jobs.protocol.parameters import Parameters
 from jobs.protocol.requests import Claim, Request, RequestKey
 from tests.support.small_tokenizers import byte_level, panicking, write_folder
 from workers.engine.messages.core import SamplingParams
@@ -77,6 +78,16 @@ def test_a_tokenizer_that_panics_hurts_one_request(tmp_path: Path) -> None:
         "bad_words[1]",
         "invalid_value",
     )
+
+
+def test_what_the_engine_does_not_take_is_known() -> None:
+    """Parameters by the name of a field of `SamplingParams` are copied; a misspelt one is not."""
+    here = {"include_stop_str_in_output", "skip_special_tokens", "stop", "truncate_prompt_tokens"}
+    of_the_answer = {"best_of", "echo", "n", "stream", "stream_options"}
+    joined = {"max_completion_tokens", "priority", "top_logprobs"}
+    engine = set(SamplingParams.__struct_fields__)
+    assert set(Parameters.__struct_fields__) - engine == here | of_the_answer | joined
+    assert engine - set(Parameters.__struct_fields__) == {"choice"}
 
 
 def test_all_that_a_call_asks_for_reaches_the_engine() -> None:
