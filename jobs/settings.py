@@ -31,6 +31,12 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
+def own_fields(settings: type) -> list[Field[Any]]:
+    """Return the fields with a help that a class of settings declares itself."""
+    own = vars(settings)["__annotations__"]
+    return [one for one in fields(settings) if "help" in one.metadata and one.name in own]
+
+
 def variable(one: Field[Any]) -> str:
     """The environment variable of a field."""
     return f"{one.metadata.get('prefix', 'PIPELINE_')}{one.name}".upper()

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from jobs.queue.settings import QueueSettings
-from jobs.settings import kind_of, variable
+from jobs.settings import kind_of, own_fields, variable
 from pipeline.errors import Refused
 from workers.engine.messages.config import EngineConfig
 from workers.settings import WorkerSettings
@@ -137,7 +137,7 @@ def flags_of(settings: type, *without: str) -> Callable[[Command], Command]:
 
 def declared(settings: type) -> list[Field[Any]]:
     """Return the fields that `settings` itself declares, of those that are flags."""
-    return [one for one in fields(settings) if parameter_of(one) and one.name in vars(settings)["__annotations__"]]
+    return [one for one in own_fields(settings) if parameter_of(one)]
 
 
 def parameter_of(one: Field[Any]) -> str:

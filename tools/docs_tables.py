@@ -5,7 +5,6 @@ A table is between `<!-- table: NAME -->` and the next `<!-- end -->`.
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from api.settings import ApiSettings
 from jobs.protocol import parameters
 from jobs.queue.gauges import MetricDescriptor
 from jobs.queue.settings import QueueSettings
-from jobs.settings import variable
+from jobs.settings import own_fields, variable
 from pipeline.options import as_flag, parameter_of
 from tools.errors import TREES, exception_classes
 from workers.engine.messages.config import EngineConfig
@@ -89,9 +88,7 @@ def _exported(metric: MetricDescriptor | QueueMetric) -> str:
 def _settings(*classes: type) -> Iterator[tuple[str, ...]]:
     yield "flag", "variable", "default", "what it is"
     for settings in classes:
-        for one in fields(settings):
-            if "help" not in one.metadata or one.name not in vars(settings)["__annotations__"]:
-                continue
+        for one in own_fields(settings):
             does, _, default = one.metadata["help"].removesuffix("]").partition(" [default: ")
             flag = f"`{as_flag(name)}`" if (name := parameter_of(one)) else "–"
             yield flag, f"`{variable(one)}`", default or _setting(one.default), does

@@ -45,10 +45,8 @@ class Runner:
         alive.
         """
         free = self._threads
-        if job == "advance":
-            self._run(job, batch, generation, patience=0.0)
-        elif free is None:
-            self._run(job, batch, generation, _PATIENCE_SECONDS)
+        if job == "advance" or free is None:
+            self._run(job, batch, generation, WORK[job])
         else:
             free.acquire()
             threading.Thread(target=self._run_in_thread, name=batch, args=(free, job, batch, generation)).start()
@@ -60,32 +58,25 @@ class Runner:
         """
         active: Any = self.queue.redis.smembers(keys.ACTIVE)
         for batch in sorted(map(bytes.decode, active)):
-            self._run("advance", batch, self.queue.batch_fields(batch).generation, 0.0, drain_all)
+            self._run("advance", batch, self.queue.batch_fields(batch).generation, drain_all)
 
     def _run_in_thread(self, free: threading.Semaphore, job: JobName, batch: str, generation: int) -> None:
         try:
-            self._run(job, batch, generation, _PATIENCE_SECONDS)
+            self._run(job, batch, generation, WORK[job])
         finally:
             free.release()
 
-    def _run(
-        self,
-        job: JobName,
-        batch: str,
-        generation: int,
-        patience: float,
-        work: Callable[[Slice], None] | None = None,
-    ) -> None:
-        """Run `work` (default: the job's) under `hold`.
+    def _run(self, job: JobName, batch: str, generation: int, work: Callable[[Slice], None]) -> None:
+        """Run `work` under `hold`, in the states of the job.
 
         A failure that a person can mend becomes the record's `problem`; the ticker has the job run
         again. It raises nothing, so that RQ takes the job for done and never keeps a failed one,
         whose id would bar the next.
         """
-        states = states_of(job)
+        states, patience = states_of(job), 0.0 if job == "advance" else _PATIENCE_SECONDS
         try:
             with hold(self.queue, batch, generation, states, self.stopping, patience) as held:
-                _work_on(held, work or WORK[job])
+                _work_on(held, work)
         except (Superseded, Stopping, Busy):
             logger.debug("batch %s: another process works on it, or this one stops", batch)
         except (QueueUnavailable, redis.RedisError) as error:

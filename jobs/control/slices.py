@@ -153,7 +153,7 @@ def hold(
     generation: int,
     states: tuple[State, ...],
     stopping: threading.Event,
-    patience: float = 0.0,
+    patience: float,
 ) -> Iterator[Slice]:
     """Hold a batch for one job, which is to end when `stopping` is set.
 

@@ -20,7 +20,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     state: str = ""
     generation: int = 0  # of the job that may work on the batch; rises when one is taken for dead
-    heartbeat: float = 0.0  # when that job last gave a sign of life, ms of Redis TIME
+    heartbeat: float = 0.0  # when that job last sent a heartbeat, ms of Redis TIME
     expires_at: float = math.inf  # the end of the completion window
     total: int = 0
     completed: int = 0
@@ -59,7 +59,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
 class BatchFields(BatchStatus, frozen=True, kw_only=True):
     """All fields of a record."""
 
-    owner: str = ""  # as in the manifest: tells this record from that of another server
+    owner: str = ""  # as in the manifest, which names the record that may work on it
     tenant: str = ""
     root: str = ""  # the batch's folder
     spec: str = ""  # JSON of `manifest.BatchSpec`
