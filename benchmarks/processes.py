@@ -2,9 +2,63 @@
 
 import contextlib
 import os
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 _TICK = os.sysconf("SC_CLK_TCK")
+_LOOK_SECONDS = 0.2
+
+
+class ProcessorTime:
+    """Processor time that each part of a run uses, looked at now and then, since its processes are
+    gone at its end.
+
+    `roles` name the parts by a word of their processes' command lines.
+    """
+
+    def __init__(self, pid: int, roles: Mapping[str, str]) -> None:
+        self._pid = pid
+        self._names = roles
+        # As first seen: a process that ends has no command line any more
+        self._roles: dict[int, str] = {}
+        self._used: dict[int, float] = {}
+        self._before: dict[int, float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """What was used until now does not count."""
+        self._before = self._look()
+
+    def end(self) -> dict[str, float]:
+        """Return seconds by part."""
+        self._ended.set()
+        self._thread.join()
+        by_role: dict[str, float] = defaultdict(float)
+        for pid, seconds in (self._used | self._look()).items():
+            by_role[self._roles[pid]] += seconds - self._before.get(pid, 0.0)
+        return {role: round(seconds, 2) for role, seconds in sorted(by_role.items())}
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_SECONDS):
+            self._used |= self._look()
+
+    def _look(self) -> dict[int, float]:
+        used = {pid: own_cpu_seconds(pid) for pid in family(self._pid)}
+        for pid in used.keys() - self._roles.keys():
+            self._roles[pid] = self._role(pid)
+        return {pid: seconds for pid, seconds in used.items() if seconds}
+
+    def _role(self, pid: int) -> str:
+        words = command_line(pid)
+        return (
+            "the command"
+            if pid == self._pid
+            else next((role for part, role in self._names.items() if part in words), "other")
+        )
 
 
 def family(pid: int) -> list[int]:

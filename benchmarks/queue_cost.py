@@ -14,14 +14,12 @@ import asyncio
 import re
 import subprocess
 import tempfile
-import threading
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.driving import run_pass, running_engine, tokenized
 from benchmarks.models import SHAPES, model_folder
-from benchmarks.processes import command_line, family, own_cpu_seconds
+from benchmarks.processes import ProcessorTime
 from benchmarks.report import arguments, by_turns, write_report
 from benchmarks.run_batch import output_tokens, pipeline_run_batch
 from benchmarks.workload import write_workload
@@ -35,7 +33,6 @@ _ROLES = {
     "jobs.": "control plane",
     "server": "Redis",
 }
-_LOOK_SECONDS = 0.2
 
 
 def main() -> None:
@@ -80,7 +77,7 @@ def observed(command: list[str]) -> dict[str, Any]:
     each part's processor time.
     """
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    usage = ProcessorTime(process.pid)
+    usage = ProcessorTime(process.pid, _ROLES)
     assert process.stderr is not None
     lines, events = [], []
     for line in process.stderr:
@@ -99,53 +96,6 @@ def observed(command: list[str]) -> dict[str, Any]:
         "commits": len(commits),
         "processor_seconds": processor_seconds,
     }
-
-
-class ProcessorTime:
-    """Processor time that each part of a run uses, looked at now and then, since its processes are
-    gone at its end.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        # As first seen: a process that ends has no command line any more
-        self._roles: dict[int, str] = {}
-        self._used: dict[int, float] = {}
-        self._before: dict[int, float] = {}
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def begin(self) -> None:
-        """What was used until now does not count."""
-        self._before = self._look()
-
-    def end(self) -> dict[str, float]:
-        """Return seconds by part."""
-        self._ended.set()
-        self._thread.join()
-        by_role: dict[str, float] = defaultdict(float)
-        for pid, seconds in self._used.items():
-            by_role[self._roles[pid]] += seconds - self._before.get(pid, 0.0)
-        return {role: round(seconds, 2) for role, seconds in sorted(by_role.items())}
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_LOOK_SECONDS):
-            self._used |= self._look()
-
-    def _look(self) -> dict[int, float]:
-        used = {pid: own_cpu_seconds(pid) for pid in family(self._pid)}
-        for pid in used.keys() - self._roles.keys():
-            self._roles[pid] = self._role(pid)
-        return {pid: seconds for pid, seconds in used.items() if seconds}
-
-    def _role(self, pid: int) -> str:
-        words = command_line(pid)
-        return (
-            "the command"
-            if pid == self._pid
-            else next((role for part, role in _ROLES.items() if part in words), "other")
-        )
 
 
 def planned_lines(results: Path) -> list[int]:

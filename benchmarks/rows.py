@@ -7,6 +7,7 @@ QUICK: tuple[tuple[str, ...], ...] = (
     ("engine", "--kind", "shared", "--requests", "256", "--turns", "1"),
     ("run_batch", "--requests", "128", "--turns", "1"),
     ("queue_cost", "--requests", "1024", "--turns", "1"),
+    ("control_plane",),
     ("batch_sizes",),
     ("step_profile",),
 )

@@ -243,3 +243,15 @@ def test_every_row_runs_on_a_tiny_model(row: list[str], tmp_path: Path) -> None:
     subprocess.run(command, env=environment, check=True, timeout=280)
     (report,) = tmp_path.glob("*.json")
     assert set(json.loads(report.read_text())) == {"benchmark", "date", "machine", "versions", "seed", "figures"}
+
+
+@pytest.mark.proof
+def test_every_scenario_of_the_control_plane_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.control_plane", "--scale", "0.01", "--publish", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=280)
+    figures = {path.stem: json.loads(path.read_text())["figures"] for path in tmp_path.glob("*.json")}
+    assert set(figures) == {f"control-plane-{name}" for name in ("lines", "batches", "behind", "file")}
+    assert figures["control-plane-lines"]["lines"] == 500
+    assert figures["control-plane-file"]["lines"] == 3000
+    assert figures["control-plane-batches"]["batches"] == 10
+    assert {"advance", "bulk", "ticker", "Redis"} <= set(figures["control-plane-file"]["processor_us_per_line"])

@@ -1,0 +1,296 @@
+"""What the queue and the control plane do in a second: the API, the RQ workers, the ticker and a
+Redis of their own, and a worker that answers at once (`null_worker`).
+
+    python -m benchmarks.control_plane
+    python -m benchmarks.control_plane --only batches behind --scale 0.1
+
+Scenarios, each on a Redis that was just started:
+
+- lines: one batch of 50,000 lines of 200 bytes through the API, from its creation to its end
+- batches: 1,000 batches of 10 lines, created as fast as the API takes them
+- behind: 10 lines behind 8 batches of 150,000 that run, of the same tenant and of another one
+- file: 300,000 lines as `run-batch` has them
+"""
+
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.null_worker import MODEL
+from benchmarks.processes import ProcessorTime
+from benchmarks.report import arguments, write_report
+from jobs.batch.client import BatchSpec, create_batch
+from jobs.protocol.states import END_STATES
+from jobs.queue import keys
+from jobs.queue.batch_fields import BatchFields
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
+from jobs.store.api_keys import create_key
+from pipeline.supervisor import Supervisor
+
+_ROLES = {
+    "--queue advance": "advance",
+    "--queue bulk": "bulk",
+    "control.ticker": "ticker",
+    "pipeline api": "api",
+    "null_worker": "null worker",
+    "server": "Redis",
+    "aof-rewrite": "Redis",
+}
+_LINE_BYTES = 200
+_POLL_SECONDS = 0.02
+_CREATORS = 4  # clients that create batches side by side
+_BUSY_LINES = 100  # of each batch are finished before another one counts as behind it
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS), help="these scenarios alone")
+    parser.add_argument("--scale", type=float, default=1.0, help="lines, or batches, as a share of the full number")
+    parser.add_argument("--claim", type=int, default=500, help="most requests of the worker's claims")
+    parser.add_argument("--publish", action="store_true", help="publish each request's tokens before its result")
+    args = parser.parse_args()
+    worker = ["--claim", str(args.claim), *(["--publish"] if args.publish else [])]
+    for name in args.only:
+        with running_fleet(worker) as load:
+            figures = SCENARIOS[name](load, args.scale)
+        write_report(f"control-plane-{name}", {"scale": args.scale, **figures}, args.out, args.seed)
+
+
+class BatchLoad:
+    """What is asked of a running fleet, and what is measured of that."""
+
+    def __init__(self, queue: Queue, store: Path, url: str, first_claims: dict[str, float]) -> None:
+        self.queue = queue
+        self.store = store
+        self.first_claims = first_claims
+        """By batch, unix seconds."""
+        self.most_result_bytes = 0
+        self._url = url
+        self._clients: dict[str, httpx.Client] = {}
+
+    def client(self, tenant: str) -> httpx.Client:
+        """Return a client with a key of the tenant."""
+        if tenant not in self._clients:
+            _, secret = create_key(str(self.store), tenant=tenant)
+            headers = {"authorization": f"Bearer {secret}"}
+            self._clients[tenant] = httpx.Client(base_url=self._url, headers=headers, timeout=120)
+            time.sleep(1.1)  # the API looks for new keys once a second
+        return self._clients[tenant]
+
+    def upload(self, tenant: str, lines: int) -> str:
+        """Return the id of a new input file."""
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            write_lines(Path(scratch) / "input.jsonl", lines).open("rb") as content,
+        ):
+            answer = self.client(tenant).post("/v1/files", files={"file": content}, data={"purpose": "batch"})
+        return str(answer.raise_for_status().json()["id"])
+
+    def create(self, tenant: str, file: str) -> str:
+        """Return the id of a new batch."""
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        return str(self.client(tenant).post("/v1/batches", json=body).raise_for_status().json()["id"])
+
+    def wait_for_end(self, batch: str) -> BatchFields:
+        """Return the record of a batch that has ended. Raise RuntimeError unless every line of it
+        succeeded.
+        """
+        while (fields := self.queue.batch_fields(batch)).state not in END_STATES:
+            self.most_result_bytes = max(self.most_result_bytes, fields.result_bytes)
+            time.sleep(_POLL_SECONDS)
+        if fields.state != "completed" or fields.failed:
+            raise RuntimeError(f"batch {batch} ended as {fields.state} with {fields.failed} failed lines")
+        return fields
+
+    def redis_figures(self) -> dict[str, Any]:
+        """Return what the server says of itself."""
+        info: Any = self.queue.redis.info()
+        return {
+            "redis_peak_mb": round(info["used_memory_peak"] / 1e6, 1),
+            "redis_commands": info["total_commands_processed"],
+            "most_undrained_mb": round(self.most_result_bytes / 1e6, 1),
+        }
+
+
+@contextmanager
+def running_fleet(worker: list[str]) -> Iterator[BatchLoad]:
+    """Run an API, a control plane, a Redis and a null worker; end them all."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        store, port = folder / "store", _free_port()
+        settings = QueueSettings.from_environment(file_store=str(store))
+        supervisor = stack.enter_context(Supervisor(None, settings, _say, "warning"))
+        supervisor.start_jobs(str(store))
+        supervisor.start_api(["--port", str(port), "--file-store", str(store), "--max-batch-lines", "1000000"])
+        first_claims = stack.enter_context(_null_worker(supervisor.redis_url, worker))
+        load = BatchLoad(supervisor.queue, store, f"http://127.0.0.1:{port}", first_claims)
+        while not (load.queue.models() and _answers(load)):
+            time.sleep(_POLL_SECONDS)
+        yield load
+
+
+def one_batch_of_the_api(load: BatchLoad, scale: float) -> dict[str, Any]:
+    lines = int(50_000 * scale)
+    file = load.upload("first", lines)
+    with _measured(lines) as processors:
+        began = time.time()
+        batch = load.create("first", file)
+        fields = load.wait_for_end(batch)
+    return {**_figures_of(load, fields, batch, began), **load.redis_figures(), **processors}
+
+
+def one_file_of_run_batch(load: BatchLoad, scale: float) -> dict[str, Any]:
+    lines = int(300_000 * scale)
+    source = write_lines(load.store.with_name("input.jsonl"), lines)
+    root, output = load.store.with_name("out.parts"), load.store.with_name("out.jsonl")
+    spec = BatchSpec(input=str(source), root=str(root), output=str(output), error_file="inline", default_model=MODEL)
+    with _measured(lines) as processors:
+        began = time.time()
+        batch = create_batch(load.queue.redis, spec).id
+        fields = load.wait_for_end(batch)
+    return {**_figures_of(load, fields, batch, began), **load.redis_figures(), **processors}
+
+
+def many_small_batches(load: BatchLoad, scale: float) -> dict[str, Any]:
+    count, lines = int(1000 * scale), 10
+    file = load.upload("first", lines)
+    with _measured(count * lines) as processors, ThreadPoolExecutor(_CREATORS) as creators:
+        began = time.time()
+        batches = list(creators.map(lambda _: load.create("first", file), range(count)))
+        created = time.time()
+        while load.queue.redis.exists(keys.ACTIVE):
+            time.sleep(_POLL_SECONDS)
+        ended = time.time()
+    spans = [_span(load.wait_for_end(batch)) for batch in batches]
+    return {
+        "batches": count,
+        "seconds": round(ended - began, 2),
+        "creating_seconds": round(created - began, 2),
+        "median_batch_seconds": round(statistics.median(spans), 2),
+        "worst_batch_seconds": round(max(spans), 2),
+        **load.redis_figures(),
+        **processors,
+    }
+
+
+def small_behind_large(load: BatchLoad, scale: float) -> dict[str, Any]:
+    lines = int(150_000 * scale)
+    large, small = load.upload("first", lines), {tenant: load.upload(tenant, 10) for tenant in ("first", "second")}
+    busy = [load.create("first", large) for _ in range(8)]
+    while min(load.queue.batch_fields(batch).finished for batch in busy) < _BUSY_LINES:
+        time.sleep(_POLL_SECONDS)
+    figures: dict[str, Any] = {"busy_lines": lines}
+    for turn in range(2):
+        for tenant, file in small.items():
+            began = time.time()
+            batch = load.create(tenant, file)
+            fields = load.wait_for_end(batch)
+            waited = {"first_claim": load.first_claims[batch], "completed": fields.timestamps["completed"]}
+            name = f"{'same' if tenant == 'first' else 'other'}_tenant_{turn + 1}"
+            figures[name] = {what: round(when - began, 2) for what, when in waited.items()}
+    finished = [load.queue.batch_fields(batch).finished for batch in busy]
+    return figures | {"saturated_to_the_end": max(finished) < lines}
+
+
+SCENARIOS = {
+    "lines": one_batch_of_the_api,
+    "batches": many_small_batches,
+    "behind": small_behind_large,
+    "file": one_file_of_run_batch,
+}
+
+
+def write_lines(path: Path, count: int) -> Path:
+    """Write completions of `_LINE_BYTES` each, with nothing in common."""
+    with path.open("wb") as file:
+        for line in range(count):
+            start = (
+                f'{{"custom_id":"line-{line}","method":"POST","url":"/v1/completions","body":{{"model":"{MODEL}",'
+                f'"max_tokens":16,"prompt":"{line * 2654435761 % 2**32:08x} '
+            ).encode()
+            file.write(start.ljust(_LINE_BYTES - 4, b"x") + b'"}}\n')
+    return path
+
+
+@contextmanager
+def _measured(lines: int) -> Iterator[dict[str, Any]]:
+    """Fill in the processor time of each process by line, once it ends."""
+    figures: dict[str, Any] = {}
+    usage = ProcessorTime(os.getpid(), _ROLES)
+    usage.begin()
+    yield figures
+    figures["processor_us_per_line"] = {role: round(1e6 * used / lines, 1) for role, used in usage.end().items()}
+
+
+def _figures_of(load: BatchLoad, fields: BatchFields, batch: str, began: float) -> dict[str, Any]:
+    times = fields.timestamps
+    seconds = times["completed"] - began
+    return {
+        "lines": fields.total,
+        "seconds": round(seconds, 2),
+        "lines_per_second": round(fields.total / seconds),
+        "validated": round(times["in_progress"] - began, 2),
+        "first_claim": round(load.first_claims[batch] - began, 2),
+        "finalizing": round(times["finalizing"] - began, 2),
+    }
+
+
+def _span(fields: BatchFields) -> float:
+    return fields.timestamps["completed"] - fields.timestamps["created"]
+
+
+@contextmanager
+def _null_worker(redis_url: str, options: list[str]) -> Iterator[dict[str, float]]:
+    """Run a worker; yield the times of the first claims by batch."""
+    command = [sys.executable, "-m", "benchmarks.null_worker", "--redis-url", redis_url, *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = {}
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            batch, when = line.split()
+            found[batch] = float(when)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield found
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+
+
+def _free_port() -> int:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        return int(holder.getsockname()[1])
+
+
+def _answers(load: BatchLoad) -> bool:
+    try:
+        return load.client("first").get("/v1/models").is_success
+    except httpx.TransportError:
+        return False
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
