@@ -24,7 +24,7 @@ from benchmarks.models import SHAPES, model_folder
 from benchmarks.peers import LlamaCpp, NoPeer, llama_cpp_version, running_llama_cpp
 from benchmarks.report import arguments, by_turns, write_report
 from workers.engine.client.async_engine import AsyncEngine
-from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.core import EngineRequest, SamplingParams
 
 PROMPT, OUTPUT = 144, 80  # tokens
 # Tokens/s of one row, on a machine of the same kind
@@ -88,8 +88,11 @@ def _summary(runs: list[tuple[float, float]]) -> dict[str, Any]:
 async def _one(engine: AsyncEngine, prompt: list[int]) -> tuple[float, float]:
     arrivals = [time.perf_counter()]
     sampling = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
-    async for delta in engine.generate(prompt, sampling, live=True):
-        arrivals += [time.perf_counter()] * len(delta.token_ids)
+    engine.add([EngineRequest(0, prompt, [], sampling, live=True)])
+    async for output in engine.steps():
+        arrivals += [time.perf_counter()] * len(output.token_ids)
+        if any(output.finish):
+            break
     return _times(arrivals)
 
 

@@ -22,7 +22,7 @@ from benchmarks.run_batch import pipeline_run_batch
 from benchmarks.workload import write_workload
 from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.messages.config import EngineConfig
-from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.core import EngineRequest, SamplingParams
 
 
 def main() -> None:
@@ -74,7 +74,9 @@ async def engine_seconds(model: str) -> float:
     engine = AsyncEngine(EngineConfig(model=str(model_folder(model)), max_model_len=CONTEXT, dtype="bfloat16"))
     await engine.start()
     try:
-        async for _ in engine.generate([1] * 16, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)):
+        sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        engine.add([EngineRequest(0, [1] * 16, [], sampling)])
+        async for _ in engine.steps():
             return time.perf_counter() - began
     finally:
         await engine.stop()

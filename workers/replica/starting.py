@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from workers.engine.client.async_engine import AsyncEngine, EngineDeadError, EngineRequestError
-from workers.engine.messages.core import SamplingParams
+from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
+from workers.engine.messages.core import EngineRequest, SamplingParams
 from workers.replica.quarantine import HARMLESS_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -43,12 +43,9 @@ async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:
     if tokens <= 0:
         return
     prompt = [0] * min(length, engine.info.max_model_len - tokens)
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     try:
-        async for _ in engine.generate(prompt, SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)):
-            pass
-    except EngineRequestError as error:
-        message = f"the engine core failed at the first request, which was the worker's own: {error}"
-        raise EngineDeadError(message, None) from error
+        problem = await _error_of(engine, EngineRequest(0, prompt, [], sampling))
     except EngineDeadError as error:
         if not error.by_itself:
             raise
@@ -57,3 +54,15 @@ async def _run_self_test(engine: AsyncEngine, longest_at_death: int) -> None:
             f" installation is at fault, not a request: {error}",
             error.returncode,
         ) from error
+    if problem is not None:
+        message = f"the engine core failed at the first request, which was the worker's own: {problem}"
+        raise EngineDeadError(message, None)
+
+
+async def _error_of(engine: AsyncEngine, request: EngineRequest) -> str | None:
+    """Run a request alone, to its end; return the error it ended with, if any."""
+    engine.add([request])
+    async for output in engine.steps():
+        if any(output.finish):
+            return output.errors.get(request.request_id)
+    return None

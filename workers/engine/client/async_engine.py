@@ -1,7 +1,6 @@
 """The engine's handle in the worker process: starts the core, sends requests, delivers steps."""
 
 import asyncio
-import itertools
 import logging
 import signal
 import subprocess
@@ -9,9 +8,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,10 +23,8 @@ from workers.engine.messages.core import (
     AddRequests,
     EngineRequest,
     Failed,
-    Finish,
     FromCore,
     Ready,
-    SamplingParams,
     Shutdown,
     Stats,
     StepOutput,
@@ -39,7 +35,6 @@ from workers.engine.messages.transport import frame, read_frame
 
 logger = logging.getLogger(__name__)
 
-_OWN_IDS = 1 << 62  # ids from here on belong to `generate`
 _STDERR_LINES = 5
 _LAST_WORDS = 600  # characters
 _DEATH_GRACE = 0.3  # seconds from the ended process to the end of what it said
@@ -84,20 +79,6 @@ class EngineDeadError(EngineError):
         self.reason = reason or message
 
 
-class EngineRequestError(EngineError):
-    """The core refused a request; the message is one sentence that says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
-    """What one step brought for one request; see `StepOutput` for the fields."""
-
-    token_ids: list[int]
-    finish: Finish
-    stop_token: int
-    cached_tokens: int
-
-
 class AsyncEngine:
     """One engine core and its messages.
 
@@ -127,8 +108,6 @@ class AsyncEngine:
         self._hung = ""  # how long it said nothing, in words
         self._outputs: deque[StepOutput] = deque()
         self._wake = asyncio.Event()
-        self._ids = itertools.count(_OWN_IDS)
-        self._readers: dict[int, asyncio.Queue[TokenDelta | Exception]] = {}
 
     @property
     def info(self) -> Ready:
@@ -189,7 +168,7 @@ class AsyncEngine:
         self._send(AbortRequests(list(request_ids)))
 
     async def steps(self) -> AsyncIterator[StepOutput]:
-        """Every step in which a request of `add` got a token or ended. For one consumer.
+        """Every step in which a request got a token or ended. For one consumer.
 
         Ends after `stop`; raises EngineDeadError when the core has died and everything it said has
         been handed out.
@@ -204,33 +183,8 @@ class AsyncEngine:
             self._wake.clear()
             await self._wake.wait()
 
-    async def generate(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, *, live: bool = False
-    ) -> AsyncIterator[TokenDelta]:
-        """One request's tokens as they come; left early, it is aborted.
-
-        Raises EngineRequestError or EngineDeadError.
-        """
-        request_id = next(self._ids)
-        arrived: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
-        self.add([EngineRequest(request_id, list(prompt_token_ids), [], sampling, live)])
-        self._readers[request_id] = arrived
-        try:
-            while True:
-                delta = await arrived.get()
-                if isinstance(delta, Exception):
-                    raise delta
-                yield delta
-                if delta.finish:
-                    return
-        finally:
-            if self._readers.pop(request_id, None) is not None and self._death is None:
-                self.abort([request_id])
-
     async def stop(self, timeout: float = 10.0) -> None:
         """Let the core finish its step and exit; kill it after `timeout` seconds.
-
-        Requests under way get EngineDeadError.
 
         Returns once the process is gone, with all that it had of the device.
         """
@@ -281,7 +235,7 @@ class AsyncEngine:
         self._writer.write(frame(message))
 
     async def _watch(self, reader: asyncio.StreamReader, core: "_CoreProcess") -> None:
-        """Distribute the core's messages until it dies; then notify all waiting readers."""
+        """Hand out the core's messages until it dies, then the error that says how."""
         last: list[str] = []
         receiving = asyncio.create_task(self._receive(reader, last))
         ended = asyncio.create_task(core.ended.wait())
@@ -295,8 +249,6 @@ class AsyncEngine:
             self._writer.close()
         self._death = death
         self._wake.set()
-        for arrived in self._readers.values():
-            arrived.put_nowait(self._death)
 
     def _death_of(self, core: "_CoreProcess", last: list[str]) -> EngineDeadError:
         """Return what is to be said of its end.
@@ -343,30 +295,9 @@ class AsyncEngine:
         self.watchdog_timeout.record(output.stats.full_step_seconds)
         self._received = True
         self._unfinished -= sum(map(bool, output.finish))
-        if not output.request_ids:
-            return
-        if max(output.request_ids) >= _OWN_IDS:
-            self._hand_to_readers(output)
-        if min(output.request_ids) < _OWN_IDS:
+        if output.request_ids:
             self._outputs.append(output)
             self._wake.set()
-
-    def _hand_to_readers(self, output: StepOutput) -> None:
-        end = 0
-        for row, request_id in enumerate(output.request_ids):
-            start, end = end, end + output.counts[row]
-            arrived = self._readers.get(request_id)
-            if arrived is None:
-                continue
-            finish = Finish(output.finish[row])
-            if finish:
-                del self._readers[request_id]
-            if finish is Finish.ERROR:
-                arrived.put_nowait(EngineRequestError(output.errors[request_id]))
-            else:
-                arrived.put_nowait(
-                    TokenDelta(output.token_ids[start:end], finish, output.stop_token[row], output.cached_tokens[row])
-                )
 
 
 class _CoreProcess:

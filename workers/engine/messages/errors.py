@@ -7,7 +7,6 @@ EngineError
   NativeUnavailable     there is no native library
   EngineStartError      the core could not be started
   EngineDeadError       the core has ended
-  EngineRequestError    the core refused a request
 """
 
 

@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 from tests.workers.engine.models.tiny_models import folder
 from workers.engine.client.async_engine import AsyncEngine, EngineDeadError, EngineStartError
 from workers.engine.messages.config import EngineConfig
-from workers.engine.messages.core import SamplingParams
+from workers.engine.messages.core import EngineRequest, SamplingParams
 
 START_SECONDS = 100.0
 # Less than the watchdog of a silent core ever waits, or a sum over ranks of which one has gone
@@ -51,19 +51,22 @@ async def death_at_work(engine: AsyncEngine, rank: int, harm: Callable[[], None]
 
     The rank is stopped before, so that the last of them has not ended.
     """
-    answers = [engine.generate([number], ENDLESS) for number in range(8)]
-    for answer in answers:
-        await anext(answer)
+    engine.add([EngineRequest(number, [number], [], ENDLESS) for number in range(8)])
+    begun: set[int] = set()
+    async for output in engine.steps():
+        begun.update(output.request_ids)
+        if len(begun) == 8:
+            break
     os.kill(rank, signal.SIGSTOP)
-    waiting = [asyncio.create_task(exhaust(answer)) for answer in [*answers, engine.generate([8], ENDLESS)]]
+    engine.add([EngineRequest(8, [8], [], ENDLESS)])
+    waiting = asyncio.create_task(exhaust(engine.steps()))
     await asyncio.sleep(0)
     began = time.monotonic()
     harm()
-    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    with pytest.raises(EngineDeadError) as death:
+        await waiting
     assert time.monotonic() - began < PROMPT_SECONDS
-    (death,) = {id(end): end for end in ends if end is not None}.values()
-    assert isinstance(death, EngineDeadError)
-    return death
+    return death.value
 
 
 def signaled(pid: int, number: signal.Signals) -> None:
