@@ -37,7 +37,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
         queue = Queue(client, settings)
         reader = Reader(stream_client, queue, queue.settings.redis_retry_seconds)
         store = FileStore(queue, settings.file_store, forget_output)
-        app.state.pipeline = ApiState(settings, queue, stream_client, reader, Fleet(queue), store, ring)
+        fleet = Fleet(queue, settings.expected_models)
+        app.state.pipeline = ApiState(settings, queue, stream_client, reader, fleet, store, ring)
         reading = asyncio.create_task(reader.run())
         try:
             yield
@@ -45,6 +46,7 @@ def create_app(settings: ApiSettings) -> FastAPI:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             await stream_client.aclose()
+            fleet.close()
             queue.close()
             client.close()
 

@@ -1,6 +1,5 @@
 """Who calls: the key of `Authorization: Bearer`, and what its tenant may see and do."""
 
-import asyncio
 import ipaddress
 import math
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from fastapi import Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from api.settings import ApiSettings
-from api.state import state_of
+from api.state import queue_reachable, state_of
+from api.threads import KEYS, LIVE, run_in
 from jobs.protocol.results import ApiError
 from jobs.queue.limits import Admission
 from jobs.store.api_keys import KeyRecord, KeyRing
@@ -45,17 +45,18 @@ async def authorize(
 ) -> Caller:
     """Dependency of every route below /v1, which then finds the caller by `caller_of`.
 
-    Raises `ApiError`, 401 or 429, and `KeysUnreadable`.
+    Raises `ApiError`, 401 or 429, `KeysUnreadable` and `QueueUnavailable`.
     """
     state = state_of(request)
     secret = "" if bearer is None else bearer.credentials
     if state.keys.due:
-        caller = await asyncio.to_thread(_caller, state.keys, state.settings, secret)
+        caller = await run_in(KEYS, _caller, state.keys, state.settings, secret)
     else:
         caller = _caller(state.keys, state.settings, secret)
     request.state.caller = caller
     if caller.key_id is not None and caller.requests_per_minute is not None:
-        admission = await asyncio.to_thread(state.queue.admit, caller.key_id, caller.requests_per_minute)
+        await queue_reachable(request)
+        admission = await run_in(LIVE, state.queue.admit, caller.key_id, caller.requests_per_minute)
         request.state.headers = _rate_headers(admission, caller.requests_per_minute)
         if not admission.admitted:
             raise ApiError(

@@ -1,15 +1,24 @@
-"""Which models can be answered now, as the queue's registry says."""
+"""Which models can be answered now, or soon, as the queue's registry says."""
 
 import asyncio
-import time
-from dataclasses import dataclass
+import contextlib
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
+from api.threads import run_in
 from jobs.protocol import fields
 from jobs.protocol.results import ApiError
 from jobs.queue.registry import ModelRecord, WorkerRecord
 from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import QueueUnavailable
 
 _FRESH_SECONDS = 1.0
+"""How long one reading, or its failure, is the answer for all."""
+
+_RETRY_SECONDS = 0.2  # of a reading: for a connection that Redis has closed
+_PROBE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -18,6 +27,7 @@ class Snapshot:
 
     workers: list[WorkerRecord]
     models: dict[str, ModelRecord]
+    expected: Sequence[str] = ()
 
     def names(self, *states: str) -> set[str]:
         """Models of the workers in one of `states`."""
@@ -28,23 +38,54 @@ class Snapshot:
         """Models that a worker answers for at the moment, by name."""
         return [self.models[name] for name in sorted(self.names("ready")) if name in self.models]
 
+    @property
+    def loading(self) -> list[str]:
+        """Models that no worker answers for yet, by name."""
+        coming = self.names("loading", "initializing").union(self.expected)
+        return sorted(coming - self.names("ready"))
+
 
 class Fleet:
-    """The registry, read at most once a second."""
+    """The registry, read at most once a second, and by one thread: all who wait share a reading.
 
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
-        self._snapshot: Snapshot | None = None
-        self._read_at = 0.0
-        self._lock = asyncio.Lock()
+    A reading hardly retries. Who waits for a Redis that is away holds no thread and no lock.
+    """
+
+    def __init__(self, queue: Queue, expected: Sequence[str] = ()) -> None:
+        """`expected` are models that count as loading while no worker has registered them."""
+        self.impatient = Queue(queue.redis, replace(queue.settings, redis_retry_seconds=_RETRY_SECONDS))
+        self._patience = max(queue.settings.redis_retry_seconds, _PROBE_SECONDS)
+        self._expected = expected
+        self._thread = ThreadPoolExecutor(1, "registry")
+        self._reading: asyncio.Future[Snapshot] | None = None
+        self._began = -math.inf
+
+    def close(self) -> None:
+        """Close what the readings use."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.impatient.close()
 
     async def snapshot(self, fresh: bool = False) -> Snapshot:
-        """What is served. `fresh` reads anew."""
-        async with self._lock:
-            if self._snapshot is None or fresh or time.monotonic() - self._read_at > _FRESH_SECONDS:
-                self._snapshot = await asyncio.to_thread(self._read)
-                self._read_at = time.monotonic()
-            return self._snapshot
+        """What is served; `fresh` reads anew.
+
+        Raise `QueueUnavailable` when Redis stays away for longer than one call retries.
+        """
+        try:
+            async with asyncio.timeout(self._patience):
+                while True:
+                    with contextlib.suppress(QueueUnavailable):
+                        return await self._shared(fresh)
+                    await asyncio.sleep(self._began + _FRESH_SECONDS - asyncio.get_running_loop().time())
+        except TimeoutError:
+            raise QueueUnavailable(f"the registry could not be read for {self._patience:g} s") from None
+
+    async def probe(self) -> Snapshot:
+        """What is served, for who cannot wait. Raise `QueueUnavailable` after a moment."""
+        try:
+            async with asyncio.timeout(_PROBE_SECONDS):
+                return await self._shared(fresh=True)
+        except TimeoutError:
+            raise QueueUnavailable("Redis does not answer") from None
 
     async def require(self, model: str, fresh: bool = False) -> None:
         """Raise `ApiError` unless a worker serves the model: 503 while none is ready that did or
@@ -53,21 +94,45 @@ class Fleet:
         snapshot = await self.snapshot(fresh)
         if model not in snapshot.names("ready") and not fresh:
             snapshot = await self.snapshot(fresh=True)
-        if model in snapshot.names("ready"):
-            return
-        if model in snapshot.names("loading", "initializing"):
-            raise ApiError(
-                503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading"
-            )
-        # No models at all: Redis is new, or came back empty a moment ago
-        if model in snapshot.models or not snapshot.models:
-            raise ApiError(
-                503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker"
-            )
-        raise model_not_found(model, [record.name for record in snapshot.served])
+        if model not in snapshot.names("ready"):
+            raise not_served(model, snapshot)
+
+    async def _shared(self, fresh: bool) -> Snapshot:
+        """The outcome of a reading: one that began within the last second, or, if it is to be
+        `fresh`, after this call; a failure counts for a second in either case.
+        """
+        loop = asyncio.get_running_loop()
+        earliest = loop.time() - (0 if fresh and not self._failed else _FRESH_SECONDS)
+        while self._reading is None or self._began < earliest:
+            if self._reading is not None and not self._reading.done():
+                await asyncio.wait({self._reading})
+                continue
+            self._began = loop.time()
+            self._reading = asyncio.ensure_future(run_in(self._thread, self._read))
+        return await asyncio.shield(self._reading)
+
+    @property
+    def _failed(self) -> bool:
+        reading = self._reading
+        return reading is not None and reading.done() and reading.exception() is not None
 
     def _read(self) -> Snapshot:
-        return Snapshot(self._queue.workers(), {record.name: record for record in self._queue.models()})
+        models = {record.name: record for record in self.impatient.models()}
+        return Snapshot(self.impatient.workers(), models, self._expected)
+
+
+def not_served(model: str, snapshot: Snapshot) -> ApiError:
+    """The error of a model that no worker is ready for: 503 for one that did or will, else 404."""
+    if model in snapshot.loading:
+        return ApiError(
+            503, f"The model `{model}` is still being loaded; try again.", "server_error", code="model_loading"
+        )
+    # No models at all: Redis is new, or came back empty a moment ago
+    if model in snapshot.models or not snapshot.models:
+        return ApiError(
+            503, f"No worker serves the model `{model}` at the moment; try again.", "server_error", code="no_worker"
+        )
+    return model_not_found(model, [record.name for record in snapshot.served])
 
 
 def model_not_found(model: str, served: list[str]) -> ApiError:

@@ -15,6 +15,7 @@ from typing import Any
 import redis
 import redis.asyncio
 
+from api.threads import LIVE, run_in
 from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.queue import keys
 from jobs.queue.connection import MAX_BLOCK_SECONDS
@@ -97,7 +98,7 @@ class Inbox:
         self._missed = False
         self._entries.clear()
         try:
-            history = await asyncio.to_thread(self._queue.read_tokens, {self.key: self._last_id})
+            history = await run_in(LIVE, self._queue.read_tokens, {self.key: self._last_id})
         except BaseException:
             self._missed = True
             raise

@@ -17,6 +17,11 @@ class ApiSettings(QueueSettings):
     )
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", min=0, max=65535)
     insecure: bool = setting(False, "While no API key exists, answer every client that reaches the address.")
+    expected_models: tuple[str, ...] = setting(
+        (),
+        "Model that counts as loading while no worker has registered it; may be repeated. `serve` names its own.",
+        flag="expected-model",
+    )
     completion_windows: tuple[str, ...] = setting(
         ("24h",),
         "How long a batch may take, as 24h, 30m or 10s; may be repeated, and a batch names one of them.",

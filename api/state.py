@@ -48,3 +48,12 @@ class ApiState:
 def state_of(request: Request) -> ApiState:
     """The state of the app that got the request."""
     return cast(ApiState, request.app.state.pipeline)
+
+
+async def queue_reachable(request: Request) -> None:
+    """Dependency of routes that ask the queue in a thread: while Redis is away they wait here,
+    without one, and are refused together.
+
+    Raises `QueueUnavailable`.
+    """
+    await state_of(request).fleet.snapshot()

@@ -32,6 +32,9 @@ _ANSWERS: dict[type, tuple[str, str]] = {
     KeysUnreadable: ("keys_unavailable", "API keys cannot be checked at the moment; try again."),
 }
 
+# Of an `ApiError`. Worker processes load for seconds, and clients ask twice again
+_HEADERS = {401: {"www-authenticate": "Bearer"}, 503: {"retry-after": "5"}}
+
 logger = logging.getLogger(__name__)
 
 
@@ -85,7 +88,7 @@ def answer_to(error: Exception) -> ApiError:
 
 async def _api_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, _HEADERS.get(error.status))
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:

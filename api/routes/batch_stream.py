@@ -8,19 +8,20 @@ what the running requests have so far; the offsets say what of it is new. A read
 falls behind and delays nothing.
 """
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
 from api.auth import caller_of
 from api.batch_objects import batch_object, find_batch
 from api.http.event_stream import EventStream, event
 from api.http.openapi import EVENTS
-from api.state import ApiState, state_of
+from api.state import ApiState, queue_reachable, state_of
+from api.threads import LIVE, run_in
 from api.token_events import LAST_EVENT_ID, last_event_id, next_entries, patiently, to_the_end
 from jobs.batch.client import BatchRecord
 from jobs.batch.line_index import LineIndex
@@ -30,7 +31,7 @@ from jobs.queue import keys
 from jobs.queue.following import StreamSnapshot, Watch
 from jobs.store.storage import StoreError
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(queue_reachable)])
 
 _SILENCE_SECONDS = 1.0
 
@@ -48,7 +49,7 @@ async def stream(request: Request, batch_id: str) -> Response:
     """
     state = state_of(request)
     after = last_event_id(request)
-    record = await asyncio.to_thread(find_batch, state, caller_of(request).tenant, batch_id)
+    record = await run_in_threadpool(find_batch, state, caller_of(request).tenant, batch_id)
     follower = Follower(state, record)
     await follower.begin()
     return EventStream(to_the_end(follower.events(after)), state.settings.ping_seconds, follower.close)
@@ -75,7 +76,7 @@ class Follower:
             self._first_id = await self._watched()
 
     async def _watched(self) -> str:
-        return await asyncio.to_thread(self._watch.begin)
+        return await run_in(LIVE, self._watch.begin)
 
     async def events(self, after: str | None) -> AsyncIterator[bytes]:
         """Until the batch has ended, and all that was said of it is shown.
@@ -86,9 +87,7 @@ class Follower:
         while True:
             if not self._record.ended and self._watch.due:
                 await self._watched()
-            entries = (
-                None if after is None else await asyncio.to_thread(self._state.queue.read_batch, self._batch, after)
-            )
+            entries = None if after is None else await run_in(LIVE, self._state.queue.read_batch, self._batch, after)
             if entries:
                 for value, entry_id in await self._values(entries):
                     yield event(value, entry_id)
@@ -119,7 +118,7 @@ class Follower:
         """
         last: dict[str, Any] | None = None
         groups = iter(snapshot)
-        while (entries := await asyncio.to_thread(next, groups, None)) is not None:
+        while (entries := await run_in(LIVE, next, groups, None)) is not None:
             for value, _ in await self._values(entries):
                 if last is not None:
                     yield event(last)
@@ -136,7 +135,7 @@ class Follower:
         ]
         unnamed = {key for key, _ in visible} - self._custom_ids.keys()
         if unnamed:
-            self._custom_ids |= await asyncio.to_thread(self._find_custom_ids, sorted(unnamed))
+            self._custom_ids |= await run_in_threadpool(self._find_custom_ids, sorted(unnamed))
         values = [(entry.event(key, self._custom_ids.get(key)), entry.id) for key, entry in visible]
         for key, entry in visible:
             if entry.succeeded is not None:
@@ -162,5 +161,5 @@ class Follower:
         """
         tenant = self._record.spec.tenant
         self._record = await patiently(
-            self._state, lambda: asyncio.to_thread(find_batch, self._state, tenant, self._batch)
+            self._state, lambda: run_in_threadpool(find_batch, self._state, tenant, self._batch)
         )

@@ -1,9 +1,9 @@
 """`/v1/batches`: create, list, look at, cancel."""
 
-import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from openai.types import Batch
 
@@ -15,7 +15,7 @@ from api.http.pages import PageOf, envelope, not_after, query_integer
 from api.http.request_body import read_body
 from api.http.responses import json_response
 from api.settings import ApiSettings
-from api.state import ApiState, state_of
+from api.state import ApiState, queue_reachable, state_of
 from jobs.batch.client import BatchRecord, cancel_batch, list_batches
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.protocol import fields
@@ -67,7 +67,7 @@ _PAGE = [
     ),
 ]
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(queue_reachable)])
 
 
 @router.post("/v1/batches", responses={200: {"model": Batch}}, openapi_extra=_BODY)
@@ -76,7 +76,7 @@ async def create_batch(request: Request) -> Response:
     validated.
     """
     raw = await read_body(request, _MAX_BODY)
-    return json_response(await asyncio.to_thread(_create, state_of(request), caller_of(request), raw))
+    return json_response(await run_in_threadpool(_create, state_of(request), caller_of(request), raw))
 
 
 @router.get("/v1/batches", responses={200: {"model": PageOf[Batch]}}, openapi_extra={"parameters": _PAGE})

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from openai.types import FileDeleted, FileObject
 from starlette.datastructures import Headers
@@ -16,7 +16,7 @@ from api.http.errors import error_response
 from api.http.openapi import query
 from api.http.pages import PageOf, envelope, not_after, query_choice, query_integer
 from api.http.responses import json_response
-from api.state import state_of
+from api.state import queue_reachable, state_of
 from api.uploads import ANCHOR, SECONDS, receive_file
 from jobs.batch.completion_log import read_log
 from jobs.batch.manifest import Manifest, load_manifest
@@ -30,6 +30,7 @@ from jobs.store.storage import StoreError, named
 _MAX_LIMIT = 10_000
 
 router = APIRouter()
+_IN_QUEUE = [Depends(queue_reachable)]  # reading a file asks the disk alone
 
 _FORM = {
     "required": True,
@@ -87,14 +88,24 @@ _BYTES: dict[int | str, dict[str, Any]] = {
 }
 
 
-@router.post("/v1/files", responses={200: {"model": FileObject}}, openapi_extra={"requestBody": _FORM})
+@router.post(
+    "/v1/files",
+    responses={200: {"model": FileObject}},
+    openapi_extra={"requestBody": _FORM},
+    dependencies=_IN_QUEUE,
+)
 async def upload_file(request: Request) -> Response:
     """Store a file; its parts may come in any order."""
     state = state_of(request)
     return json_response(_as_openai(await receive_file(request, state.files, state.settings, _tenant(request))))
 
 
-@router.get("/v1/files", responses={200: {"model": PageOf[FileObject]}}, openapi_extra={"parameters": _LIST})
+@router.get(
+    "/v1/files",
+    responses={200: {"model": PageOf[FileObject]}},
+    openapi_extra={"parameters": _LIST},
+    dependencies=_IN_QUEUE,
+)
 def list_files(request: Request) -> Response:
     """A page of the caller's files."""
     after = request.query_params.get("after") or None
@@ -117,7 +128,7 @@ def retrieve_file(request: Request, file_id: str) -> Response:
     return json_response(_as_openai(record))
 
 
-@router.delete("/v1/files/{file_id}", responses={200: {"model": FileDeleted}})
+@router.delete("/v1/files/{file_id}", responses={200: {"model": FileDeleted}}, dependencies=_IN_QUEUE)
 def delete_file(request: Request, file_id: str) -> Response:
     """Remove a file. Batches that read it go on: they have their own."""
     record = _found(request, file_id)

@@ -1,4 +1,7 @@
-"""`/health`: whether this process can do its work, and the workers behind it."""
+"""`/health` and `/ready`: whether this process can do its work, and whether a model can be called.
+
+Neither waits for a Redis that is away.
+"""
 
 from collections import Counter
 from typing import Any
@@ -6,24 +9,48 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from api.fleet import Snapshot
 from api.state import state_of
 from jobs.queue.scripts import QueueUnavailable
 
 router = APIRouter()
 
+_UNAVAILABLE: dict[int | str, dict[str, Any]] = {503: {"description": "Not now.", "content": {"application/json": {}}}}
 
-@router.get("/health")
+
+@router.get("/health", responses=_UNAVAILABLE)
 async def health(request: Request) -> Response:
     """200 while the queue answers, 503 otherwise; workers by state, for a person or a probe."""
     state = state_of(request)
     try:
-        snapshot = await state.fleet.snapshot(fresh=True)
+        snapshot = await state.fleet.probe()
     except QueueUnavailable:
-        return JSONResponse({"status": "queue unavailable"}, 503)
+        return _not_now({"status": "queue unavailable"})
     content: dict[str, Any] = {
         "status": "ok",
         "workers": dict(Counter(worker.state for worker in snapshot.workers)),
-        "models": [record.name for record in snapshot.served],
+        "models": _served(snapshot),
         "live_calls": state.reader.calls,
     }
     return JSONResponse(content)
+
+
+@router.get("/ready", responses=_UNAVAILABLE)
+async def ready(request: Request) -> Response:
+    """200 once a worker serves a model, 503 with the reason before; for who sends calls here."""
+    try:
+        snapshot = await state_of(request).fleet.probe()
+    except QueueUnavailable:
+        return _not_now({"status": "not ready", "reason": "the queue is out of reach"})
+    if models := _served(snapshot):
+        return JSONResponse({"status": "ready", "models": models})
+    loading = ", ".join(snapshot.loading)
+    return _not_now({"status": "not ready", "reason": f"loading {loading}" if loading else "no worker serves a model"})
+
+
+def _served(snapshot: Snapshot) -> list[str]:
+    return [record.name for record in snapshot.served]
+
+
+def _not_now(content: dict[str, Any]) -> Response:
+    return JSONResponse(content, 503, {"retry-after": "1"})

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import redis
@@ -30,6 +30,7 @@ from api.http.openapi import EVENTS, json_body
 from api.http.request_body import read_body
 from api.reader import Inbox, Reader
 from api.state import ApiState, state_of
+from api.threads import LIVE, run_in
 from jobs.protocol import requests
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
@@ -44,6 +45,9 @@ from jobs.queue.scripts import QueueUnavailable
 _WORKER_CHECK_SECONDS = 5.0
 _LARGE_BODY = 256 * 1024  # bytes; reading it would keep other calls waiting
 _SILENCE_SECONDS = 2.0
+_BEYOND_PATIENCE = 1.0  # seconds for a thread that retries for as long as it may to say why it failed
+_LEAVING_SECONDS = 1.0
+_leaving: set[asyncio.Future[None]] = set()  # calls that end behind their answer
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -73,18 +77,18 @@ async def answer(request: Request, endpoint: str) -> Response:
     """The response of either endpoint, plain or as an event stream. Raises `ApiError`."""
     state = state_of(request)
     raw = await read_body(request, state.settings.max_body_bytes)
-    call = _parse(endpoint, raw) if len(raw) < _LARGE_BODY else await asyncio.to_thread(_parse, endpoint, raw)
+    call = _parse(endpoint, raw) if len(raw) < _LARGE_BODY else await run_in(LIVE, _parse, endpoint, raw)
     await state.fleet.require(call.model)
     live = LiveCall(state, call, caller_of(request).tenant)
-    await live.submit(raw)
     try:
+        await live.submit(raw)
         first = await _unless_gone(request, live.first())
         if call.stream and (first.result is None or first.result.succeeded):
             headers = {"x-request-id": request.state.request_id, "x-stream-id": live.key.batch}
             return EventStream(live.events(first), state.settings.ping_seconds, live.close, headers)
         result = await _unless_gone(request, live.result(first))
     except BaseException:
-        await live.close()
+        await _for_a_moment(live.close())
         raise
     await live.close()
     return Response(result.body, result.status, media_type="application/json")
@@ -106,7 +110,10 @@ class LiveCall:
         self._created = time.time()
 
     async def submit(self, raw: bytes) -> None:
-        """Submit the call, to be answered to this process."""
+        """Submit the call, to be answered to this process; `close` ends it, also where this fails.
+
+        Raise `QueueUnavailable`.
+        """
         self._inbox = self._reader.open(self.key)
         self._request = requests.Request(
             self._call.endpoint.url,
@@ -116,11 +123,7 @@ class LiveCall:
             created=self._created,
             reply_to=self._reader.api_id,
         )
-        try:
-            await self._submit()
-        except BaseException:
-            await self.close()
-            raise
+        await self._submit()
 
     async def first(self) -> StreamEntry:
         """Return the first entry from the worker. Raise `ApiError` when no worker is left."""
@@ -171,16 +174,20 @@ class LiveCall:
 
     async def _cancel(self) -> None:
         if self._submitting is not None:
-            await asyncio.wait({self._submitting})
-        await asyncio.to_thread(self._queue.cancel, [self.key])
+            await asyncio.gather(self._submitting, return_exceptions=True)
+        await run_in(LIVE, self._queue.cancel, [self.key])
 
     async def _submit(self) -> None:
         """Submit the call. A thread cannot be cancelled: it may still submit after the caller has
         left.
         """
         if self._submitting is None or self._submitting.done():
-            self._submitting = asyncio.create_task(asyncio.to_thread(self._queue.submit, self.key.batch, self._request))
-        await asyncio.shield(self._submitting)
+            submission = run_in(LIVE, self._queue.submit, self.key.batch, self._request)
+            self._submitting = asyncio.create_task(submission)
+        patience = self._queue.settings.redis_retry_seconds + _BEYOND_PATIENCE
+        if not (await asyncio.wait({self._submitting}, timeout=patience))[0]:
+            raise QueueUnavailable(f"the call could not be submitted for {patience:g} s")
+        await self._submitting
 
     async def _next(self) -> StreamEntry:
         assert self._inbox is not None
@@ -258,6 +265,14 @@ class Chunks:
         if self._call.include_usage and "error" not in chunk:
             chunk.setdefault("usage", None)
         return chunk
+
+
+async def _for_a_moment(closing: Coroutine[Any, Any, None]) -> None:
+    """Wait for the end of a call, which goes on behind the answer while Redis is away."""
+    task = asyncio.create_task(closing)
+    _leaving.add(task)
+    task.add_done_callback(_leaving.discard)
+    await asyncio.wait({task}, timeout=_LEAVING_SECONDS)
 
 
 def _parse(endpoint: str, raw: bytes) -> Call:

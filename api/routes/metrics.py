@@ -4,7 +4,6 @@ Workers declare what their engines report (`workers/engine/messages/metrics.py`)
 the names that they registered.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -19,6 +18,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from api.state import state_of
+from api.threads import LIVE, run_in
 from jobs.queue.gauges import Depths, MetricDescriptor, MetricSample, WorkerGauges
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue, TokenTotals
@@ -43,13 +43,13 @@ _DECLARED: dict[str, type[Family]] = {**_OWN, "histogram": HistogramMetricFamily
 async def metrics(request: Request) -> Response:
     """Answer a scrape; 503 while the queue does not answer, so that the scrape counts as failed."""
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
-    collector = QueueCollector(state_of(request).queue)
+    collector = QueueCollector(state_of(request).fleet.impatient)
     try:
         # Else prometheus-client 0.26 replaces the colon of a name in OpenMetrics samples
-        text = await asyncio.to_thread(encode, collector, escaping=ALLOWUTF8)  # type: ignore[call-arg]
+        text = await run_in(LIVE, encode, collector, escaping=ALLOWUTF8)  # type: ignore[call-arg]
         return Response(text, media_type=content_type)
     except QueueUnavailable:
-        return PlainTextResponse("the queue does not answer\n", 503)
+        return PlainTextResponse("the queue does not answer\n", 503, {"retry-after": "1"})
 
 
 class QueueReading(NamedTuple):

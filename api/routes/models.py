@@ -1,40 +1,57 @@
-"""`/v1/models`: what the workers that are ready serve."""
+"""`/v1/models`: what workers serve, or are about to."""
 
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 
-from api.fleet import model_not_found
+from api.fleet import Snapshot, not_served
 from api.state import state_of
-from jobs.queue.registry import ModelRecord
 
 router = APIRouter()
+
+_STARTED = time.time()
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """All models that can be called now."""
+    """All models that can be called now (`status` "ready") or soon ("loading")."""
     snapshot = await state_of(request).fleet.snapshot()
-    return {"object": "list", "data": [_as_openai(record) for record in snapshot.served]}
+    return {"object": "list", "data": list(_models(snapshot).values())}
 
 
 @router.get("/v1/models/{name:path}")
 async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
-    """One of them; the name may hold slashes."""
+    """One of them; the name may hold slashes. 503 while none of its workers is there."""
     snapshot = await state_of(request).fleet.snapshot()
-    for record in snapshot.served:
-        if record.name == name:
-            return _as_openai(record)
-    raise model_not_found(name, [record.name for record in snapshot.served])
+    found = _models(snapshot).get(name)
+    if found is None:
+        raise not_served(name, snapshot)
+    return found
 
 
-def _as_openai(record: ModelRecord) -> dict[str, Any]:
+def _models(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    """By name; a model that was never served has no length yet."""
+    served = {
+        record.name: _as_openai(record.name, "ready", record.created, record.max_model_len)
+        for record in snapshot.served
+    }
+    loading = {}
+    for name in snapshot.loading:
+        known = snapshot.models.get(name)
+        created, length = (known.created, known.max_model_len) if known else (_STARTED, None)
+        loading[name] = _as_openai(name, "loading", created, length)
+    return dict(sorted((served | loading).items()))
+
+
+def _as_openai(name: str, status: str, created: float, max_model_len: int | None) -> dict[str, Any]:
     return {
-        "id": record.name,
+        "id": name,
         "object": "model",
-        "created": int(record.created),
+        "created": int(created),
         "owned_by": "pipeline",
-        "root": record.name,
+        "root": name,
         "parent": None,
-        "max_model_len": record.max_model_len,
+        "max_model_len": max_model_len,
+        "status": status,
     }

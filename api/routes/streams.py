@@ -5,7 +5,6 @@ The id of an event says how many output tokens came up to it: a reader that was 
 gap or repetition, on any API process.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from api.auth import caller_of
 from api.http.event_stream import EventStream, event
 from api.http.openapi import EVENTS
 from api.state import ApiState, state_of
+from api.threads import LIVE, run_in
 from api.token_events import LAST_EVENT_ID, last_event_id, next_entries, patiently, to_the_end
 from jobs.protocol import fields
 from jobs.protocol.requests import LIVE_PREFIX, RequestKey, StreamEntry
@@ -59,7 +59,7 @@ async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator
     watch = Watch(state.queue, key, state.settings.watch_seconds)
     while True:
         if watch.due:
-            await asyncio.to_thread(watch.begin)
+            await run_in(LIVE, watch.begin)
         entries = [parse_entry(key, *found) for found in await next_entries(state, keys.tokens(str(key)), after, 1000)]
         for entry in entries:
             after = entry.entry_id

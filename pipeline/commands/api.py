@@ -9,13 +9,11 @@ from api.settings import ApiSettings
 from pipeline.errors import Refused
 from pipeline.options import common_options, flags_of, fleet_redis_option, log_settings, store_option, values_of
 
-api_options = flags_of(ApiSettings)
-
 log = logging.getLogger("api")
 
 
 @click.command()
-@api_options
+@flags_of(ApiSettings)
 @store_option
 @fleet_redis_option
 @common_options

@@ -5,13 +5,14 @@ import contextlib
 import click
 
 from api.settings import ApiSettings
-from pipeline.commands.api import api_options, check_open
+from pipeline.commands.api import check_open
 from pipeline.errors import Refused
 from pipeline.options import (
     arguments_of,
     check_model_flags,
     common_options,
     flag,
+    flags_of,
     log_settings,
     model_arguments,
     model_options,
@@ -31,7 +32,7 @@ _PATIENCE_SECONDS = 5.0  # for a server that is stopping to end
 @flag(
     "--model", "model_option", env="PIPELINE_MODEL", help="Folder or hub name of the model. [default: the demo model]"
 )
-@api_options
+@flags_of(ApiSettings, "expected_models")
 @store_option
 @model_options
 @replicas_option
@@ -63,7 +64,8 @@ def serve(
     from pipeline.worker_settings import worker_settings
 
     name = one_model(ctx, model, model_option)
-    worker_settings(name, redis_url or "", ctx.params)  # refuses before anything is started
+    models = worker_settings(name, redis_url or "", ctx.params).models  # refuses before anything is started
+    ctx.params["expected_model"] = tuple(models)
     settings = ApiSettings.from_environment(**values_of(ApiSettings, ctx.params))
     try:
         listen(settings.host, settings.port).close()

@@ -90,7 +90,6 @@ def test_nothing_is_left_of_a_call_that_was_submitted_after_its_client_had_left(
         return call.key.batch
 
     try:
-        # Which also joins the threads that still submit something
         name = asyncio.run(asyncio.wait_for(leave(), 60))
     finally:
         redis_client.config_set("maxmemory", 0)
@@ -100,9 +99,9 @@ def test_nothing_is_left_of_a_call_that_was_submitted_after_its_client_had_left(
 
 async def _waited_for(call: LiveCall, again: bool) -> None:
     """What a route does with the call."""
-    if not again:
-        await call.submit(RAW)
     try:
+        if not again:
+            await call.submit(RAW)
         await call.first()
     finally:
         await call.close()

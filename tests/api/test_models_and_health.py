@@ -2,39 +2,80 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import openai
 import redis
 
-from jobs.queue.registry import WorkerRecord
+from api.settings import ApiSettings
+from jobs.queue.registry import WorkerRecord, WorkerState
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
+from tests.support.api_server import plain_client, running_api
 
 
-def test_models_are_those_of_ready_workers(
-    client: openai.OpenAI, queue: Queue, scripted: Callable[..., ScriptedWorker]
+def register(queue: Queue, worker: str, model: str, state: WorkerState) -> None:
+    queue.register_worker(WorkerRecord(worker, [model], state, 4096, time.time(), "host", 2))
+
+
+def test_models_are_those_of_workers_that_are_ready_or_load(
+    client: openai.OpenAI, http: httpx.Client, queue: Queue, scripted: Callable[..., ScriptedWorker]
 ) -> None:
-    queue.register_worker(WorkerRecord("loading", ["not-yet"], "loading", 0, time.time(), "host", 2))
+    register(queue, "first", "not-yet", "loading")
+    register(queue, "second", MODEL, "initializing")  # served by another one
     scripted(lambda claim: [], models=(MODEL, "org/another"))
-    assert [model.id for model in client.models.list()] == ["org/another", MODEL]
-    model = client.models.retrieve("org/another")
-    assert (model.id, model.object) == ("org/another", "model")
-    assert model.created > 0
+    listed = {model.id: model.to_dict()["status"] for model in client.models.list()}
+    assert listed == {"not-yet": "loading", "org/another": "ready", MODEL: "ready"}
+    for name in listed:
+        model = client.models.retrieve(name)
+        assert (model.id, model.object) == (name, "model")
+        assert model.created > 0
+    assert http.get("/v1/models/absent").json()["error"]["code"] == "model_not_found"
 
 
-def test_a_model_that_is_being_loaded_is_a_503(http: httpx.Client, queue: Queue) -> None:
-    queue.register_worker(WorkerRecord("loading", ["not-yet"], "loading", 0, time.time(), "host", 2))
-    answer = http.post("/v1/completions", json={"model": "not-yet", "prompt": "x"})
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "model_loading"
+def test_an_expected_model_is_loading_until_a_worker_serves_it(
+    redis_url: str, tmp_path: Path, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    settings = ApiSettings(redis_url=redis_url, file_store=str(tmp_path), expected_models=(MODEL,))
+    with running_api(settings) as url, plain_client(url) as http:
+        assert http.get(f"/v1/models/{MODEL}").json()["status"] == "loading"
+        assert http.get("/ready").json() == {"status": "not ready", "reason": f"loading {MODEL}"}
+        assert call(http, MODEL).json()["error"]["code"] == "model_loading"
+        scripted(lambda claim: ["one"])
+        assert call(http, MODEL).status_code == 200
+        assert [(model["id"], model["status"]) for model in http.get("/v1/models").json()["data"]] == [(MODEL, "ready")]
 
 
-def test_a_model_whose_workers_are_gone_is_a_503(http: httpx.Client, queue: Queue) -> None:
-    queue.register_worker(WorkerRecord("gone", ["served-before"], "ready", 4096, time.time(), "host", 2))
+def test_a_model_that_is_not_served_yet_or_any_more_is_a_503(http: httpx.Client, queue: Queue) -> None:
+    register(queue, "loads", "not-yet", "loading")
+    register(queue, "gone", "served-before", "ready")
     queue.remove_worker("gone")
-    answer = http.post("/v1/completions", json={"model": "served-before", "prompt": "x"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+    for model, code in (("not-yet", "model_loading"), ("served-before", "no_worker")):
+        answer = call(http, model)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, code)
+        assert int(answer.headers["retry-after"]) >= 1
+    answer = http.get("/v1/models/served-before")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+
+
+def test_it_is_ready_once_a_worker_serves_a_model(
+    http: httpx.Client, queue: Queue, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    def readiness() -> tuple[int, str]:
+        answer = http.get("/ready")
+        assert ("retry-after" in answer.headers) == (answer.status_code == 503)
+        return answer.status_code, answer.json().get("reason")
+
+    assert readiness() == (503, "no worker serves a model")
+    register(queue, "loads", "not-yet", "loading")
+    assert readiness() == (503, "loading not-yet")
+    scripted(lambda claim: [])
+    assert readiness() == (200, None)
+
+
+def call(http: httpx.Client, model: str) -> httpx.Response:
+    return http.post("/v1/completions", json={"model": model, "prompt": "x"})
 
 
 def test_health_counts_workers_by_state(

@@ -2,28 +2,46 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
+from api.settings import ApiSettings
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from tests.api.scripted_worker import MODEL, ScriptedWorker
+from tests.support.api_server import plain_client, running_api
 from tests.support.redis_machine import RedisMachine, running_redis_machine
+from tests.support.waiting import wait_until
+
+PERIOD = 1.0  # for which the API waits
+CALLS = 24
+LONGEST = 12.0  # for calls that wait together; one after the other they take PERIOD * CALLS
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisMachine]:
-    monkeypatch.setenv("REDIS_RETRY_SECONDS", "0.5")
+def machine() -> Iterator[RedisMachine]:
     with running_redis_machine() as machine:
         yield machine
+        machine.go_on()
 
 
 @pytest.fixture
 def redis_url(machine: RedisMachine) -> str:
     return machine.url
+
+
+@pytest.fixture
+def api_url(machine: RedisMachine, tmp_path: Path) -> Iterator[str]:
+    settings = ApiSettings(redis_url=machine.url, file_store=str(tmp_path / "store"), redis_retry_seconds=PERIOD)
+    with running_api(settings) as url:
+        yield url
 
 
 @pytest.fixture
@@ -33,12 +51,24 @@ def queue(machine: RedisMachine) -> Queue:
 
 
 @contextlib.contextmanager
-def away(machine: RedisMachine) -> Iterator[None]:
-    machine.stop()
+def killed(machine: RedisMachine) -> Iterator[None]:
+    machine.kill()
     try:
         yield
     finally:
         machine.start()
+
+
+@contextlib.contextmanager
+def hung(machine: RedisMachine) -> Iterator[None]:
+    machine.hang()
+    try:
+        yield
+    finally:
+        machine.go_on()
+
+
+Away = Callable[[RedisMachine], contextlib.AbstractContextManager[None]]
 
 
 def test_a_stream_that_has_begun_ends_with_an_error(
@@ -47,15 +77,54 @@ def test_a_stream_that_has_begun_ends_with_an_error(
     scripted(lambda claim: ["one ", "two"]).step = threading.Semaphore(1)
     stream = iter(client.completions.create(model=MODEL, prompt="x", stream=True))
     assert next(stream).choices[0].text == "one "
-    with away(machine), pytest.raises(openai.APIError) as caught:
+    with killed(machine), pytest.raises(openai.APIError) as caught:
         list(stream)
     assert caught.value.code == "queue_unavailable"
 
 
-def test_a_new_call_is_refused(
-    client: openai.OpenAI, scripted: Callable[..., ScriptedWorker], machine: RedisMachine
+@pytest.mark.parametrize("away", [killed, hung])
+@pytest.mark.parametrize("known", [False, True], ids=["unread", "read before"])
+def test_calls_that_come_together_are_refused_together(
+    api_url: str, scripted: Callable[..., ScriptedWorker], machine: RedisMachine, away: Away, known: bool
+) -> None:
+    """`known`: the registry was read a moment ago, so calls come as far as their submission.
+
+    Probes are answered at once meanwhile, and again with the truth when Redis is back.
+    """
+    scripted(lambda claim: ["one"])
+    with plain_client(api_url) as http, ThreadPoolExecutor(CALLS) as threads:
+        if known:
+            assert http.get("/v1/models").status_code == 200
+        with away(machine):
+            began = time.monotonic()
+            calls = [threads.submit(_call, api_url) for _ in range(CALLS)]
+            probes = []
+            while not all(call.done() for call in calls) or len(probes) < 2:
+                asked = time.monotonic()
+                assert http.get("/health").status_code == 503
+                probes.append(time.monotonic() - asked)
+            assert time.monotonic() - began < LONGEST
+            assert sorted(probes)[len(probes) // 2] < 1.0, probes
+        for answer in (call.result() for call in calls):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_unavailable")
+            assert int(answer.headers["retry-after"]) >= 1
+        wait_until(lambda: _call(api_url).status_code == 200, 60, "calls to be answered again")
+        assert http.get("/health").status_code == 200
+
+
+def test_a_call_outlasts_a_redis_that_is_away_for_less(
+    machine: RedisMachine, tmp_path: Path, scripted: Callable[..., ScriptedWorker]
 ) -> None:
     scripted(lambda claim: ["one"])
-    with away(machine), pytest.raises(openai.InternalServerError) as caught:
-        client.completions.create(model=MODEL, prompt="x")
-    assert (caught.value.status_code, caught.value.code) == (503, "queue_unavailable")
+    settings = ApiSettings(redis_url=machine.url, file_store=str(tmp_path), redis_retry_seconds=60)
+    with running_api(settings) as url, plain_client(url) as http, ThreadPoolExecutor(1) as thread:
+        with killed(machine):
+            call = thread.submit(_call, url)
+            assert http.get("/health").status_code == 503
+            assert not call.done()
+        assert call.result().status_code == 200
+
+
+def _call(url: str) -> httpx.Response:
+    with plain_client(url) as http:
+        return http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})

@@ -20,6 +20,9 @@ from tests.support.poison import Poison, poisoned_environment
 from tests.support.processes import command_line, descendants, send_all, wait_for_rest
 from tests.support.waiting import wait_until
 
+LISTED_AT_FIRST: list[dict[str, object]] = []
+"""The models when the address could be reached; `served` fills it."""
+
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[RunningCommand, str]]:
@@ -28,8 +31,9 @@ def served() -> Iterator[tuple[RunningCommand, str]]:
     with running_pipeline("serve", *flags, **poisoned_environment(Poison("tortoise", "slow"))) as command:
         url = re.search(r"listening on (http://\S+)", command.wait_for("listening on"))
         assert url is not None
+        LISTED_AT_FIRST[:] = httpx.get(f"{url[1]}/v1/models").json()["data"]
         command.wait_for("worker INFO ready")
-        wait_until(lambda: httpx.get(f"{url[1]}/health").json()["models"], 60, "the model to be served")
+        wait_until(lambda: httpx.get(f"{url[1]}/ready").status_code == 200, 60, "the model to be served")
         yield command, url[1]
 
 
@@ -103,6 +107,11 @@ def test_a_prompt_over_the_context_is_refused_before_the_stream_begins(client: o
 
 def test_models_are_listed_under_all_their_names(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["alias", "demo"]
+
+
+def test_models_are_listed_as_soon_as_it_listens(served: tuple[RunningCommand, str]) -> None:
+    assert [model["id"] for model in LISTED_AT_FIRST] == ["alias", "demo"]
+    assert {model["status"] for model in LISTED_AT_FIRST} <= {"loading", "ready"}
 
 
 def test_a_client_that_leaves_frees_its_place(served: tuple[RunningCommand, str], client: openai.OpenAI) -> None:
