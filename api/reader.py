@@ -18,14 +18,14 @@ import redis.asyncio
 from api.threads import LIVE, run_in
 from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.queue import keys
-from jobs.queue.connection import MAX_BLOCK_SECONDS
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
-from jobs.queue.streams import FIRST_ID, parse_api_entry, position
+from jobs.queue.streams import API_ALIVE_SECONDS, FIRST_ID, parse_api_entry, position
 
 QUEUE_LENGTH = 256
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
+_TIDY_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,11 @@ class Inbox:
         if not self._missed:
             self._entries.append(entry)
         self._news.set()
+
+    def read_up_to(self, entry_id: str) -> None:
+        """Called by the reader for an entry that is only in the request's own stream."""
+        self._arrived = max(self._arrived, entry_id, key=position)
+        self.look()
 
     def fail(self, error: Exception) -> None:
         """End the call: `get` raises `error` from now on."""
@@ -134,7 +139,11 @@ class Inbox:
 
 
 class Reader:
-    """Reads the stream of this API process and hands each entry to its call."""
+    """Reads the stream of this API process and hands each entry to its call.
+
+    Now and then it removes from Redis what was read, and says that the process is alive: without
+    that its calls end after a minute.
+    """
 
     def __init__(self, client: "redis.asyncio.Redis", queue: Queue, retry_seconds: float) -> None:
         self.api_id = f"api-{uuid.uuid4().hex[:12]}"
@@ -142,7 +151,10 @@ class Reader:
         self._queue = queue
         self._retry_seconds = retry_seconds
         self._inboxes: dict[RequestKey, Inbox] = {}
+        self._unneeded: list[RequestKey] = []  # calls whose streams are read, and no client can ask for
+        self._uncancelled: list[RequestKey] = []  # calls whose clients left while Redis was away
         self._wanted = asyncio.Event()
+        self._next_tidy = 0.0  # on the loop's clock
 
     @property
     def calls(self) -> int:
@@ -155,11 +167,20 @@ class Reader:
         self._wanted.set()
         return inbox
 
-    def close(self, key: RequestKey) -> None:
-        """Drop the inbox; what still comes for the call is ignored."""
+    def close(self, key: RequestKey, unneeded: bool = False) -> None:
+        """Drop the inbox; what still comes for the call is ignored.
+
+        `unneeded`: the call has ended, and no client can come back for its stream.
+        """
         self._inboxes.pop(key, None)
-        if not self._inboxes:
-            self._wanted.clear()
+        if unneeded:
+            self._unneeded.append(key)
+        self._rest()
+
+    def cancel_later(self, key: RequestKey) -> None:
+        """Cancel a call once Redis is back."""
+        self._uncancelled.append(key)
+        self._wanted.set()
 
     async def run(self) -> None:
         """Read until cancelled.
@@ -175,7 +196,10 @@ class Reader:
                 try:
                     last_id = await self._read(last_id)
                     pause, away_since = _FIRST_PAUSE, 0.0
-                except (redis.RedisError, OSError) as error:
+                    if loop.time() >= self._next_tidy:
+                        self._next_tidy = loop.time() + _TIDY_SECONDS
+                        await self._tidy(last_id)
+                except (redis.RedisError, OSError, QueueUnavailable) as error:
                     away_since = away_since or loop.time()
                     if loop.time() - away_since > self._retry_seconds:
                         self._fail_all(error)
@@ -187,15 +211,35 @@ class Reader:
 
     async def _read(self, last_id: str) -> str:
         answer: Any = await self._client.xread(
-            {keys.api(self.api_id): last_id}, count=1000, block=int(MAX_BLOCK_SECONDS * 1000)
+            {keys.api(self.api_id): last_id}, count=1000, block=int(_TIDY_SECONDS * 1000)
         )
         for _, entries in answer:
             for entry_id, fields in entries:
-                last_id, entry = parse_api_entry(entry_id.decode(), fields)
-                inbox = self._inboxes.get(entry.key)
-                if inbox is not None:
+                last_id = entry_id.decode()
+                key, own_id, entry = parse_api_entry(fields)
+                inbox = self._inboxes.get(key)
+                if inbox is not None and entry is not None:
                     inbox.put(entry)
+                elif inbox is not None:
+                    inbox.read_up_to(own_id)
         return last_id
+
+    async def _tidy(self, last_id: str) -> None:
+        unneeded, uncancelled = list(self._unneeded), list(self._uncancelled)
+        async with self._client.pipeline(transaction=False) as pipeline:
+            pipeline.set(keys.api_alive(self.api_id), b"", ex=API_ALIVE_SECONDS)
+            pipeline.xtrim(keys.api(self.api_id), minid=last_id, approximate=False)
+            if unneeded:
+                pipeline.unlink(*(keys.tokens(str(key)) for key in unneeded))
+            await pipeline.execute()
+        if uncancelled:
+            await run_in(LIVE, self._queue.cancel, uncancelled)
+        del self._unneeded[: len(unneeded)], self._uncancelled[: len(uncancelled)]
+        self._rest()
+
+    def _rest(self) -> None:
+        if not (self._inboxes or self._unneeded or self._uncancelled):
+            self._wanted.clear()
 
     def _fail_all(self, error: Exception) -> None:
         logger.warning("Redis unavailable for too long; failing %d calls: %s", self.calls, error)

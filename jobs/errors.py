@@ -15,6 +15,8 @@
       BatchRefused          a batch cannot be made
         InputChanged
       TooManyBatches        the tenant may have no more
+      TooManyCalls          the tenant may have no more live calls at once
+        ModelOverloaded     the model may have no more
       PartDamaged           a part file lacks what was written
       ResultsMissing        registered results are gone
       Superseded, Stopping  a job gives its batch up

@@ -39,6 +39,7 @@ from jobs.protocol.logprobs import TextOffsets
 from jobs.protocol.requests import RequestKey, StreamEntry, TokenChunk
 from jobs.protocol.results import ApiError, Result
 from jobs.protocol.validation import Call, decode_body, parse_call
+from jobs.queue.limits import ModelOverloaded, TooManyCalls
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 
@@ -48,6 +49,7 @@ _SILENCE_SECONDS = 2.0
 _BEYOND_PATIENCE = 1.0  # seconds for a thread that retries for as long as it may to say why it failed
 _LEAVING_SECONDS = 1.0
 _leaving: set[asyncio.Future[None]] = set()  # calls that end behind their answer
+_RETRY_SECONDS = "5"  # after which a refused client may try again
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -87,6 +89,9 @@ async def answer(request: Request, endpoint: str) -> Response:
             headers = {"x-request-id": request.state.request_id, "x-stream-id": live.key.batch}
             return EventStream(live.events(first), state.settings.ping_seconds, live.close, headers)
         result = await _unless_gone(request, live.result(first))
+    except TooManyCalls as error:
+        request.state.headers = {**getattr(request.state, "headers", {}), "retry-after": _RETRY_SECONDS}
+        raise _refusal(error, call.model) from None
     except BaseException:
         await _for_a_moment(live.close())
         raise
@@ -112,7 +117,7 @@ class LiveCall:
     async def submit(self, raw: bytes) -> None:
         """Submit the call, to be answered to this process; `close` ends it, also where this fails.
 
-        Raise `QueueUnavailable`.
+        Raise `QueueUnavailable` and `TooManyCalls`.
         """
         self._inbox = self._reader.open(self.key)
         self._request = requests.Request(
@@ -123,7 +128,12 @@ class LiveCall:
             created=self._created,
             reply_to=self._reader.api_id,
         )
-        await self._submit()
+        try:
+            await self._submit()
+        except TooManyCalls:  # there is nothing to cancel
+            self._reader.close(self.key)
+            self._inbox = None
+            raise
 
     async def first(self) -> StreamEntry:
         """Return the first entry from the worker. Raise `ApiError` when no worker is left."""
@@ -166,7 +176,7 @@ class LiveCall:
 
         Waits until its submission is over.
         """
-        self._reader.close(self.key)
+        self._reader.close(self.key, unneeded=self._finished and not self._call.stream)
         if self._inbox is not None and not self._finished:
             self._finished = True
             with contextlib.suppress(Exception):
@@ -175,7 +185,10 @@ class LiveCall:
     async def _cancel(self) -> None:
         if self._submitting is not None:
             await asyncio.gather(self._submitting, return_exceptions=True)
-        await run_in(LIVE, self._queue.cancel, [self.key])
+        try:
+            await run_in(LIVE, self._queue.cancel, [self.key])
+        except (QueueUnavailable, redis.RedisError):
+            self._reader.cancel_later(self.key)
 
     async def _submit(self) -> None:
         """Submit the call. A thread cannot be cancelled: it may still submit after the caller has
@@ -207,7 +220,7 @@ class LiveCall:
         twice.
         """
         # The reader handles a Redis that stays unavailable
-        with contextlib.suppress(redis.RedisError, OSError, QueueUnavailable):
+        with contextlib.suppress(redis.RedisError, OSError, QueueUnavailable, TooManyCalls):
             if await self._state.knows(self.key):
                 inbox.look()
             else:
@@ -273,6 +286,14 @@ async def _for_a_moment(closing: Coroutine[Any, Any, None]) -> None:
     _leaving.add(task)
     task.add_done_callback(_leaving.discard)
     await asyncio.wait({task}, timeout=_LEAVING_SECONDS)
+
+
+def _refusal(error: TooManyCalls, model: str) -> ApiError:
+    if isinstance(error, ModelOverloaded):
+        message = f"The model `{model}` is overloaded with other requests; try again in {_RETRY_SECONDS} s."
+        return ApiError(error.status, message, "server_error", code="engine_overloaded")
+    message = f"Your calls at once are as many, or as large, as they may be; try again in {_RETRY_SECONDS} s."
+    return ApiError(error.status, message, "rate_limit_error", code="rate_limit_exceeded")
 
 
 def _parse(endpoint: str, raw: bytes) -> Call:

@@ -4,6 +4,7 @@ behind `GET /metrics`.
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -95,11 +96,7 @@ class Gauges(QueueBase):
         Three round trips, and nothing is asked for a batch that ended.
         """
         ends = sorted(END_STATES)
-        of_models = [
-            [command, name(model)]
-            for model in models
-            for command, name in (("LLEN", keys.live), ("ZCARD", keys.quarantined))
-        ]
+        of_models = [command for model in models for command in _of_model(model)]
         active, ended, *counts = self.commands([["SMEMBERS", keys.ACTIVE], ["HMGET", keys.ENTERED, *ends], *of_models])
         batches = sorted(map(text, active))
         replies = self.commands([command for batch in batches for command in _of_batch(batch)])
@@ -110,15 +107,23 @@ class Gauges(QueueBase):
             for model in map(text, members)
         ]
         waiting: Counter[str] = Counter()
-        for (_, model), length in zip(lists, self.commands(["LLEN", keys.ready(*of)] for of in lists), strict=True):
-            waiting[model] += length
+        live = Counter(dict(zip(models, counts[::3], strict=True)))
+        in_turns = zip(models, counts[2::3], strict=True)
+        places = [(waiting, model, keys.ready(batch, model)) for batch, model in lists]
+        places += [(live, model, keys.live_of(model, text(one))) for model, tenants in in_turns for one in tenants]
+        for (count, model, _), length in zip(places, self.commands(["LLEN", name] for *_, name in places), strict=True):
+            count[model] += length
         return Depths(
-            live=dict(zip(models, counts[::2], strict=True)),
+            live=dict(live),
             batch={model: waiting[model] for model in {*models, *waiting}},
-            quarantined=dict(zip(models, counts[1::2], strict=True)),
+            quarantined=dict(zip(models, counts[1::3], strict=True)),
             batches={state: count for state, count in states.items() if state},
             ended={state: int(count or 0) for state, count in zip(ends, ended, strict=True)},
         )
+
+
+def _of_model(model: str) -> list[list[Any]]:
+    return [["LLEN", keys.live(model)], ["ZCARD", keys.quarantined(model)], ["ZRANGE", keys.live_tenants(model), 0, -1]]
 
 
 def _of_batch(batch: str) -> list[list[str]]:

@@ -21,6 +21,7 @@ TOTALS = "{q}:totals"  # hash: generated, delivered (tokens, since Redis was emp
 # Hash: state -> how many times a batch came to it from another one, since Redis was empty
 ENTERED = "{q}:entered"
 CREDIT = "{q}:credit"  # hash: model -> live requests taken since batch work last had its share
+LIVE_CALLS = "{q}:live_calls"  # hash: request key -> "<bytes> <API process or -> <model>", of live_usage
 BATCHES = "{q}:batches"  # set of batch ids that have a record
 ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
 LEADER = "{q}:leader"  # token of the ticker in charge
@@ -75,8 +76,25 @@ def parts(batch_id: str) -> str:
 
 
 def live(model: str) -> str:
-    """List of request keys of live calls that wait for a worker."""
+    """List of request keys of live calls that wait for a worker and come before all others: those
+    that were requeued; and while workers serve the model that know no turns, all.
+    """
     return f"{{q}}:live:{model}"
+
+
+def live_tenants(model: str) -> str:
+    """Zset: mark of a tenant whose live calls wait -> service received, in tokens."""
+    return f"{{q}}:live_tenants:{model}"
+
+
+def live_of(model: str, tenant: str) -> str:
+    """List of request keys of a tenant's live calls that wait for their turn."""
+    return f"{{q}}:live_of:{model}\0{tenant}"
+
+
+def live_usage(kind: str, name: str) -> str:
+    """Hash: calls, bytes of the live calls that wait or run, of a "model" or a "tenant"."""
+    return f"{{q}}:live_usage:{kind}:{name}"
 
 
 def quarantined(model: str) -> str:
@@ -103,8 +121,15 @@ def batch_tokens(batch_id: str) -> str:
 
 
 def api(api_id: str) -> str:
-    """Stream of everything meant for one API process."""
+    """Stream of what an API process has not read yet: k request key, e id of the entry in the
+    request's own stream, and what is in that one, unless it is too large to repeat here.
+    """
     return f"{{q}}:api:{api_id}"
+
+
+def api_alive(api_id: str) -> str:
+    """Lasts as long as the API process waits for calls, and for a minute beyond its death."""
+    return f"{{q}}:api_alive:{api_id}"
 
 
 def control(worker: str) -> str:
@@ -165,6 +190,11 @@ def waiting(model: str) -> str:
 def serving(model: str) -> str:
     """Set of workers registered for the model."""
     return f"{{q}}:serving:{model}"
+
+
+def turns(model: str) -> str:
+    """Set of those workers registered for the model that take live calls in turns."""
+    return f"{{q}}:turns:{model}"
 
 
 def batch_models(batch_id: str) -> str:

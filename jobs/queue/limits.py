@@ -1,8 +1,11 @@
-"""How many requests a key may send in a minute, counted in Redis for all API processes together."""
+"""How many requests a key may send in a minute, and how many live calls there may be at once,
+counted in Redis for all API processes together.
+"""
 
 import secrets
 from typing import NamedTuple
 
+from jobs.errors import JobsError
 from jobs.queue.base import QueueBase
 
 
@@ -13,6 +16,17 @@ class Admission(NamedTuple):
     left: int
     wait_seconds: float  # until the next one is let in
     full_seconds: float  # until all of a minute's requests are there again
+
+
+class TooManyCalls(JobsError):
+    """The tenant's live calls are as many, or as large, as they may be at once."""
+
+    status = 429
+    retry = True
+
+
+class ModelOverloaded(TooManyCalls):
+    """Those of all tenants for the model are."""
 
 
 class RateLimits(QueueBase):

@@ -25,19 +25,25 @@ from jobs.queue import keys
 from jobs.queue.base import chunks, flat
 from jobs.queue.batch_records import BatchQueue
 from jobs.queue.gauges import Gauges
-from jobs.queue.limits import RateLimits
+from jobs.queue.limits import ModelOverloaded, RateLimits, TooManyCalls
 from jobs.queue.registry import Registry
 from jobs.queue.scripts import MAX_ITEMS, QueueFull, QueueUnavailable
-from jobs.queue.streams import Streams
+from jobs.queue.streams import API_ALIVE_SECONDS, Streams
 
 __all__ = ["Queue", "QueueFull", "QueueUnavailable"]
 
 Held = tuple[RequestKey, int]
 """A request and the fence of the lease on it."""
 
+_TENANT_FULL, _MODEL_FULL = -1, -2  # answers of submit.lua
+
 WORKER_LOST = ApiError(
     500, "The request was given up: too many workers vanished while running it.", "server_error", code="worker_lost"
 )
+
+
+CLAIM_BYTES = 16 * 1024 * 1024
+"""Requests that one claim returns, in bytes: the one with which it gets there is the last."""
 
 
 class TokenTotals(NamedTuple):
@@ -63,17 +69,29 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
     def submit(self, live_id: str, request: Request) -> None:
         """Submit a live call, whose key is `RequestKey(live_id, 0)`.
 
-        Repeating it changes nothing.
+        Repeating it changes nothing. Raise `TooManyCalls`, and `ModelOverloaded` where other
+        tenants' calls count too.
+
+        A call that an API process waits for (`reply_to`) ends when no such process is alive and no
+        client watches it.
         """
         if not RequestKey(live_id, 0).live:
             raise ValueError(f"a live id starts with live_: {live_id!r}")
-        self._scripts.call("submit", [live_id, request.model, pack(request), request.reply_to or ""])
+        of = self.settings
+        tenant = of.live_calls_per_tenant, of.live_bytes_per_tenant
+        model = of.live_calls_per_model, of.live_bytes_per_model
+        call = [live_id, request.model, pack(request), request.reply_to or ""]
+        answer = self._scripts.call("submit", [*call, *tenant, *model, API_ALIVE_SECONDS])
+        if answer == _TENANT_FULL:
+            raise TooManyCalls("The tenant has {} live calls or {} bytes of them at once.".format(*tenant))
+        if answer == _MODEL_FULL:
+            raise ModelOverloaded("The model has {} live calls or {} bytes of them at once.".format(*model))
 
     def claim(
         self, worker: str, seq: int, limit: int, *, models: list[str], live_limit: int | None = None
     ) -> list[Claim]:
         """Claim up to `limit` requests for one of `models`, live ones first; `live_limit` (default
-        `limit`) gives live calls more room.
+        `limit`) gives live calls more room. One that ends at `CLAIM_BYTES` wakes the worker again.
 
         A worker that holds nothing may get quarantined requests (`Claim.engine_crashes` above 0),
         and then nothing else until it holds none of them.
@@ -85,7 +103,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
             return []
         room = min(limit, MAX_ITEMS)
         live_room = room if live_limit is None else min(max(live_limit, room), MAX_ITEMS)
-        settings = [self._lease_ms, self.settings.undrained_bytes]
+        settings = [self._lease_ms, self.settings.undrained_bytes, CLAIM_BYTES]
         return [
             _read_claim(row) for row in self._scripts.call("claim", [worker, seq, room, live_room, *settings, *models])
         ]

@@ -39,6 +39,21 @@ class QueueSettings(Settings):
         above=0,
         flag=None,
     )
+    live_calls_per_tenant: int = _setting(
+        5_000, "Live calls of one tenant that wait or run at once.", above=0, flag=None
+    )
+    live_bytes_per_tenant: int = _setting(
+        128 * 1024 * 1024, "Bodies of a tenant's live calls that Redis holds at once, in bytes.", above=0, flag=None
+    )
+    live_calls_per_model: int = _setting(
+        10_000, "Live calls for one model that wait or run at once.", above=0, flag=None
+    )
+    live_bytes_per_model: int = _setting(
+        256 * 1024 * 1024,
+        "Bodies of the live calls for one model that Redis holds at once, in bytes.",
+        above=0,
+        flag=None,
+    )
     worker_deaths: int = _setting(1000, "Lost workers after which a request ends with an error.", above=0, flag=None)
     ended_batch_seconds: int = _setting(
         30 * 24 * 3600, "Seconds for which the queue knows an ended batch; its files stay.", above=0, flag=None

@@ -14,6 +14,9 @@ from jobs.queue.scripts import persistently
 FIRST_ID = "0-0"
 """Before every entry of a stream."""
 
+API_ALIVE_SECONDS = 60
+"""How long the live calls of an API process outlast it, unless a client reads their streams."""
+
 
 class ControlMessage(msgspec.Struct, frozen=True):
     """An order to a worker, or news for the control plane (`kind` "batch").
@@ -142,11 +145,12 @@ def parse_entry(key: RequestKey, entry_id: str, fields: Mapping[bytes, bytes]) -
     )
 
 
-def parse_api_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> tuple[str, StreamEntry]:
-    """An entry of an API process' stream: its id there, and the entry of the request's token stream
-    that it repeats.
+def parse_api_entry(fields: Mapping[bytes, bytes]) -> tuple[RequestKey, str, StreamEntry | None]:
+    """An entry of an API process' stream: the request, the id of the entry of its token stream, and
+    that entry, unless it is too large to be repeated here.
     """
-    return entry_id, parse_entry(RequestKey.parse(fields[b"k"]), text(fields[b"e"]), fields)
+    key, entry_id = RequestKey.parse(fields[b"k"]), text(fields[b"e"])
+    return key, entry_id, parse_entry(key, entry_id, fields) if b"p" in fields else None
 
 
 def _parse_batch_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> BatchEntry:

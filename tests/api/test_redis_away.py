@@ -12,11 +12,13 @@ import openai
 import pytest
 
 from api.settings import ApiSettings
+from jobs.queue import keys
 from jobs.queue.connection import connect
+from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from tests.api.scripted_worker import MODEL, ScriptedWorker
-from tests.support.api_server import plain_client, running_api
+from tests.support.api_server import official_client, plain_client, running_api
 from tests.support.redis_machine import RedisMachine, running_redis_machine
 from tests.support.waiting import wait_until
 
@@ -128,3 +130,17 @@ def test_a_call_outlasts_a_redis_that_is_away_for_less(
 def _call(url: str) -> httpx.Response:
     with plain_client(url) as http:
         return http.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
+
+
+def test_a_call_whose_client_left_meanwhile_is_cancelled_later(
+    redis_url: str, queue: Queue, machine: RedisMachine
+) -> None:
+    queue.register_worker(WorkerRecord("busy", [MODEL], "ready", 128, 1.0, "host", 1))
+    settings = ApiSettings(redis_url=redis_url, redis_retry_seconds=0.5)
+    with running_api(settings) as url, official_client(url) as client, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(lambda: client.completions.create(model=MODEL, prompt="x"))
+        wait_until(lambda: queue.redis.hlen(keys.LIVE_CALLS), 60, "the call to wait")
+        machine.stop()
+        assert isinstance(call.exception(60), openai.InternalServerError)
+        machine.start()
+        wait_until(lambda: not queue.redis.keys("*:body:live_*"), 60, "the call to be cancelled")

@@ -23,7 +23,7 @@ def test_a_cut_reader_goes_on_after_the_last_event_it_saw(
 ) -> None:
     worker = scripted(lambda claim: PIECES)
     worker.step = threading.Semaphore(2)
-    call = threading.Thread(target=lambda: client.completions.create(model=MODEL, prompt="x"))
+    call = threading.Thread(target=lambda: list(client.completions.create(model=MODEL, prompt="x", stream=True)))
     call.start()
     wait_until(lambda: worker.claims, 60, "the call to be claimed")
     path = f"/v1/streams/{worker.claims[0].key.batch}"

@@ -162,8 +162,11 @@ class _Check:
         return found
 
     def of_live_calls(self) -> list[str]:
+        in_turns = self.dump.starting(keys.live_of("", "").removesuffix("\0"))
         waiting = Counter(
-            RequestKey.parse(name) for names in self.dump.starting(keys.live("")).values() for name in names
+            RequestKey.parse(name)
+            for names in [*self.dump.starting(keys.live("")).values(), *in_turns.values()]
+            for name in names
         )
         taken = {key for key in self.taken if key.live}
         present = {RequestKey(f"live_{rest}", 0) for rest in self.dump.starting(keys.bodies("live_"))}
@@ -172,6 +175,33 @@ class _Check:
         found += [
             f"{key}: waiting or held without a body, or the reverse" for key in sorted((set(waiting) | taken) ^ present)
         ]
+        found += [
+            f"{tenant}: in the ring of live calls of {model} without a call, or the reverse"
+            for model in {name.partition("\0")[0] for name in in_turns} | set(self.dump.starting(keys.live_tenants("")))
+            for tenant in {name.partition("\0")[2] for name in in_turns if name.startswith(f"{model}\0")}
+            ^ self.members(keys.live_tenants(model))
+        ]
+        return found + self.of_live_counts(present)
+
+    def of_live_counts(self, present: set[RequestKey]) -> list[str]:
+        """The counts that limits are judged by are those of the calls that are counted."""
+        calls: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
+        found: list[str] = []
+        for name, counted in self.hash(keys.LIVE_CALLS).items():
+            key, (size, _, model) = RequestKey.parse(name), counted.decode().split(" ", 2)
+            if key not in present:
+                found.append(f"{key}: counted, and not here")
+            elif self.model(key) != model or len(self.hash(keys.bodies(key.batch))[b"0"]) != int(size):
+                found.append(f"{key}: counted as {size} bytes for {model}")
+            for usage in (f"tenant:{str(key)[5:17]}", f"model:{model}"):
+                calls[usage] += 1
+                sizes[usage] += int(size)
+        usages = self.dump.starting(keys.live_usage("", "").removesuffix(":"))
+        for usage in {*usages, *calls}:
+            counts = {field.decode(): int(value) for field, value in usages.get(usage, {}).items()}
+            if counts != {"calls": calls[usage], "bytes": sizes[usage]}:
+                found.append(f"{usage}: {counts} counted, and {calls[usage]} calls of {sizes[usage]} bytes are here")
         return found
 
     def model(self, key: RequestKey) -> str:

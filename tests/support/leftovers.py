@@ -14,6 +14,7 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:batch:.*": 30 * 24 * 3600,  # records of ended batches
     r"\{q\}:tok:live_.*": 300,  # streams of ended live calls, for those who were cut
     r"\{q\}:api:.*": 300,
+    r"\{q\}:api_alive:.*": 60,
     r"\{q\}:batch_tok:.*": 180,  # of batches that a client read
     r"\{q\}:claim:.*": 120,
     r"\{q\}:counted:.*": 24 * 3600,

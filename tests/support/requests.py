@@ -76,4 +76,4 @@ def read_api(queue: Queue, api_id: str, last_id: str = FIRST_ID, block: int | No
     `block` milliseconds for it.
     """
     found = queue.redis.xread({keys.api(api_id): last_id}, block=block)
-    return [parse_api_entry(text(entry_id), fields) for _, entries in found for entry_id, fields in entries]
+    return [(text(entry_id), parse_api_entry(fields)[2]) for _, entries in found for entry_id, fields in entries]

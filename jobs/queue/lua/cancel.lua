@@ -2,29 +2,19 @@
 -- Ends requests without a result, waiting or running, and notifies the workers that run them: once
 -- by the name of a batch, however many of its lines they run, so that no order falls out of their
 -- control stream.
--- ARGV: 'requests', 0, names...   or   'batch', limit, batch
+-- ARGV: 'requests', 0, names of live calls...   or   'batch', limit, batch
 -- Returns how many lines of the batch may be left (0: none); for requests always 0.
 
--- Returns the worker that ran it, if one did.
+-- Drops a line; returns the worker that ran it, if one did.
 local function drop(name)
   local batch, line = split(name)
   local _, _, holder = lease_of(name)
   if holder then
     release(holder, name)
-  elseif is_live(batch) then
-    local waits_for = redis.call('HGET', key.bodies(batch), 'model')
-    if waits_for then
-      redis.call('LREM', key.live(waits_for), 1, name)
-      remove_from_quarantine(waits_for, {name})
-    end
   end
-  if is_live(batch) then
-    redis.call('DEL', key.bodies(batch))
-  else
-    local size = redis.call('HSTRLEN', key.bodies(batch), line)
-    if redis.call('HDEL', key.bodies(batch), line) == 1 then
-      redis.call('HINCRBY', key.batch(batch), 'body_bytes', -size)
-    end
+  local size = redis.call('HSTRLEN', key.bodies(batch), line)
+  if redis.call('HDEL', key.bodies(batch), line) == 1 then
+    redis.call('HINCRBY', key.batch(batch), 'body_bytes', -size)
   end
   redis.call('HDEL', key.TRIES, name)
   redis.call('ZREM', key.WATCHED, name)
@@ -34,10 +24,7 @@ end
 
 if ARGV[1] == 'requests' then
   for i = 3, #ARGV do
-    local holder = drop(ARGV[i])
-    if holder then
-      notify(holder, 'cancel', ARGV[i])
-    end
+    cancel_live(ARGV[i])
   end
   return 0
 end

@@ -3,7 +3,7 @@
 -- tenth. Before all of these a worker that holds nothing gets a group of quarantined requests; one
 -- that holds such requests gets nothing beside them.
 -- ARGV: worker, number of this claim, limit, limit for live calls, lease in ms, most undrained
---       result bytes of a batch, models...
+--       result bytes of a batch, bytes of requests after which it gives no more, models...
 -- Returns a list of {name, fence, attempt, request, watched, engine_crashes, {chunks...}}, chunks
 -- (msgpack) being what each entry published.
 -- The same number again gives the same requests, as far as the worker still holds them; a smaller
@@ -11,10 +11,9 @@
 
 local worker, seq = ARGV[1], tonumber(ARGV[2])
 local limit, live_limit = tonumber(ARGV[3]), tonumber(ARGV[4])
-local lease, most_undrained = tonumber(ARGV[5]), tonumber(ARGV[6])
+local lease, most_undrained, enough_bytes = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
 local QUANTUM = 16 -- lines taken of one batch in a row: neighbors in the plan share prefixes
 local LIVE_PER_BATCH = 9
-local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- until lines of a batch have finished
 
 local function published_chunks(name)
   local entries = redis.call('XRANGE', key.tokens(name), '-', '+')
@@ -24,7 +23,7 @@ local function published_chunks(name)
   return entries
 end
 
--- The rows of the reply. items: {name, fence, attempt, tries as stored} each
+-- The rows of the reply. items: {name, fence, attempt, request, tries as stored} each
 local function describe(items)
   if #items == 0 then
     return {}
@@ -35,14 +34,17 @@ local function describe(items)
   end
   local watched = watched_of(names)
   for i, item in ipairs(items) do
-    local batch, line = split(item.name)
     local _, _, engine_crashes = tries_of(item.tries)
-    local request = redis.call('HGET', key.bodies(batch), line)
     local is_watched = watched[item.name] and 1 or 0
     local chunks = item.tries and published_chunks(item.name) or {}
-    rows[i] = {item.name, tonumber(item.fence), item.attempt, request, is_watched, engine_crashes or 0, chunks}
+    rows[i] = {item.name, tonumber(item.fence), item.attempt, item.request, is_watched, engine_crashes or 0, chunks}
   end
   return rows
+end
+
+local function request_of(name)
+  local batch, line = split(name)
+  return redis.call('HGET', key.bodies(batch), line)
 end
 
 local function again(set)
@@ -51,7 +53,8 @@ local function again(set)
     local name, fence = given[1], given[2]
     local held, attempt = holds(worker, name, fence)
     if held then
-      items[#items + 1] = {name = name, fence = fence, attempt = attempt, tries = redis.call('HGET', key.TRIES, name)}
+      local tries, request = redis.call('HGET', key.TRIES, name), request_of(name)
+      items[#items + 1] = {name = name, fence = fence, attempt = attempt, request = request, tries = tries}
     end
   end
   return describe(items)
@@ -62,10 +65,19 @@ if last[1] and seq <= tonumber(last[1]) then
   return seq == tonumber(last[1]) and again(last[2]) or {}
 end
 
-local items = {} -- {name, model} of what this claim gives, then with fence, attempt and tries
+-- {name, model, request} of what this claim gives, then with fence, attempt and tries
+local items, bytes = {}, 0
 
 local function take(name, model)
-  items[#items + 1] = {name = name, model = model}
+  local request = request_of(name)
+  if request then
+    items[#items + 1] = {name = name, model = model, request = request}
+    bytes = bytes + #request
+  end
+end
+
+local function is_enough()
+  return bytes >= enough_bytes
 end
 
 -- A server that came back empty starts above every number it ever gave: there are never a million
@@ -128,32 +140,31 @@ local function next_batch(model)
   end
 end
 
-local function serve(ring, member, service)
-  redis.call('SET', key.level(ring), digits(tonumber(redis.call('ZSCORE', ring, member))), 'EX', 2 * SERVED_SECONDS)
-  redis.call('ZINCRBY', ring, service, member)
-end
-
 local function take_lines(model, most)
   local batch, tenant, low_water, cost = next_batch(model)
   if not batch then
     return 0
   end
   local ready = key.ready(batch, model)
-  local lines = redis.call('LPOP', ready, math.min(most, QUANTUM))
-  for _, line in ipairs(lines) do
-    take(batch .. '/' .. line, model)
+  local taken = 0
+  for _, line in ipairs(redis.call('LRANGE', ready, 0, math.min(most, QUANTUM) - 1)) do
+    if not is_enough() then
+      take(batch .. '/' .. line, model)
+      taken = taken + 1
+    end
   end
-  local service = math.ceil(#lines * cost)
+  redis.call('LPOP', ready, taken)
+  local service = math.ceil(taken * cost)
   serve(key.ring(model, tenant), batch, service)
   serve(key.tenants(model), tenant, service)
   local left = redis.call('LLEN', ready)
   if left == 0 then
     leave(batch, model, tenant)
   end
-  if left <= low_water and left + #lines > low_water then
+  if left <= low_water and left + taken > low_water then
     notify(key.JOBS_CONTROL, 'batch', batch)
   end
-  return #lines
+  return taken
 end
 
 local function take_batches(models, most)
@@ -164,7 +175,7 @@ local function take_batches(models, most)
   end
   while taken < most and #open > 0 do
     for i = #open, 1, -1 do
-      local got = taken < most and take_lines(open[i], most - taken) or 0
+      local got = taken < most and not is_enough() and take_lines(open[i], most - taken) or 0
       taken = taken + got
       if got == 0 then
         table.remove(open, i)
@@ -174,17 +185,40 @@ local function take_batches(models, most)
   return taken
 end
 
+local function first_live(model)
+  local name = redis.call('LPOP', key.live(model))
+  while name and not has_client(name) do
+    drop_live(name)
+    name = redis.call('LPOP', key.live(model))
+  end
+  return name or next_live(model)
+end
+
 local function take_live(models, most)
   local taken = 0
   for i = 1, #models do
     local model = models[(seq + i) % #models + 1]
-    local names = taken < most and redis.call('LPOP', key.live(model), most - taken)
-    for _, name in ipairs(names or {}) do
+    while taken < most and not is_enough() do
+      local name = first_live(model)
+      if not name then
+        break
+      end
       take(name, model)
       taken = taken + 1
     end
   end
   return taken
+end
+
+-- How many live calls wait; not all are counted once there are `most`.
+local function count_waiting(model, most)
+  local waiting = redis.call('LLEN', key.live(model))
+  for _, tenant in ipairs(redis.call('ZRANGE', key.live_tenants(model), 0, most - 1)) do
+    if waiting < most then
+      waiting = waiting + redis.call('LLEN', key.live_of(model, tenant))
+    end
+  end
+  return waiting
 end
 
 -- The oldest quarantine group of one model, or none.
@@ -193,11 +227,12 @@ local function take_quarantined(models, most)
     local model = models[(seq + i) % #models + 1]
     local group = redis.call('ZRANGE', key.quarantined(model), 0, 0, 'WITHSCORES')[2]
     if group then
-      local names = redis.call('ZRANGEBYSCORE', key.quarantined(model), group, group, 'LIMIT', 0, most)
       redis.call('HSET', key.QUARANTINE_WAITS, model, digits(now_ms()))
-      remove_from_quarantine(model, names)
-      for _, name in ipairs(names) do
-        take(name, model)
+      for _, name in ipairs(redis.call('ZRANGEBYSCORE', key.quarantined(model), group, group, 'LIMIT', 0, most)) do
+        if not is_enough() then
+          remove_from_quarantine(model, {name})
+          take(name, model)
+        end
       end
       return
     end
@@ -207,7 +242,7 @@ end
 local function take_in_turn(models)
   local waiting_live, waiting_batches = 0, 0
   for _, model in ipairs(models) do
-    waiting_live = waiting_live + redis.call('LLEN', key.live(model))
+    waiting_live = waiting_live + count_waiting(model, live_limit)
     waiting_batches = waiting_batches + redis.call('ZCARD', key.tenants(model))
   end
   -- How many live calls were taken while batches waited without a turn; stored under the worker's
@@ -227,7 +262,7 @@ local function take_in_turn(models)
   end
 end
 
-local models, isolating = {unpack(ARGV, 7)}, is_isolating(worker)
+local models, isolating = {unpack(ARGV, 8)}, is_isolating(worker)
 if limit > 0 and redis.call('EXISTS', key.held(worker)) == 0 then
   take_quarantined(models, limit)
   isolating = #items > 0
@@ -239,6 +274,9 @@ end
 if redis.call('HEXISTS', key.WORKERS, worker) == 1 then
   for _, model in ipairs(models) do
     redis.call((#items < limit and not isolating) and 'SADD' or 'SREM', key.waiting(model), worker)
+  end
+  if is_enough() then
+    notify(worker, 'bell') -- it may have room for more
   end
 end
 

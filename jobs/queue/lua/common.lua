@@ -11,6 +11,8 @@ local QUARANTINE_GROUP_SIZE = 16
 -- More than FULL_BATCHES watched batches share the entries that so many would hold
 local BATCH_ENTRIES, FEWEST_BATCH_ENTRIES, FULL_BATCHES = 20000, 1000, 4
 local MOST_BYTES_OF_AN_ENTRY = 1024
+local API_ENTRIES, MOST_BYTES_OF_AN_API_ENTRY = 5000, 4096
+local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request of which nothing is known
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
 local function now_ms()
@@ -29,6 +31,11 @@ end
 
 local function is_live(batch)
   return string.sub(batch, 1, 5) == 'live_'
+end
+
+-- The mark of its tenant, which the id of a live call begins with (`new_live_id`).
+local function tenant_of(name)
+  return string.sub(name, 6, 17)
 end
 
 -- fence, attempt, worker, model; nil when no worker holds the request.
@@ -131,6 +138,11 @@ local function remove_from_ring(ring, member)
   end
 end
 
+local function serve(ring, member, service)
+  redis.call('SET', key.level(ring), digits(tonumber(redis.call('ZSCORE', ring, member))), 'EX', 2 * SERVED_SECONDS)
+  redis.call('ZINCRBY', ring, service, member)
+end
+
 -- The batch takes part in the sharing of this model's workers.
 local function enlist(batch, model)
   local tenant = redis.call('HGET', key.batch(batch), 'tenant')
@@ -144,6 +156,90 @@ local function leave(batch, model, tenant)
   remove_from_ring(ring, batch)
   if redis.call('EXISTS', ring) == 0 then
     remove_from_ring(key.tenants(model), tenant)
+  end
+end
+
+-- Adds to what the limits of live calls are judged by.
+local function count_live(model, name, calls, bytes)
+  for _, usage in ipairs({key.live_usage('tenant', tenant_of(name)), key.live_usage('model', model)}) do
+    redis.call('HINCRBY', usage, 'bytes', digits(bytes))
+    if redis.call('HINCRBY', usage, 'calls', calls) <= 0 then
+      redis.call('DEL', usage)
+    end
+  end
+end
+
+-- Removes a live call that ended, but for its stream.
+local function remove_live(name)
+  redis.call('DEL', key.bodies((split(name))))
+  local counted = redis.call('HGET', key.LIVE_CALLS, name)
+  if counted then
+    local bytes, _, model = string.match(counted, '^(%d+) (%S+) (.*)$')
+    redis.call('HDEL', key.LIVE_CALLS, name)
+    count_live(model, name, -1, -bytes)
+  end
+end
+
+-- Whether a live call is still there, and waited for: by an API process that is alive, or by a
+-- reader of its stream. APIs of the version before do not say whether they are alive.
+local function has_client(name)
+  local counted = redis.call('HGET', key.LIVE_CALLS, name)
+  local api = counted and string.match(counted, '^%d+ (%S+)') or '-'
+  if redis.call('EXISTS', key.bodies((split(name)))) == 0 then
+    return false
+  end
+  return api == '-' or redis.call('EXISTS', key.api_alive(api)) == 1
+    or tonumber(redis.call('ZSCORE', key.WATCHED, name) or 0) > now_ms()
+end
+
+-- Removes all that is stored of a live call that neither waits nor runs.
+local function drop_live(name)
+  remove_live(name)
+  redis.call('HDEL', key.TRIES, name)
+  redis.call('ZREM', key.WATCHED, name)
+  redis.call('UNLINK', key.tokens(name))
+end
+
+local function end_turns_if_empty(model, tenant)
+  if redis.call('EXISTS', key.live_of(model, tenant)) == 0 then
+    remove_from_ring(key.live_tenants(model), tenant)
+  end
+end
+
+-- The first waiting call of the least served tenant, taken out; nil when none waits in turns.
+local function next_live(model)
+  local ring = key.live_tenants(model)
+  while true do
+    local tenant = redis.call('ZRANGE', ring, 0, 0)[1]
+    if not tenant then
+      return nil
+    end
+    local name = redis.call('LPOP', key.live_of(model, tenant))
+    local wanted = name and has_client(name)
+    if wanted then
+      local bytes = redis.call('HSTRLEN', key.bodies((split(name))), 0)
+      serve(ring, tenant, math.ceil(bytes / BYTES_PER_TOKEN + GUESSED_OUTPUT))
+    elseif name then
+      drop_live(name)
+    end
+    end_turns_if_empty(model, tenant)
+    if wanted then
+      return name
+    end
+  end
+end
+
+-- Whether all workers that serve the model, if any, are of a version that takes live calls in turns.
+local function all_take_turns(model)
+  return #redis.call('SDIFF', key.serving(model), key.turns(model)) == 0
+end
+
+-- Moves what waits in turns to the list that every version takes from.
+local function end_turns(model)
+  local name = next_live(model)
+  while name do
+    redis.call('RPUSH', key.live(model), name)
+    name = next_live(model)
   end
 end
 
@@ -179,6 +275,23 @@ local function remove_from_quarantine(model, names)
   if removed > 0 and redis.call('EXISTS', key.quarantined(model)) == 0 then
     redis.call('HDEL', key.QUARANTINE_WAITS, model)
   end
+end
+
+-- Ends a live call without a result, waiting or running.
+local function cancel_live(name)
+  local _, _, holder = lease_of(name)
+  local model = redis.call('HGET', key.bodies((split(name))), 'model')
+  if holder then
+    release(holder, name)
+    notify(holder, 'cancel', name)
+  elseif model then
+    redis.call('LREM', key.live(model), 1, name)
+    if redis.call('LREM', key.live_of(model, tenant_of(name)), 1, name) == 1 then
+      end_turns_if_empty(model, tenant_of(name))
+    end
+    remove_from_quarantine(model, {name})
+  end
+  drop_live(name)
 end
 
 -- Wakes an idle worker for each quarantine group that this call made.
@@ -258,9 +371,20 @@ local function notify_readers(batch, name, entry_id, chunks, succeeded)
   end
 end
 
+-- Adds an entry to the stream of an API process. One of the version before, which does not say that
+-- it is alive, takes it whole only.
+local function notify_api(api, name, entry_id, fields, bytes)
+  local stream = key.api(api)
+  if bytes > MOST_BYTES_OF_AN_API_ENTRY and redis.call('EXISTS', key.api_alive(api)) == 1 then
+    fields = {}
+  end
+  redis.call('XADD', stream, 'MAXLEN', '~', API_ENTRIES, '*', 'k', name, 'e', entry_id, unpack(fields))
+  redis.call('EXPIRE', stream, API_SECONDS)
+end
+
 -- Appends to a request's token stream under the id "<tokens so far>-<kind>". An entry that exists
 -- already is left alone, which makes repeats harmless; only a new one goes on to the API process
--- and to the readers of the batch.
+-- and to the readers of the batch. A large one is stored once: its API process reads it here.
 local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
   local added = redis.pcall('XADD', key.tokens(name), entry_id, 'p', chunks, more, value)
   if type(added) == 'table' and added.err then
@@ -270,9 +394,7 @@ local function append(name, entry_id, reply_to, chunks, more, value, succeeded)
     error(added)
   end
   if reply_to ~= '' then
-    local stream = key.api(reply_to)
-    redis.call('XADD', stream, 'MAXLEN', '~', 20000, '*', 'k', name, 'e', entry_id, 'p', chunks, more, value)
-    redis.call('EXPIRE', stream, API_SECONDS)
+    notify_api(reply_to, name, entry_id, {'p', chunks, more, value}, #chunks + #value)
   end
   if count_watched() > 0 and not is_live(name) then
     notify_readers(split(name), name, entry_id, chunks, succeeded)
@@ -352,7 +474,7 @@ local function finish(items, keep)
   redis.call('HDEL', key.TRIES, unpack(names))
   for batch, of_batch in pairs(batches) do
     if is_live(batch) then
-      redis.call('DEL', key.bodies(batch))
+      remove_live(of_batch[1].name)
       delivered = delivered + of_batch[1].tokens
     else
       delivered = delivered + record(batch, of_batch)

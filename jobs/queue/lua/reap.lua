@@ -8,7 +8,7 @@
 -- Without a worker it also notes time and server. When the notes are missing, older than one lease
 -- (at least 2 s, at most 5 s), of the future or another server's, nothing is taken for one lease:
 -- the leases ran out while their workers could not renew them. Where quarantined requests have
--- waited too long for an idle worker, it orders one to make room.
+-- waited too long for an idle worker, it orders one to make room. Live calls without a client end.
 
 local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lost_result, keep, limit = ARGV[4], ARGV[5], tonumber(ARGV[6])
@@ -49,7 +49,11 @@ local function strike_off(dead)
   local record = redis.call('HGET', key.WORKERS, dead)
   for _, model in ipairs(record and cmsgpack.unpack(record).models or {}) do
     redis.call('SREM', key.serving(model), dead)
+    redis.call('SREM', key.turns(model), dead)
     redis.call('SREM', key.waiting(model), dead)
+    if redis.call('EXISTS', key.serving(model)) == 0 or not all_take_turns(model) then
+      end_turns(model)
+    end
   end
   redis.call('HDEL', key.WORKERS, dead)
   redis.call('ZREM', key.ALIVE, dead)
@@ -69,6 +73,22 @@ local function order_isolation(now)
           break
         end
       end
+    end
+  end
+end
+
+-- Goes through the live calls, some at each tick: ends those that no client waits for, and takes off
+-- the counts what a worker of the version before ended.
+local function end_unwanted_calls()
+  local cursor = redis.call('HGET', key.TICK, 'live_cursor') or '0'
+  local found = redis.call('HSCAN', key.LIVE_CALLS, cursor, 'COUNT', limit)
+  redis.call('HSET', key.TICK, 'live_cursor', found[1])
+  for i = 1, #found[2], 2 do
+    local name = found[2][i]
+    if redis.call('EXISTS', key.bodies((split(name)))) == 0 then
+      remove_live(name)
+    elseif not has_client(name) then
+      cancel_live(name)
     end
   end
 end
@@ -106,6 +126,7 @@ if now < reap_after then
   return 0
 end
 order_isolation(now)
+end_unwanted_calls()
 for _, dead in ipairs(redis.call('ZRANGEBYSCORE', key.ALIVE, '-inf', now, 'LIMIT', 0, limit)) do
   strike_off(dead)
 end

@@ -1,14 +1,47 @@
 #!lua
--- Submits a live call.
--- ARGV: live id, model, request (msgpack), API process or ''
--- Returns 1, or 0 when it is here already (waiting, running, or its stream still exists).
+-- Submits a live call, unless there are as many, or as large ones, as there may be of its tenant or
+-- of its model.
+-- ARGV: live id, model, request (msgpack), API process or '', most calls and bytes of a tenant, most
+--       calls and bytes of a model, seconds that the API process counts as alive from now
+-- Returns 1, or 0 when it is here already (waiting, running, or its stream still exists), -1 at the
+-- limit of the tenant, -2 at that of the model.
+-- Workers of the version before end calls without taking them off the counts: as long as they serve
+-- the model, nothing is counted.
 
 local live_id, model, request, reply_to = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local name = live_id .. '/0'
+
+local function is_full(usage, most_calls, most_bytes)
+  local calls, bytes = unpack(redis.call('HMGET', usage, 'calls', 'bytes'))
+  calls, bytes = tonumber(calls or 0), tonumber(bytes or 0)
+  return calls >= tonumber(most_calls) or (calls > 0 and bytes + #request > tonumber(most_bytes))
+end
+
+if reply_to ~= '' then
+  redis.call('SET', key.api_alive(reply_to), '', 'EX', ARGV[9])
+end
 if redis.call('EXISTS', key.bodies(live_id), key.tokens(name)) > 0 then
   return 0
 end
+local in_turns = all_take_turns(model)
+if in_turns then
+  if is_full(key.live_usage('tenant', tenant_of(name)), ARGV[5], ARGV[6]) then
+    return -1
+  elseif is_full(key.live_usage('model', model), ARGV[7], ARGV[8]) then
+    return -2
+  end
+  local api = reply_to ~= '' and reply_to or '-'
+  redis.call('HSET', key.LIVE_CALLS, name, #request .. ' ' .. api .. ' ' .. model)
+  count_live(model, name, 1, #request)
+end
 redis.call('HSET', key.bodies(live_id), 0, request, 'model', model, 'reply_to', reply_to)
-redis.call('RPUSH', key.live(model), name)
+-- Without any worker the next one may be of the version before
+if in_turns and redis.call('EXISTS', key.serving(model)) == 1 then
+  redis.call('RPUSH', key.live_of(model, tenant_of(name)), name)
+  add_to_ring(key.live_tenants(model), tenant_of(name))
+else
+  end_turns(model)
+  redis.call('RPUSH', key.live(model), name)
+end
 wake_workers(model, 3, true)
 return 1

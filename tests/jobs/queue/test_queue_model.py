@@ -27,14 +27,18 @@ from hypothesis.stateful import (
 from jobs.protocol.requests import Claim, Delta, RequestKey, TokenChunk
 from jobs.protocol.results import ApiError, PositionLogprobs, TokenLogprob
 from jobs.queue import keys
+from jobs.queue.limits import ModelOverloaded, TooManyCalls
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import Scripts
+from jobs.queue.settings import QueueSettings
 from tests.support.dump import Dump
 from tests.support.integrity import faults
 from tests.support.requests import MODEL, finished, held, request, start_batch
 
 LINES = 12
+TENANTS = 3
+MOST_OF_TENANT, MOST_LIVE = 5, 9
 BATCHES = ("batch_a", "batch_b")
 SLOTS = 3
 CHOICES = 3
@@ -102,7 +106,9 @@ class QueueModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.client.flushall()
-        self.queue = Queue(self.client)
+        limits = QueueSettings(live_calls_per_tenant=MOST_OF_TENANT, live_calls_per_model=MOST_LIVE)
+        self.queue = Queue(self.client, limits)
+        self.apis = 1  # so many there were; the last one lives
         self.known: dict[RequestKey, Known] = {}
         self.groups: list[list[RequestKey]] = []  # of quarantined requests, the oldest first
         self.seqs = [0] * SLOTS
@@ -141,15 +147,42 @@ class QueueModel(RuleBasedStateMachine):
     def late_duplicate(self) -> None:
         self.scripts.late_duplicate()
 
-    @rule()
-    def submit(self) -> None:
-        self.submit_lines()
+    @rule(tenant=st.integers(0, TENANTS - 1))
+    def submit(self, tenant: int) -> None:
+        self.submit_call(tenant)
 
-    def submit_lines(self) -> None:
-        key = RequestKey(f"live_{self.submitted}", 0)
+    def submit_call(self, tenant: int) -> None:
+        """A call that its tenant may have, or that is refused and leaves nothing."""
+        key = RequestKey(f"{live_id_of(tenant)}{self.submitted}", 0)
         self.submitted += 1
-        self.queue.submit(key.batch, request(reply_to="api1"))
-        self.known[key] = Known()
+        of_tenant = [live for live in self.live_calls() if live.batch.startswith(live_id_of(tenant))]
+        call = request(reply_to=f"api{self.apis}")
+        if len(of_tenant) < MOST_OF_TENANT and len(self.live_calls()) < MOST_LIVE:
+            self.queue.submit(key.batch, call)
+            self.known[key] = Known()
+            return
+        with pytest.raises(TooManyCalls if len(of_tenant) == MOST_OF_TENANT else ModelOverloaded):
+            self.queue.submit(key.batch, call)
+
+    def live_calls(self) -> list[RequestKey]:
+        return [key for key, known in self.known.items() if key.live and not known.ended]
+
+    @rule(data=st.data())
+    def api_dies(self, data: st.DataObject) -> None:
+        """Its calls end, wherever they are, but for one that a client reads elsewhere."""
+        if data.draw(st.integers(0, 3)) > 0:
+            return
+        calls = sorted(self.live_calls())
+        watched = [data.draw(st.sampled_from(calls))] if calls else []
+        for key in watched:
+            self.queue.watch(key, 60)
+        self.client.delete(*(keys.api_alive(f"api{number}") for number in range(self.apis + 1)))
+        self.apis += 1
+        self.queue.reap()
+        self.client.hset(keys.TICK, "reap_after", 0)
+        assert self.queue.reap() == 0
+        for key in {*calls} - {RequestKey.parse(name) for name in self.client.zrange(keys.WATCHED, 0, -1)}:
+            self.end(key, "cancelled")
 
     @precondition(lambda self: self.groups or any(known.waiting for known in self.known.values()))
     @rule(slot=st.integers(0, SLOTS - 1), limit=st.integers(1, 2 * LINES))
@@ -327,7 +360,7 @@ class QueueModel(RuleBasedStateMachine):
         if fate == "dies":
             self.blame(worker, taken, [])
         elif fate == "runs on":
-            self.submit_lines()
+            self.submit_call(0)
             self.take(slot, 3)  # beside quarantined requests nothing
         else:
             self.requeue_some(worker, taken, [], fate == "releases")
@@ -460,6 +493,11 @@ class QueueModel(RuleBasedStateMachine):
             self.queue.remove_worker(self.name(slot))
         staying = {name.decode() for name in self.client.scan_iter() if self.client.ttl(name) < 0}
         assert staying <= keys.PERMANENT | {keys.CREDIT}
+
+
+def live_id_of(tenant: int) -> str:
+    """How the ids of its calls begin."""
+    return f"live_{tenant:012}"
 
 
 def chunk_of(choice: int, first: int, count: int) -> TokenChunk:

@@ -1,0 +1,185 @@
+"""How many live calls there may be at once, and how large ones: counted from their submission to
+their end, whichever that is.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import redis
+
+from jobs.protocol.requests import Claim, RequestKey, pack
+from jobs.protocol.results import ApiError
+from jobs.queue import keys
+from jobs.queue.limits import ModelOverloaded, TooManyCalls
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
+from tests.support.integrity import faults
+from tests.support.requests import MODEL, finished, held, pass_time, request
+
+CALLS = 3
+GREEDY, OTHER = "live_greedy------", "live_other-------"
+DEAD_LETTER = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
+
+
+@pytest.fixture
+def small(redis_client: redis.Redis) -> Queue:
+    """A queue of three calls for a tenant, and five for a model."""
+    return Queue(redis_client, QueueSettings(live_calls_per_tenant=CALLS, live_calls_per_model=5, worker_deaths=2))
+
+
+@pytest.fixture(autouse=True)
+def _sound(redis_client: redis.Redis) -> Iterator[None]:
+    yield
+    assert faults(redis_client) == []
+
+
+def register(queue: Queue, worker: str = "w1") -> None:
+    queue.register_worker(WorkerRecord(worker, [MODEL], "ready", 100, 1.0, "host", 1))
+
+
+def fill(queue: Queue) -> list[str]:
+    names = [f"{GREEDY}{number}" for number in range(CALLS)]
+    for name in names:
+        queue.submit(name, request(reply_to="api1"))
+    return names
+
+
+def is_full(queue: Queue) -> bool:
+    try:
+        queue.submit(f"{GREEDY}more", request())
+    except TooManyCalls:
+        return True
+    queue.cancel([RequestKey(f"{GREEDY}more", 0)])
+    return False
+
+
+def test_a_tenant_has_no_more_than_it_may(small: Queue, redis_client: redis.Redis) -> None:
+    fill(small)
+    before = sorted(redis_client.keys())
+    with pytest.raises(TooManyCalls) as caught:
+        small.submit(f"{GREEDY}more", request())
+    assert not isinstance(caught.value, ModelOverloaded)
+    assert sorted(redis_client.keys()) == before
+    small.submit(f"{OTHER}0", request())
+
+
+def test_a_model_has_no_more_than_it_may(small: Queue) -> None:
+    fill(small)
+    for number in range(2):
+        small.submit(f"{OTHER}{number}", request())
+    with pytest.raises(ModelOverloaded):
+        small.submit(f"{OTHER}2", request())
+    small.submit(f"{OTHER}3", request("another model"))
+
+
+def test_bytes_are_limited_but_for_a_single_call(redis_client: redis.Redis) -> None:
+    queue = Queue(redis_client, QueueSettings(live_bytes_per_tenant=1000, live_bytes_per_model=2500))
+    queue.submit(f"{GREEDY}0", request(body=b"x" * 2000))
+    with pytest.raises(TooManyCalls):
+        queue.submit(f"{GREEDY}1", request(body=b"x"))
+    queue.submit(f"{OTHER}0", request(body=b"x" * 300))
+    with pytest.raises(ModelOverloaded):
+        queue.submit(f"{OTHER}1", request(body=b"x" * 300))
+
+
+def test_a_repeated_submission_is_neither_refused_nor_counted_again(small: Queue) -> None:
+    for name in fill(small) * 2:
+        small.submit(name, request(reply_to="api1"))
+    for name in fill(small)[:1]:
+        small.cancel([RequestKey(name, 0)])
+    assert not is_full(small)
+
+
+def commit(queue: Queue, claims: list[Claim]) -> None:
+    queue.commit("w1", [finished(claim) for claim in claims])
+
+
+def cancel(queue: Queue, claims: list[Claim]) -> None:
+    queue.cancel([claim.key for claim in claims])
+
+
+def crash_alone(queue: Queue, claims: list[Claim]) -> None:
+    """In a group, then one by one."""
+    queue.quarantine("w1", held(claims), DEAD_LETTER)
+    for seq in range(2, 3 + CALLS):
+        queue.quarantine("w1", held(queue.claim("w1", seq, 9, models=[MODEL])), DEAD_LETTER)
+    for seq in range(9, 9 + CALLS):
+        queue.quarantine("w1", held(queue.claim("w1", seq, 9, models=[MODEL])), DEAD_LETTER)
+
+
+def lose_workers(queue: Queue, claims: list[Claim]) -> None:
+    queue.reap("w1")
+    assert len(queue.claim("w2", 1, 9, models=[MODEL])) == CALLS
+    queue.reap("w2")
+
+
+def outlive_api(queue: Queue, claims: list[Claim]) -> None:
+    queue.redis.delete(keys.api_alive("api1"))
+    queue.reap()
+    pass_time(queue.redis, 60)
+    queue.reap()
+
+
+@pytest.mark.parametrize("end", [commit, cancel, crash_alone, lose_workers, outlive_api])
+def test_what_ended_leaves_room(small: Queue, end: Callable[[Queue, list[Claim]], None]) -> None:
+    register(small)
+    fill(small)
+    claims = small.claim("w1", 1, 9, models=[MODEL])
+    assert len(claims) == CALLS
+    assert is_full(small)
+    end(small, claims)
+    assert not is_full(small)
+
+
+@pytest.mark.parametrize("put_back", [Queue.requeue, lambda queue, worker, _held: queue.reap(worker)])
+def test_what_waits_again_counts_as_before(small: Queue, put_back: Callable[..., object]) -> None:
+    register(small)
+    fill(small)
+    put_back(small, "w1", held(small.claim("w1", 1, 9, models=[MODEL])))
+    assert is_full(small)
+    small.cancel([RequestKey(name, 0) for name in fill(small)])
+    assert not is_full(small)
+
+
+def test_calls_of_the_version_before_end_as_they_always_did(small: Queue, redis_client: redis.Redis) -> None:
+    """They wait without being counted."""
+    register(small)
+    for number in range(9):
+        body = {"0": pack(request()), "model": MODEL, "reply_to": "old"}
+        redis_client.hset(keys.bodies(f"{GREEDY}old{number}"), mapping=body)
+        redis_client.rpush(keys.live(MODEL), f"{GREEDY}old{number}/0")
+    assert not is_full(small)
+    claims = small.claim("w1", 1, 20, models=[MODEL])
+    assert [claim.key.batch[-1] for claim in claims] == list("012345678")
+    commit(small, claims)
+    assert len(fill(small)) == CALLS
+    assert is_full(small)
+
+
+def test_a_call_that_a_worker_of_the_version_before_ended_is_taken_off(small: Queue, redis_client: redis.Redis) -> None:
+    register(small)
+    [name, *_] = fill(small)
+    [claim, *_] = small.claim("w1", 1, 9, models=[MODEL])
+    small.renew("w1", [(claim.key, claim.fence)])
+    redis_client.hdel(keys.LEASE, f"{name}/0")  # as its commit does
+    redis_client.zrem(keys.LEASES, f"{name}/0")
+    redis_client.srem(keys.held("w1"), f"{name}/0")
+    redis_client.delete(keys.bodies(name))
+    redis_client.xadd(keys.tokens(f"{name}/0"), {"p": b"\x90", "f": b"result"}, id="1-2")
+    assert is_full(small)
+    small.reap()
+    pass_time(redis_client, 60)
+    small.renew("w1", [(one.key, one.fence) for one in small.claim("w1", 1, 9, models=[MODEL])])
+    small.reap()
+    assert not is_full(small)
+    assert redis_client.exists(keys.tokens(f"{name}/0")) == 1
+
+
+def test_nothing_is_counted_while_workers_of_the_version_before_serve(small: Queue, redis_client: redis.Redis) -> None:
+    """They end calls without taking them off."""
+    register(small, "old")
+    redis_client.srem(keys.turns(MODEL), "old")
+    fill(small)
+    assert not is_full(small)
+    assert redis_client.keys("*live_usage*") == []

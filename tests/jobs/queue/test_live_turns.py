@@ -1,0 +1,216 @@
+"""Which live call comes next, and which come no more."""
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from jobs.protocol.requests import RequestKey
+from jobs.queue import keys
+from jobs.queue.registry import WorkerRecord
+from jobs.queue.request_queue import CLAIM_BYTES, Queue
+from tests.support.integrity import faults
+from tests.support.requests import MODEL, held, request, start_batch
+
+A, B, C = (f"live_{letter * 12}" for letter in "abc")
+
+
+@pytest.fixture(autouse=True)
+def _served(queue: Queue, redis_client: redis.Redis) -> Iterator[None]:
+    """A worker serves the model."""
+    register(queue, "w1")
+    yield
+    assert faults(redis_client) == []
+
+
+def register(queue: Queue, worker: str) -> None:
+    queue.register_worker(WorkerRecord(worker, [MODEL], "ready", 100, 1.0, "host", 1))
+
+
+def submit(queue: Queue, tenant: str, count: int, first: int = 0, api: str | None = None, size: int = 10) -> list[str]:
+    names = [f"{tenant}{number:04}" for number in range(first, first + count)]
+    for name in names:
+        queue.submit(name, request(body=b"x" * size, reply_to=api))
+    return names
+
+
+def claimed(queue: Queue, seq: int, limit: int, worker: str = "w1") -> list[str]:
+    return [claim.key.batch for claim in queue.claim(worker, seq, limit, models=[MODEL])]
+
+
+class TestTurns:
+    def test_one_call_is_not_behind_a_thousand_of_another_tenant(self, queue: Queue) -> None:
+        submit(queue, A, 1000)
+        first = claimed(queue, 1, 10)
+        submit(queue, B, 1)
+        assert first == [f"{A}{number:04}" for number in range(10)]
+        assert f"{B}0000" in claimed(queue, 2, 2)
+
+    def test_tenants_take_turns_and_each_has_its_order(self, queue: Queue) -> None:
+        names = {tenant: submit(queue, tenant, 6) for tenant in (A, B, C)}
+        order = claimed(queue, 1, 18)
+        for tenant, of_tenant in names.items():
+            assert [name for name in order if name.startswith(tenant)] == of_tenant
+        for first in range(0, 18, 3):
+            assert {name[:17] for name in order[first : first + 3]} == {A, B, C}
+
+    def test_large_calls_count_for_more(self, queue: Queue) -> None:
+        submit(queue, A, 10, size=9 * 4 * 256)
+        submit(queue, B, 100)
+        order = claimed(queue, 1, 50)
+        assert 4 <= sum(name.startswith(A) for name in order) <= 6
+
+    def test_a_tenant_that_had_nothing_for_long_has_no_credit(self, queue: Queue) -> None:
+        submit(queue, A, 100)
+        submit(queue, B, 1)
+        claimed(queue, 1, 80)
+        submit(queue, B, 20)
+        assert sum(name.startswith(B) for name in claimed(queue, 2, 10)) == 5
+
+    def test_cancelled_calls_are_not_charged(self, queue: Queue) -> None:
+        submit(queue, B, 50)
+        queue.cancel([RequestKey(name, 0) for name in submit(queue, A, 50)])
+        claimed(queue, 1, 10)
+        submit(queue, A, 1)
+        assert f"{A}0000" in claimed(queue, 2, 2)
+
+    def test_what_was_requeued_comes_first(self, queue: Queue) -> None:
+        submit(queue, A, 3)
+        submit(queue, B, 3)
+        claims = queue.claim("w1", 1, 4, models=[MODEL])
+        queue.requeue("w1", held(claims))
+        submit(queue, C, 3)
+        assert claimed(queue, 2, 4) == [claim.key.batch for claim in claims]
+
+    def test_what_waits_is_in_the_gauges(self, queue: Queue) -> None:
+        submit(queue, A, 3)
+        submit(queue, B, 2)
+        queue.requeue("w1", held(queue.claim("w1", 1, 1, models=[MODEL])))
+        assert queue.depths([MODEL]).live == {MODEL: 5}
+
+    def test_batches_keep_their_share(self, queue: Queue) -> None:
+        start_batch(queue, "batch_a", 100)
+        for number in range(50):
+            submit(queue, f"live_{number:012}", 4)
+        assert sum(name == "batch_a" for name in claimed(queue, 1, 100)) == 10
+
+
+class TestWorkersOfTheVersionBefore:
+    """They register without taking turns, and take from one list."""
+
+    def old_worker_takes(self, client: redis.Redis) -> list[str]:
+        names = client.lpop(keys.live(MODEL), 100)
+        client.rpush(keys.live(MODEL), *names)  # for the check of what is left
+        return [name.decode().removesuffix("/0") for name in names]
+
+    def test_get_all_calls_as_long_as_one_serves(self, queue: Queue, redis_client: redis.Redis) -> None:
+        redis_client.sadd(keys.serving(MODEL), "old")
+        names = submit(queue, A, 3) + submit(queue, B, 3)
+        assert self.old_worker_takes(redis_client) == names
+        assert claimed(queue, 1, 6) == names
+        redis_client.srem(keys.serving(MODEL), "old")
+
+    def test_get_what_waited_for_the_last_worker_of_this_version(self, queue: Queue, redis_client: redis.Redis) -> None:
+        submit(queue, A, 2)
+        submit(queue, B, 1)
+        redis_client.sadd(keys.serving(MODEL), "old")
+        queue.remove_worker("w1")
+        assert sorted(self.old_worker_takes(redis_client)) == [f"{A}0000", f"{A}0001", f"{B}0000"]
+        redis_client.srem(keys.serving(MODEL), "old")
+
+    def test_get_what_waits_once_one_more_call_comes(self, queue: Queue, redis_client: redis.Redis) -> None:
+        submit(queue, A, 2)
+        redis_client.sadd(keys.serving(MODEL), "old")
+        submit(queue, B, 1)
+        assert self.old_worker_takes(redis_client) == [f"{A}0000", f"{A}0001", f"{B}0000"]
+        redis_client.srem(keys.serving(MODEL), "old")
+
+    def test_may_come_back_to_what_no_worker_served(self, queue: Queue, redis_client: redis.Redis) -> None:
+        queue.remove_worker("w1")
+        submit(queue, A, 2)
+        assert self.old_worker_takes(redis_client) == [f"{A}0000", f"{A}0001"]
+        register(queue, "w2")
+        submit(queue, A, 1, first=2)
+        assert claimed(queue, 1, 9, "w2") == [f"{A}000{number}" for number in range(3)]
+
+    def test_leave_nothing_behind(self, queue: Queue, redis_client: redis.Redis) -> None:
+        """A ticker of that version does not know the set."""
+        redis_client.srem(keys.serving(MODEL), "w1")
+        register(queue, "w2")
+        assert redis_client.smembers(keys.turns(MODEL)) == {b"w2"}
+        for worker in ("w1", "w2"):
+            queue.remove_worker(worker)
+        assert redis_client.exists(keys.turns(MODEL)) == 0
+
+
+class TestCallsWithoutAClient:
+    def test_of_a_dead_api_are_not_given_to_a_worker(self, queue: Queue, redis_client: redis.Redis) -> None:
+        submit(queue, A, 3, api="dead")
+        submit(queue, A, 2, first=3, api="alive")
+        redis_client.delete(keys.api_alive("dead"))
+        assert claimed(queue, 1, 9) == [f"{A}0003", f"{A}0004"]
+        assert redis_client.keys(f"*{A}0000*") == []
+
+    def test_are_not_charged(self, queue: Queue, redis_client: redis.Redis) -> None:
+        submit(queue, A, 50, api="dead")
+        submit(queue, B, 50)
+        redis_client.delete(keys.api_alive("dead"))
+        claimed(queue, 1, 10)
+        submit(queue, A, 1, first=50)
+        assert f"{A}0050" in claimed(queue, 2, 2)
+
+    def test_end_wherever_they_are(self, queue: Queue, redis_client: redis.Redis) -> None:
+        submit(queue, A, 2, api="dead")
+        running = queue.claim("w1", 1, 1, models=[MODEL])
+        submit(queue, B, 1)
+        redis_client.delete(keys.api_alive("dead"))
+        queue.reap()
+        assert redis_client.exists(keys.bodies(f"{A}0000"), keys.bodies(f"{A}0001")) == 2  # Redis may have been away
+        redis_client.hset(keys.TICK, "reap_after", 0)
+        queue.reap()
+        assert redis_client.keys(f"*{A}*:*") == []
+        orders = queue.control_messages("w1", "0-0", 0)
+        assert [order.keys for order in orders if order.kind == "cancel"] == [[running[0].key]]
+        assert queue.renew("w1", held(running)) == [running[0].key]
+        assert claimed(queue, 2, 9) == [f"{B}0000"]
+
+    def test_do_not_include_those_that_a_client_reads_elsewhere(self, queue: Queue, redis_client: redis.Redis) -> None:
+        submit(queue, A, 2, api="dead")
+        queue.watch(RequestKey(f"{A}0001", 0), 60)
+        redis_client.delete(keys.api_alive("dead"))
+        queue.reap()
+        redis_client.hset(keys.TICK, "reap_after", 0)
+        queue.reap()
+        assert claimed(queue, 1, 9) == [f"{A}0001"]
+
+    def test_do_not_include_those_that_no_api_waits_for(self, queue: Queue, redis_client: redis.Redis) -> None:
+        submit(queue, A, 1)
+        queue.reap()
+        redis_client.hset(keys.TICK, "reap_after", 0)
+        queue.reap()
+        assert claimed(queue, 1, 9) == [f"{A}0000"]
+
+
+class TestBytesOfAClaim:
+    SIZE = CLAIM_BYTES // 4
+
+    def test_of_live_calls(self, queue: Queue) -> None:
+        names = submit(queue, A, 10, size=self.SIZE)
+        last_id = "0-0"
+        for seq, some in enumerate((names[:4], names[4:8], names[8:]), 1):
+            assert claimed(queue, seq, 10) == some
+            orders = queue.control_messages("w1", last_id, 0)
+            last_id = orders[-1].id if orders else last_id
+            # There may be more, which the worker learns at once
+            assert ("bell" in [order.kind for order in orders]) == (seq < 3)
+
+    def test_of_a_batch(self, queue: Queue) -> None:
+        assert queue.create_batch("batch_a", 10, state="in_progress")
+        for line in range(10):
+            assert queue.ingest("batch_a", [(line, request(body=b"x" * self.SIZE))], line, line + 1)
+        lines = [[claim.key.line for claim in queue.claim("w1", seq, 10, models=[MODEL])] for seq in (1, 2, 3)]
+        assert lines == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+    def test_one_request_is_always_given(self, queue: Queue) -> None:
+        names = submit(queue, A, 2, size=CLAIM_BYTES + 1)
+        assert [claimed(queue, seq, 10) for seq in (1, 2)] == [names[:1], names[1:]]
