@@ -7,18 +7,27 @@ A batch is defined by its root folder (`jobs.batch.manifest`); the record in Red
 and can be made again.
 """
 
+import contextlib
 import itertools
 import logging
 import secrets
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import redis
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.ending import begin_cancel
-from jobs.batch.manifest import BatchSpec, LineProblem, Manifest, load_manifest, mark_cancelled, unmark_cancelled
+from jobs.batch.manifest import (
+    BatchSpec,
+    LineProblem,
+    Manifest,
+    load_manifest,
+    mark_cancelled,
+    progress_fields,
+    unmark_cancelled,
+)
 from jobs.batch.parts import drop_unlisted, merge_parts, write_records
 from jobs.batch.plan import PLAN_NAME
 from jobs.batch.recovery import repair
@@ -194,6 +203,7 @@ def _record(batch_id: str, fields: BatchFields, held: int, waiting: int) -> Batc
     if not fields.spec or not fields.exists:
         return None
     spec = msgspec.json.decode(fields.spec, type=BatchSpec)
+    fields = _as_on_disk(batch_id, fields)
     readable = fields.output or (fields.logged_lines > 0 and fields.state not in END_STATES)
     return BatchRecord(
         id=batch_id,
@@ -217,6 +227,29 @@ def _record(batch_id: str, fields: BatchFields, held: int, waiting: int) -> Batc
         error_file_id=spec.error_file_id if fields.error_output else None,
         problem=fields.problem or None,
     )
+
+
+def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
+    """Return the record of a batch that has not ended with what a Redis that went back has lost of
+    its progress.
+    """
+    if fields.state in END_STATES:
+        return fields
+    manifest = None
+    with contextlib.suppress(StoreError):
+        manifest = load_manifest(fields.root)
+    if manifest is None or (manifest.batch_id, manifest.owner) != (batch_id, fields.owner):
+        return fields
+    stored = manifest.completed + manifest.failed
+    lost = stored - fields.stored_completed - fields.stored_failed
+    if lost <= 0:
+        return fields
+    changes: dict[str, Any] = {**progress_fields(manifest), "timestamps": {**manifest.timestamps, **fields.timestamps}}
+    if manifest.plan_sha256 is not None:
+        changes["total"] = manifest.total
+    if fields.completed < manifest.completed or fields.failed < manifest.failed:
+        changes |= {"completed": manifest.completed, "failed": manifest.failed}
+    return msgspec.structs.replace(fields, **changes)
 
 
 def _problems(root: str) -> list[LineProblem]:

@@ -13,6 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from jobs.batch.bitmap import Bitmap
 from jobs.errors import JobsError
 from jobs.protocol.requests import pack, unpack_result
 from jobs.protocol.results import Result
@@ -95,17 +96,20 @@ def read_part(root: str, name: str, order: int = 0) -> Iterator[Record]:
         raise PartDamaged(str(error)) from error
 
 
-def merge_parts(root: str, parts: list[Part]) -> Iterator[Record]:
+def merge_parts(root: str, parts: list[Part], shown: Bitmap | tuple[()] = ()) -> Iterator[Record]:
     """The records of all parts in line order, each line once; of a damaged part, what precedes
     the damage.
+
+    Of two results of a line the first counts, but for lines whose success was `shown`.
     """
     with ExitStack() as stack:
         level = [part.name for part in parts]
         while len(level) > MAX_OPEN:
             level = [
-                _merge_round(root, level[start : start + MAX_OPEN], stack) for start in range(0, len(level), MAX_OPEN)
+                _merge_round(root, level[start : start + MAX_OPEN], shown, stack)
+                for start in range(0, len(level), MAX_OPEN)
             ]
-        yield from _merged(root, level)
+        yield from _merged(root, level, shown)
 
 
 def verify(root: str, part: Part) -> bool:
@@ -158,16 +162,21 @@ def _records(file: BinaryIO, name: str, order: int) -> Iterator[Record]:
         yield Record(line, order, packed)
 
 
-def _merged(root: str, names: list[str]) -> Iterator[Record]:
-    last = -1
+def _merged(root: str, names: list[str], shown: Bitmap | tuple[()]) -> Iterator[Record]:
+    found: Record | None = None
     for record in heapq.merge(*(salvage(root, name, order) for order, name in enumerate(names))):
-        if record.line != last:
-            last = record.line
-            yield record
+        if found is None or record.line != found.line:
+            if found is not None:
+                yield found
+            found = record
+        elif record.line in shown and not found.result.succeeded:
+            found = record
+    if found is not None:
+        yield found
 
 
-def _merge_round(root: str, names: list[str], stack: ExitStack) -> str:
+def _merge_round(root: str, names: list[str], shown: Bitmap | tuple[()], stack: ExitStack) -> str:
     merged = f"merge-{names[0]}"
-    write_records(root, merged, _merged(root, names))
+    write_records(root, merged, _merged(root, names, shown))
     stack.callback(delete, join(root, FOLDER, merged))
     return merged

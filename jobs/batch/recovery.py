@@ -1,11 +1,13 @@
 """Progress counted again from what the parts hold, and parts that are not what was written."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jobs.batch.bitmap import Bitmap
-from jobs.batch.manifest import Manifest, progress_fields
-from jobs.batch.parts import merge_parts, salvage, verify, write_records
+from jobs.batch.completion_log import logged_lines, sound_extent
+from jobs.batch.manifest import Manifest, progress_fields, save_manifest
+from jobs.batch.parts import Record, merge_parts, salvage, verify, write_records
+from jobs.batch.stored_lines import read_stored, save_stored
 from jobs.protocol.results import Result, Usage
 from jobs.queue.request_queue import Queue
 
@@ -23,22 +25,67 @@ def repair(manifest: Manifest) -> None:
             manifest.parts[index] = write_records(root, name, salvage(root, part.name))
 
 
+def lines_on_disk(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
+    """Return the lines that the parts hold, each in one of them, calling `check` often.
+
+    Where an earlier version wrote lines to two parts, one of their results is kept, and what is on
+    disk counted again. Raise `StoreError`.
+    """
+    stored = read_stored(manifest.spec.root, manifest.parts, check)
+    if stored.repeated:
+        _keep_one_each(manifest, check)
+    return stored.lines
+
+
+def _keep_one_each(manifest: Manifest, check: Callable[[], None]) -> None:
+    """Make one part of all: of two results of a line with the success that could be read, else with
+    the earlier one.
+    """
+    root, shown = manifest.spec.root, Bitmap()
+    for line in logged_lines(root, 0, sound_extent(root, manifest.logged).lines):
+        shown.add(line)
+    manifest.completed, manifest.failed, manifest.usage = 0, 0, None
+
+    def counted() -> Iterator[Record]:
+        for record in merge_parts(root, manifest.parts, shown):
+            check()
+            count_results(manifest, [record.result])
+            yield record
+
+    manifest.next_part += 1
+    manifest.parts = [write_records(root, f"{manifest.next_part:06d}-{manifest.generation}-single", counted())]
+    save_manifest(manifest)
+
+
 def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> dict[str, Any]:
     """Set the done bitmap and the registered parts from the manifest; return counts and usage as
     fields of the record.
     """
+    done = lines_on_disk(manifest, check)
     manifest.completed = manifest.failed = 0
     manifest.usage = None
     if not manifest.parts:
         return progress_fields(manifest)
-    done = Bitmap()
     for record in merge_parts(manifest.spec.root, manifest.parts):
         check()
-        done.add(record.line)
         count_results(manifest, [record.result])
+    save_stored(manifest.spec.root, manifest.parts, done)
     queue.set_done(manifest.batch_id, bytes(done.bits))
     queue.set_parts(manifest.batch_id, {part.name: part.lines for part in manifest.parts})
     return {"completed": manifest.completed, "failed": manifest.failed, "restored": True, **progress_fields(manifest)}
+
+
+def restore_parts(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> None:
+    """Bring a Redis that went back, or whose drain was cut, to what the parts hold: a line on disk
+    is done, and has its outcome there. The last part is registered last.
+    """
+    known = queue.parts(manifest.batch_id)
+    for part in [part for part in manifest.parts if part.name not in known] or manifest.parts:
+        outcomes = []
+        for record in salvage(manifest.spec.root, part.name):
+            check()
+            outcomes.append((record.line, record.result.succeeded))
+        queue.restore(manifest.batch_id, part.name, outcomes)
 
 
 def count_results(manifest: Manifest, results: Iterable[Result]) -> None:

@@ -35,21 +35,15 @@ class LoggedLines:
         return line in self._lines
 
 
-def log_successes(
-    queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines
-) -> list[tuple[int, Result]]:
+def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Result]], logged: LoggedLines) -> None:
     """Append to the log those successes that it lacks; they count once the manifest is saved.
 
-    Raise `StoreError`.
-
-    Return the results less those that are logged already: they came once more, since Redis lost
-    that they had been drained.
+    It has what was lost with a damaged part and ran again. Raise `StoreError`.
     """
     root = manifest.spec.root
     extent = sound_extent(root, manifest.logged)
     logged.read(root, extent)
-    fresh = [(line, result) for line, result in results if line not in logged]
-    successes = [(line, result) for line, result in fresh if result.succeeded]
+    successes = [(line, result) for line, result in results if result.succeeded and line not in logged]
     if successes:
         if not extent.lines:
             _store(queue, manifest).put(_partial(manifest))
@@ -58,7 +52,6 @@ def log_successes(
             entries = [Entry(line, _output_line(manifest, index, line, result)) for line, result in successes]
         extent = append_log(root, extent, entries)
     manifest.logged_lines, manifest.logged_bytes = extent
-    return fresh
 
 
 def begin_result_files(queue: Queue, manifest: Manifest) -> None:

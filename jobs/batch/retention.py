@@ -13,6 +13,7 @@ from jobs.batch.manifest import NAME as MANIFEST_NAME
 from jobs.batch.manifest import Manifest, load_manifest, unmark_cancelled
 from jobs.batch.parts import drop_unlisted
 from jobs.batch.plan import PLAN_NAME
+from jobs.batch.stored_lines import NAME as STORED_NAME
 from jobs.protocol.ids import BATCH, is_id, time_of
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
@@ -35,6 +36,7 @@ def tidy(root: str) -> None:
         if manifest is None or manifest.state not in END_STATES or not manifest.spec.of_api:
             return
         delete(join(root, PLAN_NAME))
+        delete(join(root, STORED_NAME))
         drop_unlisted(root, [])
         if manifest.state != "cancelled":  # a request for that, which came too late
             unmark_cancelled(root)

@@ -3,8 +3,8 @@ part files.
 
 A slice lasts about a second, may be killed anywhere and run again. A drain writes the part, then
 (for a batch of the API) the completion log, then the manifest, which alone makes both count, then
-updates Redis; a kill between the last two leaves results in Redis that a part holds already, which
-the next slice settles before anything else.
+updates Redis. After a kill between the last two, and when Redis goes back to an earlier moment, it
+holds results that parts hold already; each drain settles that first, and writes no line twice.
 """
 
 import time
@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jobs.batch.bitmap import Bitmap
-from jobs.batch.manifest import BatchSpec, progress_fields, save_manifest
-from jobs.batch.parts import Record, drop_unlisted, merge_parts, salvage, to_compact, verify, write_part, write_records
+from jobs.batch.manifest import BatchSpec, Manifest, progress_fields, save_manifest
+from jobs.batch.parts import Record, drop_unlisted, merge_parts, to_compact, verify, write_part, write_records
 from jobs.batch.plan import PLAN_NAME, PlanEntry, read_plan
-from jobs.batch.recovery import count_results
+from jobs.batch.recovery import count_results, lines_on_disk, restore_parts
 from jobs.batch.result_files import LoggedLines, log_successes
 from jobs.batch.source import open_source
+from jobs.batch.stored_lines import save_stored
 from jobs.control.slices import Slice
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
@@ -48,7 +49,7 @@ class BatchProgress:
     """
 
     def __init__(self) -> None:
-        self.settled: str | None = None  # the part that Redis is known to have registered
+        self.settled: str | None = None  # the last part when unlisted ones were removed
         self.logged = LoggedLines()
         self.drained_at = 0.0  # monotonic seconds
         self.measured_at = 0.0
@@ -208,18 +209,25 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     due = time.monotonic() - progress.drained_at >= DRAIN_SECONDS
     if not waiting or not (everything or due or waiting >= _DRAIN_BYTES or fields.all_done):
         return False
-    results = queue.results(batch)
-    if not results:
+    found = queue.results(batch)
+    if not found:
         return False
     held.check_current()
+    stored = lines_on_disk(manifest, held.check_current)
+    results = [(line, result) for line, result in found if line not in stored]
+    if len(results) < len(found):  # Redis went back since it was settled
+        _restore(held)
+        return True
     part = write_part(held.root, _next_name(held), results)
-    fresh = (
-        results if manifest.spec.output_file_id is None else log_successes(queue, manifest, results, progress.logged)
-    )
+    if manifest.spec.of_api:
+        log_successes(queue, manifest, results, progress.logged)
     manifest.parts.append(part)
-    count_results(manifest, (result for _, result in fresh))
+    count_results(manifest, (result for _, result in results))
     compacted = compact(held)
     save_manifest(manifest)
+    for line, _ in results:
+        stored.add(line)
+    save_stored(held.root, manifest.parts, stored)
     queue.drained(batch, part.name, [line for line, _ in results])
     progress.settled, progress.drained_at = part.name, time.monotonic()
     if compacted:
@@ -230,23 +238,35 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
 
 
 def settle(held: Slice, progress: BatchProgress) -> None:
-    """Register the last part again, in case the process that wrote it died before Redis knew; and
-    remove what it left unlisted.
+    """Tell a Redis that lacks the last part what the parts hold: the process that wrote it died
+    before Redis knew, or Redis went back.
+
+    Where this process comes new to the batch, remove what such a process left unlisted.
     """
-    parts = held.manifest.parts
-    last = parts[-1].name if parts else None
-    if progress.settled == last:
-        return
-    if last is not None and last not in held.queue.parts(held.batch):
-        held.queue.drained(held.batch, last, [record.line for record in salvage(held.root, last)])
-        held.note(progress_fields(held.manifest))
-    drop_unlisted(held.root, parts)
-    progress.settled = last
+    manifest = held.manifest
+    remembered = progress.settled == _last(manifest)
+    if not remembered:
+        lines_on_disk(manifest, held.check_current)
+    last = _last(manifest)
+    if last is not None and not held.queue.has_part(held.batch, last):
+        _restore(held)
+    if not remembered:
+        drop_unlisted(held.root, manifest.parts)
+        progress.settled = last
+
+
+def _last(manifest: Manifest) -> str | None:
+    return manifest.parts[-1].name if manifest.parts else None
+
+
+def _restore(held: Slice) -> None:
+    restore_parts(held.queue, held.manifest, held.check_current)
+    held.note({"restored": True, **progress_fields(held.manifest)})
 
 
 def compact(held: Slice) -> bool:
-    """Make one part of many small ones; the last one stays as it is, since Redis may not know it
-    yet.
+    """Make one part of many small ones, in the place of the first; the last one stays as it is,
+    since Redis may not know it yet.
 
     A part that is not what was written stays too, for `recovery.repair`: its originals' lines must
     not vanish unnoticed.
@@ -256,8 +276,8 @@ def compact(held: Slice) -> bool:
     if len(tier) < 2:
         return False
     merged = write_records(held.root, _next_name(held), _checking(held, merge_parts(held.root, tier)))
-    names = {part.name for part in tier}
-    held.manifest.parts = [merged, *(part for part in parts if part.name not in names)]
+    names = {part.name for part in tier[1:]}
+    held.manifest.parts = [merged if part.name == tier[0].name else part for part in parts if part.name not in names]
     return True
 
 

@@ -131,6 +131,22 @@ class BatchQueue(QueueBase):
             raise ValueError(f"{len(lines)} lines in one part, at most {MAX_PART_LINES}")
         return bool(self._scripts.call("drained", [batch, part, self.settings.undrained_bytes, *lines]))
 
+    def restore(self, batch: str, part: str, outcomes: Sequence[tuple[int, bool]]) -> None:
+        """Make the lines of a part on disk done, each with whether it succeeded, and register it.
+
+        For what Redis lost of them; of lines that it knows to be drained nothing changes.
+        """
+        head = [len(outcomes), self.settings.undrained_bytes]
+        for first in range(0, max(1, len(outcomes)), MAX_ITEMS):
+            group = outcomes[first : first + MAX_ITEMS]
+            good, bad = ([line for line, succeeded in group if succeeded is wanted] for wanted in (True, False))
+            name = part if first + MAX_ITEMS >= len(outcomes) else ""
+            self._scripts.call("restore", [batch, name, *head, len(good), *good, *bad])
+
+    def has_part(self, batch: str, part: str) -> bool:
+        """Return whether the part is registered."""
+        return bool(self._command("HEXISTS", keys.parts(batch), part))
+
     def parts(self, batch: str) -> dict[str, int]:
         """Registered parts and the number of their lines."""
         return {text(name): int(count) for name, count in self._command("HGETALL", keys.parts(batch)).items()}
@@ -139,9 +155,11 @@ class BatchQueue(QueueBase):
         """Register these parts, of which the last is what counts, and forget all others; for the
         holder of `storage.exclusive`.
         """
-        self._command("DEL", keys.parts(batch))
+        # The last one is registered at any moment: without it Redis counts as having gone back
         if parts:
             self._command("HSET", keys.parts(batch), *flat(parts.items()))
+        if others := self.parts(batch).keys() - parts.keys():
+            self._command("HDEL", keys.parts(batch), *others)
 
     def done(self, batch: str) -> bytes:
         """The bitmap of lines that have their result: bit 7 of the first byte is line 0, as Redis

@@ -159,6 +159,20 @@ local function leave(batch, model, tenant)
   end
 end
 
+-- The batch takes part again where results beyond the cap kept it out (`claim.lua`).
+local function resume_drained(batch, most_undrained)
+  if tonumber(redis.call('HGET', key.batch(batch), 'result_bytes') or 0) > most_undrained then
+    return
+  end
+  for _, model in ipairs(redis.call('SMEMBERS', key.batch_models(batch))) do
+    local ready = redis.call('LLEN', key.ready(batch, model))
+    if ready > 0 then
+      enlist(batch, model)
+      wake_workers(model, ready, false)
+    end
+  end
+end
+
 -- Adds to what the limits of live calls are judged by.
 local function count_live(model, name, calls, bytes)
   for _, usage in ipairs({key.live_usage('tenant', tenant_of(name)), key.live_usage('model', model)}) do

@@ -21,13 +21,6 @@ redis.call('HSET', key.parts(batch), part, #ARGV - 3)
 for i = 4, #ARGV do
   redis.call('HDEL', results, ARGV[i])
 end
-if redis.call('HINCRBY', key.batch(batch), 'result_bytes', -bytes) <= most_undrained then
-  for _, model in ipairs(redis.call('SMEMBERS', key.batch_models(batch))) do
-    local ready = redis.call('LLEN', key.ready(batch, model))
-    if ready > 0 then
-      enlist(batch, model)
-      wake_workers(model, ready, false)
-    end
-  end
-end
+redis.call('HINCRBY', key.batch(batch), 'result_bytes', -bytes)
+resume_drained(batch, most_undrained)
 return 1

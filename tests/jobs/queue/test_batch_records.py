@@ -10,8 +10,9 @@ from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.batch_records import MAX_PART_LINES
 from jobs.queue.request_queue import Queue
+from jobs.queue.settings import QueueSettings
 from tests.support.integrity import faults
-from tests.support.requests import MODEL, finished, ready_length, request, start_batch
+from tests.support.requests import MODEL, finished, held, ready_length, request, start_batch
 
 
 class TestTransition:
@@ -108,6 +109,39 @@ class TestDrain:
         assert redis_client.exists(keys.results("batch_a")) == 0
         with pytest.raises(ValueError, match="in one part"):
             queue.drained("batch_a", "part-1", range(MAX_PART_LINES + 1))
+
+
+class TestRestore:
+    """Redis learns of lines on disk that it takes for waiting, running or undrained."""
+
+    def test_lines_on_disk_are_done_with_their_outcome_there(self, queue: Queue, redis_client: redis.Redis) -> None:
+        start_batch(queue, "batch_a", 8)
+        claims = queue.claim("w1", 1, 4, models=[MODEL])
+        queue.commit("w1", [finished(claim, status=400 * (claim.key.line // 2) or 200) for claim in claims[:3]])
+        queue.restore("batch_a", "part-0", [(line, line % 2 == 0) for line in (0, 2, 3, 4, 7)])
+        record = queue.batch_fields("batch_a")
+        assert (record.completed, record.failed) == (4, 2)  # line 1 too, whose result is here
+        assert [line for line, _ in queue.results("batch_a")] == [1]
+        assert queue.parts("batch_a") == {"part-0": 5}
+        assert queue.renew("w1", held(claims)) == [claim.key for claim in claims]
+        assert [claim.key.line for claim in queue.claim("w2", 1, 9, models=[MODEL])] == [5, 6]
+        assert faults(redis_client) == []
+
+    def test_a_part_of_many_lines_is_registered_with_the_last(self, queue: Queue, redis_client: redis.Redis) -> None:
+        start_batch(queue, "batch_a", 1200)
+        queue.restore("batch_a", "part-0", [(line, True) for line in range(1200)])
+        assert (queue.batch_fields("batch_a").completed, queue.parts("batch_a")) == (1200, {"part-0": 1200})
+        assert queue.claim("w1", 1, 9, models=[MODEL]) == []
+        assert faults(redis_client) == []
+
+    def test_a_batch_that_results_kept_out_runs_again(self, redis_client: redis.Redis) -> None:
+        queue = Queue(redis_client, QueueSettings(undrained_bytes=100))
+        start_batch(queue, "batch_a", 4)
+        claims = queue.claim("w1", 1, 2, models=[MODEL])
+        queue.commit("w1", [finished(claim, "x" * 200) for claim in claims])
+        assert queue.claim("w1", 2, 2, models=[MODEL]) == []
+        queue.restore("batch_a", "part-0", [(claim.key.line, True) for claim in claims])
+        assert len(queue.claim("w1", 3, 2, models=[MODEL])) == 2
 
 
 def test_low_water_is_reported_once_for_each_crossing(queue: Queue) -> None:

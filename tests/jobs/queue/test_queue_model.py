@@ -1,10 +1,11 @@
 """The scripts against a plain model of what they should do, over random interleavings of workers,
-losses, engine_crashes and repeats.
+losses, engine_crashes, repeats and a Redis that goes back.
 
 Any script call may be repeated at once, as after a lost reply, or much later, as by a network that
 held it up: neither may change anything.
 """
 
+import copy
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from jobs.queue.settings import QueueSettings
 from tests.support.dump import Dump
 from tests.support.integrity import faults
 from tests.support.requests import MODEL, finished, held, request, start_batch
+from tests.support.rollback import EarlierRedis
 
 LINES = 12
 TENANTS = 3
@@ -45,7 +47,9 @@ CHOICES = 3
 TOGETHER = 16  # quarantined requests that run together
 ANSWER_TOKENS = 5  # of `finished`
 DEAD_LETTER = ApiError(500, "It ended the engine.", "server_error", code="engine_crashed").result("req_1")
-FENCED = ("claim", "publish", "renew", "commit", "requeue", "quarantine", "drained", "transition", "ingest")
+FENCED = ("claim", "publish", "renew", "commit", "requeue", "quarantine", "drained", "transition", "ingest", "restore")
+# What the model knows that Redis knows too: lost when it goes back
+IN_REDIS = ("known", "groups", "seqs", "lives", "claims", "last", "cancelled", "drained", "counts", "delivered")
 
 
 @dataclass
@@ -78,11 +82,15 @@ class RepeatingScripts(Scripts):
         answer = super().call(name, arguments)
         if self._dice.random() < 0.3:
             repeated = self._changes_nothing(name, arguments)
-            if name in ("claim", "publish", "renew", "drained", "transition", "ingest"):
+            if name in ("claim", "publish", "renew", "drained", "transition", "ingest", "restore"):
                 assert repeated == answer, name
         if name in FENCED:
             self._sent.append((name, arguments))
         return answer
+
+    def forget(self) -> None:
+        """Calls to a server that has gone back are no repeats."""
+        self._sent.clear()
 
     def late_duplicate(self) -> None:
         if self._sent:
@@ -118,6 +126,9 @@ class QueueModel(RuleBasedStateMachine):
         self.last: list[list[RequestKey]] = [[] for _ in range(SLOTS)]
         self.cancelled: set[str] = set()
         self.drained: dict[str, set[int]] = {batch: set() for batch in BATCHES}
+        # Whether it succeeded, of each line that a part holds
+        self.on_disk: dict[str, dict[int, bool]] = {batch: {} for batch in BATCHES}
+        self.moment: tuple[EarlierRedis, dict[str, Any]] | None = None
         self.submitted = 0
         self.counts: dict[str, int] = {}  # tokens that a worker says it generated
         self.delivered = 0
@@ -448,6 +459,27 @@ class QueueModel(RuleBasedStateMachine):
             assert self.queue.drained(batch, part, there)
             assert not self.queue.drained(batch, "later", there)
         self.drained[batch] |= set(there)
+        for line in there:
+            self.on_disk[batch].setdefault(line, self.known[RequestKey(batch, line)].ended == "completed")
+
+    @rule()
+    def note_the_moment(self) -> None:
+        self.moment = EarlierRedis(self.client), copy.deepcopy({name: getattr(self, name) for name in IN_REDIS})
+
+    @precondition(lambda self: self.moment is not None)
+    @rule()
+    def redis_goes_back(self) -> None:
+        """Then it gets to know what is on disk, as before each drain."""
+        assert self.moment is not None
+        snapshot, known = self.moment
+        snapshot.restore()
+        vars(self).update(copy.deepcopy(known))
+        self.scripts.forget()
+        for batch, outcomes in self.on_disk.items():
+            self.queue.restore(batch, f"part-{len(outcomes)}", sorted(outcomes.items()))
+            for line, good in outcomes.items():
+                self.end(RequestKey(batch, line), "completed" if good else "failed")
+            self.drained[batch] |= outcomes.keys()
 
     def put_back(self, released: Iterable[RequestKey]) -> None:
         """What a worker lost or gave back, in the order in which the script meets it."""

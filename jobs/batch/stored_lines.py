@@ -1,0 +1,68 @@
+"""The lines that the parts of a batch hold, so that no line is written to a part twice.
+
+Kept on disk as a bitmap that names the parts it covers. It may lag behind the manifest or be lost:
+what it does not cover is read from the parts.
+"""
+
+import contextlib
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jobs.batch.bitmap import Bitmap
+from jobs.batch.parts import Part, salvage
+from jobs.store.storage import join, named
+
+NAME = "stored.lines"
+
+_HEAD = struct.Struct("<II")  # CRC-32 of what follows the head, bytes of the names
+
+
+class StoredLines(NamedTuple):
+    """`repeated`: a line is in two parts, as earlier versions wrote them after a loss of Redis."""
+
+    lines: Bitmap
+    repeated: bool
+
+
+def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> StoredLines:
+    """Return the lines that these parts hold, calling `check` often."""
+    names = {part.name for part in parts}
+    covered, lines = _load(root)
+    if not covered <= names:  # a part was replaced, perhaps by what could be read of it
+        covered, lines = set(), Bitmap()
+    repeated = False
+    for name in sorted(names - covered):
+        for record in salvage(root, name):
+            check()
+            repeated = repeated or record.line in lines
+            lines.add(record.line)
+    return StoredLines(lines, repeated)
+
+
+def save_stored(root: str, parts: list[Part], lines: Bitmap) -> None:
+    """Keep the lines of these parts for the next reader.
+
+    Not durable: what a power loss leaves of it has another checksum. Raise `StoreError`.
+    """
+    names = "\n".join(part.name for part in parts).encode()
+    content = names + bytes(lines.bits)
+    location = join(root, NAME)
+    with named("cannot write", location):
+        temporary = join(root, f".{NAME}.{os.getpid()}.tmp")
+        with open(temporary, "wb") as file:
+            file.write(_HEAD.pack(zlib.crc32(content), len(names)) + content)
+        os.replace(temporary, location)
+
+
+def _load(root: str) -> tuple[set[str], Bitmap]:
+    """Return the parts that the file covers and their lines; nothing where it is not sound."""
+    with contextlib.suppress(OSError, struct.error), open(join(root, NAME), "rb") as file:
+        data = file.read()
+        checksum, size = _HEAD.unpack_from(data)
+        content = data[_HEAD.size :]
+        if zlib.crc32(content) == checksum:
+            return set(content[:size].decode().split("\n")) - {""}, Bitmap(content[size:])
+    return set(), Bitmap()

@@ -1,0 +1,312 @@
+"""Redis goes back by some steps, at any moment and often: what a client has seen of a batch stays
+true. Counts neither exceed the total nor fall, a line keeps the outcome that could be read, and
+ends once.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from api.batch_objects import batch_object
+from jobs.batch.bitmap import Bitmap
+from jobs.batch.client import BatchRecord, cancel_batch, get_batch
+from jobs.batch.manifest import load_manifest
+from jobs.batch.stored_lines import NAME, read_stored
+from jobs.control import advance
+from jobs.control.runner import Runner
+from jobs.protocol.requests import Claim, Finished
+from jobs.protocol.results import ApiError, Result, encode_json
+from jobs.protocol.states import JOBS, STATES
+from jobs.queue.request_queue import Queue
+from tests.support.batch_steps import answer_all, begin, run_to_end, step
+from tests.support.control_plane import echo, failing, read_jsonl, write_input
+from tests.support.integrity import faults
+from tests.support.rollback import EarlierRedis
+from tests.support.store_batches import (
+    check_every_line_once,
+    content_of,
+    lines_of,
+    log_of,
+    manifest_of,
+    submit,
+    under_way,
+)
+
+LINES = 80
+STEPS_BACK = 12
+ORDER = {state: place for place, state in enumerate(STATES)}
+
+
+class Fuzz:
+    """A batch under way, and what was seen of it."""
+
+    def __init__(self, client: redis.Redis, folder: Path, dice: random.Random, of_api: bool, fails: float) -> None:
+        self.client, self.folder, self.dice, self.fails = client, folder, dice, fails
+        self.queue = Queue(client)
+        self.of_api = of_api
+        if of_api:
+            self.batch = submit(client, folder, lines_of(LINES)).id
+        else:
+            self.batch = begin(client, write_input(folder / "in.jsonl", LINES), error_file="separate").id
+        self.seqs = dict.fromkeys(range(3), 0)  # of workers, by the last claim
+        self.lives = len(self.seqs)
+        self.seen = (0, 0, 0)
+        self.log = b""
+        self.snapshots = [EarlierRedis(client)]
+
+    def run(self, steps: int) -> BatchRecord:
+        actions = [self.work] * 5 + [self.answer] * 5 + [self.drop, self.forget, self.go_back]
+        for _ in range(steps):
+            self.dice.choice(actions)()
+            self.look()
+            self.snapshots = [*self.snapshots, EarlierRedis(self.client)][-STEPS_BACK:]
+        for worker in range(self.lives):  # as leases end that Redis has again
+            self.queue.reap(f"w{worker}")
+        self.seqs = {self.lives: 0}
+        for _ in range(200):
+            if (record := self.look()).ended:
+                break
+            self.work()
+            self.answer()
+        assert record.ended, record
+        assert faults(self.client) == []
+        return record
+
+    def work(self) -> None:
+        """Run the job that the state asks for, as the ticker has it run."""
+        fields = self.queue.batch_fields(self.batch)
+        if fields.state not in JOBS:
+            return
+        known = manifest_of(get_batch(self.client, self.batch)).generation
+        if known > fields.generation:
+            self.queue.transition(self.batch, [fields.state], fields.state, {"generation": known}, fields.generation)
+        Runner(self.queue).run(JOBS[fields.state], self.batch, max(known, fields.generation))
+        assert not self.queue.batch_fields(self.batch).problem
+
+    def answer(self) -> None:
+        worker, claims = self.claim()
+        self.queue.commit(f"w{worker}", [Finished(claim.key, claim.fence, self.result(claim)) for claim in claims])
+
+    def result(self, claim: Claim) -> Result:
+        """Another one each time that a line is run."""
+        if self.dice.random() < self.fails:
+            return ApiError(400, f"no such luck {self.dice.random()}").result("req_1")
+        body = json.loads(echo(claim).body) | {"nonce": self.dice.random()}
+        return Result(200, encode_json(body), echo(claim).usage, "req_1")
+
+    def drop(self) -> None:
+        """A worker claims and dies."""
+        worker, _ = self.claim()
+        self.queue.reap(f"w{worker}")
+        del self.seqs[worker]
+        self.seqs[self.lives] = 0
+        self.lives += 1
+
+    def claim(self) -> tuple[int, list[Claim]]:
+        worker = self.dice.choice(sorted(self.seqs))
+        self.seqs[worker] += 1
+        limit = self.dice.randint(1, 20)
+        return worker, self.queue.claim(f"w{worker}", self.seqs[worker], limit, models=["m"])
+
+    def forget(self) -> None:
+        """The process that ran the slices is another one."""
+        advance._progress.clear()
+
+    def go_back(self) -> None:
+        self.dice.choice(self.snapshots).restore()
+
+    def look(self) -> BatchRecord:
+        """Compare what clients see with what they saw before."""
+        record = get_batch(self.client, self.batch)
+        shown = batch_object(record)
+        counts = shown["request_counts"]
+        now = (counts["completed"], counts["failed"], shown["usage"]["total_tokens"])
+        assert all(new >= old for new, old in zip(now, self.seen, strict=True)), (self.seen, now)
+        assert now[0] + now[1] <= counts["total"] <= LINES
+        assert now[2] == 10 * now[0]  # what `echo` uses
+        assert record.completed + record.failed <= max(record.total, now[0] + now[1])
+        self.seen = now
+        if self.of_api:
+            log = log_of(record)
+            assert log.startswith(self.log)
+            assert len(log.splitlines()) == now[0]
+            self.log = log
+        return record
+
+
+def check_end(fuzz: Fuzz, record: BatchRecord) -> None:
+    if fuzz.of_api:
+        good = content_of(fuzz.client, fuzz.folder, record.output_file_id).splitlines()
+        bad = content_of(fuzz.client, fuzz.folder, record.error_file_id).splitlines()
+        assert sorted(fuzz.log.splitlines()) == sorted(good)
+    else:
+        good = Path(record.output).read_bytes().splitlines() if record.output else []
+        bad = Path(record.error_output).read_bytes().splitlines() if record.error_output else []
+    ids = [json.loads(line)["custom_id"] for line in [*good, *bad]]
+    assert sorted(ids) == sorted(f"c{number}" for number in range(1, LINES + 1))
+    assert (record.completed, record.failed, record.total) == (len(good), len(bad), LINES)
+    assert record.usage.completion_tokens == 3 * len(good)
+
+
+def fuzz(client: redis.Redis, folder: Path, seed: int, of_api: bool) -> None:
+    print(f"seed {seed}")
+    client.flushall()
+    advance._progress.clear()
+    run = Fuzz(client, folder, random.Random(seed), of_api, fails=(0.0, 0.4, 1.0)[seed % 3])
+    check_end(run, run.run(steps=60))
+
+
+@pytest.fixture(autouse=True)
+def _drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advance, "DRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(advance, "_WINDOW_LINES", 30)
+
+
+@pytest.mark.parametrize("of_api", [True, False], ids=["api", "run-batch"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_was_seen_stays_true(
+    redis_client: redis.Redis, tmp_path: Path, seed: int, number: int, of_api: bool
+) -> None:
+    fuzz(redis_client, tmp_path, seed + number, of_api)
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("of_api", [True, False], ids=["api", "run-batch"])
+@pytest.mark.parametrize("number", range(2, 37))
+def test_what_was_seen_stays_true_with_many_seeds(
+    redis_client: redis.Redis, tmp_path: Path, seed: int, number: int, of_api: bool
+) -> None:
+    fuzz(redis_client, tmp_path, seed + number, of_api)
+
+
+def rolled_back(client: redis.Redis, tmp_path: Path, answers: list[Callable[[Claim], Result]]) -> tuple[str, list[Any]]:
+    """Redis goes back before lines are answered; the id, and the counts after each drain."""
+    batch = submit(client, tmp_path, lines_of(10)).id
+    step(client, batch)
+    step(client, batch)
+    before = EarlierRedis(client)
+    counts = []
+    for answer in answers:
+        before.restore()
+        answer_all(client, answer, most=6)
+        counts.append(batch_object(step(client, batch))["request_counts"])
+    return batch, counts
+
+
+def test_a_failed_line_that_ran_again_is_counted_once(redis_client: redis.Redis, tmp_path: Path) -> None:
+    fails = failing(*range(1, 11))
+    _, counts = rolled_back(redis_client, tmp_path, [fails, fails])
+    assert counts == [{"total": 10, "completed": 0, "failed": 6}] * 2
+
+
+def test_the_first_outcome_on_disk_stays(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """Whether the file of a batch is read whole or by lines."""
+    batch, _ = rolled_back(redis_client, tmp_path, [failing(*range(1, 11)), echo])
+    running = log_of(get_batch(redis_client, batch))
+    ended = run_to_end(redis_client, batch)
+    assert running == b""
+    assert (ended.completed, ended.failed) == (4, 6)
+    assert sorted(log_of(ended).splitlines()) == sorted(
+        content_of(redis_client, tmp_path, ended.output_file_id).splitlines()
+    )
+
+
+def test_lines_on_disk_do_not_run_again(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = submit(redis_client, tmp_path, lines_of(10)).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    before = EarlierRedis(redis_client)
+    answer_all(redis_client, most=6)
+    step(redis_client, batch)
+    before.restore()
+    held = Queue(redis_client).claim("other", 1, 2, models=["m"])
+    step(redis_client, batch)
+    assert faults(redis_client) == []
+    lost = Queue(redis_client).renew("other", [(claim.key, claim.fence) for claim in held])
+    assert answer_all(redis_client) + len(held) - len(lost) == 4
+
+
+def test_a_cancel_that_redis_lost_is_not(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = under_way(redis_client, tmp_path)
+    before = EarlierRedis(redis_client)
+    cancel_batch(redis_client, record.id)
+    before.restore()
+    step(redis_client, record.id)
+    assert get_batch(redis_client, record.id).state in ("cancelling", "cancelled")
+
+
+def test_outputs_beside_the_input(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """A batch of run-batch has its failures in their place, the first outcome of each."""
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 4)).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    before = EarlierRedis(redis_client)
+    answer_all(redis_client, failing(1, 2, 3, 4), most=2)
+    step(redis_client, batch)
+    before.restore()
+    record = run_to_end(redis_client, batch)
+    assert record.usage.prompt_tokens == 14
+    statuses = [line["response"]["status_code"] for line in read_jsonl(tmp_path / "out.jsonl")]
+    assert sorted(statuses) == [200, 200, 400, 400]
+    assert (record.completed, record.failed) == (2, 2)
+
+
+@pytest.mark.parametrize("failed_first", [True, False])
+def test_lines_that_the_version_before_wrote_twice_keep_one_result(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed_first: bool
+) -> None:
+    """The success that could be read, whatever came first."""
+    answers = [failing(*range(1, 11)), echo] if failed_first else [echo, failing(*range(1, 11))]
+    with monkeypatch.context() as patch:
+        patch.setattr(advance, "settle", lambda *_: None)
+        patch.setattr(advance, "lines_on_disk", lambda *_: Bitmap())
+        patch.setattr(advance, "save_stored", lambda *_: None)
+        batch, counts = rolled_back(redis_client, tmp_path, answers)
+    assert counts[-1]["completed"] + counts[-1]["failed"] == 12
+    advance._progress.clear()
+    assert batch_object(step(redis_client, batch))["request_counts"] == {"total": 10, "completed": 6, "failed": 0}
+    readable = log_of(get_batch(redis_client, batch))
+    ended = run_to_end(redis_client, batch)
+    assert len(readable.splitlines()) == 6
+    assert log_of(ended).startswith(readable)
+    check_every_line_once(redis_client, tmp_path, ended, 10)
+
+
+def test_of_results_that_were_written_twice_the_earlier_counts(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where parts were made one meanwhile."""
+    source = write_input(tmp_path / "in.jsonl", 40)
+    batch = begin(redis_client, source).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    before = EarlierRedis(redis_client)
+    with monkeypatch.context() as patch:
+        patch.setattr(advance, "settle", lambda *_: None)
+        patch.setattr(advance, "lines_on_disk", lambda *_: Bitmap())
+        patch.setattr(advance, "save_stored", lambda *_: None)
+        for _ in range(20):
+            answer_all(redis_client, failing(*range(1, 41)), most=1)
+            step(redis_client, batch)
+        before.restore()
+        answer_all(redis_client, most=20)
+        step(redis_client, batch)
+    advance._progress.clear()
+    ended = run_to_end(redis_client, batch)
+    assert (ended.completed, ended.failed) == (20, 20)
+
+
+def test_a_bitmap_that_is_damaged_or_gone_is_made_again(redis_client: redis.Redis, tmp_path: Path) -> None:
+    root = Path(under_way(redis_client, tmp_path).spec.root)
+    parts = load_manifest(str(root)).parts  # type: ignore[union-attr]
+    lines = read_stored(str(root), parts, lambda: None).lines.bits
+    assert sum(map(int.bit_count, lines)) == 8
+    for content in (None, b"", b"x" * 40, (root / NAME).read_bytes()[:-1]):
+        (root / NAME).unlink() if content is None else (root / NAME).write_bytes(content)
+        assert read_stored(str(root), parts, lambda: None).lines.bits == lines
