@@ -13,6 +13,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import click
 from click.core import ParameterSource
 
+from jobs.queue.redis_url import parse_redis_url, without_secrets
 from jobs.queue.settings import QueueSettings
 from jobs.settings import kind_of, own_fields, variable
 from pipeline.errors import Refused
@@ -265,14 +266,9 @@ def _check_url(ctx: click.Context, _param: click.Parameter, url: str | None) -> 
     if not url:
         return None
     try:
-        parts = urlsplit(url)
-        usable = parts.scheme in ("redis", "rediss", "unix") and (parts.port is None or parts.port > 0)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise click.BadParameter(
-            "it must look like redis://host:6379/0, rediss://host:6379/0 or unix:///path/to/redis.sock"
-        )
+        parse_redis_url(url)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
     return _with_password(url, ctx.meta.get(_PASSWORD))
 
 
@@ -411,10 +407,7 @@ def log_settings(ctx: click.Context) -> None:
 
 
 def _shown(name: str, value: Any) -> str:
-    if name == "redis_url" and isinstance(value, str) and "@" in value:
-        scheme, _, rest = value.partition("://")
-        return f"{scheme}://***@{rest.rpartition('@')[2]}"
-    return str(value)
+    return without_secrets(str(value)) if name == "redis_url" else str(value)
 
 
 def model_arguments(values: Mapping[str, Any]) -> list[str]:

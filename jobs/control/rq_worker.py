@@ -34,6 +34,7 @@ from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.tasks import function_name
+from jobs.server import ServerError
 
 _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
 _RETRY_SECONDS = 0.5
@@ -167,7 +168,7 @@ def _serve(queue: str, url: str, runner: Runner) -> None:
     try:
         check_server(client)
         ControlWorker(queue, client, runner).work(logging_level="WARNING")
-    except (redis.RedisError, QueueUnavailable) as error:
+    except (redis.RedisError, QueueUnavailable, ServerError) as error:
         logger.warning("Redis unavailable; this process takes jobs again when it answers: %s", error)
     finally:
         client.close()

@@ -36,6 +36,7 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
 from jobs.queue.streams import FIRST_ID
 from jobs.queue.tasks import Execution, enqueue, executions, forget_execution, is_waiting, job_id, waiting_jobs
+from jobs.server import ServerError
 from jobs.store.file_store import FileStore
 from jobs.store.storage import StoreError
 
@@ -70,7 +71,7 @@ def main() -> None:
             try:
                 check_server(client)
                 ticker.run()
-            except (redis.RedisError, QueueUnavailable) as error:
+            except (redis.RedisError, QueueUnavailable, ServerError) as error:
                 logger.warning("Redis unavailable or full; the ticker goes on when it answers: %s", error)
                 if is_full(error):
                     ticker.make_room()

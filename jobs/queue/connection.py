@@ -1,46 +1,60 @@
 """Redis clients with timeouts and retries stated, because redis-py's defaults repeat writes
 silently (see `connect`).
+
+Every connection that they make looks at its server first: after an outage, another one may answer.
 """
 
+import contextlib
 import logging
 import re
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import redis
 import redis.asyncio
+import redis.sentinel
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from jobs.queue import keys
+from jobs.queue.redis_url import parse_redis_url
+from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.sentinels import FOUND_BY_SENTINELS, sentinel_pool
 from jobs.server import ServerError
 
 MAX_BLOCK_SECONDS = 5.0
 """Longest time that one blocking read may wait on the server."""
 
-_CONNECT_TIMEOUT = 5.0
-_CALL_TIMEOUT = 15.0
-_OLDEST_VERSION = (7, 0)
+PERMISSIONS = "~{q}* ~rq:* &rq:* +@all -@admin -@dangerous +info +client|list"
+"""What a Redis user needs, as ACL SETUSER takes it."""
 
+_OPTIONS: dict[str, Any] = {
+    "protocol": 2,
+    "socket_timeout": 15.0,
+    "socket_connect_timeout": 5.0,
+    "decode_responses": False,
+}
+_MAX_CONNECTIONS = 256
+_OLDEST_VERSION = (7, 0)
 
 logger = logging.getLogger(__name__)
 
 
-def connect(url: str) -> redis.Redis:
-    """A client for calls that do not block.
+def connect(url: str, *, db: int | None = None) -> redis.Redis:
+    """A client for calls that do not block; `db` is used in place of the URL's database.
 
     It never retries by itself: a lost reply would repeat a write; `jobs.queue.scripts` retries.
     """
-    return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=_CALL_TIMEOUT, **_common(url))
+    return redis.Redis.from_pool(_pool(redis, url, db, Retry(NoBackoff(), 0), _look_at))
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
     """An asyncio client, with timeouts that also suit blocking reads of up to
     `MAX_BLOCK_SECONDS`.
     """
-    return redis.asyncio.Redis.from_url(
-        url, retry=AsyncRetry(NoBackoff(), 0), socket_timeout=_CALL_TIMEOUT, **_common(url)
-    )
+    return redis.asyncio.Redis.from_pool(_pool(redis.asyncio, url, None, AsyncRetry(NoBackoff(), 0), _look_at_async))
 
 
 def blocking_twin(client: redis.Redis) -> redis.Redis:
@@ -48,36 +62,35 @@ def blocking_twin(client: redis.Redis) -> redis.Redis:
     socket outlasts.
     """
     pool = client.connection_pool
-    options = {**pool.connection_kwargs, "socket_timeout": 2 * MAX_BLOCK_SECONDS}
-    return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
+    options = {
+        **pool.connection_kwargs,
+        "connection_class": pool.connection_class,
+        "socket_timeout": 2 * MAX_BLOCK_SECONDS,
+    }
+    if isinstance(pool, redis.sentinel.SentinelConnectionPool):
+        return redis.Redis.from_pool(type(pool)(pool.service_name, pool.sentinel_manager, **options))
+    return redis.Redis.from_pool(redis.ConnectionPool(**options))
 
 
 def check_server(client: redis.Redis) -> None:
-    """Raise `ServerError` unless the server is new enough, evicts nothing and holds data of this
-    schema (written when there is none).
+    """Raise `ServerError` unless the server can hold the queue, lets this user do so, and holds
+    data of this schema (written when there is none).
     """
-    info: Any = client.info("server")
-    name, version = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", info["redis_version"])
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if numbers < _OLDEST_VERSION:
-        raise ServerError(
-            f"The server is {name} {version}; the queue needs Redis 7.0 or Valkey 7.2 or later: upgrade it."
-        )
-    policy = _config(client, "maxmemory-policy")
-    limit = _config(client, "maxmemory")
-    if policy not in (None, "noeviction") and limit != "0":
-        raise ServerError(
-            f"The server may evict keys (maxmemory-policy {policy}), which loses requests: set it to noeviction."
-        )
-    if _config(client, "appendonly") == "no":
+    try:
+        with _explained():
+            info: Any = client.info()
+            _judge(info)
+            # Asked first, because a server that is full refuses to be written to
+            if not client.exists(keys.SCHEMA):
+                client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True)
+            stored: Any = client.get(keys.SCHEMA)
+    except _UnfitServer as error:
+        raise ServerError(str(error)) from None
+    if not info.get("aof_enabled"):
         logger.warning(
             "the Redis server stores nothing on disk (appendonly no): when it restarts, requests and results that only"
             " Redis stores are lost and run again"
         )
-    # Asked first, because a server that is full refuses to be written to
-    if not client.exists(keys.SCHEMA):
-        client.set(keys.SCHEMA, keys.SCHEMA_VERSION, nx=True)
-    stored: Any = client.get(keys.SCHEMA)
     if stored != keys.SCHEMA_VERSION.encode():
         raise ServerError(
             f"The Redis server holds a queue of schema {stored.decode()}, and this version reads schema"
@@ -86,21 +99,72 @@ def check_server(client: redis.Redis) -> None:
         )
 
 
-def _common(url: str) -> dict[str, Any]:
-    common: dict[str, Any] = {
-        "protocol": 2,
-        "socket_connect_timeout": _CONNECT_TIMEOUT,
-        "decode_responses": False,
-        "max_connections": 256,
-    }
-    if not url.startswith("unix:"):
-        common["socket_keepalive"] = True
-    return common
+class _UnfitServer(QueueUnavailable, redis.ConnectionError):
+    """The server that answered cannot hold a queue. Calls retry, since it may be set right."""
 
 
-def _config(client: redis.Redis, name: str) -> str | None:
+def _pool(library: ModuleType, url: str, db: int | None, retry: object, on_connect: Callable[[Any], object]) -> Any:
+    """A pool of redis-py's, whose asyncio half has the same classes (`library`)."""
+    address = parse_redis_url(url)
+    options = {**_OPTIONS, "retry": retry, **library.connection.parse_url(address.server)}
+    options |= {"redis_connect_func": on_connect, "max_connections": _MAX_CONNECTIONS}
+    if db is not None:
+        options["db"] = db
+    if "path" not in options:
+        options["socket_keepalive"] = True
+    return sentinel_pool(library, address, options) if address.sentinels else library.ConnectionPool(**options)
+
+
+def _look_at(connection: Any) -> None:
+    connection.on_connect()
+    with _explained():
+        connection.send_command("INFO")
+        _judge(_parse(connection.read_response()), connection)
+
+
+async def _look_at_async(connection: Any) -> None:
+    await connection.on_connect()
+    with _explained():
+        await connection.send_command("INFO")
+        _judge(_parse(await connection.read_response()), connection)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
     try:
-        answer: Any = client.config_get(name)
-    except redis.ResponseError:  # managed services forbid CONFIG
-        return None
-    return answer.get(name) if answer else None
+        yield
+    except redis.exceptions.NoPermissionError as error:
+        raise _UnfitServer(f"The Redis user lacks a permission ({error}): it needs {PERMISSIONS}") from None
+
+
+def _parse(info: bytes) -> dict[str, str]:
+    return dict(line.split(":", 1) for line in info.decode(errors="replace").splitlines() if ":" in line)
+
+
+def _judge(info: Mapping[str, Any], connection: Any = None) -> None:
+    """Raise `_UnfitServer` for a server that cannot hold a queue, by what it says of itself.
+
+    INFO says all of it, also where CONFIG is forbidden, as managed services do. A server that
+    Sentinels named must be a master: they may be the last to hear that it is none any more.
+    """
+    if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):
+        raise _UnfitServer("The server is a Sentinel: use redis+sentinel://host:26379/service, with its name for it.")
+    name, version = ("Valkey", info["valkey_version"]) if "valkey_version" in info else ("Redis", info["redis_version"])
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST_VERSION:
+        raise _UnfitServer(
+            f"The server is {name} {version}; the queue needs Redis 7.0 or Valkey 7.2 or later: upgrade it."
+        )
+    if str(info.get("cluster_enabled")) == "1":
+        raise _UnfitServer(
+            "The server belongs to a Redis Cluster, which would spread the keys of one batch over its nodes: use a"
+            " server with cluster-enabled no, with replicas behind Sentinel if it must not be missed."
+        )
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction" and str(info.get("maxmemory")) != "0":
+        raise _UnfitServer(
+            f"The server may evict keys (maxmemory-policy {policy}), which loses requests: set it to noeviction."
+        )
+    if isinstance(connection, FOUND_BY_SENTINELS) and info.get("role") != "master":
+        raise redis.ConnectionError(
+            f"{connection.host}:{connection.port} is a replica; its Sentinels name no other yet"
+        )

@@ -101,6 +101,8 @@ def passing_reason(error: redis.RedisError) -> str | None:
     """
     if isinstance(error, redis.AuthenticationError):
         return None
+    if isinstance(error, QueueUnavailable):  # of a connection that found the wrong server
+        return "Redis cannot be used"
     if isinstance(error, redis.exceptions.BusyLoadingError):
         return _PASSING_ERRORS["LOADING"]
     if isinstance(error, redis.exceptions.OutOfMemoryError):

@@ -15,7 +15,7 @@ _setting = partial(setting, prefix="")
 class QueueSettings(Settings):
     """One frozen set of values per process. Seconds and bytes unless the help says otherwise."""
 
-    redis_url: str | None = _setting(None, "redis://, rediss:// or unix:// URL of the queue.")
+    redis_url: str | None = _setting(None, "redis://, rediss://, unix:// or redis+sentinel:// URL of the queue.")
     file_store: str = _setting(
         "./store",
         "Folder of files, batches and API keys; one and the same for every `pipeline api` and `pipeline jobs` of a"

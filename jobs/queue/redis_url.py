@@ -1,0 +1,58 @@
+"""The URL of the queue's server, or of the Sentinels that know where it is.
+
+Plain, for the command line checks a URL before it imports redis-py.
+"""
+
+import re
+from typing import NamedTuple
+from urllib.parse import SplitResult, unquote, urlsplit
+
+FORMS = (
+    "redis://host:6379/0, rediss://host:6379/0, unix:///path/to/redis.sock or"
+    " redis+sentinel://host:26379,host:26379/service/0"
+)
+_SENTINEL_PORT = 26379
+
+
+class RedisUrl(NamedTuple):
+    """What a URL names."""
+
+    server: str  # as redis-py takes it; of a server that Sentinels find, all but its address
+    sentinels: tuple[tuple[str, int], ...] = ()
+    service: str = ""  # the Sentinels' name for the server
+
+
+def parse_redis_url(url: str) -> RedisUrl:
+    """Return the parts. Raises ValueError, whose text says which forms there are."""
+    try:
+        parts = urlsplit(url)
+        scheme, _, finder = parts.scheme.partition("+")
+        if finder == "sentinel" and scheme in ("redis", "rediss"):
+            return _found_by_sentinels(scheme, parts)
+        usable = parts.scheme in ("redis", "rediss", "unix") and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ValueError(f"it must look like {FORMS}")
+    return RedisUrl(url)
+
+
+def without_secrets(url: str) -> str:
+    """Return the URL as it may be shown."""
+    return re.sub(r"//.*@", "//***@", re.sub(r"(password=)[^&]*", r"\1***", url))
+
+
+def _found_by_sentinels(scheme: str, parts: SplitResult) -> RedisUrl:
+    login, at, hosts = parts.netloc.rpartition("@")
+    service, slash, database = parts.path.strip("/").partition("/")
+    if not service or (slash and not database.isdecimal()):
+        raise ValueError("no service, or a database that is no number")
+    server = f"{scheme}://{login}{at}/{database}?{parts.query}"
+    return RedisUrl(server, tuple(map(_address, hosts.split(","))), unquote(service))
+
+
+def _address(host: str) -> tuple[str, int]:
+    parts = urlsplit(f"//{host}")
+    if not parts.hostname:
+        raise ValueError("a Sentinel without a name")
+    return parts.hostname, parts.port or _SENTINEL_PORT
