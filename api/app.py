@@ -9,6 +9,7 @@ from fastapi import Depends, FastAPI
 from api import auth
 from api.fleet import Fleet
 from api.http.errors import Stoppable, install_error_handlers
+from api.http.head import HeadAsGet
 from api.http.lingering import Lingering
 from api.http.openapi import describe
 from api.http.request_ids import RequestIds
@@ -16,6 +17,7 @@ from api.reader import Reader
 from api.routes import batch_stream, batches, files, health, live_calls, metrics, models, streams
 from api.settings import ApiSettings
 from api.state import ApiState
+from api.web_pages import WebPages
 from jobs.batch.retention import forget_output
 from jobs.queue.connection import connect, connect_async
 from jobs.queue.request_queue import Queue
@@ -53,7 +55,8 @@ def create_app(settings: ApiSettings) -> FastAPI:
     app = FastAPI(
         title="Batch inference pipeline", lifespan=lifespan, redirect_slashes=False, docs_url=None, redoc_url=None
     )
-    for middleware in (Lingering, Stoppable, RequestIds):  # the last one is outermost
+    app.add_middleware(WebPages, ring, settings)
+    for middleware in (HeadAsGet, Lingering, Stoppable, RequestIds):  # the last one is outermost
         app.add_middleware(middleware)
     install_error_handlers(app)
     for module in (live_calls, streams, models, files, batches, batch_stream):

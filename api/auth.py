@@ -79,9 +79,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def needs_no_key(ring: KeyRing, settings: ApiSettings) -> bool:
+    """Return whether every client is let in. Raise `KeysUnreadable`."""
+    return not ring.required() and (settings.insecure or (is_loopback(settings.host) and not ring.known()))
+
+
 def _caller(ring: KeyRing, settings: ApiSettings, secret: str) -> Caller:
     """Raise `ApiError` for a request that is refused, and `KeysUnreadable`."""
-    if not ring.required() and (settings.insecure or (is_loopback(settings.host) and not ring.known())):
+    if needs_no_key(ring, settings):
         return Caller()
     if not secret:
         raise ApiError(401, _NO_KEY, code="invalid_api_key")

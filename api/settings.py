@@ -17,6 +17,12 @@ class ApiSettings(QueueSettings):
     )
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", min=0, max=65535)
     insecure: bool = setting(False, "While no API key exists, answer every client that reaches the address.")
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "Host name under which clients reach this server, besides its own; may be repeated. Others are refused while no"
+        " API key exists.",
+        flag="allowed-host",
+    )
     expected_models: tuple[str, ...] = setting(
         (),
         "Model that counts as loading while no worker has registered it; may be repeated. `serve` names its own.",

@@ -107,7 +107,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 def _allowed(request: Request) -> str:
     """The methods of a path. The framework names those of the first route alone."""
-    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    scopes = {method: {**request.scope, "method": "GET" if method == "HEAD" else method} for method in _METHODS}
     found = [
         method
         for method, scope in scopes.items()

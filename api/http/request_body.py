@@ -6,17 +6,30 @@ from collections.abc import AsyncIterator
 from fastapi import Request
 
 from api.state import state_of
+from jobs.protocol import fields
 from jobs.protocol.results import ApiError
+
+_JSON = "application/json"
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """At most `limit` bytes. Raises `ApiError` 413 and 408."""
+    """At most `limit` bytes of JSON. Raises `ApiError` 408, 413 and 415."""
+    _check_type(request)
     body = bytearray()
     async for chunk in chunks_of(request):
         body += chunk
         if len(body) > limit:
             raise ApiError(413, f"The body is larger than {limit} bytes.", code="request_too_large")
     return bytes(body)
+
+
+def _check_type(request: Request) -> None:
+    """Refuse, where no key was asked for, what a web page may send to any server."""
+    given = request.headers.get("content-type") or _JSON
+    if given.partition(";")[0].strip().lower() != _JSON and request.state.caller.key_id is None:
+        raise ApiError(
+            415, f"Send JSON with the header 'Content-Type: {_JSON}', not '{fields.shown(given)}'.", code="not_json"
+        )
 
 
 async def chunks_of(request: Request) -> AsyncIterator[bytes]:

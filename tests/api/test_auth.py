@@ -68,6 +68,7 @@ def test_only_requests_with_a_key_are_admitted(serve: Serve, tmp_path: Path) -> 
     ):
         answer = get(url, **headers)
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key"), headers
+        assert answer.headers["www-authenticate"] == "Bearer"
 
 
 def test_every_route_below_v1_asks_for_a_key(serve: Serve, tmp_path: Path) -> None:

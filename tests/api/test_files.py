@@ -503,7 +503,15 @@ class Socket:
     def begin(self, length: int | None, *headers: str, start: bytes = b"") -> None:
         """`start` of the body goes out with the head."""
         body = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-        lines = ["POST /v1/files HTTP/1.1", "host: x", f"content-type: {KIND['content-type']}", body, *headers, "", ""]
+        lines = [
+            "POST /v1/files HTTP/1.1",
+            "host: localhost",
+            f"content-type: {KIND['content-type']}",
+            body,
+            *headers,
+            "",
+            "",
+        ]
         self.socket.sendall("\r\n".join(lines).encode() + start)
 
     def chunk(self, data: bytes) -> None:

@@ -1,0 +1,82 @@
+"""Keeps web pages away from a server without API keys, which answers whoever reaches it.
+
+The browser of its user does, and any page that is open there can make it call. A page whose name
+was pointed at this machine (DNS rebinding) is known by its `Host`, which the browser takes from the
+page's address: a foreign name, never a numeric address. Other pages are known by their `Origin`.
+"""
+
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.auth import is_loopback, needs_no_key
+from api.http.errors import error_response
+from api.settings import ApiSettings
+from api.threads import KEYS, run_in
+from jobs.protocol import fields
+from jobs.protocol.results import ApiError
+from jobs.store.api_keys import KeyRing, KeysUnreadable
+
+_WAY_OUT = "make a key (`pipeline keys create`), or start it with --allowed-host NAME"
+
+
+class WebPages:
+    """Plain ASGI middleware: 403 for what a page sends while no key is needed.
+
+    Keys are looked at only for a request that might be a page's.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, settings: ApiSettings) -> None:
+        self._app = app
+        self._keys = keys
+        self._settings = settings
+        names = ("localhost", socket.gethostname(), settings.host, *settings.allowed_hosts)
+        self._names = {name.lower() for name in names if name}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        if refusal is not None and await self._is_open():
+            await error_response(refusal)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        name = _name_of(f"//{host}")
+        if host and not (self._is_own(name) or _is_address(name)):
+            return _refused(f"is not called '{fields.shown(host)}'", "host_not_allowed")
+        if origin is not None and not (_name_of(origin) == name or self._is_own(_name_of(origin))):
+            return _refused(f"answers no web page of '{fields.shown(origin)}'", "origin_not_allowed")
+        return None
+
+    def _is_own(self, name: str) -> bool:
+        return name in self._names or name.endswith(".localhost") or is_loopback(name)
+
+    async def _is_open(self) -> bool:
+        try:
+            return await run_in(KEYS, needs_no_key, self._keys, self._settings)
+        except KeysUnreadable:
+            return False  # then no call is let in
+
+
+def _refused(what: str, code: str) -> ApiError:
+    return ApiError(403, f"This server has no API keys, and {what}: {_WAY_OUT}.", code=code)
+
+
+def _name_of(url: str) -> str:
+    """The host of an address, "" for what is none."""
+    try:
+        return (urlsplit(url).hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
