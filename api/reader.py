@@ -227,11 +227,12 @@ class Reader:
     async def _tidy(self, last_id: str) -> None:
         unneeded, uncancelled = list(self._unneeded), list(self._uncancelled)
         async with self._client.pipeline(transaction=False) as pipeline:
-            pipeline.set(keys.api_alive(self.api_id), b"", ex=API_ALIVE_SECONDS)
+            pipeline.expire(keys.api_alive(self.api_id), API_ALIVE_SECONDS)  # also where memory is full
+            pipeline.set(keys.api_alive(self.api_id), b"", ex=API_ALIVE_SECONDS, nx=True)
             pipeline.xtrim(keys.api(self.api_id), minid=last_id, approximate=False)
             if unneeded:
                 pipeline.unlink(*(keys.tokens(str(key)) for key in unneeded))
-            await pipeline.execute()
+            await pipeline.execute(raise_on_error=False)
         if uncancelled:
             await run_in(LIVE, self._queue.cancel, uncancelled)
         del self._unneeded[: len(unneeded)], self._uncancelled[: len(uncancelled)]

@@ -216,6 +216,27 @@ def running_api_process(redis_url: str, store: Path) -> Iterator[tuple[str, Runn
         yield f"http://127.0.0.1:{port}", command
 
 
+def test_a_call_outlasts_a_full_redis(
+    redis_url: str, redis_client: redis.Redis, queue: Queue, busy_worker: str
+) -> None:
+    """Its API process goes on to say that it is alive, and to read."""
+    answers: list[httpx.Response] = []
+    with running_api(ApiSettings(redis_url=redis_url, redis_retry_seconds=0.1)) as url, calls(url, 1, 1, answers):
+        wait_until(lambda: waiting(redis_client) == 1, 60, "the call to wait")
+        [alive] = redis_client.keys(keys.api_alive("*"))
+        redis_client.config_set("maxmemory", 1)
+        try:
+            for _ in range(2):
+                redis_client.expire(alive, 20)
+                wait_until(lambda: redis_client.ttl(alive) > 30, 60, "the process to say that it is alive")
+        finally:
+            redis_client.config_set("maxmemory", 0)
+        [claim] = queue.claim(busy_worker, 1, 9, models=[MODEL])
+        queue.commit(busy_worker, [finished(claim)])
+        wait_until(lambda: answers, 60, "the answer")
+    assert answers[0].status_code == 200
+
+
 @pytest.mark.proof
 def test_a_call_ends_with_its_api_process(
     redis_url: str, redis_client: redis.Redis, queue: Queue, busy_worker: str, tmp_path: Path
