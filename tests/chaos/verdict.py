@@ -75,11 +75,11 @@ def judge(
     exits = fleet.exits
     codes = fleet.stop("api", "worker")
     # While the control plane still clears away what stopped workers leave
-    found += leftovers(fleet.client, ahead=fleet.clocks["jobs"].offset - fleet.redis.clock.offset)
+    found += leftovers(fleet.client, ahead=fleet.clock_lead)
     codes |= fleet.stop("jobs")
     found += [f"{name} ended with exit code {code} when it was ordered to stop" for name, code in codes.items() if code]
     found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
-    found += [f"left running: {command_line(pid)}" for pid in _left_running({*others, fleet.redis.pid})]
+    found += [f"left running: {command_line(pid)}" for pid in _left_running({*others, *fleet.servers})]
     found += faults(fleet.client)
     found += [f"only {load.finished} of {requests} lines were answered in time"] if load.finished < requests else []
     found += [] if load.live.right else ["no live call was answered"]

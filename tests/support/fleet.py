@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import redis
@@ -130,26 +131,45 @@ class LocalFleet:
         self.store = folder / "store"
         self.lease_seconds = lease_seconds
         self._stack = stack
-        self.redis = RedisMachine(folder / "redis")
-        self.redis.start()
-        stack.callback(self.redis.stop)
+        url = self.start_redis()
         settings = QueueSettings(lease_seconds=lease_seconds, redis_retry_seconds=2.0)
-        self.client = connect(self.redis.url)
+        self.client = connect(url)
         self.queue = Queue(self.client, settings)
-        self.proxies = [stack.enter_context(LossyProxy(self.redis.url)) for _ in range(workers)]
         self.clocks: dict[str, Clock] = {}
         self.members: dict[str, Member] = {}
         stack.callback(self.kill)
         queue_flags = ("--lease-seconds", lease_seconds, "--stream-interval", stream_interval)
-        self._add("jobs", self.redis.url, "jobs", "--file-store", self.store, *queue_flags)
+        self._add("jobs", url, "jobs", "--file-store", self.store, *queue_flags)
         self.api_url = None
         if api:
             port = stack.enter_context(reserved_port())
-            self._add("api", self.redis.url, "api", "--port", port, "--file-store", self.store)
+            self._add("api", url, "api", "--port", port, "--file-store", self.store)
             self.api_url = f"http://127.0.0.1:{port}"
         flags = ("--dtype", "float32", "--max-num-seqs", max_num_seqs, "--shutdown-timeout", 2, *queue_flags)
-        for number, proxy in enumerate(self.proxies):
-            self._add(f"worker-{number}", proxy.url, "worker", *flags)
+        for number, worker_url in enumerate(self.worker_urls(url, workers)):
+            self._add(f"worker-{number}", worker_url, "worker", *flags)
+
+    def start_redis(self) -> str:
+        """Start what holds the queue; return its URL."""
+        self.redis = RedisMachine(self.folder / "redis")
+        self.redis.start()
+        self._stack.callback(self.redis.stop)
+        return self.redis.url
+
+    def worker_urls(self, url: str, workers: int) -> list[str]:
+        """Where each worker reaches the queue."""
+        self.proxies = [self._stack.enter_context(LossyProxy(url)) for _ in range(workers)]
+        return [proxy.url for proxy in self.proxies]
+
+    @property
+    def servers(self) -> set[int]:
+        """Process ids of what `start_redis` started."""
+        return {self.redis.pid}
+
+    @property
+    def clock_lead(self) -> float:
+        """Seconds by which the clock of the control plane is ahead of Redis'."""
+        return self.clocks["jobs"].offset - self.redis.clock.offset
 
     @property
     def workers(self) -> list[Member]:
@@ -225,6 +245,9 @@ class LocalFleet:
         self.members[name] = Member(name, arguments, environment, self.folder / f"{name}.log")
 
 
+Fleet = TypeVar("Fleet", bound=LocalFleet)
+
+
 @contextmanager
 def running_fleet(
     folder: Path | None = None,
@@ -234,14 +257,15 @@ def running_fleet(
     stream_interval: float = 0.2,
     max_num_seqs: int = 16,
     api: bool = False,
-) -> Iterator[LocalFleet]:
+    kind: type[Fleet] = LocalFleet,  # type: ignore[assignment]
+) -> Iterator[Fleet]:
     """A fleet whose workers are ready.
 
     No process of it is left at the end, and no file if it had to make its own folder.
     """
     with ExitStack() as stack:
         own = None if folder else stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))
-        fleet = LocalFleet(
+        fleet = kind(
             folder or Path(str(own)),
             stack,
             workers=workers,

@@ -40,6 +40,10 @@ class ServerProcess:
                 self._command, stdout=log, stderr=log, preexec_fn=partial(die_with_parent, os.getpid())
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def answers(self) -> bool:
         try:
             return bool(self.client.ping())
@@ -87,7 +91,7 @@ class SentinelSet:
             wait_until(one.answers, START_SECONDS, f"an answer on port {one.port}")
         for one in self.sentinels:  # they look for replicas each 10 s, and for each other each 2 s
             one.client.execute_command("SENTINEL", "DEBUG", "INFO-PERIOD", 200, "PUBLISH-PERIOD", 200)
-        wait_until(self._is_whole, START_SECONDS, "a replica that follows, and Sentinels that agree")
+        wait_until(self.is_whole, START_SECONDS, "a replica that follows, and Sentinels that agree")
 
     def fail_over(self) -> None:
         """By order, with the old master alive."""
@@ -112,7 +116,8 @@ class SentinelSet:
         except redis.ResponseError:  # a failover has just been, or no replica is good enough yet
             return False
 
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
+        """Return whether the Sentinels could make another server the master now."""
         master, following = self.master, [one for one in self.servers if one is not self.master]
         states: list[Any] = [one.client.sentinel_master(SERVICE) for one in self.sentinels]
         known = all(state["num-slaves"] == 1 and state["num-other-sentinels"] == 2 for state in states)
