@@ -76,4 +76,10 @@ def read_api(queue: Queue, api_id: str, last_id: str = FIRST_ID, block: int | No
     `block` milliseconds for it.
     """
     found = queue.redis.xread({keys.api(api_id): last_id}, block=block)
-    return [(text(entry_id), parse_api_entry(fields)[2]) for _, entries in found for entry_id, fields in entries]
+    return [(text(entry_id), _whole(queue, fields)) for _, entries in found for entry_id, fields in entries]
+
+
+def _whole(queue: Queue, fields: dict[bytes, bytes]) -> StreamEntry:
+    """A large one is in the request's own stream only."""
+    key, entry_id, entry = parse_api_entry(fields)
+    return entry or queue.read_ranges([(key, entry_id, entry_id)])[0][0]

@@ -12,6 +12,7 @@ from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
+from jobs.queue.streams import parse_api_entry
 from tests.support.integrity import faults
 from tests.support.requests import (
     MODEL,
@@ -415,6 +416,19 @@ class TestPublish:
             assert queue.publish("w1", [delta(claim, 0, [5], "a"), delta(claim, 1, [6, 7], "bc", 1)]) == []
         assert [token_ids_in(entry) for entry in queue.read_tokens({claim.key: "0-0"})] == [[5], [6, 7]]
         assert len(read_api(queue, "api1")) == 2
+
+    def test_of_a_large_entry_is_stored_once_for_an_api_that_is_alive(
+        self, queue: Queue, redis_client: redis.Redis
+    ) -> None:
+        """One of the version before, which never says so, gets it whole."""
+        queue.submit("live_a", request(reply_to="api1"))
+        [claim] = take(queue, "w1", 1)
+        queue.publish("w1", [delta(claim, 0, [5], "x" * 5000)])
+        redis_client.delete(keys.api_alive("api1"))
+        queue.publish("w1", [delta(claim, 1, [6], "y" * 5000, 5000)])
+        entries = [parse_api_entry(fields) for _, fields in redis_client.xrange(keys.api("api1"))]
+        assert entries[0] == (claim.key, "1-0", None)
+        assert [entries[1][2]] == queue.read_tokens({claim.key: "1-0"})
 
     def test_after_tokens_that_the_server_forgot(self, queue: Queue) -> None:
         start_batch(queue, "b", 1)
