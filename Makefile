@@ -85,6 +85,7 @@ proof-pipeline:
 
 chaos: $(VENV)/.installed-test  ## ten minutes of a fleet at work while everything breaks; SEED=n repeats a run
 	$(BIN)/python -m tests.chaos --seconds 600 $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.chaos --sentinel --seconds 150 --requests 3000 $(if $(SEED),--seed $(SEED))
 
 faults: $(VENV)/.installed-test  ## put known faults into a copy of the code one by one: the suite has to find each
 	$(BIN)/python -m tests.faults

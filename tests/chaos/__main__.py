@@ -5,7 +5,7 @@ Batches of questions with known answers, and live calls beside them, run through
 plane, workers and API (`load.py`). Every few seconds something is killed, stopped, cut off, filled,
 emptied or set to another time (`killers.py`), and whatever ended is started again, as a supervisor
 would. At the end every answer must be there once and right, and nothing may be left over
-(`verdict.py`).
+(`verdict.py`). With `--sentinel`, Redis is a pair of servers that fails over (`failovers.py`).
 """
 
 import argparse
@@ -17,11 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.chaos.failovers import SentinelKillers
 from tests.chaos.killers import Killers
 from tests.chaos.load import ChaosLoad
 from tests.chaos.verdict import Verdict, judge
 from tests.support.fleet import LocalFleet, running_fleet
 from tests.support.processes import descendants
+from tests.support.sentinel_fleet import SentinelFleet
 
 LEASE_SECONDS = 2.0
 STREAM_INTERVAL = 0.25  # between checkpoints
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=20_000, help="lines at least, however long that takes")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--sentinel", action="store_true", help="put Redis behind Sentinels, and make them fail over")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     verdict = run(folder, **vars(options))
@@ -51,7 +54,15 @@ def main() -> int:
 
 
 def run(
-    folder: Path, *, seconds: float, seed: int, every: float, requests: int, workers: int, max_num_seqs: int
+    folder: Path,
+    *,
+    seconds: float,
+    seed: int,
+    every: float,
+    requests: int,
+    workers: int,
+    max_num_seqs: int,
+    sentinel: bool = False,
 ) -> Verdict:
     """One run in `folder`."""
     print(f"seed {seed} (repeat with --seed {seed})", flush=True)
@@ -62,10 +73,12 @@ def run(
         "max_num_seqs": max_num_seqs,
         "lease_seconds": LEASE_SECONDS,
         "stream_interval": STREAM_INTERVAL,
+        "kind": SentinelFleet if sentinel else LocalFleet,
     }
+    kind = SentinelKillers if sentinel else Killers
     with running_fleet(folder, api=True, **flags) as fleet:  # type: ignore[arg-type]
         load = ChaosLoad(fleet, random.Random(rng.random()))
-        killers = Killers(fleet, load, random.Random(rng.random()), every)
+        killers = kind(fleet, load, random.Random(rng.random()), every)
         began = time.monotonic()
         with load:
             _break_things(fleet, load, killers, began, seconds, requests)

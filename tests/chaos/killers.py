@@ -52,6 +52,11 @@ class Killers:
         self._count = 0
         self.redis_is_broken = False
 
+    @property
+    def kinds(self) -> "list[Kind]":
+        """What can be broken."""
+        return KINDS
+
     def act(self, now: float) -> None:
         """Mends what is due to be whole again, and breaks the next thing when it is time.
 
@@ -63,9 +68,9 @@ class Killers:
         if now < self._next:
             return
         self._next = now + self.every * self.rng.uniform(0.6, 1.4)
-        for _ in range(len(KINDS)):
+        for _ in range(len(self.kinds)):
             if not self._deck:
-                self._deck = [kind for kind in KINDS for _ in range(kind.weight if self.done else 1)]
+                self._deck = [kind for kind in self.kinds for _ in range(kind.weight if self.done else 1)]
                 self.rng.shuffle(self._deck)
             kind = self._deck.pop()
             try:

@@ -10,17 +10,19 @@ from tests.chaos.__main__ import run
 
 @pytest.mark.proof
 @pytest.mark.timeout(900)
-def test_nothing_is_lost_or_doubled_whatever_breaks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sentinel", "seconds"), [(False, 90), (True, 60)])
+def test_nothing_is_lost_or_doubled_whatever_breaks(sentinel: bool, seconds: float, tmp_path: Path) -> None:
     folder = tmp_path / "f"  # short, for the socket in it
     folder.mkdir()
     verdict = run(
         folder,
-        seconds=90,
+        seconds=seconds,
         seed=int(os.environ.get("CHAOS_SEED", 1)),
         every=4.5,
         requests=1000,
         workers=2,
         max_num_seqs=64,
+        sentinel=sentinel,
     )
     print(verdict.report())
     assert verdict.faults == []

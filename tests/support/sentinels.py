@@ -96,7 +96,7 @@ class SentinelSet:
     def fail_over(self) -> None:
         """By order, with the old master alive."""
         before = self.master
-        wait_until(self._ordered, START_SECONDS, "Sentinel to take the order")
+        wait_until(self.order_failover, START_SECONDS, "Sentinel to take the order")
         wait_until(lambda: self.master is not before, START_SECONDS, "another master")
 
     def kill_master(self) -> ServerProcess:
@@ -110,14 +110,21 @@ class SentinelSet:
         for one in (*self.sentinels, *self.servers):
             one.kill()
 
-    def _ordered(self) -> bool:
+    def order_failover(self) -> bool:
+        """Return whether it begins: not right after another, or without a replica that is ready."""
         try:
             return bool(self.sentinels[0].client.sentinel_failover(SERVICE))
-        except redis.ResponseError:  # a failover has just been, or no replica is good enough yet
+        except redis.ResponseError:
             return False
 
     def is_whole(self) -> bool:
         """Return whether the Sentinels could make another server the master now."""
+        try:
+            return self._is_whole()
+        except redis.RedisError:
+            return False
+
+    def _is_whole(self) -> bool:
         master, following = self.master, [one for one in self.servers if one is not self.master]
         states: list[Any] = [one.client.sentinel_master(SERVICE) for one in self.sentinels]
         known = all(state["num-slaves"] == 1 and state["num-other-sentinels"] == 2 for state in states)
