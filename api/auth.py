@@ -20,6 +20,7 @@ _WRONG_KEY = "The API key that was given is not valid here."
 
 ANSWERS: dict[int | str, dict[str, Any]] = {
     401: {"description": "No key, or one that is not valid."},
+    403: {"description": "No key exists, and a web page may be calling: a foreign Host or Origin."},
     429: {"description": "More requests in a minute than the key allows, or more at once than there may be."},
     503: {"description": "The keys or the queue cannot be read at the moment."},
 }

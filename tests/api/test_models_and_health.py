@@ -3,16 +3,18 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
+import pytest
 import redis
 
 from api.settings import ApiSettings
 from jobs.queue.registry import WorkerRecord, WorkerState
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
-from tests.support.api_server import plain_client, running_api
+from tests.support.api_server import official_client, plain_client, running_api
 
 
 def register(queue: Queue, worker: str, model: str, state: WorkerState) -> None:
@@ -45,6 +47,24 @@ def test_an_expected_model_is_loading_until_a_worker_serves_it(
         scripted(lambda claim: ["one"])
         assert call(http, MODEL).status_code == 200
         assert [(model["id"], model["status"]) for model in http.get("/v1/models").json()["data"]] == [(MODEL, "ready")]
+
+
+@pytest.mark.proof
+def test_the_official_client_waits_for_a_model_that_is_being_loaded(
+    redis_url: str, tmp_path: Path, scripted: Callable[..., ScriptedWorker]
+) -> None:
+    statuses: list[int] = []
+
+    def on_answer(answer: Any) -> None:
+        statuses.append(answer.status_code)
+        if len(statuses) == 1:
+            scripted(lambda claim: ["one"])
+
+    settings = ApiSettings(redis_url=redis_url, file_store=str(tmp_path), expected_models=(MODEL,))
+    with running_api(settings) as url, official_client(url, on_answer=on_answer) as client:
+        patient = client.with_options(max_retries=openai.DEFAULT_MAX_RETRIES)
+        assert patient.completions.create(model=MODEL, prompt="x").choices[0].text == "one"
+    assert statuses == [503, 200]
 
 
 def test_a_model_that_is_not_served_yet_or_any_more_is_a_503(http: httpx.Client, queue: Queue) -> None:

@@ -24,6 +24,7 @@ from tests.support.waiting import wait_until
 
 PERIOD = 1.0  # for which the API waits
 CALLS = 24
+POLLS = 60  # more than there are threads for them
 LONGEST = 12.0  # for calls that wait together; one after the other they take PERIOD * CALLS
 
 
@@ -94,12 +95,13 @@ def test_calls_that_come_together_are_refused_together(
     Probes are answered at once meanwhile, and again with the truth when Redis is back.
     """
     scripted(lambda claim: ["one"])
-    with plain_client(api_url) as http, ThreadPoolExecutor(CALLS) as threads:
+    with plain_client(api_url) as http, ThreadPoolExecutor(CALLS + POLLS) as threads:
         if known:
             assert http.get("/v1/models").status_code == 200
         with away(machine):
             began = time.monotonic()
             calls = [threads.submit(_call, api_url) for _ in range(CALLS)]
+            calls += [threads.submit(_poll, api_url) for _ in range(0 if known else POLLS)]
             probes = []
             while not all(call.done() for call in calls) or len(probes) < 2:
                 asked = time.monotonic()
@@ -125,6 +127,11 @@ def test_a_call_outlasts_a_redis_that_is_away_for_less(
             assert http.get("/health").status_code == 503
             assert not call.done()
         assert call.result().status_code == 200
+
+
+def _poll(url: str) -> httpx.Response:
+    with plain_client(url) as http:
+        return http.get("/v1/batches")
 
 
 def _call(url: str) -> httpx.Response:

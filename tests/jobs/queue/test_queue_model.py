@@ -186,7 +186,7 @@ class QueueModel(RuleBasedStateMachine):
         calls = sorted(self.live_calls())
         watched = [data.draw(st.sampled_from(calls))] if calls else []
         for key in watched:
-            self.queue.watch(key, 60)
+            Queue(self.client).watch(key, 60)  # a repeat of it is a second order to the worker
         self.client.delete(*(keys.api_alive(f"api{number}") for number in range(self.apis + 1)))
         self.apis += 1
         self.queue.reap()
@@ -476,7 +476,9 @@ class QueueModel(RuleBasedStateMachine):
         vars(self).update(copy.deepcopy(known))
         self.scripts.forget()
         for batch, outcomes in self.on_disk.items():
-            self.queue.restore(batch, f"part-{len(outcomes)}", sorted(outcomes.items()))
+            if not outcomes:
+                continue
+            self.queue.restore(batch, f"restored-{len(outcomes)}", sorted(outcomes.items()))
             for line, good in outcomes.items():
                 self.end(RequestKey(batch, line), "completed" if good else "failed")
             self.drained[batch] |= outcomes.keys()
