@@ -103,11 +103,11 @@ def test_waiting_calls_take_no_more_of_redis_than_they_may(
     most = settings.live_bytes_per_tenant // MIB
     with running_api(settings) as url, calls(url, count, MIB, answers) as pool:
         wait_until(lambda: len(answers) + waiting(redis_client) == count, 120, "all calls to wait or be refused")
-        grown = used_memory(redis_client) - before
-        print(f"{count} calls of 1 MiB: Redis grew by {grown / MIB:.1f} MiB, {len(answers)} were refused")
         assert waiting(redis_client) == most - 1  # a body is a little more than its prompt
-        # A string takes up to a quarter more than its length, and each client has a buffer
-        assert grown < 1.25 * settings.live_bytes_per_tenant + 16 * MIB
+        # A string takes up to a quarter more than its length; buffers of clients shrink later
+        bound = 1.25 * settings.live_bytes_per_tenant + 4 * MIB
+        wait_until(lambda: used_memory(redis_client) - before < bound, 60, "Redis to hold admitted calls alone")
+        print(f"{count} calls of 1 MiB: Redis grew by {(used_memory(redis_client) - before) / MIB:.1f} MiB")
         assert {answer.status_code for answer in answers} == {429}
         for seq in range(1, count):
             claims = queue.claim(busy_worker, seq, 500, models=[MODEL])
