@@ -19,8 +19,8 @@ from jobs.queue.scripts import QueueUnavailable
 def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
     """The tenant's batch.
 
-    Raises `ApiError` 404, and `QueueUnavailable` for one that an emptied Redis does not know again
-    yet.
+    Raises `ApiError` 404, `QueueUnavailable` for one that an emptied Redis does not know again yet,
+    and `StoreAway`.
     """
     if is_id(BATCH, batch_id):
         try:
@@ -30,6 +30,7 @@ def find_batch(state: ApiState, tenant: str, batch_id: str) -> BatchRecord:
         except KeyError:
             if is_kept(state.queue, str(state.files.root), tenant, batch_id):
                 raise QueueUnavailable(f"{batch_id} has no record yet") from None
+            state.files.check()
     raise ApiError(404, f"No batch found with id '{fields.shown(batch_id)}'.", param="batch_id")
 
 

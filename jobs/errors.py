@@ -8,6 +8,7 @@
         QueueFull           it has no memory left
       StoreError            a file cannot be read or written
         StoreFull           there is no room for it
+        StoreAway           its folder is not mounted, or another one
         KeysUnreadable
         ManifestDamaged
       Busy                  another process holds the folder

@@ -20,6 +20,7 @@ from jobs.errors import JobsError
 from jobs.protocol.results import ApiError, ErrorType
 from jobs.queue.scripts import QueueUnavailable
 from jobs.store.api_keys import KeysUnreadable
+from jobs.store.marker import StoreAway
 from jobs.store.storage import StoreError, StoreFull
 
 _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
@@ -28,6 +29,10 @@ _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 _ANSWERS: dict[type, tuple[str, str]] = {
     QueueUnavailable: ("queue_unavailable", "The queue is out of reach at the moment; try again."),
     StoreError: ("file_store_unavailable", "The file store cannot be used at the moment."),
+    StoreAway: (
+        "file_store_unavailable",
+        "The file store is not mounted at the moment, so nothing can be said of its files; try again.",
+    ),
     StoreFull: ("insufficient_storage", "The file store has no room left; nothing was stored."),
     KeysUnreadable: ("keys_unavailable", "API keys cannot be checked at the moment; try again."),
 }

@@ -162,6 +162,7 @@ def read_file(request: Request, file_id: str) -> Response:
         return _by_lines(_files(request), record, offset or 0, limit)
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):  # deleted a moment ago
+            _files(request).check()
             raise _unknown(file_id) from None
         raise
 
@@ -175,6 +176,7 @@ def _whole(path: Path, record: FileRecord) -> Response:
 def _by_lines(files: FileStore, record: FileRecord, offset: int, limit: int | None) -> Response:
     manifest = _manifest(files, record)
     if manifest is None and record.batch_id is not None:
+        files.check()
         raise _unknown(record.id)
     if manifest is None or manifest.spec.output_file_id != record.id:
         fields.fail(

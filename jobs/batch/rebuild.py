@@ -11,7 +11,7 @@ from jobs.batch.manifest import Manifest, is_marked_cancelled, load_manifest, sa
 from jobs.batch.register import register
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
-from jobs.store.file_store import BATCHES_FOLDER
+from jobs.store.marker import BATCHES_FOLDER
 from jobs.store.storage import Busy, StoreError, exclusive, join, list_names
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from jobs.batch.stored_lines import NAME as STORED_NAME
 from jobs.protocol.ids import BATCH, is_id, time_of
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
-from jobs.store.file_store import BATCHES_FOLDER
+from jobs.store.marker import BATCHES_FOLDER, check_store
 from jobs.store.storage import StoreError, delete, join, list_names
 
 _UNMADE_SECONDS = 24 * 3600  # after which a folder without a manifest is abandoned
@@ -69,6 +69,7 @@ def remove_ended(queue: Queue, file_store: str, now: float, seconds: float = mat
 
     Return how many. Raises `StoreError`.
     """
+    check_store(queue, Path(file_store))
     folder = join(file_store, BATCHES_FOLDER)
     removed, deadline = 0, time.monotonic() + seconds
     for name in list_names(folder):
@@ -105,6 +106,7 @@ def _remove_if_due(queue: Queue, batch: str, root: str, made: float, now: float)
         made + _UNMADE_SECONDS if manifest is None else _kept_until(manifest, queue.settings.ended_batch_seconds)
     ):
         return False
+    check_store(queue, Path(root).parents[1])
     if manifest is not None:
         queue.unlist_batch(manifest.spec.tenant, batch)
         queue.forget(batch)

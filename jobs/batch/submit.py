@@ -19,7 +19,8 @@ from jobs.protocol import fields
 from jobs.protocol.ids import BATCH, FILE, new_id, time_of
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue, QueueFull
-from jobs.store.file_store import BATCHES_FOLDER, FileStore
+from jobs.store.file_store import FileStore
+from jobs.store.marker import BATCHES_FOLDER
 from jobs.store.storage import (
     AtomicWriter,
     Busy,
@@ -69,6 +70,7 @@ def submit_batch(queue: Queue, files: FileStore, new: BatchSubmission) -> BatchR
     Raise `TooManyBatches`, `StoreError` (for a full disk `StoreFull`) and `QueueFull`: then none
     was made. After another `QueueUnavailable` it may have been: who asks again may get two.
     """
+    files.check()
     now = queue.now()
     batch = new_id(BATCH, now)
     if not _open(queue, batch, new):

@@ -286,6 +286,8 @@ class Ticker:
         """Bring back what Redis has lost, a moment's work of it at each tick."""
         server = self._client.hget(keys.TICK, "run_id")
         try:
+            if server != self._server or self._unknown or self._unlisted:
+                files.check()
             if server != self._server:
                 self._unknown, self._unlisted = unknown_folders(self._queue, str(files.root)), files.names()
                 self._server = server

@@ -31,11 +31,12 @@ MODELS = "{q}:models"  # hash: model -> ModelRecord; outlives the workers
 # Zset: file id -> when the sweep looks at it, unix seconds: its expiry, or a day after an upload
 # began
 FILE_EXPIRY = "{q}:file_expiry"
+STORE = "{q}:store"  # id of the file store, as its marker file has it
 
 JOBS_CONTROL = "jobs"
 """The name under which the control plane reads its own control stream."""
 
-PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, FILE_EXPIRY})
+PERMANENT = frozenset({SCHEMA, FENCE, TICK, MODELS, LEADER, TOTALS, ENTERED, FILE_EXPIRY, STORE})
 """What stays in an idle queue."""
 
 

@@ -21,6 +21,7 @@ import redis
 from jobs.protocol.ids import FILE, is_id, micros_of, new_id
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
+from jobs.store.marker import BATCHES_FOLDER, FILES_FOLDER, StoreAway, check_store, open_store
 from jobs.store.storage import StoreError, local_path, make_folder, named, sync_folder, write_bytes
 
 PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data", "evals")
@@ -32,8 +33,6 @@ files stay.
 """
 MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 24 * 3600
 
-BATCHES_FOLDER = "batches"
-_FOLDER = "files"
 _RECORD = "record.json"
 _SCHEMA_FILE, _SCHEMA = "schema", "1"
 _PART = "content.part"
@@ -117,12 +116,19 @@ class FileStore:
         self.root = store_folder(root)
         self._queue = queue
         self._forget_output = forget_output
-        self._folder = self.root / _FOLDER
+        self._folder = self.root / FILES_FOLDER
+        self._opened = False
+
+    def check(self) -> None:
+        """Raise `StoreAway` while the folder is not mounted, or if it is not that of this queue."""
+        (check_store if self._opened else open_store)(self._queue, self.root)
+        self._opened = True
 
     def begin(self, *, filename: str, purpose: str, tenant: str, expires_seconds: int | None = None) -> "Upload":
         """An upload, which leaves nothing unless it is committed; purpose and expiry may be set
         anew until then.
         """
+        self.check()
         now = self._queue.now()
         file_id = new_id(FILE, now)
         self._queue.commands([("ZADD", keys.FILE_EXPIRY, now + _UPLOAD_SECONDS, file_id)])
@@ -157,6 +163,7 @@ class FileStore:
         """Make a file known, or replace what is known of it; the content of a complete one is on
         disk.
         """
+        self.check()
         folder = self.folder(record.id)
         with named("cannot write", str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
@@ -182,11 +189,14 @@ class FileStore:
         Return how many. What cannot be removed is tried again later, so that it delays no other
         file.
         """
+        self.check()
         removed, deadline = 0, time.monotonic() + seconds
         [due] = self._queue.commands([("ZRANGE", keys.FILE_EXPIRY, "-inf", now, "BYSCORE", "LIMIT", 0, _GROUP)])
         for file_id in (name.decode() for name in due):
             try:
                 removed += self._sweep_one(file_id, now)
+            except StoreAway:
+                raise
             except StoreError as error:
                 logger.error("failed to remove file %s; retrying later: %s", file_id, error)
                 self._queue.commands([("ZADD", keys.FILE_EXPIRY, now + _RETRY_SECONDS, file_id)])
@@ -219,6 +229,8 @@ class FileStore:
         """
         try:
             record = self._read(file_id)
+        except StoreAway:
+            raise
         except StoreError as error:
             logger.error("failed to index file %s; retrying later: %s", file_id, error)
             return [("ZADD", keys.FILE_EXPIRY, "NX", now + _RETRY_SECONDS, file_id)]
@@ -231,6 +243,7 @@ class FileStore:
 
         Raises KeyError if `after` is no file's id.
         """
+        self.check()
         name = keys.files(tenant, purpose or "")
         place = None if after is None else self._place(tenant, after)
         found: Any = []
@@ -260,6 +273,8 @@ class FileStore:
         for member in members:
             try:
                 record = self._read(member.partition(":")[2])
+            except StoreAway:
+                raise
             except StoreError as error:
                 logger.error("omitting file %s from a listing: %s", member.partition(":")[2], error)
                 continue
@@ -281,6 +296,17 @@ class FileStore:
         return str(place.decode()) if place is not None else _named_member(micros_of(FILE, file_id), file_id)
 
     def _read(self, file_id: str) -> FileRecord | None:
+        """Return a record; None for one that is missing while the store is there.
+
+        Looks twice, since a file system may be mounted again meanwhile.
+        """
+        record = self._record(file_id)
+        for _ in range(2 if record is None else 0):
+            self.check()
+            record = record or self._record(file_id)
+        return record
+
+    def _record(self, file_id: str) -> FileRecord | None:
         path = self.folder(file_id) / _RECORD
         try:
             with named("cannot read", str(path)):

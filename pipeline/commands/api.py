@@ -1,6 +1,7 @@
 """`pipeline api`: one HTTP process."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import click
@@ -27,10 +28,13 @@ def api(ctx: click.Context, /, redis_url: str, file_store: str, log_level: str, 
     settings = ApiSettings.from_environment(**values_of(ApiSettings, ctx.params))
     check_open(settings)
     from api.main import main
+    from jobs.queue.base import QueueBase
     from jobs.queue.connection import check_server, connect
+    from jobs.store.marker import open_store
 
     with connect(redis_url) as client:
         check_server(client)
+        open_store(QueueBase(client, settings), Path(file_store))
     try:
         main(settings)
     except OSError as error:

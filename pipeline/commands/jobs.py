@@ -1,5 +1,7 @@
 """`pipeline jobs`: the batch control plane."""
 
+from pathlib import Path
+
 import click
 
 from pipeline.options import common_options, fleet_redis_option, log_settings, queue_options, store_option, values_of
@@ -15,10 +17,12 @@ def jobs(ctx: click.Context, /, file_store: str, redis_url: str, log_level: str,
     """Validate, feed and finalize batches: RQ workers for two queues, and the ticker."""
     log_settings(ctx)
     from jobs.queue.settings import QueueSettings
+    from jobs.store.marker import open_store
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
 
     settings = QueueSettings.from_environment(**values_of(QueueSettings, ctx.params))
     with Supervisor(redis_url, settings, print_line, log_level) as supervisor:
+        open_store(supervisor.queue, Path(file_store))
         supervisor.start_jobs(file_store)
         run_until_stopped(supervisor)

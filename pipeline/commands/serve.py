@@ -1,6 +1,7 @@
 """`pipeline serve`: everything on one machine, the counterpart of `vllm serve`."""
 
 import contextlib
+from pathlib import Path
 
 import click
 
@@ -59,6 +60,7 @@ def serve(
     log_settings(ctx)
     check_model_flags(ctx)
     from api.main import listen
+    from jobs.store.marker import open_store
     from pipeline.run import print_line, run_until_stopped
     from pipeline.supervisor import Supervisor
     from pipeline.worker_settings import worker_settings
@@ -73,6 +75,8 @@ def serve(
         raise Refused(error.strerror or str(error)) from None
     check_open(settings)
     with _alone(file_store, redis_url), Supervisor(redis_url, settings, print_line, log_level) as supervisor:
+        if redis_url is not None:  # a private one knows no other store
+            open_store(supervisor.queue, Path(file_store))
         supervisor.start_api([*arguments_of(ApiSettings, ctx.params), "--file-store", file_store])
         supervisor.start_workers([*([name] if name else []), *model_arguments(ctx.params)], data_parallel_size)
         supervisor.start_jobs(file_store)

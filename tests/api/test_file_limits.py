@@ -40,8 +40,8 @@ def api_process(redis_url: str, store: Path, *prefix: str) -> Iterator[tuple[str
 
 
 def test_a_full_disk_is_a_507_and_leaves_nothing(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
-    """In a mount namespace of its own, on a file system of 75 pages."""
-    mount = f"mount -t tmpfs -o size={75 * _PAGE} none {tmp_path}"
+    """In a mount namespace of its own, on a file system of 75 pages and the marker."""
+    mount = f"mount -t tmpfs -o size={76 * _PAGE} none {tmp_path}"
     if (
         shutil.which("unshare") is None
         or subprocess.run(["unshare", "-rm", "sh", "-c", mount], check=False, capture_output=True).returncode

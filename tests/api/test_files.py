@@ -32,6 +32,7 @@ from jobs.store.file_store import BATCH_FILE_SECONDS, FileRecord, FileStore
 from tests.support.api_server import running_api
 from tests.support.batch_steps import answer_all, run_to_end, step
 from tests.support.control_plane import failing, write_input
+from tests.support.redis_server import running_server
 from tests.support.waiting import wait_until
 
 LINES = b'{"custom_id":"a"}\n{"custom_id":"b"}\n'
@@ -256,16 +257,14 @@ BAD: dict[str, tuple[list[bytes], int, str | None, str | None]] = {
 
 
 @pytest.fixture(scope="module")
-def shared(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[httpx.Client, FileStore]]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[httpx.Client, FileStore]]:
     """One API for all bad input, none of which may leave anything."""
     from jobs.queue.connection import connect
 
-    server = request.getfixturevalue("redis_server")
-    store = FileStore(Queue(connect(server.url)), str(tmp_path_factory.mktemp("bad")), forget_output)
-    with api_on(server.url, store) as url, httpx.Client(base_url=url, timeout=60) as http:
-        yield http, store
+    with running_server() as server:
+        store = FileStore(Queue(connect(server.url)), str(tmp_path_factory.mktemp("bad")), forget_output)
+        with api_on(server.url, store) as url, httpx.Client(base_url=url, timeout=60) as http:
+            yield http, store
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -20,6 +20,7 @@ from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.settings import QueueSettings
 from jobs.store.file_store import BATCH_FILE_SECONDS, FilePage, FileRecord, FileStore, batch_suffix
+from jobs.store.marker import MARKER
 from jobs.store.storage import StoreError, StoreFull
 from tests.support.control_plane import ROOT
 from tests.support.integrity import faults
@@ -45,8 +46,9 @@ def put(
 
 
 def names(store: FileStore) -> list[str]:
-    """Every file below the store."""
-    return sorted(str(path.relative_to(store.root)) for path in store.root.rglob("*") if path.is_file())
+    """Every file below the store, but for its marker."""
+    found = sorted(str(path.relative_to(store.root)) for path in store.root.rglob("*") if path.is_file())
+    return [name for name in found if name != MARKER]
 
 
 def listed(
@@ -244,7 +246,7 @@ def test_what_expired_is_gone_at_once_and_removed_by_the_sweep(store: FileStore,
 def test_a_killed_upload_is_settled_a_day_later(store: FileStore, redis_url: str, committed: bool) -> None:
     """Also where it was killed between the record and the index."""
     kill = "os.kill(os.getpid(), 9)"
-    cut = f"files._queue.commands = lambda commands: {kill}" if committed else kill
+    cut = f"files.check = bool; files._queue.commands = lambda commands: {kill}" if committed else kill
     script = f"""
 import os
 from jobs.queue.connection import connect

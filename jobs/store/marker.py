@@ -1,0 +1,97 @@
+"""The marker of a file store: a file in its folder with the store's id, which Redis has too.
+
+With it, what is missing is gone. Without it the folder is not mounted, or another one, and nothing
+in it is judged.
+"""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from jobs.queue import keys
+from jobs.queue.base import QueueBase
+from jobs.queue.scripts import persistently
+from jobs.store.storage import StoreError, delete, make_folder, named, sync_folder, write_bytes
+
+MARKER = "store_id"
+BATCHES_FOLDER, FILES_FOLDER = "batches", "files"
+
+
+class StoreAway(StoreError):
+    """The folder of the file store is not mounted, or it is not the one of this queue."""
+
+
+def open_store(queue: QueueBase, root: Path) -> None:
+    """Check a store at a process' start; mark one that has no marker: a new one, or of a version
+    that wrote none.
+
+    An empty folder is not marked where Redis knows files: its file system may not be mounted. Raise
+    `StoreAway` and `StoreError`.
+    """
+    if _read(root) is None and _known(queue) is None:
+        if not any((root / name).is_dir() for name in (BATCHES_FOLDER, FILES_FOLDER)) and _knows_files(queue):
+            raise StoreAway(
+                f"the file store {root} is empty, and Redis lists files and batches of it: mount it, or name the right"
+                f" folder; to begin a new one, make the folder {root / FILES_FOLDER}"
+            )
+        _mark(root)
+    check_store(queue, root)
+
+
+def check_store(queue: QueueBase, root: Path) -> None:
+    """Raise `StoreAway` unless the folder has the marker that Redis knows."""
+    found, known = _read(root), _known(queue)
+    if found is not None and known is None:  # Redis came back empty
+        queue.commands([("SET", keys.STORE, found, "NX")])
+        known = _known(queue)
+    if found is None:
+        anew = f"; if its disk is lost, write {known} into that file to begin a new one" if known else ""
+        raise StoreAway(
+            f"the file store {root} has no file {MARKER}, so it is not mounted or not the one of this queue: mount it,"
+            f" or name the right folder{anew}"
+        )
+    if found != known:
+        raise StoreAway(
+            f"the file store {root} is {found}, and that of this Redis is {known}: name the one folder that all of"
+            " `pipeline api` and `pipeline jobs` share, or use another Redis"
+        )
+
+
+def _read(root: Path) -> str | None:
+    location = root / MARKER
+    with named("cannot read", str(location)), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return location.read_text(errors="replace").strip() or None
+    return None
+
+
+def _known(queue: QueueBase) -> str | None:
+    [known] = queue.commands([("GET", keys.STORE)])
+    return None if known is None else known.decode()
+
+
+def _knows_files(queue: QueueBase) -> bool:
+    """Return whether Redis has listings of files or of batches of the API."""
+
+    def search() -> bool:
+        names: Any = (queue.redis.scan_iter(match, count=1000) for match in (keys.files("*"), keys.batch_index("*")))
+        return any(name is not None for found in names for name in found)
+
+    return persistently(search, queue.settings.redis_retry_seconds)
+
+
+def _mark(root: Path) -> None:
+    """Write a marker, whole and once: of several processes the first."""
+    make_folder(str(root))
+    mine = root / f".{MARKER}.{secrets.token_hex(4)}.tmp"
+    write_bytes(str(mine), f"store_{secrets.token_hex(8)}\n".encode())
+    with named("cannot write", str(root / MARKER)):
+        try:
+            os.link(mine, root / MARKER)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            os.replace(mine, root / MARKER)
+        sync_folder(root)
+    delete(str(mine))
