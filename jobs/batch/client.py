@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import secrets
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ import redis
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.ending import begin_cancel
+from jobs.batch.lost import end_lost, why_lost
 from jobs.batch.manifest import (
     BatchSpec,
     LineProblem,
@@ -74,6 +76,7 @@ _COMPRESSED = (".gz", ".zst")
 _UNREADABLE = LineProblem(
     "errors_unavailable", "The list of what is wrong with the input file cannot be read just now."
 )
+_LOST = LineProblem("batch_lost", "The files of this batch are gone from the server, so it cannot be finished.")
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +221,7 @@ def _record(batch_id: str, fields: BatchFields, held: int, waiting: int) -> Batc
         models=fields.line_models,
         waiting=waiting,
         running=max(0, held - waiting),
-        errors=_problems(spec.root) if fields.state == "failed" else [],
+        errors=_problems(spec.root, fields),
         usage=Usage(fields.prompt_tokens, fields.completion_tokens, fields.cached_tokens),
         timestamps=fields.timestamps,
         output=fields.output or None,
@@ -252,11 +255,15 @@ def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
     return msgspec.structs.replace(fields, **changes)
 
 
-def _problems(root: str) -> list[LineProblem]:
-    """What is wrong with a failed batch's file.
+def _problems(root: str, fields: BatchFields) -> list[LineProblem]:
+    """What is wrong with a failed batch's file, or why a batch was given up.
 
-    The record does not hold it: there may be a thousand entries, and many such batches.
+    The record does not hold the first: there may be a thousand entries, and many such batches.
     """
+    if fields.state in END_STATES and fields.problem:
+        return [_LOST]
+    if fields.state != "failed":
+        return []
     try:
         manifest = load_manifest(root)
     except StoreError as error:
@@ -284,7 +291,8 @@ def _read(client: redis.Redis, batches: list[str]) -> list[tuple[BatchFields, in
 def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     """Ask a batch to end; finished lines stay, the rest get error lines.
 
-    Changes nothing in a batch that is cancelled already, or ended.
+    Changes nothing in a batch that is cancelled already, or ended. One whose folder is gone has
+    ended when this returns.
 
     Raise KeyError if there is no such batch, and `StoreError`.
     """
@@ -292,6 +300,10 @@ def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
     record = get_batch(client, batch_id)
     if record.state not in CANCELLABLE:
         return record
+    if (reason := why_lost(queue, batch_id, queue.batch_fields(batch_id))) is not None:
+        queue.transition(batch_id, CANCELLABLE, "cancelling", {"timestamps": {"cancelling": time.time()}})
+        end_lost(queue, batch_id, queue.batch_fields(batch_id), reason)
+        return get_batch(client, batch_id)
     mark_cancelled(record.spec.root)
     while (fields := queue.batch_fields(batch_id)).state in CANCELLABLE:
         if begin_cancel(queue, batch_id, fields.generation):

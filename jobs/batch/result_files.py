@@ -2,18 +2,19 @@
 becomes of them in the file store.
 """
 
+import contextlib
 import os
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.completion_log import Entry, Extent, append_log, logged_lines, sound_extent
 from jobs.batch.input_files import is_parquet
 from jobs.batch.line_index import LineIndex
-from jobs.batch.manifest import Manifest
+from jobs.batch.manifest import BatchSpec, Manifest
 from jobs.batch.retention import forget_output
 from jobs.protocol.results import Result, batch_request_id, output_line
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import BATCH_FILE_SECONDS, RESULT_PURPOSE, FileRecord, FileStore
-from jobs.store.storage import make_folder, size_of
+from jobs.store.storage import StoreError, make_folder, size_of
 
 
 class LoggedLines:
@@ -74,6 +75,18 @@ def publish_result_files(
             store.drop(file_id)
         else:
             store.put(_complete(manifest, file_id, kind, location, int(ended_at)))
+
+
+def drop_partial_output(queue: Queue, spec: BatchSpec) -> None:
+    """Remove the record of an output that cannot be read any more, with the log that it stood
+    for.
+    """
+    if spec.output_file_id is None:
+        return
+    store = FileStore(queue, os.path.dirname(os.path.dirname(spec.root)), forget_output)
+    with contextlib.suppress(KeyError, StoreError):
+        if not store.get(spec.tenant, spec.output_file_id).complete:
+            store.drop(spec.output_file_id)
 
 
 def result_locations(store: FileStore, output_file_id: str, error_file_id: str, source: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ import redis
 
 from jobs.batch.ending import begin_cancel
 from jobs.batch.input_files import InputError
+from jobs.batch.lost import end_if_lost
 from jobs.batch.manifest import is_marked_cancelled
 from jobs.control.advance import advance, drain_all
 from jobs.control.finalize import finalize
@@ -89,10 +90,11 @@ class Runner:
             self._note_problem(batch, f"internal error: {error!r}")
 
     def _note_problem(self, batch: str, problem: str) -> None:
-        """Show in the record why the batch makes no progress."""
+        """Show in the record why the batch makes no progress, or end it if it never will."""
         try:
             if state := self.queue.batch_fields(batch).state:
                 self.queue.transition(batch, [state], state, {"problem": problem})
+                end_if_lost(self.queue, batch)
         except (QueueUnavailable, redis.RedisError) as error:
             logger.warning("batch %s: Redis unavailable; its problem is not recorded: %s", batch, error)
 

@@ -165,16 +165,16 @@ def hold(
         raise Superseded(batch)
     with exclusive(fields.root, patience):
         manifest = load_manifest(fields.root)
-        if manifest is None:
+        if manifest is None or manifest.batch_id != batch:
             raise StoreError(f"the manifest of {batch} is gone from {fields.root}")
-        if manifest.batch_id != batch or manifest.owner != fields.owner or manifest.generation > generation:
+        if manifest.owner != fields.owner or manifest.generation > generation:
             raise Superseded(batch)
         if manifest.generation < generation:
             manifest.generation = generation
             save_manifest(manifest)
         sweep(fields.root)
         held = Slice(queue, batch, fields, manifest, stopping)
-        held.note({})
+        held.note({"lost_since": 0.0} if fields.lost_since else {})
         heart = threading.Thread(target=held.send_heartbeats, name=f"heartbeat-{batch}", daemon=True)
         heart.start()
         try:

@@ -64,7 +64,8 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     root: str = ""  # the batch's folder
     spec: str = ""  # JSON of `manifest.BatchSpec`
     outcome: EndState = "completed"  # what the batch ends as, as far as is known
-    problem: str = ""  # why it makes no progress
+    problem: str = ""  # why it makes no progress; of an ended batch, why it was given up
+    lost_since: float = 0.0  # since when its folder is gone, unix seconds; 0: it is there
     timestamps: dict[str, float] = {}  # by name: created, expires, and each state for its beginning
     stored_completed: int = 0  # this and the next: lines on disk
     stored_failed: int = 0

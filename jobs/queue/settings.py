@@ -58,6 +58,12 @@ class QueueSettings(Settings):
     ended_batch_seconds: int = _setting(
         30 * 24 * 3600, "Seconds for which the queue knows an ended batch; its files stay.", above=0, flag=None
     )
+    lost_batch_seconds: float = _setting(
+        600.0,
+        "Seconds for which the folder of a batch, or its manifest, may be gone before the batch fails.",
+        min=0,
+        flag=None,
+    )
     stream_keep_seconds: int = _setting(
         300, "Seconds for which a finished token stream can still be read.", above=0, flag=None
     )

@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 
 from pipeline.api_client import api_client, client_options, object_id, output_option, print_json, server_option, show
-from pipeline.options import Size, flag
+from pipeline.errors import Refused
+from pipeline.options import Size, flag, fleet_redis_option, store_option
 
 save_option = flag(
     "-o", "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Save the answers there."
@@ -19,7 +20,7 @@ def batches() -> None:
     """Create, show, wait for and cancel batches of a server, over HTTP.
 
     `pipeline status`, `wait` and `tail` read a fleet's Redis instead, which also holds the batches
-    of `run-batch` and of every tenant.
+    of `run-batch` and of every tenant; so does `forget`.
 
     Exit codes: 0 done, 1 stopped unfinished (expired, cancelled, or the server is away), 2 refused,
     130 interrupted.
@@ -170,3 +171,34 @@ def tail(batch_id: str, base_url: str, as_json: bool) -> None:
 
     with api_client(base_url) as client:
         follow(client, batch_id, as_json)
+
+
+@batches.command()
+@object_id("batch_ids", "BATCH_ID...", nargs=-1, required=True)
+@flag("--yes", is_flag=True, help="Do not ask.")
+@store_option
+@fleet_redis_option
+def forget(batch_ids: tuple[str, ...], yes: bool, file_store: str, redis_url: str) -> None:
+    """Remove batches that have ended, or cannot: for operators, where `pipeline jobs` runs.
+
+    Redis and the file store then know nothing of them but finished result files. One that runs well
+    is refused: cancel it first.
+    """
+    from jobs.batch.forgetting import forget_batch
+    from jobs.batch.retention import forget_output
+    from jobs.queue.connection import check_server, connect
+    from jobs.queue.request_queue import Queue
+    from jobs.store.file_store import FileStore
+
+    if not yes:
+        click.confirm(f"Remove {', '.join(batch_ids)} for good?", abort=True, err=True)
+    with connect(redis_url) as client:
+        check_server(client)
+        queue = Queue(client)
+        files = FileStore(queue, file_store, forget_output)
+        for batch_id in batch_ids:
+            try:
+                left = forget_batch(queue, files, batch_id)
+            except KeyError:
+                raise Refused(f"there is no batch {batch_id} in this Redis and in {file_store}") from None
+            click.echo(f"{batch_id} is forgotten; {left}", err=True)

@@ -1,0 +1,53 @@
+"""Forget a batch: for operators, of one that has ended or never will."""
+
+import contextlib
+import shutil
+
+import msgspec
+
+from jobs.batch.client import BatchRefused
+from jobs.batch.lost import why_lost
+from jobs.batch.manifest import BatchSpec
+from jobs.batch.result_files import drop_partial_output
+from jobs.protocol.ids import BATCH, is_id
+from jobs.protocol.states import JOBS
+from jobs.queue.batch_fields import BatchFields
+from jobs.queue.request_queue import Queue
+from jobs.store.file_store import FileStore
+from jobs.store.storage import exclusive
+
+_PATIENCE_SECONDS = 5.0
+
+
+def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
+    """Remove what Redis has of a batch, and its folder in the file store; return what is left.
+
+    Raise KeyError if there is no such batch, `BatchRefused` for one that runs well, `Busy` while a
+    job works on it, and `StoreError` while the file store is away.
+    """
+    files.check()
+    fields = queue.batch_fields(batch)
+    folder = files.batch_root(batch) if is_id(BATCH, batch) else None
+    if folder is not None and not folder.is_dir():
+        folder = None
+    if not fields.state and folder is None:
+        raise KeyError(batch)
+    if fields.spec and fields.state in JOBS and _runs_well(queue, batch, fields):
+        raise BatchRefused(f"{batch} is {fields.state} and runs well: cancel it first")
+    with exclusive(str(folder), _PATIENCE_SECONDS) if folder is not None else contextlib.nullcontext():
+        queue.unlist_batch(fields.tenant, batch)
+        queue.forget(batch)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    spec = msgspec.json.decode(fields.spec, type=BatchSpec) if fields.spec else None
+    if spec is None or spec.of_api:
+        if spec is not None:
+            drop_partial_output(queue, spec)
+        return "its result files stay until they expire"
+    return f"its folder {spec.root} stays: remove it, or run the same command again to go on from it"
+
+
+def _runs_well(queue: Queue, batch: str, fields: BatchFields) -> bool:
+    if fields.state == "cancelling" or fields.problem:
+        return False
+    return why_lost(queue, batch, fields) is None
