@@ -46,6 +46,7 @@ def test_every_kind_of_client_follows_a_failover(sentinels: SentinelSet) -> None
         check_server(client)
         queue = Queue(client, SETTINGS)
         start_batch(queue, "batch_a", 2)
+        assert client.wait(1, 10_000) == 1, "the replica lacks the batch"
         heard = _heard_in_the_background(queue)
         jobs = JobQueue("jobs", connection=rq_client)
         jobs.enqueue("os.getpid")
@@ -98,6 +99,7 @@ def test_a_write_to_a_demoted_master_is_repeated_at_the_new_one(sentinels: Senti
     with connect(sentinels.url) as client:
         queue = Queue(client, SETTINGS)
         start_batch(queue, "batch_a", 1)
+        assert client.wait(1, 10_000) == 1, "the replica lacks the batch"
         old = sentinels.master
         old.client.replicaof("127.0.0.1", next(one.port for one in sentinels.servers if one is not old))
         claimed = threading.Thread(target=lambda: queue.claim("w1", 1, 1, models=[MODEL]), daemon=True)
