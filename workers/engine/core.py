@@ -40,7 +40,6 @@ class EngineCore:
     def __init__(self, executor: "Executor") -> None:
         config = executor.config
         self._executor = executor
-        self._debug = config.debug
         self._depth = config.depth
         self._launched: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self._step_time = StepTimeEstimate(config.max_num_batched_tokens)
@@ -159,11 +158,8 @@ class EngineCore:
 
     def _take_in(self, inbox: SimpleQueue[ToCore]) -> bool:
         """Handle all queued messages, and wait for one when idle; return False after `Shutdown`."""
-        if not self.busy:
-            if self._debug:
-                self.scheduler.check_idle()
-            if not self._handle(inbox.get()):
-                return False
+        if not self.busy and not self._handle(inbox.get()):
+            return False
         while True:
             try:
                 message = inbox.get_nowait()

@@ -8,6 +8,7 @@ import torch
 
 from tests.workers.engine.models.tiny_models import folder
 from tests.workers.engine.places import CPU, Place
+from tests.workers.engine.scheduling.integrity import check_idle
 from workers.engine.core import EngineCore
 from workers.engine.cuda.graphs import Work
 from workers.engine.device.cache_plan import block_bytes
@@ -47,7 +48,6 @@ def make_core(name: str, *, num_blocks: int = 400, place: Place = CPU, **setting
         threads=torch.get_num_threads(),
         block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=num_blocks * per_block,
-        debug=True,
         **place.settings(),
         **settings,
     )
@@ -87,5 +87,5 @@ def run(core: EngineCore, requests: Sequence[EngineRequest]) -> Run:
             answer.logprobs += output.logprobs.get(number, [])
             answer.finish = Finish(output.finish[row])
             answer.error = output.errors.get(number, "")
-    core.scheduler.check_idle()
+    check_idle(core.scheduler)
     return result

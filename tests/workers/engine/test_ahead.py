@@ -12,6 +12,7 @@ import torch
 from tests.workers.engine.driving import make_core, recorded
 from tests.workers.engine.models.tiny_models import VOCAB
 from tests.workers.engine.places import GPU, INTERPRETER, needs_interpreter
+from tests.workers.engine.scheduling.integrity import check_idle
 from workers.engine.core import EngineCore
 from workers.engine.device.model_runner import LaunchedStep, ModelRunner
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams
@@ -73,7 +74,7 @@ def drive(core: EngineCore, cases: list[RandomCase]) -> tuple[dict[int, tuple[li
             tokens[number] += [next(flat) for _ in range(output.counts[row])]
             if output.finish[row]:
                 finish[number] = Finish(output.finish[row])
-    core.scheduler.check_idle()
+    check_idle(core.scheduler)
     return {number: (tokens[number], finish[number]) for number in finish}, preemptions
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.support.waiting import wait_until
 from tests.workers.engine.models.tiny_models import NEW_TOKENS, VOCAB, folder, reference
 from tests.workers.engine.places import CPU, Place, at
+from tests.workers.engine.scheduling.integrity import check_idle
 from workers.engine.core import EngineCore
 from workers.engine.cuda.out_of_memory import is_out_of_memory
 from workers.engine.device.executor import Executor
@@ -37,7 +38,6 @@ def make_core(depth: int = 0, place: Place = CPU, **settings: int | bool) -> Eng
         model=str(folder(MODEL)),
         depth=depth,
         threads=1,
-        debug=True,
         **place.settings(),
         **{"kv_cache_memory_bytes": 4 << 20, **settings},
     )  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def run_dry(core: EngineCore) -> list[StepOutput]:
         output = core.step()
         if output is not None:
             outputs.append(output)
-    core.scheduler.check_idle()
+    check_idle(core.scheduler)
     return outputs
 
 

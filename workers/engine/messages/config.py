@@ -26,8 +26,8 @@ class EngineConfig:
     with a help is a flag of the command line.
 
     `depth` is how many steps the scheduler runs ahead of the tokens it has seen. `threads` are
-    those of one process (None: an equal share of `all_threads()`). `debug` turns on the integrity
-    check each time the core becomes idle. Raises ValueError for a value out of range.
+    those of one process (None: an equal share of `all_threads()`). Raises ValueError for a value
+    out of range.
     """
 
     model: str
@@ -81,7 +81,6 @@ class EngineConfig:
     depth: int | None = field(default=None, metadata={"choices": (0, 1)})
     threads: int | None = field(default=None, metadata={"min": 1})
     attention_backend: str = "auto"
-    debug: bool = False
 
     def __post_init__(self) -> None:
         for one in fields(self):

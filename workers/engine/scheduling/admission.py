@@ -34,9 +34,6 @@ class AdmissionPolicy(Protocol):
     def learn(self, request: RequestState) -> None:
         """Take note of a request that ended."""
 
-    def check_empty(self) -> None:
-        """Raise RuntimeError when a request is still counted."""
-
 
 class PlainAdmission:
     """Admits every request that can begin."""
@@ -47,7 +44,7 @@ class PlainAdmission:
     def enter(self, *_: object) -> None:
         pass
 
-    leave = learn = check_empty = enter
+    leave = learn = enter
 
 
 def choose_policy(kv_cache: KVCache, max_num_seqs: int, max_model_len: int) -> AdmissionPolicy:

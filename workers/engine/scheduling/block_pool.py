@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import chain
 
 NULL_BLOCK = 0
 
@@ -32,7 +31,6 @@ class BlockPool:
         self._batch_tier: OrderedDict[int, None] = OrderedDict()
         self._live_tier: OrderedDict[int, None] = OrderedDict()
         self._retained_tier: OrderedDict[int, None] = OrderedDict()
-        self._tiers = (self._batch_tier, self._live_tier, self._retained_tier)
         # The tier of each free block with cached content
         self._tier_of: list[OrderedDict[int, None] | None] = [None] * num_blocks
         self.retain_counts: dict[bytes, int] = {}  # waiting requests by block hash
@@ -132,39 +130,6 @@ class BlockPool:
         if block_hash is not None:
             del self.cached[block_hash]
             self._hashes[block] = None
-
-    def check(self) -> None:
-        """Raise RuntimeError unless free lists, reference counts and the cache agree."""
-        free = sorted(chain(self._uncached, *self._tiers))
-        if free != [block for block in range(1, self.num_blocks) if self.ref_counts[block] == 0]:
-            raise RuntimeError("the free list of KV blocks differs from the blocks without references")
-        if any(count < 0 for count in self.ref_counts) or self.ref_counts[NULL_BLOCK]:
-            raise RuntimeError("a KV block was freed more often than allocated, or the null block was allocated")
-        if self.cached != {
-            block_hash: block for block, block_hash in enumerate(self._hashes) if block_hash is not None
-        }:
-            raise RuntimeError("the hashes of KV blocks differ from the cached blocks")
-        if any(self._hashes[block] is not None for block in self._uncached) or any(
-            self._hashes[block] is None for block in chain(*self._tiers)
-        ):
-            raise RuntimeError("a free KV block is in the wrong list")
-        if any(self._tier_of[block] is not tier for tier in self._tiers for block in tier):
-            raise RuntimeError("a free KV block is in another eviction tier than recorded")
-        if {block_hash for block_hash in self.retain_counts if self._is_free(block_hash)} != {
-            self._hashes[block] for block in self._retained_tier
-        }:
-            raise RuntimeError("the retained free KV blocks differ from those in their eviction tier")
-
-    def check_idle(self) -> None:
-        """Raise RuntimeError unless `check` passes and no request uses or retains a block."""
-        self.check()
-        if self.num_free != self.num_blocks - 1 or self.retain_counts:
-            used = self.num_blocks - 1 - self.num_free
-            raise RuntimeError(f"idle with {used} KV blocks in use and {len(self.retain_counts)} retained")
-
-    def _is_free(self, block_hash: bytes) -> bool:
-        block = self.cached.get(block_hash)
-        return block is not None and not self.ref_counts[block]
 
     def _move(self, block_hash: bytes, tier: OrderedDict[int, None]) -> None:
         """Move the block with that content, if it is free, to another tier, as last used."""

@@ -93,10 +93,6 @@ class AdmissionForecast:
     def learn(self, request: RequestState) -> None:
         self._lengths.learn(request)
 
-    def check_empty(self) -> None:
-        if self._most or (self._computed_at >= 0 and np.abs(self._by_slot).max() > 0):
-            raise RuntimeError(f"idle with {self._most} KV blocks in the forecast")
-
     def _interval(self, request: RequestState, use: Floats, times: Floats) -> float:
         """Return the steps until the next admission, if later requests are like this one."""
         alive = use / (np.ceil(np.minimum(request.known + times, request.limit) / self._size) - request.shared)

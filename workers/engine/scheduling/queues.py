@@ -119,12 +119,6 @@ class RequestQueues:
                 return False
         return True
 
-    def check_idle(self) -> None:
-        """Raise RuntimeError when a request is still in a queue, or has a slot."""
-        if self.running or self.live.waiting or self.batch.waiting or self._slots.returning:
-            raise RuntimeError("idle with requests in a queue, or with slots in use")
-        self._policy.check_empty()
-
     def _preempt(self, victim: RequestState) -> None:
         self._class_of(victim).running.pop()
         victim.reached = max(victim.reached, victim.computed)

@@ -24,7 +24,7 @@ from copy import copy
 from workers.engine.messages.core import EngineRequest, Finish, Stats, StepOutput
 from workers.engine.messages.metrics import KINDS
 from workers.engine.messages.step import AddedRequest, NewBlocks, PromptScores, StepPlan, StepResult
-from workers.engine.scheduling.admission import AdmissionBatching, AdmissionPolicy, choose_policy
+from workers.engine.scheduling.admission import AdmissionBatching, choose_policy
 from workers.engine.scheduling.kv_cache import KVCache
 from workers.engine.scheduling.queues import PriorityClass, RequestQueues
 from workers.engine.scheduling.request import RequestState, refusal
@@ -50,11 +50,10 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
         admission_batch: int = 1,
-        policy: AdmissionPolicy | None = None,
     ) -> None:
         """Lower `max_model_len` to what the cache can hold for a single request.
 
-        `admission_batch` is the size of `AdmissionBatching`; `policy` is chosen if not given.
+        `admission_batch` is the size of `AdmissionBatching`.
         """
         self.token_budget = max_num_batched_tokens
         self.max_model_len = min(max_model_len, kv_cache.max_tokens)
@@ -63,7 +62,7 @@ class Scheduler:
         self._pool = kv_cache.pool
         self._stats = Stats()
         self._slots = SlotPool(max_num_seqs, self._pool)
-        policy = policy or choose_policy(kv_cache, max_num_seqs, self.max_model_len)
+        policy = choose_policy(kv_cache, max_num_seqs, self.max_model_len)
         self._queues = RequestQueues(kv_cache, self._slots, policy, self._stats)
         self._batching = AdmissionBatching(admission_batch, self._pool.num_blocks * admission_batch // max_num_seqs)
         self._vocab_size = vocab_size
@@ -184,13 +183,6 @@ class Scheduler:
     def ended(self) -> StepOutput | None:
         """Return the requests that ended without a step since the last output, if any."""
         return self._flush() if self._output.request_ids else None
-
-    def check_idle(self) -> None:
-        """Raise RuntimeError when slots or blocks are in use without requests or launched steps."""
-        if self._requests or self._launched:
-            raise RuntimeError(f"not idle: {len(self._requests)} requests, {len(self._launched)} launched steps")
-        self._pool.check_idle()
-        self._queues.check_idle()
 
     def _advance(self, requests: list[RequestState], step: StepBuilder) -> None:
         """Give requests with a slot as many of their uncomputed tokens as the budget has left.

@@ -40,7 +40,7 @@ ids = itertools.count(1000)
 
 
 def config(depth: int = 0) -> EngineConfig:
-    return EngineConfig(model=str(folder(MODEL)), device="cpu", dtype="float32", depth=depth, threads=1, debug=True)
+    return EngineConfig(model=str(folder(MODEL)), device="cpu", dtype="float32", depth=depth, threads=1)
 
 
 @asynccontextmanager

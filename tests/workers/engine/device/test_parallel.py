@@ -70,7 +70,6 @@ def core(folder: Path, ranks: int, **settings: Any) -> Iterator[EngineCore]:
         max_num_seqs=8,
         max_num_batched_tokens=40,
         depth=1,
-        debug=True,
         **({"device": "cpu"} | settings),
     )
     executor = Executor(config)

@@ -90,7 +90,6 @@ def start(name: str, variant: ParityVariant, place: Place) -> tuple[EngineCore, 
         kv_cache_memory_bytes=variant.num_blocks * per_block,
         enable_prefix_caching=variant.enable_prefix_caching,
         depth=variant.depth,
-        debug=True,
         **place.settings(),  # type: ignore[arg-type]
     )
     executor = Executor(config)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tests.workers.engine.scheduling.integrity import check_idle
 from workers.engine.messages.core import EngineRequest, SamplingParams, Stats, StepOutput
 from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.scheduling.kv_cache import KVCache, hash_block
@@ -86,7 +87,7 @@ class Simulation:
             assert plan is not None or launched, "requests are left and nothing moves"
             if plan is None or len(launched) > self._depth:
                 self._take(self.scheduler.update(*launched.popleft()))
-        self.scheduler.check_idle()
+        check_idle(self.scheduler)
         return self.report
 
     def _feed(self) -> None:

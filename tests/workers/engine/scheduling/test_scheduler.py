@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.workers.engine.scheduling.integrity import check_idle
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
 from workers.engine.messages.step import StepPlan, StepResult
 from workers.engine.scheduling.kv_cache import KVCache
@@ -87,7 +88,7 @@ def run_dry(scheduler: Scheduler) -> dict[int, list[int]]:
         output = step(scheduler)
         for number, token in zip(output.request_ids, output.token_ids, strict=True):
             tokens.setdefault(number, []).append(token)
-    scheduler.check_idle()
+    check_idle(scheduler)
     return tokens
 
 
@@ -202,7 +203,7 @@ def test_the_newest_is_preempted_and_keeps_its_tokens() -> None:
             seen = len(added.token_ids) - 5
         finish(scheduler, plan)
     assert seen > 0
-    scheduler.check_idle()
+    check_idle(scheduler)
 
 
 def test_a_preempted_request_comes_back_before_newer_ones() -> None:
@@ -275,7 +276,7 @@ def test_what_cannot_run_ends_with_a_sentence(bad: EngineRequest, says: str) -> 
     assert ended(output) == {1: Finish.ERROR}
     assert output is not None
     assert says in output.errors[1]
-    scheduler.check_idle()
+    check_idle(scheduler)
 
 
 def test_the_context_is_no_longer_than_the_cache() -> None:
@@ -343,7 +344,7 @@ def test_requests_of_one_step_share_a_prefix() -> None:
     assert (plan.starts.tolist(), plan.counts.tolist()) == ([0, 8, 8], [11, 3, 3])
     output = finish(scheduler, plan)
     assert (output.cached_tokens, output.stats.prefix_hit_tokens) == ([0, 8, 8], 16)
-    scheduler.check_idle()
+    check_idle(scheduler)
 
 
 def test_a_lookup_in_the_prefix_cache_counts_once_per_request() -> None:
@@ -412,7 +413,7 @@ def test_abort_frees_everything_at_any_moment(depth: int) -> None:
     assert ended(output) == {1: Finish.ABORT, 2: Finish.ABORT}
     assert output.token_ids == []
     assert scheduler.schedule() is None
-    scheduler.check_idle()
+    check_idle(scheduler)
 
 
 def test_one_step_ahead_the_token_after_the_end_is_dropped() -> None:
@@ -436,7 +437,7 @@ def test_one_step_ahead_nothing_is_computed_past_the_last_token() -> None:
     assert ended(finish(scheduler, first)) == {}
     assert scheduler.schedule() is None
     assert ended(finish(scheduler, second)) == {1: Finish.LENGTH}
-    scheduler.check_idle()
+    check_idle(scheduler)
 
 
 def test_one_step_ahead_a_preempted_request_waits_for_its_unseen_token() -> None:
@@ -519,10 +520,10 @@ def test_an_id_in_use_is_refused() -> None:
 def test_a_block_that_is_never_freed_is_detected_when_idle() -> None:
     kv_cache = KVCache(9, SIZE)
     scheduler = Scheduler(1, 8, 32, kv_cache, 0, vocab_size=100)
-    scheduler.check_idle()
+    check_idle(scheduler)
     kv_cache.pool.allocate(1)
-    with pytest.raises(RuntimeError, match="1 KV blocks in use"):
-        scheduler.check_idle()
+    with pytest.raises(AssertionError, match="1 KV blocks are in use"):
+        check_idle(scheduler)
 
 
 def test_stats_count_what_happened() -> None:

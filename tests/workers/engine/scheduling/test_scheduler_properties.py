@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.workers.engine.scheduling.integrity import check_idle, check_pool
 from workers.engine.messages.core import EngineRequest, Finish, SamplingParams, Stats, StepOutput, TokenLogprobs
 from workers.engine.messages.step import PromptScores, StepPlan, StepResult
 from workers.engine.scheduling.admission import PlainAdmission
@@ -208,8 +209,9 @@ class ScheduledRun:
             vocab_size=VOCAB,
             eos_token_ids=[EOS],
             admission_batch=setup.admission_batch,
-            policy=PlainAdmission() if setup.crowded else None,
         )
+        if setup.crowded:
+            self.scheduler._queues._policy = PlainAdmission()
         self.device = TokenDevice(setup)
         self.stats = Stats()
         self.chance = random.Random(setup.failures)
@@ -240,14 +242,14 @@ class ScheduledRun:
                 self.device.retire()
                 self._take(self.scheduler.update(*launched.popleft()))
             self._take(self.scheduler.ended())
-            self.kv_cache.pool.check()
-        self.scheduler.check_idle()
+            check_pool(self.kv_cache.pool)
+        check_idle(self.scheduler)
 
     def _fail(self, plan: StepPlan) -> None:
         self.device.fail(plan)
         self.scheduler.undo(plan)
         self.scheduler.token_budget = self.chance.randint(1, self.setup.budget)
-        self.kv_cache.pool.check()
+        check_pool(self.kv_cache.pool)
         self._check_cached_content()
 
     def _arrivals(self, turn: int) -> None:
