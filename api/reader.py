@@ -230,9 +230,9 @@ class Reader:
             pipeline.expire(keys.api_alive(self.api_id), API_ALIVE_SECONDS)  # also where memory is full
             pipeline.set(keys.api_alive(self.api_id), b"", ex=API_ALIVE_SECONDS, nx=True)
             pipeline.xtrim(keys.api(self.api_id), minid=last_id, approximate=False)
-            if unneeded:
-                pipeline.unlink(*(keys.tokens(str(key)) for key in unneeded))
             await pipeline.execute(raise_on_error=False)
+        if unneeded:
+            await asyncio.to_thread(self._queue.forget_streams, unneeded)
         if uncancelled:
             await run_in(LIVE, self._queue.cancel, uncancelled)
         del self._unneeded[: len(unneeded)], self._uncancelled[: len(uncancelled)]

@@ -137,7 +137,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
 
         Return the requests for which that changed nothing: lost, or committed before.
         """
-        head = [worker, generated, self.settings.stream_keep_seconds]
+        head = [worker, generated, *self._keep]
         return self._each("commit", head, (_finished_arguments(item) for item in finished))
 
     def requeue(self, worker: str, held: list[Held], cleared: bool = False) -> list[RequestKey]:
@@ -158,7 +158,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
         They run again in groups of 16, then alone, on a worker that runs nothing else; one that
         ran alone ends with the result `dead_letter`.
         """
-        head = [worker, pack(dead_letter), self.settings.stream_keep_seconds]
+        head = [worker, pack(dead_letter), *self._keep]
         return self._each("quarantine", head, ([str(key), fence] for key, fence in held))
 
     def reap(self, worker: str | None = None) -> int:
@@ -170,7 +170,7 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
         found no idle worker.
         """
         lost = pack(WORKER_LOST.result(""))
-        settings = [self._lease_ms, self.settings.worker_deaths, lost, self.settings.stream_keep_seconds, MAX_ITEMS]
+        settings = [self._lease_ms, self.settings.worker_deaths, lost, *self._keep, MAX_ITEMS]
         total = 0
         while True:
             count = int(self._scripts.call("reap", [worker or "", *settings]))
@@ -191,6 +191,11 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
         for group in chunks([str(key)] for key in requests):
             self._scripts.call("cancel", ["requests", 0, *flat(group)])
 
+    def forget_streams(self, calls: list[RequestKey]) -> None:
+        """Remove the streams of live calls that ended."""
+        for group in chunks([str(key)] for key in calls):
+            self._scripts.call("forget", flat(group))
+
     def token_totals(self) -> TokenTotals:
         """Tokens that all workers ever generated and delivered, since Redis was empty."""
         generated, delivered = self._command("HMGET", keys.TOTALS, "generated", "delivered")
@@ -204,6 +209,10 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
             for name in {*self._command("HKEYS", keys.LEASE), *self._command("HKEYS", keys.TRIES)}:
                 pipeline.xrevrange(keys.tokens(name.decode()), count=1)
             return sum(int(entry_id.split(b"-")[0]) for entries in pipeline.execute() for entry_id, _ in entries)
+
+    @property
+    def _keep(self) -> list[int]:
+        return [self.settings.stream_keep_seconds, self.settings.stream_keep_bytes]
 
     def _each(self, script: str, head: list[Any], rows: Iterable[list[Any]]) -> list[RequestKey]:
         """Calls a script that takes one row per request and returns keys, as often as the size

@@ -67,6 +67,12 @@ class QueueSettings(Settings):
     stream_keep_seconds: int = _setting(
         300, "Seconds for which a finished token stream can still be read.", above=0, flag=None
     )
+    stream_keep_bytes: int = _setting(
+        128 * 1024 * 1024,
+        "Finished token streams of live calls that Redis keeps, in bytes; the oldest go first.",
+        above=0,
+        flag=None,
+    )
 
     def environment(self) -> dict[str, str]:
         """The variables that give another process the same settings."""

@@ -206,12 +206,22 @@ local function has_client(name)
     or tonumber(redis.call('ZSCORE', key.WATCHED, name) or 0) > now_ms()
 end
 
+-- Removes the stream of a live call; returns how many bytes of those that ended are kept then.
+local function forget_stream(name)
+  redis.call('UNLINK', key.tokens(name))
+  if redis.call('ZREM', key.KEPT, name) == 1 then
+    redis.call('HINCRBY', key.KEPT_BYTES, '', -redis.call('HGET', key.KEPT_BYTES, name))
+    redis.call('HDEL', key.KEPT_BYTES, name)
+  end
+  return tonumber(redis.call('HGET', key.KEPT_BYTES, '') or 0)
+end
+
 -- Removes all that is stored of a live call that neither waits nor runs.
 local function drop_live(name)
   remove_live(name)
   redis.call('HDEL', key.TRIES, name)
   redis.call('ZREM', key.WATCHED, name)
-  redis.call('UNLINK', key.tokens(name))
+  forget_stream(name)
 end
 
 local function end_turns_if_empty(model, tenant)
@@ -452,7 +462,24 @@ local function record(batch, items)
   return delivered
 end
 
--- The last entry of a token stream, which then lasts `keep` seconds.
+-- Notes the stream of a live call that ended, and removes the oldest ones where they are too many
+-- bytes together. The notes go away with the last stream.
+local function note_kept(name, keep)
+  local bytes, now = redis.call('MEMORY', 'USAGE', key.tokens(name)), now_ms()
+  redis.call('ZADD', key.KEPT, now, name)
+  redis.call('HSET', key.KEPT_BYTES, name, bytes)
+  local total = redis.call('HINCRBY', key.KEPT_BYTES, '', bytes)
+  local oldest = redis.call('ZRANGE', key.KEPT, 0, 1, 'WITHSCORES')
+  while #oldest > 2 and (total > tonumber(keep.bytes) or now - oldest[2] > 1000 * keep.seconds) do
+    total = forget_stream(oldest[1])
+    oldest = redis.call('ZRANGE', key.KEPT, 0, 1, 'WITHSCORES')
+  end
+  redis.call('EXPIRE', key.KEPT, keep.seconds)
+  redis.call('EXPIRE', key.KEPT_BYTES, keep.seconds)
+end
+
+-- The last entry of a token stream, which then lasts `keep.seconds`; of live calls at most
+-- `keep.bytes` together.
 local function append_last(item, keep)
   local total, chunks = item.total, item.chunks
   if not total or total == '' then
@@ -460,8 +487,11 @@ local function append_last(item, keep)
     total, chunks = last and string.match(last[1], '^%d+') or '0', NO_CHUNKS
   end
   append(item.name, total .. '-2', item.reply_to, chunks, 'f', item.result, item.succeeded and '1' or '0')
-  redis.call('EXPIRE', key.tokens(item.name), keep)
+  redis.call('EXPIRE', key.tokens(item.name), keep.seconds)
   redis.call('ZREM', key.WATCHED, item.name)
+  if is_live(item.name) then
+    note_kept(item.name, keep)
+  end
 end
 
 -- A request's end with an error that is not its worker's answer, as `finish` takes it.

@@ -3,7 +3,7 @@
 -- the head of the queue (a quarantined one to quarantine), or ends with an error when too many
 -- workers died with it.
 -- ARGV: worker or '', lease in ms, most deaths, the error as a result (msgpack), seconds to keep a
---       watched stream, limit
+--       watched stream, bytes to keep of those of live calls, limit
 -- Returns how many requests it took.
 -- Without a worker it also notes time and server. When the notes are missing, older than one lease
 -- (at least 2 s, at most 5 s), of the future or another server's, nothing is taken for one lease:
@@ -11,7 +11,7 @@
 -- waited too long for an idle worker, it orders one to make room. Live calls without a client end.
 
 local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local lost_result, keep, limit = ARGV[4], ARGV[5], tonumber(ARGV[6])
+local lost_result, keep, limit = ARGV[4], {seconds = ARGV[5], bytes = ARGV[6]}, tonumber(ARGV[7])
 local LONGEST_GAP = math.min(5000, math.max(2000, lease))
 local LONGEST_QUARANTINE_WAIT = 10000
 local BIGGEST_SEQ = '9007199254740991'

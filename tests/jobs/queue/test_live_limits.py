@@ -142,6 +142,33 @@ def test_what_waits_again_counts_as_before(small: Queue, put_back: Callable[...,
     assert not is_full(small)
 
 
+def test_the_latest_streams_are_kept_up_to_a_size(redis_client: redis.Redis) -> None:
+    """Those that were read and removed leave their room to others."""
+    queue = Queue(redis_client, QueueSettings(stream_keep_bytes=250_000))
+
+    def answer(name: str, size: int) -> None:
+        queue.submit(name, request())
+        [claim] = queue.claim("w1", int(name[5:]), 1, models=[MODEL])
+        queue.commit("w1", [finished(claim, "x" * size)])
+
+    def kept() -> list[int]:
+        names = [name.decode() for name in redis_client.scan_iter(keys.tokens("*"))]
+        return sorted(int(name.removesuffix("/0").rpartition("live_")[2]) for name in names)
+
+    for number in range(1, 5):
+        answer(f"live_{number}", 100_000)
+    assert kept() == [3, 4]
+    queue.forget_streams([RequestKey("live_3", 0)])
+    answer("live_5", 100_000)
+    assert kept() == [4, 5]
+    answer("live_6", 500_000)
+    assert kept() == [6]
+    queue.forget_streams([RequestKey("live_6", 0)] * 2)
+    assert redis_client.hgetall(keys.KEPT_BYTES) == {b"": b"0"}
+    assert redis_client.exists(keys.KEPT) == 0
+    assert 0 < redis_client.ttl(keys.KEPT_BYTES) <= 300
+
+
 def test_calls_of_the_version_before_end_as_they_always_did(small: Queue, redis_client: redis.Redis) -> None:
     """They wait without being counted."""
     register(small)

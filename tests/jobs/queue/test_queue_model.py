@@ -186,7 +186,7 @@ class QueueModel(RuleBasedStateMachine):
         calls = sorted(self.live_calls())
         watched = [data.draw(st.sampled_from(calls))] if calls else []
         for key in watched:
-            Queue(self.client).watch(key, 60)  # a repeat of it is a second order to the worker
+            Queue(self.client).watch(key, 60)  # a repeat of which repeats its order
         self.client.delete(*(keys.api_alive(f"api{number}") for number in range(self.apis + 1)))
         self.apis += 1
         self.queue.reap()
