@@ -18,6 +18,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from jobs.errors import SettingsError
 from jobs.queue import keys
 from jobs.queue.redis_url import parse_redis_url
 from jobs.queue.scripts import QueueUnavailable
@@ -105,14 +106,19 @@ class _UnfitServer(QueueUnavailable, redis.ConnectionError):
 
 def _pool(library: ModuleType, url: str, db: int | None, retry: object, on_connect: Callable[[Any], object]) -> Any:
     """A pool of redis-py's, whose asyncio half has the same classes (`library`)."""
-    address = parse_redis_url(url)
-    options = {**_OPTIONS, "retry": retry, **library.connection.parse_url(address.server)}
-    options |= {"redis_connect_func": on_connect, "max_connections": _MAX_CONNECTIONS}
-    if db is not None:
-        options["db"] = db
-    if "path" not in options:
-        options["socket_keepalive"] = True
-    return sentinel_pool(library, address, options) if address.sentinels else library.ConnectionPool(**options)
+    try:
+        address = parse_redis_url(url)
+        options = {**_OPTIONS, "retry": retry, **library.connection.parse_url(address.server)}
+        options |= {"redis_connect_func": on_connect, "max_connections": _MAX_CONNECTIONS}
+        if db is not None:
+            options["db"] = db
+        if "path" not in options:
+            options["socket_keepalive"] = True
+        pool = sentinel_pool(library, address, options) if address.sentinels else library.ConnectionPool(**options)
+        pool.connection_class(**pool.connection_kwargs)  # which reads the options
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"REDIS_URL cannot be used: {error}; its options are those of redis-py") from None
+    return pool
 
 
 def _look_at(connection: Any) -> None:

@@ -111,6 +111,7 @@ def test_an_empty_redis_url_is_none() -> None:
         ("redis://user@host", "redis://user:a%2Fb%40c@host"),
         ("unix:///a/redis.sock?db=1", "unix://:a%2Fb%40c@/a/redis.sock?db=1"),
         ("redis://:own@host:1/0", "redis://:own@host:1/0"),
+        ("redis+sentinel://host:1,host:2/queue", "redis+sentinel://:a%2Fb%40c@host:1,host:2/queue"),
     ],
 )
 def test_the_password_of_redis_may_be_in_a_file(tmp_path: Path, url: str, expected: str) -> None:

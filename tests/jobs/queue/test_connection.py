@@ -13,6 +13,7 @@ import redis
 from rq import Queue as JobQueue
 from rq import SimpleWorker
 
+from jobs.errors import SettingsError
 from jobs.queue import keys
 from jobs.queue.connection import (
     MAX_BLOCK_SECONDS,
@@ -153,6 +154,13 @@ def test_a_server_that_became_unfit_is_found_by_the_next_connection(redis_client
 
 async def _ping(url: str) -> None:
     await connect_async(url).ping()
+
+
+@pytest.mark.parametrize("url", ["redis://host/?colour=red", "redis+sentinel://host/queue?colour=red", "host:6379"])
+def test_a_url_that_cannot_be_used_is_refused_at_once(url: str) -> None:
+    for make in (connect, connect_async):
+        with pytest.raises(SettingsError, match=r"REDIS_URL cannot be used: .*(colour|must look like)"):
+            make(url)
 
 
 def test_a_database_in_place_of_the_urls(redis_url: str, redis_client: redis.Redis) -> None:
