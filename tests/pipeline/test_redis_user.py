@@ -28,7 +28,7 @@ def test_a_batch_ends_and_no_command_is_denied(redis_client: redis.Redis, redis_
             done = run_pipeline("run-batch", source, "-o", output, redis_url=url)
             assert done.returncode == 0, done.stderr + server.output
             assert run_pipeline("status", redis_url=url).returncode == 0
-        assert "Traceback" not in server.output
+            assert "Traceback" not in server.output
         check_answers(source, output)
         assert redis_client.acl_log() == []
     finally:
