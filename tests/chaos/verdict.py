@@ -17,6 +17,8 @@ from tests.support.integrity import faults
 from tests.support.leftovers import leftovers
 from tests.support.processes import command_line, descendants
 
+_RQ_SECONDS = 200.0  # RQ looks each minute for jobs popped and never begun, and removes what it saw a minute ago
+
 
 @dataclass
 class Verdict:
@@ -75,7 +77,7 @@ def judge(
     exits = fleet.exits
     codes = fleet.stop("api", "worker")
     # While the control plane still clears away what stopped workers leave
-    found += leftovers(fleet.client, ahead=fleet.clock_lead)
+    found += leftovers(fleet.client, _RQ_SECONDS, fleet.clock_lead)
     codes |= fleet.stop("jobs")
     found += [f"{name} ended with exit code {code} when it was ordered to stop" for name, code in codes.items() if code]
     found += [f"{name} wrote a traceback" for name, member in fleet.members.items() if "Traceback" in member.log]
