@@ -59,5 +59,6 @@ def end_lost(queue: Queue, batch: str, fields: BatchFields, reason: str) -> None
     if queue.transition(batch, [fields.state], state, changes, fields.generation):
         logger.error("batch %s ends as %s: %s", batch, state, reason)
         queue.remove_unfinished(batch)
+        queue.transition(batch, [state], state, {"result_bytes": 0})  # of results that go with the end
         clean_up(queue, batch)
         drop_partial_output(queue, msgspec.json.decode(fields.spec, type=BatchSpec))

@@ -23,10 +23,12 @@ from jobs.store.storage import (
     delete,
     join,
     list_names,
-    make_folder,
+    local_path,
+    named,
     open_input,
     sha256_of,
     size_of,
+    sync_folder,
 )
 
 FOLDER = "parts"
@@ -74,7 +76,7 @@ def write_part(root: str, name: str, results: Iterable[tuple[int, Result]]) -> P
 def write_records(root: str, name: str, records: Iterable[Record]) -> Part:
     """As `write_part`, from records."""
     folder = join(root, FOLDER)
-    make_folder(folder)
+    _make_folder(folder)
     count = 0
     with AtomicWriter(join(folder, name)) as writer:
         for line, _, packed in records:
@@ -145,6 +147,16 @@ def drop_unlisted(root: str, parts: list[Part]) -> None:
     for name in list_names(join(root, FOLDER)):
         if name not in listed:
             delete(join(root, FOLDER, name))
+
+
+def _make_folder(location: str) -> None:
+    """Make the folder of parts, and never the batch's own: where that is gone, so is the batch."""
+    path = local_path(location)
+    assert path is not None, "a batch's root is local"
+    with named("cannot make the folder", location):
+        if not path.is_dir():
+            path.mkdir(exist_ok=True)
+            sync_folder(path.parent)
 
 
 def _records(file: BinaryIO, name: str, order: int) -> Iterator[Record]:

@@ -199,17 +199,26 @@ def empty_redis(killers: Killers) -> str | None:
 
 
 def cut_power(killers: Killers) -> str | None:
+    return _go_back(killers, 1.0)
+
+
+def roll_redis_back(killers: Killers) -> str | None:
+    """As a failover to a replica that lags."""
+    return _go_back(killers, killers.rng.uniform(2.0, 4.0))
+
+
+def _go_back(killers: Killers, seconds: float) -> str | None:
     if killers.redis_is_broken:
         return None
     on_disk = killers.fleet.redis.on_disk()
 
-    def lose_the_last_second() -> None:
+    def lose_what_came_since() -> None:
         killers.load.note_loss()
         killers.fleet.redis.lose_power(on_disk)
         killers.fleet.redis.start()
         killers.load.note_loss()
 
-    return killers.break_redis(1.0, lose_the_last_second)
+    return killers.break_redis(seconds, lose_what_came_since)
 
 
 def stop_redis(killers: Killers) -> str | None:
@@ -268,6 +277,18 @@ def cut_off(killers: Killers) -> str:
     return f"worker-{number} for {seconds:.1f} s"
 
 
+def unmount_store(killers: Killers) -> str | None:
+    if not killers.load.take_store_away():
+        return None
+    seconds = killers.longer_than_a_lease()
+    killers.later(seconds, killers.load.bring_store_back)
+    return f"for {seconds:.1f} s"
+
+
+def lose_folder(killers: Killers) -> str | None:
+    return killers.load.lose_folder(killers.rng)
+
+
 def set_clock(killers: Killers) -> str:
     clocks = {"redis": killers.fleet.redis.clock, **killers.fleet.clocks}
     name, seconds = killers.rng.choice(sorted(clocks)), killers.rng.choice([-60.0, 60.0])
@@ -289,6 +310,7 @@ KINDS = [
     Kind("Redis gone for long", 1, take_redis_away),
     Kind("Redis came back empty", 1, empty_redis),
     Kind("Redis lost the last second of its file", 1, cut_power),
+    Kind("Redis back by some seconds", 2, roll_redis_back),
     Kind("Redis stopped for longer than a lease", 1, stop_redis),
     Kind("disk full", 1, fill_disk),
     Kind("Redis read-only", 1, demote_redis),
@@ -297,4 +319,6 @@ KINDS = [
     Kind("reply swallowed on the way to a worker", 1, swallow_reply),
     Kind("worker cut off for longer than its lease", 2, cut_off),
     Kind("clock set by a minute", 2, set_clock),
+    Kind("file store not mounted", 2, unmount_store),
+    Kind("folder of a batch removed", 1, lose_folder),
 ]

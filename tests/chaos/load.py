@@ -5,6 +5,7 @@ client.
 import contextlib
 import json
 import random
+import shutil
 import threading
 import time
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class SubmittedBatch:
     id: str | None = None
     record: BatchRecord | None = None
     life: int = 0  # `Load.lives` when the record was read
+    lost: bool = False  # its folder was removed: it must end all the same
+    gone: bool = False  # and Redis came back empty: nothing is left of it
 
 
 @dataclass
@@ -84,6 +87,8 @@ class ChaosLoad:
         # How often Redis began or ended to lose something; even while it loses nothing
         self.lives = 0
         self._lost_totals = (0, 0)
+        self._store = threading.Lock()  # held while something of the load is in the file store
+        self._store_is_away = False
 
     def __enter__(self) -> "ChaosLoad":
         for thread in self._threads:
@@ -114,11 +119,7 @@ class ChaosLoad:
     @property
     def unfinished(self) -> list[str]:
         """Batches that have not ended, as last seen."""
-        return [
-            f"{batch.spec.root}: {batch.record}"
-            for batch in self.batches
-            if batch.record is None or not batch.record.ended
-        ]
+        return [f"{batch.spec.root}: {batch.record}" for batch in self.batches if self._is_unfinished(batch)]
 
     def stop(self) -> None:
         """No more batches and calls; those that are there go on to their end."""
@@ -142,6 +143,43 @@ class ChaosLoad:
         """
         self.lives += 1
 
+    def take_store_away(self) -> bool:
+        """Unmount the file store, as far as anything can tell; False if it is away already."""
+        with self._store:
+            if self._store_is_away:
+                return False
+            self._store_is_away = True
+            self._fleet.store.rename(self._away)
+            self._fleet.store.mkdir()
+            return True
+
+    def bring_store_back(self) -> None:
+        """Mount it again. Nothing may have been written meanwhile."""
+        with self._store:
+            left = sorted(path.name for path in self._fleet.store.iterdir())
+            if left:
+                self.faults.append(f"written where the file store was not mounted: {left}")
+            shutil.rmtree(self._fleet.store)
+            self._away.rename(self._fleet.store)
+            self._store_is_away = False
+
+    def lose_folder(self, rng: random.Random) -> str | None:
+        """Remove the folder of a batch under way; None if there is none."""
+        with self._store:
+            running = [one for one in self.batches if one.record is not None and not one.record.ended and not one.lost]
+            if self._store_is_away or not running:
+                return None
+            batch = rng.choice(running)
+            batch.lost = True
+            trash = self._fleet.folder / f"trash-{batch.source.parent.name}"
+            Path(batch.spec.root).rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
+            return batch.source.parent.name
+
+    @property
+    def _away(self) -> Path:
+        return self._fleet.folder / "unmounted"
+
     def note_empty(self) -> None:
         """The same, where it loses everything; workers that live on will report to the next one all
         their tokens again.
@@ -158,8 +196,8 @@ class ChaosLoad:
             if not self._stopping.is_set() and len(self.unfinished) < BATCHES_AT_ONCE:
                 self.batches.append(self._write_batch())
             for batch in self.batches:
-                if batch.record is None or not batch.record.ended:
-                    with contextlib.suppress(redis.RedisError, QueueUnavailable, KeyError):
+                if self._is_unfinished(batch):
+                    with contextlib.suppress(redis.RedisError, QueueUnavailable, KeyError), self._store:
                         self._look_at(batch)
 
     def _write_batch(self) -> SubmittedBatch:
@@ -191,23 +229,41 @@ class ChaosLoad:
         cancel_at = self._rng.randrange(len(answers)) if number % CANCELLED == 1 else None
         return SubmittedBatch(source, output, spec, answers, cancel_at)
 
+    @staticmethod
+    def _is_unfinished(batch: SubmittedBatch) -> bool:
+        return not batch.gone and (batch.record is None or not batch.record.ended)
+
     def _look_at(self, batch: SubmittedBatch) -> None:
         """Hands the batch in until that is known to have worked; then follows its record, which
         only moves forward.
         """
+        if self._store_is_away:
+            return
         life = self.lives
         if batch.id is None:
             try:
                 batch.id = create_batch(self._fleet.client, batch.spec).id
             except StoreError:
                 return
-        record = get_batch(self._fleet.client, batch.id, retry_seconds=0)
+        try:
+            record = get_batch(self._fleet.client, batch.id, retry_seconds=0)
+        except KeyError:
+            batch.gone = batch.lost
+            return
         before, batch.record = batch.record, record
+        if before is not None and not batch.lost:
+            self._compare_stored(batch, before, record)
         if before is not None and batch.life == life == self.lives and life % 2 == 0:
             self._compare(batch, before, record)
         batch.life = life
         if batch.cancel_at is not None and record.state == "in_progress" and record.completed >= batch.cancel_at:
             cancel_batch(self._fleet.client, batch.id)
+
+    def _compare_stored(self, batch: SubmittedBatch, before: BatchRecord, now: BatchRecord) -> None:
+        """What is on disk no loss of Redis takes back."""
+        then, later = ((one.stored_completed, one.stored_failed) for one in (before, now))
+        if later[0] < then[0] or later[1] < then[1] or sum(later) > len(batch.answers):
+            self.faults.append(f"{batch.source}: counts of what is on disk went from {then} to {later}")
 
     def _compare(self, batch: SubmittedBatch, before: BatchRecord, now: BatchRecord) -> None:
         if _ORDER[now.state] < _ORDER[before.state]:

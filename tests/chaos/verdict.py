@@ -102,6 +102,8 @@ def _batch_faults(batch: SubmittedBatch) -> list[str]:
     but cancelling makes errors.
     """
     name, record = batch.source.parent.name, batch.record
+    if _is_given_up(batch):
+        return []
     ends = ("completed",) if batch.cancel_at is None else ("completed", "cancelled")
     if record is None or record.state not in ends:
         return [f"{name}: {record}"]
@@ -135,6 +137,12 @@ def _batch_faults(batch: SubmittedBatch) -> list[str]:
         if record.state != "cancelled" or result["error"]["code"] != "batch_cancelled":
             found.append(f"{name}: {result['custom_id']} failed: {str(result)[:300]}")
     return found
+
+
+def _is_given_up(batch: SubmittedBatch) -> bool:
+    """Return whether the batch's folder was removed, and it ended for that reason."""
+    errors = [] if batch.record is None else [error.code for error in batch.record.errors]
+    return batch.gone or (batch.lost and errors == ["batch_lost"])
 
 
 def _ids(results: list[dict[str, Any]]) -> set[str]:

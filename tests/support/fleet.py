@@ -35,6 +35,7 @@ from tests.support.waiting import wait_until
 START_SECONDS = 120.0
 STOP_SECONDS = 60.0
 PATIENCE_SECONDS = 60.0  # what the API waits for a Redis that is away before live calls fail
+LOST_BATCH_SECONDS = 15.0  # in which a batch whose folder is gone ends
 _RESTART_PAUSE = 0.5  # what a supervisor takes to start a process again
 
 
@@ -239,9 +240,8 @@ class LocalFleet:
 
     def _add(self, name: str, redis_url: str, *arguments: object) -> None:
         clock = self.clocks[name] = Clock(self.folder / f"{name}.clock")
-        environment = command_environment(
-            redis_url, {**clock.environment, "REDIS_RETRY_SECONDS": str(PATIENCE_SECONDS)}
-        )
+        settings = {"REDIS_RETRY_SECONDS": str(PATIENCE_SECONDS), "LOST_BATCH_SECONDS": str(LOST_BATCH_SECONDS)}
+        environment = command_environment(redis_url, {**clock.environment, **settings})
         self.members[name] = Member(name, arguments, environment, self.folder / f"{name}.log")
 
 

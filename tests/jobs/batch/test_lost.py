@@ -17,7 +17,7 @@ from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from jobs.store.marker import StoreAway
-from tests.support.batch_steps import begin, run_to_end, step
+from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import write_input
 from tests.support.integrity import faults
 from tests.support.store_batches import finished, lines_of, store_of, submit, under_way
@@ -53,8 +53,10 @@ def test_it_ends_as_failed_with_a_reason(
     record = make(redis_client, tmp_path) if make else submit(redis_client, tmp_path, lines_of(3))
     record = get_batch(redis_client, record.id)
     assert record.state == state
+    answer_all(redis_client, most=2)
     lose(Path(record.spec.root))
     ended = work(redis_client, record.id)
+    assert Queue(redis_client).batch_fields(record.id).result_bytes == 0
     assert (ended.state, [error.code for error in ended.errors]) == ("failed", ["batch_lost"])
     assert (ended.total, ended.stored_completed) == (record.total, record.stored_completed)
     assert Queue(redis_client).open_batches("") == []
