@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -18,9 +17,10 @@ from jobs.protocol.requests import Claim, Delta, Finished, RequestKey
 from jobs.protocol.results import ApiError
 from jobs.queue.request_queue import Held
 from jobs.queue.streams import ControlMessage
-from workers.engine.client.async_engine import EngineDeadError
+from workers.engine.client.async_engine import AsyncEngine, EngineDeadError
 from workers.engine.messages.core import EngineRequest, Finish, StepOutput
 from workers.replica.metrics import RequestMetrics
+from workers.replica.outbox import Outbox
 from workers.replica.prepared import PreparedRequest
 from workers.replica.requests_in_flight import RequestInFlight, rejected
 from workers.replica.sequence import Sequence
@@ -44,33 +44,15 @@ class Load:
     live: int = 0
 
 
-class Engine(Protocol):
-    """What this needs of `workers.engine.client.async_engine.AsyncEngine`."""
-
-    def add(self, requests: list[EngineRequest]) -> None: ...
-
-    def abort(self, request_ids: Iterable[int]) -> None: ...
-
-
-class Outgoing(Protocol):
-    """What this needs of `workers.replica.outbox.Outbox`."""
-
-    def accept(self, delta: Delta) -> None: ...
-
-    def finish(self, finished: Finished) -> None: ...
-
-    def tokens_wait(self, first: bool) -> None: ...
-
-
 class Running:
     """The requests of one engine core that have not ended, and their choices by engine id.
 
     Used from the event loop only.
     """
 
-    def __init__(self, engine: Engine, outgoing: Outgoing, clock: Callable[[], float], stream_interval: float) -> None:
+    def __init__(self, engine: AsyncEngine, outbox: Outbox, clock: Callable[[], float], stream_interval: float) -> None:
         self._engine = engine
-        self._outgoing = outgoing
+        self._outbox = outbox
         self._clock = clock
         self._stream_interval = stream_interval
         self._ids = itertools.count(1)
@@ -161,7 +143,7 @@ class Running:
         self._add(added)
         self._abort(over)
         if waiting:
-            self._outgoing.tokens_wait(first)
+            self._outbox.tokens_wait(first)
 
     def due(self) -> list[Delta]:
         """What is to be published now: everything of requests that someone watches, of the others
@@ -219,7 +201,7 @@ class Running:
         until = self._clock() + order.seconds
         for request in self._named(order):
             self._watched[request] = max(until, self._watched.get(request, 0.0))
-        self._outgoing.tokens_wait(True)
+        self._outbox.tokens_wait(True)
 
     def cancel(self, order: ControlMessage) -> list[Held]:
         """Drop the requests that an order names; return what was held of them."""
@@ -274,7 +256,7 @@ class Running:
         """
         claim, request = item.claim, RequestInFlight(item, self._ids, now, self._stream_interval)
         if claim.live:
-            self._outgoing.accept(request.accepted())
+            self._outbox.accept(request.accepted())
         if not request.running:
             self._complete(request, request.finish())
             return []
@@ -346,7 +328,7 @@ class Running:
             self.failed += 1
             error = msgspec.json.decode(finished.result.body)["error"]
             self.metrics.errors.add(1, error["code"] or error["type"])
-        self._outgoing.finish(finished)
+        self._outbox.finish(finished)
 
     def _forget(self, request: RequestInFlight) -> list[int]:
         """Return the engine's ids of the choices that have not ended."""

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Protocol
 
 import msgspec
 
 from jobs.queue.gauges import GpuGauges, MetricDescriptor, MetricSample, WorkerGauges
 from jobs.queue.request_queue import Queue, QueueUnavailable
+from workers.engine.client.async_engine import AsyncEngine
 from workers.engine.client.engine_metrics import EngineMetrics
-from workers.engine.messages.core import Ready, Stats
+from workers.engine.messages.core import Stats
 from workers.replica.gpus import gpu_gauges
 from workers.replica.metrics import RequestMetrics
 from workers.replica.running import Running
@@ -24,17 +24,7 @@ INTERVAL = 10.0
 GAUGES_INTERVAL = 5.0
 
 
-class HasStats(Protocol):
-    """What this needs of an engine."""
-
-    stats: Stats
-    metrics: EngineMetrics
-
-    @property
-    def info(self) -> Ready: ...
-
-
-async def report(running: Running, engine: HasStats, num_blocks: int) -> None:
+async def report(running: Running, engine: AsyncEngine, num_blocks: int) -> None:
     """Log until cancelled; an interval without work gets no line."""
     loop = asyncio.get_running_loop()
     before, finished, since = Stats(), running.finished, loop.time()
@@ -66,7 +56,7 @@ def declared_metrics() -> list[MetricDescriptor]:
     return msgspec.convert(metrics, list[MetricDescriptor], from_attributes=True)
 
 
-async def report_gauges(worker: str, engine: HasStats, metrics: RequestMetrics, queue: Queue) -> None:
+async def report_gauges(worker: str, engine: AsyncEngine, metrics: RequestMetrics, queue: Queue) -> None:
     """Publish gauges in Redis until cancelled.
 
     No failure ends the replica; the next report replaces one that is lost.
@@ -90,7 +80,7 @@ async def report_gauges(worker: str, engine: HasStats, metrics: RequestMetrics, 
         await asyncio.sleep(GAUGES_INTERVAL)
 
 
-def _gauges(engine: HasStats, metrics: RequestMetrics, rate: float, gpus: list[GpuGauges]) -> WorkerGauges:
+def _gauges(engine: AsyncEngine, metrics: RequestMetrics, rate: float, gpus: list[GpuGauges]) -> WorkerGauges:
     stats, blocks = engine.stats, engine.info.num_blocks
     metrics.blocks.set(blocks)
     metrics.kv_cache_usage.set(1 - stats.free_blocks / max(1, blocks - 1))  # the null block is never free
