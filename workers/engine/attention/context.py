@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,26 +11,15 @@ from workers.engine.attention.base import Attention, Metadata
 from workers.engine.layers.base import RotaryHeads
 
 
+@dataclass(slots=True)
 class StepAttention:
     """A backend, each layer's cache, scale and window, and one step's rows."""
 
-    __slots__ = ("attention", "caches", "metadata", "scales", "windows")
-
-    def __init__(
-        self,
-        attention: Attention,
-        caches: list[Tensor],
-        metadata: Metadata,
-        scales: Sequence[float],
-        windows: Sequence[int | None],
-    ) -> None:
-        self.attention, self.caches, self.metadata, self.scales, self.windows = (
-            attention,
-            caches,
-            metadata,
-            scales,
-            windows,
-        )
+    attention: Attention
+    caches: list[Tensor]
+    metadata: Metadata
+    scales: Sequence[float]
+    windows: Sequence[int | None]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attention.forward(

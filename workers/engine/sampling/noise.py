@@ -15,7 +15,6 @@ winning noise comes from.
 
 from __future__ import annotations
 
-import math
 import sys
 from functools import cache
 
@@ -77,20 +76,6 @@ def host_gumbel(key: np.uint64, steps: NDArray[np.uint64]) -> NDArray[np.float32
     return noise
 
 
-def noise_bits(seed: int, choice: int, index: int, token: int) -> int:
-    """Return the 32 bits behind one token's noise, in plain Python."""
-    key = _mix_int(seed + GOLDEN)
-    key = _mix_int(key + choice * GOLDEN)
-    key = _mix_int(key + index * GOLDEN)
-    return _mix_int(key + (token + 1) * GOLDEN) >> 32
-
-
-def noise(seed: int, choice: int, index: int, token: int) -> float:
-    """Return one token's noise, in plain Python and double precision."""
-    v = min(noise_bits(seed, choice, index, token) * 2.0**-32 + 2.0**-33, _LARGEST)
-    return -math.log(-math.log1p(-v))
-
-
 def signed_seed(seed: int) -> int:
     """Return a 64-bit unsigned seed as the int64 of the same bits."""
     return _signed(seed & _MASK)
@@ -119,10 +104,3 @@ def _mixed_up(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     z ^= other
     z *= np.uint64(MIX_2)
     return z
-
-
-def _mix_int(z: int) -> int:
-    z &= _MASK
-    z = ((z ^ (z >> 30)) * MIX_1) & _MASK
-    z = ((z ^ (z >> 27)) * MIX_2) & _MASK
-    return z ^ (z >> 31)

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tests.workers.engine.kernels.devices import DEVICE
+from tests.workers.engine.sampling.definition import noise, noise_bits
 from tests.workers.engine.sampling.plain import SampledRow, random_row, sampled_rows
 from workers.engine.cuda.staging import to_device
 from workers.engine.kernels import sampling as kernels
@@ -21,7 +22,7 @@ from workers.engine.kernels.fused_draw import FusedDraw
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.draw import TorchDraw, draw_on_device
 from workers.engine.sampling.limits import SamplingLimits
-from workers.engine.sampling.noise import noise, noise_bits, request_keys, signed_seed
+from workers.engine.sampling.noise import request_keys, signed_seed
 from workers.engine.sampling.sampler import Sampler
 
 VOCAB = 700

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.workers.engine.sampling.definition import noise
 from workers.engine.messages.core import SamplingParams
 from workers.engine.sampling.draw import TorchDraw
-from workers.engine.sampling.noise import noise
 from workers.engine.sampling.rows import SampledRows
 from workers.engine.sampling.sampler import Sampler
 

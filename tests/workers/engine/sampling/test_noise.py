@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.workers.engine.sampling.definition import noise, noise_bits
 from workers.engine.sampling.noise import (
     gumbel,
     host_gumbel,
-    noise,
-    noise_bits,
     request_keys,
     rough_bits,
     signed_seed,
