@@ -12,17 +12,11 @@ from workers.engine.layers.ops import TorchOps
 class TritonOps(TorchOps):
     """Activations other than SiLU stay torch's."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return normed(x, weight, None, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_normed(x, residual, weight, None, eps)
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return normed(x, weight, bias, eps)
 
-    def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         return add_normed(x, residual, weight, bias, eps)
 

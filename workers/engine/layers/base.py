@@ -33,6 +33,7 @@ class Norm(Protocol):
     """A normalization over the last dimension."""
 
     weight: Tensor
+    bias: Tensor | None
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor: ...
@@ -116,23 +117,14 @@ class Ops(Protocol):
         """Return a decoder out of layers that were made with these."""
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm (Zhang and Sennrich, 2019) of x [..., size]."""
-        ...
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and x + residual itself.
-
-        Neither argument is of use afterwards.
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Return the layer norm (Ba et al., 2016) of x [..., size], without a bias its
+        root-mean-square norm (Zhang and Sennrich, 2019).
         """
         ...
 
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """Layer norm (Ba et al., 2016) of x [..., size]."""
-        ...
-
-    def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and x + residual itself.
 

@@ -10,35 +10,23 @@ from workers.engine.layers.weights import Weights
 
 
 class RMSNorm:
-    __slots__ = ("_ops", "eps", "weight")
-
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
         self.weight = weights.take(f"{name}.weight", (size,))
+        self.bias: Tensor | None = None
         self.eps = eps
         self._ops = weights.ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.rms_norm(x, self.weight, self.eps)
+        return self._ops.norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the norm of x + residual, and x + residual; both arguments are used up."""
-        return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self._ops.add_norm(x, residual, self.weight, self.bias, self.eps)
 
 
-class LayerNorm:
-    """With weight and bias."""
-
-    __slots__ = ("_ops", "bias", "eps", "weight")
+class LayerNorm(RMSNorm):
+    """The same without the mean, and with a bias."""
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:
-        self.weight = weights.take(f"{name}.weight", (size,))
+        super().__init__(weights, name, size, eps)
         self.bias = weights.take(f"{name}.bias", (size,))
-        self.eps = eps
-        self._ops = weights.ops
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.layer_norm(x, self.weight, self.bias, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the norm of x + residual, and x + residual; both arguments are used up."""
-        return self._ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)

@@ -33,21 +33,16 @@ class TorchOps:
     def stack(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> Stack:
         return LayerStack(layers, norm, heads, kv_heads, head_dim)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        total = x.add_(residual)
-        return self.rms_norm(total, weight, eps), total
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        if bias is None:
+            return F.rms_norm(x, weight.shape, weight, eps)
         return F.layer_norm(x, weight.shape, weight, bias, eps)
 
-    def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         total = x.add_(residual)
-        return self.layer_norm(total, weight, bias, eps), total
+        return self.norm(total, weight, bias, eps), total
 
     def gated_activation(self, name: str, gate_up: Tensor) -> Tensor:
         """[T, 2 * width] -> [T, width]: the activation `name` of the first half times the

@@ -38,17 +38,11 @@ class NativeOps(TorchOps):
     def stack(self, layers: Sequence[DecoderLayer], norm: Norm, heads: int, kv_heads: int, head_dim: int) -> Stack:
         return (NativeStack if can_stack(layers) else LayerStack)(layers, norm, heads, kv_heads, head_dim)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return _normed(x.contiguous(), None, weight, None, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return _normed(x, residual, weight, None, eps), x
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return _normed(x.contiguous(), None, weight, bias, eps)
 
-    def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         return _normed(x, residual, weight, bias, eps), x
 

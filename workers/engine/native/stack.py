@@ -13,7 +13,6 @@ from torch import Tensor
 
 from workers.engine.attention.context import StepAttention
 from workers.engine.layers.base import AttentionContext, DecoderLayer, Norm, Rotation
-from workers.engine.layers.norm import LayerNorm
 from workers.engine.layers.stack import LayerStack
 from workers.engine.native.attention import CpuAttention
 from workers.engine.native.library import load
@@ -121,7 +120,7 @@ def _packed(projection: object) -> PackedMatrix:
 
 
 def _c_norm(norm: Norm) -> _Norm:
-    return _Norm(norm.weight.data_ptr(), norm.bias.data_ptr() if isinstance(norm, LayerNorm) else None, norm.eps)
+    return _Norm(norm.weight.data_ptr(), None if norm.bias is None else norm.bias.data_ptr(), norm.eps)
 
 
 def _c_layer(layer: DecoderLayer) -> _Layer:

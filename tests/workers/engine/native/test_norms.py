@@ -23,12 +23,12 @@ def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool) 
     total = x + residual
     if centered:
         alone, (after, left) = (
-            ops.layer_norm(x, weight, bias, 1e-6),
-            ops.add_layer_norm(x.clone(), residual, weight, bias, 1e-6),
+            ops.norm(x, weight, bias, 1e-6),
+            ops.add_norm(x.clone(), residual, weight, bias, 1e-6),
         )
         expected = [F.layer_norm(part.float(), (size,), weight.float(), bias.float(), 1e-6) for part in (x, total)]
     else:
-        alone, (after, left) = ops.rms_norm(x, weight, 1e-6), ops.add_rms_norm(x.clone(), residual, weight, 1e-6)
+        alone, (after, left) = ops.norm(x, weight, None, 1e-6), ops.add_norm(x.clone(), residual, weight, None, 1e-6)
         expected = [F.rms_norm(part.float(), (size,), weight.float(), 1e-6) for part in (x, total)]
     assert left.equal(total)
     for got, wanted in zip((alone, after), expected, strict=True):
@@ -39,9 +39,9 @@ def test_equals_torch(rows: int, size: int, dtype: torch.dtype, centered: bool) 
 def test_heads_of_a_larger_tensor() -> None:
     qkv, weight = torch.randn(4, 7, 24), torch.randn(24)
     torch.testing.assert_close(
-        NativeOps().rms_norm(qkv[:, :3], weight, 1e-6), F.rms_norm(qkv[:, :3], (24,), weight, 1e-6)
+        NativeOps().norm(qkv[:, :3], weight, None, 1e-6), F.rms_norm(qkv[:, :3], (24,), weight, 1e-6)
     )
 
 
 def test_no_rows() -> None:
-    assert NativeOps().rms_norm(torch.empty(0, 64), torch.ones(64), 1e-6).shape == (0, 64)
+    assert NativeOps().norm(torch.empty(0, 64), torch.ones(64), None, 1e-6).shape == (0, 64)
