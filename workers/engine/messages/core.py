@@ -60,39 +60,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     prompt_logprobs: int = -1
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 0:
-            raise ValueError(f"max_tokens must not be negative, got {self.max_tokens}")
-        self._check_draw()
-        self._check_penalties()
-        self._check_tokens()
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) < -1:
-                raise ValueError(f"{name} must be at least -1, got {getattr(self, name)}")
-
-    def _check_draw(self) -> None:
-        if not (self.temperature >= 0.0 and math.isfinite(self.temperature)):
-            raise ValueError(f"temperature must be a finite number of at least 0, got {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must not be negative, got {self.top_k}")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed must be an unsigned 64-bit number, got {self.seed}")
-        if self.choice < 0:
-            raise ValueError(f"choice must not be negative, got {self.choice}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-
-    def _check_penalties(self) -> None:
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2.0 <= getattr(self, name) <= 2.0:
-                raise ValueError(f"{name} must lie in [-2, 2], got {getattr(self, name)}")
-        if not (self.repetition_penalty > 0.0 and math.isfinite(self.repetition_penalty)):
-            raise ValueError(f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}")
-
-    def _check_tokens(self) -> None:
-        if self.min_tokens < 0:
-            raise ValueError(f"min_tokens must not be negative, got {self.min_tokens}")
+        for name, (interval, low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high or value == math.inf or (value == low and interval[0] == "("):
+                raise ValueError(f"{name} must lie in {interval}, got {value}")
         for token, bias in self.logit_bias:
             if token < 0 or not math.isfinite(bias):
                 raise ValueError(f"logit_bias must map token ids to finite numbers, got {token}: {bias}")
@@ -100,6 +71,23 @@ class SamplingParams(msgspec.Struct, frozen=True):
             if not word or min(word) < 0:
                 raise ValueError(f"bad_words must hold runs of token ids, got {list(word)}")
 
+
+_RANGES = {
+    "max_tokens": ("[0, inf)", 0, math.inf),
+    "temperature": ("[0, inf)", 0, math.inf),
+    "top_p": ("(0, 1]", 0, 1),
+    "top_k": ("[0, inf)", 0, math.inf),
+    "seed": ("[0, 2**64)", 0, MAX_SEED),
+    "choice": ("[0, inf)", 0, math.inf),
+    "min_p": ("[0, 1]", 0, 1),
+    "presence_penalty": ("[-2, 2]", -2, 2),
+    "frequency_penalty": ("[-2, 2]", -2, 2),
+    "repetition_penalty": ("(0, inf)", 0, math.inf),
+    "min_tokens": ("[0, inf)", 0, math.inf),
+    "logprobs": ("[-1, inf)", -1, math.inf),
+    "prompt_logprobs": ("[-1, inf)", -1, math.inf),
+}
+"""By parameter: the range as a person reads it, and its bounds."""
 
 EVERY_FEATURE = SamplingParams(
     max_tokens=1,
