@@ -223,20 +223,16 @@ class Queue(BatchQueue, Streams, Registry, Gauges, RateLimits):
 
 
 def _delta_arguments(delta: Delta) -> list[Any]:
+    return [str(delta.key), delta.fence, *_tokens(delta), delta.reply_to or "", int(delta.accepted)]
+
+
+def _tokens(delta: Delta) -> list[Any]:
     before = delta.total - sum(len(chunk.token_ids) for chunk in delta.chunks)
-    return [
-        str(delta.key),
-        delta.fence,
-        before,
-        delta.total,
-        pack(delta.chunks),
-        delta.reply_to or "",
-        int(delta.accepted),
-    ]
+    return [before, delta.total, pack(delta.chunks)]
 
 
 def _finished_arguments(finished: Finished) -> list[Any]:
-    tokens: list[Any] = ["", ""] if finished.delta is None else [finished.delta.total, pack(finished.delta.chunks)]
+    tokens = ["", "", ""] if finished.delta is None else _tokens(finished.delta)
     result = finished.result
     end = [int(result.succeeded), result.usage.prompt_tokens, result.usage.completion_tokens, pack(result)]
     return [str(finished.key), finished.fence, *tokens, finished.reply_to or "", *end]

@@ -1,18 +1,20 @@
 #!lua flags=allow-oom
 -- Stores results, ends leases, moves the batch's counts where the done bit flips.
 -- ARGV: worker, tokens that it generated in its life, seconds to keep a watched stream, bytes to
---       keep of those of live calls, then (name, fence, output tokens with these, chunks (msgpack), API process or '',
---       succeeded 0/1, tokens of the prompt and of the output as the answer counts them, result
---       (msgpack)) each;
+--       keep of those of live calls, then (name, fence, output tokens before these and with them,
+--       chunks (msgpack), API process or '', succeeded 0/1, tokens of the prompt and of the output
+--       as the answer counts them, result (msgpack)) each;
 --       tokens and chunks are '' when none are left to publish
--- Returns the names for which nothing changed: the worker does not hold them under that fence.
+-- Returns the names for which nothing was stored: the worker does not hold them under that fence.
 
 local worker, generated, keep = ARGV[1], tonumber(ARGV[2]), {seconds = ARGV[3], bytes = ARGV[4]}
 local lost, items, names, seen = {}, {}, {}, {}
 count_generated(worker, generated)
-for i = 5, #ARGV, 9 do
-  local name, fence, total, chunks, reply_to, succeeded, prompt_tokens, tokens, result = unpack(ARGV, i, i + 8)
-  if not seen[name] and holds(worker, name, fence) then
+for i = 5, #ARGV, 10 do
+  local name, fence, before, total, chunks, reply_to, succeeded, prompt_tokens, tokens, result =
+    unpack(ARGV, i, i + 9)
+  local held = not seen[name] and holds(worker, name, fence)
+  if held and not (is_live(name) and take_if_tokens_are_missing(worker, name, fence, before)) then
     seen[name] = true
     names[#names + 1] = name
     items[#items + 1] = {
@@ -27,4 +29,5 @@ if #names > 0 then
   release(worker, unpack(names))
   finish(items, keep)
 end
+wake_for_quarantine()
 return lost

@@ -354,6 +354,19 @@ local function requeue(name, model, attempts, deaths, engine_crashes)
   wake_workers(model, 1, live)
 end
 
+-- A server that lost its last second (power loss, failover) lacks tokens that were published to it.
+-- A stream must have no hole: a request whose stream does not reach to `before` tokens is taken from
+-- its worker, and goes on from what is left. No attempt is counted.
+local function take_if_tokens_are_missing(worker, name, fence, before)
+  local last = redis.call('XREVRANGE', key.tokens(name), '+', '-', 'COUNT', 1)[1]
+  if (tonumber(before) or 0) <= (last and tonumber(string.match(last[1], '^%d+')) or 0) then
+    return false
+  end
+  local model, attempt, deaths, engine_crashes = take_from(worker, name, fence)
+  requeue(name, model, attempt - 1, deaths, engine_crashes)
+  return true
+end
+
 -- Which of the requests a client watches, themselves or with their batch: a table of names.
 local function watched_of(names)
   local targets, batches = {}, {}

@@ -329,6 +329,19 @@ class TestFences:
 
 
 class TestCommit:
+    def test_after_tokens_that_the_server_forgot(self, queue: Queue) -> None:
+        """The stream of a live call has no hole; nothing reads that of a line which has its result."""
+        start_batch(queue, "b", 1)
+        queue.submit("live_a", request(reply_to="api1"))
+        claims = take(queue, "w", 1)
+        assert queue.publish("w", [delta(claim, 0, [1, 2]) for claim in claims]) == []
+        live, line = sorted(claims, key=lambda claim: not claim.live)
+        ends = [finished(claim, last=delta(claim, 3, [4])) for claim in claims]
+        assert queue.commit("w", ends) == [live.key]
+        [again] = take(queue, "v", 1)
+        assert (again.key, again.checkpoint, again.attempt) == (live.key, checkpoint([1, 2], 0), 1)
+        assert [number for number, _ in queue.results("b")] == [line.key.line]
+
     def test_moves_counts_and_leaves_only_the_result(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 3)
         claims = take(queue, "w1", 1)
