@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.requests import Request
 
@@ -17,6 +17,7 @@ from api.http.multipart import FormPart, MultipartReader
 from api.http.request_body import chunks_of
 from api.settings import ApiSettings
 from jobs.protocol import fields
+from jobs.protocol.lines import decode_json
 from jobs.protocol.results import ApiError
 from jobs.store.file_store import (
     MAX_EXPIRY_SECONDS,
@@ -25,8 +26,8 @@ from jobs.store.file_store import (
     FileRecord,
     FileStore,
     Upload,
-    batch_suffix,
 )
+from jobs.store.input_formats import content_problem, name_problem
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -38,10 +39,21 @@ _WRITE_BYTES = 1 << 20  # at once, off the event loop
 _NAME_LENGTH = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
+EXPIRY = "expires_after"  # as one part, of JSON; the next two are its members as parts of their own
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+EXPIRY_SCHEMA = {
+    "type": "object",
+    "required": ["anchor", "seconds"],
+    "properties": {
+        "anchor": {"type": "string", "enum": ["created_at"]},
+        "seconds": {"type": "integer", "minimum": MIN_EXPIRY_SECONDS, "maximum": MAX_EXPIRY_SECONDS},
+    },
+}
+"""What `read_expiry` takes."""
+
 # Of their own, so that no live call waits for a slow disk
 _WRITERS = ThreadPoolExecutor(8, "upload")
-_FIELDS = ("purpose", ANCHOR, SECONDS)
+_FIELDS = ("purpose", EXPIRY, ANCHOR, SECONDS)
 
 
 async def receive_file(request: Request, files: FileStore, settings: ApiSettings, tenant: str) -> FileRecord:
@@ -118,14 +130,14 @@ class _Form:
         self._check_fields()
         if "purpose" not in self._fields:
             fields.missing("purpose")
-        if (ANCHOR in self._fields) != (SECONDS in self._fields):
-            fields.missing(SECONDS if ANCHOR in self._fields else ANCHOR)
-        if not self._size:
-            fields.fail("Invalid 'file': the file is empty.", "file", "empty_file")
         self.check_size()
         await self._write()
         self._upload.purpose = self._text("purpose")
-        self._upload.expires_seconds = int(self._text(SECONDS)) if SECONDS in self._fields else None
+        if self._upload.purpose == "batch":
+            _check_format(content_problem(self._filename, self._upload.head, self._size))
+        elif not self._size:
+            fields.fail("Invalid 'file': the file is empty.", "file", "empty_file")
+        self._upload.expires_seconds = self._expires_seconds()
         return await _on_disk(self._upload.commit)
 
     def close(self) -> None:
@@ -135,6 +147,8 @@ class _Form:
 
     async def _begin(self, part: FormPart) -> None:
         self._part = part
+        if part.name.startswith(EXPIRY) and part.name not in _FIELDS:
+            fields.fail(f"Unknown parameter: '{fields.shown(part.name)}'.", EXPIRY, "unknown_parameter")
         if part.name in _FIELDS:
             if part.name in self._fields:
                 fields.fail(f"'{part.name}' is given twice.", part.name, "invalid_value")
@@ -163,22 +177,35 @@ class _Form:
     def _check_fields(self) -> None:
         """What can be known to be wrong from the fields that came whole."""
         if "purpose" in self._fields:
-            purpose = self._text("purpose")
-            if purpose not in PURPOSES:
-                fields.unknown_choice(purpose, "purpose", PURPOSES)
-            if purpose == "batch" and self._filename and batch_suffix(self._filename) is None:
-                message = (
-                    "Invalid file format for Batch API. Must be .jsonl, which may be compressed (.jsonl.gz,"
-                    " .jsonl.zst), or .parquet."
-                )
-                raise ApiError(400, message)
-        if ANCHOR in self._fields and (anchor := self._text(ANCHOR)) != "created_at":
-            fields.unknown_choice(anchor, ANCHOR, ("created_at",))
+            purpose = fields.choice(self._text("purpose"), "purpose", PURPOSES)
+            if purpose == "batch":
+                _check_format(name_problem(self._filename))
+        if ANCHOR in self._fields:
+            fields.choice(self._text(ANCHOR), ANCHOR, ("created_at",))
         if SECONDS in self._fields:
             seconds = self._text(SECONDS)
             if not re.fullmatch(r"[+-]?[0-9]{1,30}", seconds):
                 fields.wrong_type(seconds, "an integer", SECONDS)
             fields.integer(int(seconds), SECONDS, MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS)
+        if EXPIRY in self._fields:
+            self._expiry()
+
+    def _expires_seconds(self) -> int | None:
+        """After how many seconds the file expires, once the form is whole."""
+        given = [name for name in (EXPIRY, ANCHOR, SECONDS) if name in self._fields]
+        if given == [EXPIRY]:
+            return self._expiry()
+        if EXPIRY in given:
+            fields.fail(f"'{EXPIRY}' is given twice.", EXPIRY, "invalid_value")
+        if len(given) == 1:
+            fields.missing(SECONDS if given == [ANCHOR] else ANCHOR)
+        return int(self._text(SECONDS)) if given else None
+
+    def _expiry(self) -> int:
+        try:
+            return read_expiry(decode_json(self._fields[EXPIRY]), EXPIRY)
+        except ValueError as error:
+            fields.fail(f"Invalid '{EXPIRY}': it is not valid JSON: {error}.", EXPIRY, "invalid_value")
 
     def _text(self, name: str) -> str:
         return self._fields[name].decode("utf-8", "replace")
@@ -186,6 +213,21 @@ class _Form:
 
 async def _on_disk(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
     return await asyncio.get_running_loop().run_in_executor(_WRITERS, partial(action, *arguments, **options))
+
+
+def read_expiry(value: Any, param: str) -> int:
+    """Return the seconds of OpenAI's `expires_after`. Raise `ApiError`."""
+    expiry = fields.mapping(value, param)
+    fields.choice(fields.required(expiry, "anchor", f"{param}."), f"{param}.anchor", ("created_at",))
+    seconds = fields.required(expiry, "seconds", f"{param}.")
+    return fields.integer(seconds, f"{param}.seconds", MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS)
+
+
+def _check_format(problem: str | None) -> None:
+    """Raise `ApiError`, in the hosted service's words and ours, if there is a problem."""
+    if problem is not None:
+        may_be = "Must be .jsonl, .jsonl.gz, .jsonl.zst or .parquet."
+        raise ApiError(400, f"Invalid file format for Batch API. {may_be} {problem}")
 
 
 def _announced(request: Request) -> int:

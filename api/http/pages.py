@@ -43,9 +43,7 @@ def query_integer(request: Request, name: str, low: int, high: int) -> int | Non
 def query_choice(request: Request, name: str, choices: tuple[str, ...]) -> str | None:
     """One of the words that the query may give, None if it is absent. Raises `ApiError`."""
     text = request.query_params.get(name)
-    if text is not None and text not in choices:
-        fields.unknown_choice(text, name, choices)
-    return text
+    return None if text is None else fields.choice(text, name, choices)
 
 
 def not_after(name: str) -> ApiError:

@@ -16,6 +16,7 @@ from api.http.request_body import read_body
 from api.http.responses import json_response
 from api.settings import ApiSettings
 from api.state import ApiState, queue_reachable, state_of
+from api.uploads import EXPIRY_SCHEMA, read_expiry
 from jobs.batch.client import BatchRecord, cancel_batch, list_batches
 from jobs.batch.submit import BatchSubmission, TooManyBatches, submit_batch
 from jobs.protocol import fields
@@ -23,22 +24,14 @@ from jobs.protocol.endpoints import ENDPOINTS
 from jobs.protocol.ids import BATCH, is_id
 from jobs.protocol.results import ApiError
 from jobs.protocol.validation import decode_body
+from jobs.protocol.value_types import or_null
 from jobs.protocol.windows import window_seconds
-from jobs.store.file_store import MAX_EXPIRY_SECONDS, MIN_EXPIRY_SECONDS
 
 _MAX_BODY = 1024 * 1024  # bytes
 _MAX_LIMIT, _USUAL_LIMIT = 100, 20
 _MAX_PAIRS, _MAX_KEY, _MAX_VALUE = 16, 64, 512
 _MAX_ID = 256
 
-_EXPIRY = {
-    "type": ["object", "null"],
-    "required": ["anchor", "seconds"],
-    "properties": {
-        "anchor": {"type": "string", "enum": ["created_at"]},
-        "seconds": {"type": "integer", "minimum": MIN_EXPIRY_SECONDS, "maximum": MAX_EXPIRY_SECONDS},
-    },
-}
 _METADATA = {
     "type": ["object", "null"],
     "maxProperties": _MAX_PAIRS,
@@ -54,7 +47,7 @@ _BODY = json_body(
             "endpoint": {"type": "string", "enum": list(ENDPOINTS)},
             "completion_window": {"type": "string"},
             "metadata": _METADATA,
-            "output_expires_after": _EXPIRY,
+            "output_expires_after": or_null(EXPIRY_SCHEMA),
         },
     }
 )
@@ -125,7 +118,7 @@ def read_new_batch(body: Any, caller: Caller, settings: ApiSettings) -> BatchSub
         seconds=window_seconds(window),
         metadata=fields.optional(body, "metadata", _metadata, None),
         tenant=caller.tenant,
-        output_expires_seconds=fields.optional(body, "output_expires_after", _expiry_seconds, None),
+        output_expires_seconds=fields.optional(body, "output_expires_after", read_expiry, None),
         max_lines=settings.max_batch_lines,
         queued_tokens=caller.queued_tokens,
         open_batches=caller.open_batches,
@@ -137,10 +130,9 @@ def _create(state: ApiState, caller: Caller, raw: bytes) -> dict[str, Any]:
     try:
         return batch_object(submit_batch(state.queue, state.files, new))
     except TooManyBatches as error:
-        message = (
-            f"You have {caller.open_batches} batches that have not ended, as many as you may have; try again when one"
-            " has."
-        )
+        most = caller.open_batches
+        batches = "1 batch that has" if most == 1 else f"{most} batches that have"
+        message = f"You have {batches} not ended, as many as you may have; try again when one has."
         raise ApiError(error.status, message, "rate_limit_error", code="rate_limit_exceeded") from None
 
 
@@ -149,10 +141,7 @@ def _find(request: Request, batch_id: str) -> BatchRecord:
 
 
 def _choice(body: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
-    value = fields.text(fields.required(body, name), name)
-    if value not in choices:
-        fields.unknown_choice(value, name, choices)
-    return value
+    return fields.choice(fields.required(body, name), name, choices)
 
 
 def _metadata(value: Any, param: str) -> dict[str, str]:
@@ -167,16 +156,6 @@ def _metadata(value: Any, param: str) -> dict[str, str]:
         fields.text(key, param, _MAX_KEY)
         fields.text(text, f"{param}.{fields.shown(key)}", _MAX_VALUE)
     return pairs
-
-
-def _expiry_seconds(value: Any, param: str) -> int:
-    expiry = fields.mapping(value, param)
-    anchor = fields.text(fields.required(expiry, "anchor", f"{param}."), f"{param}.anchor")
-    if anchor != "created_at":
-        fields.unknown_choice(anchor, f"{param}.anchor", ("created_at",))
-    return fields.integer(
-        fields.required(expiry, "seconds", f"{param}."), f"{param}.seconds", MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS
-    )
 
 
 def _too_late(record: BatchRecord) -> ApiError:

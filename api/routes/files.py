@@ -17,7 +17,7 @@ from api.http.openapi import query
 from api.http.pages import PageOf, envelope, not_after, query_choice, query_integer
 from api.http.responses import json_response
 from api.state import queue_reachable, state_of
-from api.uploads import ANCHOR, SECONDS, receive_file
+from api.uploads import ANCHOR, EXPIRY, EXPIRY_SCHEMA, SECONDS, receive_file
 from jobs.batch.completion_log import read_log
 from jobs.batch.manifest import Manifest, load_manifest
 from jobs.protocol import fields
@@ -42,6 +42,7 @@ _FORM = {
                 "properties": {
                     "file": {"type": "string", "format": "binary"},
                     "purpose": {"type": "string", "enum": list(PURPOSES)},
+                    EXPIRY: EXPIRY_SCHEMA,
                     ANCHOR: {"type": "string", "enum": ["created_at"]},
                     SECONDS: {"type": "integer", "minimum": MIN_EXPIRY_SECONDS, "maximum": MAX_EXPIRY_SECONDS},
                 },

@@ -15,6 +15,8 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from jobs.errors import JobsError
+from jobs.protocol.lines import BOM
+from jobs.store.input_formats import GZIP, HEAD_BYTES, JSONL, PARQUET, ZSTD, format_of_content
 from jobs.store.storage import AtomicWriter, StoreError, open_input
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -35,7 +37,7 @@ _READER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _PARQUET_SUFFIXES = (".parquet", ".pq")
-_BOM = b"\xef\xbb\xbf"
+_SPOOLED_SUFFIXES = {PARQUET: _PARQUET_SUFFIXES, GZIP: (".gz",), ZSTD: (".zst",)}
 logger = logging.getLogger(__name__)
 
 
@@ -73,9 +75,15 @@ def is_parquet(location: str) -> bool:
     return location.lower().endswith(_PARQUET_SUFFIXES)
 
 
-def needs_spool(location: str) -> bool:
-    """Return whether lines of the file cannot be read at an offset."""
-    return location.lower().endswith((*_PARQUET_SUFFIXES, ".gz", ".zst"))
+def format_of(location: str) -> str:
+    """Return the format of a file: by its name where that says one that is unpacked, else by its
+    content. Raise `StoreError`.
+    """
+    for kind, suffixes in _SPOOLED_SUFFIXES.items():
+        if location.lower().endswith(suffixes):
+            return kind
+    with open_input(location) as file:
+        return format_of_content(file.read(HEAD_BYTES))
 
 
 def read_lines(
@@ -88,9 +96,9 @@ def read_lines(
     where more than `most_blank` lines are.
     """
     number, offset, blank = 0, 0, 0
-    if file.read(len(_BOM)) == _BOM:
-        offset = len(_BOM)
-        note(_BOM)
+    if file.read(len(BOM)) == BOM:
+        offset = len(BOM)
+        note(BOM)
     file.seek(offset)
     while raw := file.readline(MAX_LINE_BYTES + 1):
         note(raw)
@@ -144,7 +152,7 @@ def first_line(location: str) -> bytes | None:
     begun = b""
     with open_input(location) as file:
         for chunk in _as_jsonl(location, file):
-            begun = (begun + chunk).removeprefix(_BOM).lstrip()
+            begun = (begun + chunk).removeprefix(BOM).lstrip()
             line, newline, _ = begun.partition(b"\n")
             if newline or len(begun) > MAX_LINE_BYTES:
                 return line if newline else None
@@ -153,17 +161,18 @@ def first_line(location: str) -> bytes | None:
 
 def _as_jsonl(location: str, file: BinaryIO, bounds: Bounds = OWN_FILE) -> Generator[bytes]:
     """The file's lines in chunks of any size. Raises `InputError` and `StoreError`."""
-    if is_parquet(location):
+    kind = format_of(location)
+    if kind == PARQUET:
         yield from _parquet_lines(location, bounds)
-    elif needs_spool(location):
-        yield from _decompressed(location, file)
-    else:
+    elif kind == JSONL:
         yield from iter(lambda: file.read(_COPY_CHUNK), b"")
+    else:
+        yield from _decompressed(location, file, kind)
 
 
-def _decompressed(location: str, file: BinaryIO) -> Iterator[bytes]:
+def _decompressed(location: str, file: BinaryIO, kind: str) -> Iterator[bytes]:
     try:
-        if location.lower().endswith(".gz"):
+        if kind == GZIP:
             reader: Any = gzip.GzipFile(fileobj=file)
         else:
             import pyarrow

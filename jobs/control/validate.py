@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
-from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, Bounds, InputError, needs_spool, read_lines, write_spool
+from jobs.batch.input_files import OWN_FILE, SPOOL_NAME, Bounds, InputError, format_of, read_lines, write_spool
 from jobs.batch.manifest import BatchSpec, LineProblem
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, refused
 from jobs.control.slices import Slice
 from jobs.queue.tasks import enqueue
+from jobs.store.input_formats import JSONL
 from jobs.store.storage import join, open_input, sha256_of, size_of, stamp_of
 
 _UNPACKED_BYTES = 2 << 30  # of a compressed or Parquet file of the API, or
@@ -54,7 +55,8 @@ def _check(held: Slice) -> Checked:
             return refused("invalid_file", str(error))
         return refused("invalid_request", str(error).replace(spec.input, "The input file"), param="file_id")
     if spec.of_api and not checked.problems and not checked.total:
-        return refused("empty_file", "The input file holds no requests.")
+        message = "The input file is empty. Please ensure that your batch contains at least one request."
+        return refused("empty_file", message)
     return checked
 
 
@@ -62,7 +64,7 @@ def _read_input(held: Slice) -> Checked:
     manifest = held.manifest
     location = manifest.spec.input
     before = stamp_of(location)
-    if needs_spool(location):
+    if format_of(location) != JSONL:
         manifest.input_sha256 = sha256_of(location)
         held.check_current()
         source = join(held.root, SPOOL_NAME)

@@ -43,10 +43,12 @@ def unsupported(param: str, why: str) -> NoReturn:
     fail(f"Unsupported value: '{param}' {why}", param, "unsupported_value")
 
 
-def unknown_choice(value: str, param: str, choices: tuple[str, ...]) -> NoReturn:
-    """A string that is none of the choices."""
-    known = ", ".join(f"'{choice}'" for choice in choices)
-    fail(f"Invalid value: '{shown(value)}'. Supported values are: {known}.", param, "invalid_value")
+def choice(value: Any, param: str, choices: tuple[str, ...]) -> str:
+    """One of a few strings."""
+    if text(value, param) not in choices:
+        known = ", ".join(f"'{choice}'" for choice in choices)
+        fail(f"Invalid value: '{shown(value)}'. Supported values are: {known}.", param, "invalid_value")
+    return str(value)
 
 
 def shown(value: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _MOST_DIGITS = 4300  # what Python reads
 MOST_NESTED = 500
 """Arrays and objects inside each other.
@@ -132,7 +132,7 @@ def _integer(digits: str) -> int | float:
 
 
 def _reason(raw: bytes, error: Exception) -> str:
-    if raw.startswith(_BOM):
+    if raw.startswith(BOM):
         return "a byte order mark is allowed at the start of the file only"
     if b"\0" in raw:
         return "it holds zero bytes; the file must be UTF-8, not UTF-16"

@@ -101,9 +101,7 @@ def _token_ids(value: list[Any], param: str) -> list[int]:
 
 def _message(value: Any, param: str) -> dict[str, Any]:
     given = fields.mapping(value, param)
-    role = fields.text(fields.required(given, "role", f"{param}."), f"{param}.role")
-    if role not in _ROLES:
-        fields.unknown_choice(role, f"{param}.role", _ROLES)
+    role = fields.choice(fields.required(given, "role", f"{param}."), f"{param}.role", _ROLES)
     message: dict[str, Any] = {"role": role, "content": _content(given, role, f"{param}.content")}
     for name in ("name", "tool_call_id"):
         if given.get(name) is not None:
@@ -129,9 +127,7 @@ def _content(message: dict[str, Any], role: str, param: str) -> str:
 
 def _text_part(value: Any, param: str) -> str:
     part = fields.mapping(value, param)
-    kind = fields.text(fields.required(part, "type", f"{param}."), f"{param}.type")
-    if kind != "text":
-        fields.unknown_choice(kind, f"{param}.type", ("text",))
+    fields.choice(fields.required(part, "type", f"{param}."), f"{param}.type", ("text",))
     return fields.text(fields.required(part, "text", f"{param}."), f"{param}.text")
 
 

@@ -21,6 +21,7 @@ import redis
 from jobs.protocol.ids import FILE, is_id, micros_of, new_id
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
+from jobs.store.input_formats import HEAD_BYTES, format_of_upload
 from jobs.store.marker import BATCHES_FOLDER, FILES_FOLDER, StoreAway, check_store, open_store
 from jobs.store.storage import StoreError, local_path, make_folder, named, sync_folder, write_bytes
 
@@ -36,13 +37,6 @@ MIN_EXPIRY_SECONDS, MAX_EXPIRY_SECONDS = 3600, 30 * 24 * 3600
 _RECORD = "record.json"
 _SCHEMA_FILE, _SCHEMA = "schema", "1"
 _PART = "content.part"
-_SUFFIXES = {
-    ".jsonl": ".jsonl",
-    ".jsonl.gz": ".jsonl.gz",
-    ".jsonl.zst": ".jsonl.zst",
-    ".parquet": ".parquet",
-    ".pq": ".parquet",
-}
 _RETRY_SECONDS = 3600  # after which what could not be read or removed is looked at again
 _UPLOAD_SECONDS = 24 * 3600  # after which a folder without a record is abandoned
 _PLACE_SECONDS = 6 * 3600
@@ -76,13 +70,6 @@ class FilePage(msgspec.Struct, frozen=True):
 
     items: list[FileRecord]
     has_more: bool
-
-
-def batch_suffix(filename: str) -> str | None:
-    """The suffix under which the store keeps an input file of batches; None if its name says
-    nothing that a batch can read.
-    """
-    return next((kept for suffix, kept in _SUFFIXES.items() if filename.lower().endswith(suffix)), None)
 
 
 def store_folder(location: str) -> Path:
@@ -360,6 +347,7 @@ class Upload:
         self.purpose = purpose
         self.expires_seconds = expires_seconds
         self.bytes = 0
+        self.head = b""  # of the content, at most `HEAD_BYTES`
         self._store = store
         self._id = file_id
         self._filename = filename
@@ -376,11 +364,12 @@ class Upload:
         with named("cannot write", str(self._folder)):
             self._file.write(data)
         self.bytes += len(data)
+        self.head += data[: HEAD_BYTES - len(self.head)]
 
     def commit(self) -> FileRecord:
         """Make the file durable, then known.
 
-        Raise ValueError for a batch's file whose name has none of the suffixes.
+        Raise ValueError for a batch's file whose name and content no batch can read.
         """
         record = self._record()
         with named("cannot write", str(self._folder)):
@@ -402,7 +391,7 @@ class Upload:
     def _record(self) -> FileRecord:
         created = micros_of(FILE, self._id) // 1_000_000
         of_batch = self.purpose == "batch"
-        suffix = batch_suffix(self._filename) if of_batch else ""
+        suffix = format_of_upload(self._filename, self.head) if of_batch else ""
         if suffix is None:
             raise ValueError(f"{self._filename} is no input file of batches")
         kept = BATCH_FILE_SECONDS if of_batch and self.expires_seconds is None else self.expires_seconds

@@ -106,10 +106,12 @@ def default_output(source: Path) -> Path:
     """requests.jsonl -> requests.results.jsonl, requests.jsonl.gz too; requests.parquet ->
     requests.results.parquet.
     """
-    from jobs.batch.input_files import is_parquet
+    from jobs.batch.input_files import format_of, is_parquet
+    from jobs.store.input_formats import PARQUET
 
     plain = source.with_suffix("") if source.suffix.lower() in (".gz", ".zst") else source
-    return plain.with_name(f"{plain.stem}.results{'.parquet' if is_parquet(str(plain)) else '.jsonl'}")
+    parquet = is_parquet(str(plain)) or (source.is_file() and format_of(str(source)) == PARQUET)
+    return plain.with_name(f"{plain.stem}.results{'.parquet' if parquet else '.jsonl'}")
 
 
 def _one_input(ctx: click.Context, positional: Path | None, option: Path | None) -> Path:

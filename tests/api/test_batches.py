@@ -122,6 +122,14 @@ def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
     assert [(one.status, one.finalizing_at) for one in seen] == [("in_progress", None), ("expired", None)]
 
 
+def test_a_limit_of_one_batch_is_told_in_the_singular(redis_client: redis.Redis, api_url: str, tmp_path: Path) -> None:
+    serve(redis_client, "m")
+    _, secret = create_key(str(tmp_path / "store"), tenant="a", open_batches=1)
+    create(official_client(api_url, secret), lines_of(1))
+    with pytest.raises(openai.RateLimitError, match="You have 1 batch that has not ended, as many as you may have"):
+        create(official_client(api_url, secret), lines_of(1))
+
+
 def test_limits_of_a_key_are_those_of_its_tenant(redis_client: redis.Redis, api_url: str, tmp_path: Path) -> None:
     serve(redis_client, "m")
     store = str(tmp_path / "store")

@@ -66,7 +66,7 @@ def test_a_full_disk_is_a_507_and_leaves_nothing(redis_client: redis.Redis, redi
         assert api.output.count("No space left on device") >= 4
         kept = client.files.create(file=("in.jsonl", b"x" * 70 * _PAGE), purpose="batch")
         with pytest.raises(openai.InternalServerError):
-            client.files.create(file=("in.jsonl", b"x" * 10 * _PAGE), purpose="batch")
+            client.files.create(file=("in.jsonl", b"{}".ljust(10 * _PAGE)), purpose="batch")
         assert [file.id for file in client.files.list()] == os.listdir(inside) == [kept.id]
         client.files.delete(kept.id)
         filling = client.files.create(file=("in.jsonl", b"x" * 74 * _PAGE), purpose="batch")

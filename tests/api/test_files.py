@@ -166,9 +166,12 @@ def test_of_a_path_the_name_is_kept(http: httpx.Client, store: FileStore, sent: 
     assert content.headers["content-disposition"].startswith("attachment; filename")
 
 
-@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.jsonl.zst", "in.parquet", "in.pq"])
-def test_what_else_a_batch_can_read(client: openai.OpenAI, name: str) -> None:
-    content = bytes(range(256)) * 20 + b"\r\n--xYz\r\n-"
+@pytest.mark.parametrize(
+    ("name", "magic"),
+    [("in.jsonl.gz", b"\x1f\x8b"), ("in.jsonl.zst", b"\x28\xb5\x2f\xfd"), ("in.parquet", b"PAR1"), ("in.pq", b"PAR1")],
+)
+def test_what_else_a_batch_can_read(client: openai.OpenAI, name: str, magic: bytes) -> None:
+    content = magic + bytes(range(256)) * 20 + b"\r\n--xYz\r\n-"
     file = client.files.create(file=(name, content), purpose="batch")
     assert client.files.content(file.id).content == content
 
@@ -179,9 +182,10 @@ BAD: dict[str, tuple[list[bytes], int, str | None, str | None]] = {
     "two files": ([PURPOSE_PART, FILE_PART, FILE_PART], 400, "invalid_value", "file"),
     "an empty part": ([PURPOSE_PART, part("file", b"", "")], 400, "missing_required_parameter", "file"),
     "a field": ([PURPOSE_PART, part("file", LINES)], 400, "missing_required_parameter", "file"),
-    "0 bytes": ([part("file", b"", "in.jsonl"), PURPOSE_PART], 400, "empty_file", "file"),
+    "0 bytes": ([part("file", b"", "in.jsonl"), PURPOSE_PART], 400, None, None),
+    "0 bytes of another purpose": ([part("file", b"", "in"), part("purpose", b"vision")], 400, "empty_file", "file"),
     "wrong suffix": ([PURPOSE_PART, part("file", LINES, "in.json")], 400, None, None),
-    "wrong suffix, purpose behind": ([part("file", LINES, "in"), PURPOSE_PART], 400, None, None),
+    "wrong suffix, purpose behind": ([part("file", LINES, "in.txt"), PURPOSE_PART], 400, None, None),
     "no name": ([PURPOSE_PART, part("file", LINES, "a/..")], 400, "invalid_value", "file"),
     "a name of control characters": ([PURPOSE_PART, part("file", LINES, "a\0.jsonl")], 400, "invalid_value", "file"),
     "a long name": ([PURPOSE_PART, part("file", LINES, "a" * 300 + ".jsonl")], 400, "string_above_max_length", "file"),

@@ -70,7 +70,7 @@ def test_a_batch_is_cancelled_before_it_has_begun(client: openai.OpenAI) -> None
     assert (batch.status, batch.output_file_id) == ("cancelled", None)
 
 
-@pytest.mark.parametrize("content", [lines("one"), b"{\n"], ids=["completed", "failed"])
+@pytest.mark.parametrize("content", [lines("one"), lines("one") + b"{\n"], ids=["completed", "failed"])
 def test_what_has_ended_cannot_be_cancelled(client: openai.OpenAI, content: bytes) -> None:
     batch = wait(client, submit(client, content).id)
     with pytest.raises(openai.ConflictError) as caught:

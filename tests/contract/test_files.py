@@ -120,6 +120,16 @@ def test_fields_may_come_in_any_order(http: httpx.Client, order: Any) -> None:
     assert (file["purpose"], file["bytes"], file["expires_at"]) == ("batch", len(CONTENT), file["created_at"] + 3600)
 
 
+@pytest.mark.parametrize("kind", [None, "application/json"])
+@pytest.mark.parametrize("seconds", ["3600", "3600.0"])
+def test_the_expiry_may_be_one_part_of_json(http: httpx.Client, kind: str | None, seconds: str) -> None:
+    """As clients that were generated from OpenAI's document send it."""
+    value = f'{{"anchor": "created_at", "seconds": {seconds}}}'
+    part: Any = ("expires_after", (None, value) if kind is None else (None, value, kind))
+    file = http.post("/v1/files", files=[BATCH, part, PART]).json()
+    assert file["expires_at"] == file["created_at"] + 3600
+
+
 def test_unknown_fields_are_ignored(client: openai.OpenAI) -> None:
     file = client.files.create(
         file=PART[1], purpose="batch", extra_body={"colour": "blue"}, extra_query={"shade": "dark"}
@@ -127,6 +137,7 @@ def test_unknown_fields_are_ignored(client: openai.OpenAI) -> None:
     assert file.bytes == len(CONTENT)
 
 
+EXPIRY_PART = field("expires_after", '{"anchor": "created_at", "seconds": 3600}')
 EXPIRY = [
     ([ANCHOR, field("expires_after[seconds]", "3599")], "expires_after"),
     ([ANCHOR, field("expires_after[seconds]", "2592001")], "expires_after"),
@@ -134,6 +145,19 @@ EXPIRY = [
     ([ANCHOR, field("expires_after[seconds]", "-3600")], "expires_after"),
     ([ANCHOR, field("expires_after[seconds]", "9" * 400)], "expires_after"),
     ([field("expires_after[anchor]", "now"), SECONDS], "expires_after"),
+    ([field("expires_after[anchor]", ""), SECONDS], "expires_after"),
+    ([field("expires_after[anchor]", "")], "expires_after"),
+    ([field("expires_after", "")], "expires_after"),
+    ([field("expires_after", "null")], "expires_after"),
+    ([field("expires_after", "3600")], "expires_after"),
+    ([field("expires_after", '{"anchor": "created_at"')], "expires_after"),
+    ([field("expires_after", '{"anchor": "created_at"}')], "expires_after.seconds"),
+    ([field("expires_after", '{"seconds": 3600}')], "expires_after.anchor"),
+    ([field("expires_after", '{"anchor": "", "seconds": 3600}')], "expires_after.anchor"),
+    ([field("expires_after", '{"anchor": "created_at", "seconds": 1}')], "expires_after.seconds"),
+    ([EXPIRY_PART, ANCHOR, SECONDS], "expires_after"),
+    ([EXPIRY_PART, EXPIRY_PART], "expires_after"),
+    ([field("expires_after.anchor", "created_at"), field("expires_after.seconds", "3600")], "expires_after"),
     ([ANCHOR], "expires_after"),
     ([SECONDS], "expires_after"),
 ]
@@ -146,7 +170,6 @@ UPLOADS: list[tuple[str, Any, str | None]] = [
     ("the purpose of result files", [PART, field("purpose", "batch_output")], "purpose"),
     ("0 bytes", [BATCH, ("file", ("input.jsonl", b""))], None),
     ("a suffix that no batch has", [BATCH, ("file", ("input.csv", CONTENT))], None),
-    ("no suffix", [BATCH, ("file", ("input", CONTENT))], None),
 ]
 
 

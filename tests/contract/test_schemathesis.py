@@ -80,7 +80,7 @@ def run(stack: BatchStack, client: openai.OpenAI, folder: Path, seed: int, *limi
 
 def known(client: openai.OpenAI) -> dict[str, list[str]]:
     """What there is to call: files with good and bad lines, batches in several states."""
-    ended = [wait(client, submit(client, content).id) for content in (lines("one", "fail 400"), b"{\n")]
+    ended = [wait(client, submit(client, content).id) for content in (lines("one", "fail 400"), lines("one") + b"{\n")]
     running = [submit(client, lines("one", model=AWAY)).id for _ in range(5)]
     files = [upload(client, lines("one", "two")) for _ in range(20)]
     return {

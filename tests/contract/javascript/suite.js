@@ -57,6 +57,13 @@ test("a file lives from its upload to its deletion", async () => {
   await assert.rejects(client.files.content(file.id), OpenAI.NotFoundError);
 });
 
+test("a file from memory needs no name of its own", async () => {
+  for (const given of [await toFile(Buffer.from(line("c1", "one"))), new File([line("c1", "one")], "lines")]) {
+    const file = await client.files.create({ file: given, purpose: "batch" });
+    assert.equal(await (await client.files.content(file.id)).text(), line("c1", "one"));
+  }
+});
+
 test("pages follow each other by themselves", async () => {
   const mine = [];
   for (let number = 0; number < 5; number += 1) {
@@ -93,10 +100,10 @@ test("a batch runs to its end", async () => {
 });
 
 test("a file with bad lines fails with an entry for each", async () => {
-  const batch = await waitFor((await submit("{\n" + line("c2", "hi", "nobody"))).id);
+  const batch = await waitFor((await submit(line("c1", "hi") + "{\n" + line("c3", "hi", "nobody"))).id);
   assert.equal(batch.status, "failed");
   assert.deepEqual(batch.errors.data.map(({ code, line: number, param }) => [code, number, param]), [
-    ["invalid_json_line", 1, null], ["model_not_found", 2, "body.model"],
+    ["invalid_json_line", 2, null], ["model_not_found", 3, "body.model"],
   ]);
 });
 

@@ -12,7 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from jobs.batch import input_files
-from jobs.batch.input_files import Bounds, InputError, needs_spool, read_lines, write_spool
+from jobs.batch.input_files import Bounds, InputError, first_line, format_of, read_lines, write_spool
+from jobs.store.input_formats import GZIP, ZSTD
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -50,12 +51,15 @@ def test_an_endless_line_is_named_and_passed_over_without_being_held(monkeypatch
     ]
 
 
-@pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_compressed_lines(tmp_path: Path, suffix: str) -> None:
-    source = tmp_path / f"in.jsonl.{suffix}"
+@pytest.mark.parametrize("name", ["in.jsonl.{}", "in.{}", "in", "in.jsonl", "stdin"])
+@pytest.mark.parametrize(("suffix", "kind"), [("gz", GZIP), ("zst", ZSTD)])
+def test_compressed_lines(tmp_path: Path, name: str, suffix: str, kind: str) -> None:
+    """Known by their name, or by their first bytes."""
+    source = tmp_path / name.format(suffix)
     plain = b"".join(b'{"n":%d}\n' % n for n in range(1000))
     source.write_bytes(gzip.compress(plain) if suffix == "gz" else pyarrow.compress(plain, codec="zstd", asbytes=True))
-    assert needs_spool(str(source))
+    assert format_of(str(source)) == kind
+    assert first_line(str(source)) == b'{"n":0}'
     assert [row["n"] for row in spooled(source)] == list(range(1000))
 
 
@@ -87,6 +91,11 @@ def test_parquet_with_bodies_as_structs_drops_the_nulls_of_other_rows(tmp_path: 
         {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "seed": 7}},
         {"custom_id": "2", "method": "POST", "url": "/v1/completions", "body": {"prompt": "b"}},
     ]
+
+
+def test_parquet_is_known_by_its_content(tmp_path: Path) -> None:
+    source = write_table(tmp_path / "in", [{"custom_id": "a", "prompt": "x"}])
+    assert [row["body"] for row in spooled(source)] == [{"prompt": "x"}]
 
 
 def test_parquet_with_prompts_and_sampling_columns(tmp_path: Path) -> None:

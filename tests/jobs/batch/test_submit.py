@@ -268,8 +268,8 @@ def test_completions_need_a_prompt(redis_client: redis.Redis, tmp_path: Path) ->
         (b"", "in.jsonl", ("empty_file", None, None)),
         (b"\n \n", "in.jsonl", ("empty_file", None, None)),
         (lines_of(6), "in.jsonl", ("too_many_tasks", None, None)),
-        (b"no gzip", "in.jsonl.gz", ("invalid_request", None, "file_id")),
-        (b"no parquet", "in.parquet", ("invalid_request", None, "file_id")),
+        (b"\x1f\x8b no gzip", "in.jsonl.gz", ("invalid_request", None, "file_id")),
+        (b"PAR1 no parquet", "in.parquet", ("invalid_request", None, "file_id")),
     ],
 )
 def test_a_file_that_is_bad_as_a_whole(

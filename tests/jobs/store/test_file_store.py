@@ -19,7 +19,7 @@ from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.settings import QueueSettings
-from jobs.store.file_store import BATCH_FILE_SECONDS, FilePage, FileRecord, FileStore, batch_suffix
+from jobs.store.file_store import BATCH_FILE_SECONDS, FilePage, FileRecord, FileStore
 from jobs.store.marker import MARKER
 from jobs.store.storage import StoreError, StoreFull
 from tests.support.control_plane import ROOT
@@ -156,19 +156,6 @@ def test_a_full_disk_is_named_and_leaves_nothing(store: FileStore) -> None:
 
 
 def test_the_suffix_is_kept_for_batches_only(store: FileStore) -> None:
-    assert [
-        batch_suffix(name)
-        for name in ("a.jsonl", "A.JSONL.GZ", "a.jsonl.zst", "a.pq", "a.parquet", "a.json", "jsonl", "a.gz")
-    ] == [
-        ".jsonl",
-        ".jsonl.gz",
-        ".jsonl.zst",
-        ".parquet",
-        ".parquet",
-        None,
-        None,
-        None,
-    ]
     record = put(store, "notes.txt", "user_data")
     assert (record.suffix, record.expires_at) == ("", None)
     assert store.content_path(record).name == "content"
