@@ -140,4 +140,4 @@ def model_not_found(model: str, served: list[str]) -> ApiError:
     names = ", ".join(f"`{name}`" for name in served)
     rest = f"Served at the moment: {names}." if served else "No model is served at the moment."
     message = f"The model `{fields.shown(model)}` does not exist or is not served. {rest}"
-    return ApiError(404, message, "not_found_error", "model", "model_not_found")
+    return ApiError(404, message, param="model", code="model_not_found")

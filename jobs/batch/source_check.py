@@ -168,6 +168,10 @@ def _describe(source: str, found: list[tuple[int, PlanEntry, PlanEntry]]) -> lis
         for _, entry, original in found:
             file.seek(entry.offset)
             custom_id = read_line(file.read(entry.length)).custom_id
-            message = f"Duplicate custom_id '{fields.shown(custom_id)}': line {original.line} has it already."
+            message = (
+                f"The custom_id '{fields.shown(custom_id)}' for this request is a duplicate of another request. The"
+                " custom_id parameter must be unique for each request in a batch. Line"
+                f" {original.line} has it already."
+            )
             problems.append(LineProblem("duplicate_custom_id", message, entry.line, "custom_id"))
     return problems

@@ -99,7 +99,10 @@ def _make(queue: Queue, files: FileStore, new: BatchSubmission, manifest: Manife
         sync_folder(root.parent)
     manifest.spec = _spec(queue, files, new, root)
     if not manifest.spec.input:
-        message = f"The input file '{fields.shown(new.input_file_id)}' does not exist, or is no file for batches."
+        message = (
+            f"Cannot find file {fields.shown(new.input_file_id)}, or organization {new.tenant or 'default'} does not"
+            " have access to it. It must be a file with the purpose 'batch'."
+        )
         manifest.problems = [LineProblem("invalid_request", message, None, "file_id")]
     try:
         # The ticker looks into every folder after a start of Redis

@@ -8,6 +8,7 @@ from jobs.protocol.endpoint import Endpoint
 from jobs.protocol.logprobs import TextOffsets, completion_logprobs, prompt_logprobs, text_offsets
 from jobs.protocol.prompts import PROMPT, read_prompts
 from jobs.protocol.results import Choice, PositionLogprobs
+from jobs.protocol.value_types import Schema
 
 COMPLETIONS = "/v1/completions"
 
@@ -23,8 +24,17 @@ class CompletionsEndpoint(Endpoint):
     body_object = "text_completion"
     chunk_object = "text_completion"
 
+    @property
+    def body_schema(self) -> Schema:
+        given = {"required": ["prompt"], "properties": {"prompt": {"not": {"type": "null"}}}}
+        return {"required": ["model"], "if": {"required": ["messages"]}, "then": given}
+
+    def prompt_of(self, body: dict[str, Any], prefix: str = "") -> Any:
+        """Return None for the beginning of a text, which a body with messages is not about."""
+        return super().prompt_of(body, prefix) if "messages" in body else body.get(self.prompt_field)
+
     def check_prompt(self, value: Any, param: str) -> None:
-        if not isinstance(value, str | list):
+        if not isinstance(value, str | list | None):
             fields.wrong_type(value, "a string or an array", param)
 
     def read_prompt(self, value: Any, answers: int) -> dict[str, Any]:

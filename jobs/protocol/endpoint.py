@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from jobs.protocol import fields
 from jobs.protocol.logprobs import TextOffsets
 from jobs.protocol.results import Choice, FinishReason, PositionLogprobs, Usage
 from jobs.protocol.value_types import Schema
@@ -42,9 +43,23 @@ class Endpoint(ABC):
     body_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
+    @property
+    def name(self) -> str:
+        """What OpenAI calls it: "Chat Completions"."""
+        return self.url.removeprefix("/v1/").replace("/", " ").title()
+
     def new_id(self) -> str:
         """Return an `id` for a response body; a stream carries one through all its chunks."""
         return self.id_prefix + uuid.uuid4().hex
+
+    @property
+    def body_schema(self) -> Schema:
+        """Which of a body's members there must be, as a JSON Schema."""
+        return {"required": ["model", self.prompt_field]}
+
+    def prompt_of(self, body: dict[str, Any], prefix: str = "") -> Any:
+        """Return the prompt that a body gives. Raise `ApiError` where there must be one."""
+        return fields.required(body, self.prompt_field, prefix)
 
     @abstractmethod
     def check_prompt(self, value: Any, param: str) -> None:

@@ -116,19 +116,13 @@ def integers(value: list[Any], param: str, low: int, high: int) -> list[int]:
     return [integer(item, f"{param}[{i}]", low, high) for i, item in enumerate(value)]
 
 
-def number(value: Any, param: str, low: float, high: float, above_low: bool = False) -> float:
-    """A finite number of at least (or, with `above_low`, above) `low` and at most `high`."""
+def number(value: Any, param: str, low: float, high: float) -> float:
+    """A finite number of at least `low` and at most `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         wrong_type(value, "a decimal", param)
     if isinstance(value, float) and math.isnan(value):
         fail(f"Invalid '{param}': not a number.", param, "invalid_value")
     _check_range(value, param, "decimal", low, high)
-    if above_low and value == low:
-        fail(
-            f"Invalid '{param}': decimal below minimum value. Expected a value > {low:g}, but got {value:g} instead.",
-            param,
-            "decimal_below_min_value",
-        )
     return float(value)
 
 

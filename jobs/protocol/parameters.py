@@ -80,7 +80,7 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0
     temperature: Annotated[float, Parameter(Number(0, 2), "0 takes the most likely token")] = 1.0
     top_p: Annotated[
-        float, Parameter(Number(0, 1, above_low=True), "keeps the fewest tokens that make up this probability")
+        float, Parameter(Number(0, 1), "keeps the fewest tokens that make up this probability, at least one")
     ] = 1.0
     top_k: Annotated[int, Parameter(TopK(), "keeps that many of the most likely tokens; 0 or -1: all")] = 0
     min_p: Annotated[

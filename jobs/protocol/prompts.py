@@ -11,7 +11,7 @@ MOST_MESSAGES = 10_000
 MOST_SEQUENCES = 512
 """What one request may make the engine generate: prompts times the larger of `n` and `best_of`."""
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _TEXT: Schema = {"type": "string"}
 _TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
@@ -43,13 +43,12 @@ _MESSAGE: Schema = {
 MESSAGES: Schema = {"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE}
 """What `read_messages` takes, as a JSON Schema."""
 
-_PROMPT: Schema = {"type": "string", "minLength": 1}
 _TOKEN_IDS: Schema = {"type": "array", "minItems": 1, "items": Integer(0).schema}
 PROMPT: Schema = {
     "anyOf": [
-        _PROMPT,
+        _TEXT_OR_NULL,
         _TOKEN_IDS,
-        {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": _PROMPT},
+        {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": _TEXT},
         {"type": "array", "minItems": 1, "maxItems": MOST_SEQUENCES, "items": _TOKEN_IDS},
     ]
 }
@@ -59,8 +58,10 @@ PROMPT: Schema = {
 def read_prompts(value: Any, param: str, answers: int) -> list[str | list[int]]:
     """One text, one list of token ids, or a list of either, each to be answered `answers` times.
 
-    Raises `ApiError`.
+    Nothing, and an empty text, is the beginning of a text. Raises `ApiError`.
     """
+    if value is None:
+        return [""]
     if not isinstance(value, list):
         return [_prompt(value, param)]
     fields.array(value, param, least=1)
@@ -87,7 +88,7 @@ def read_messages(value: Any, param: str) -> list[dict[str, Any]]:
 
 def _prompt(value: Any, param: str, like: Any = None) -> str | list[int]:
     if isinstance(value, str) and (like is None or isinstance(like, str)):
-        return fields.text(value, param, least=1)
+        return fields.text(value, param)
     if isinstance(value, list) and isinstance(like, list):
         return _token_ids(fields.array(value, param, least=1), param)
     if like is None:

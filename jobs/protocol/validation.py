@@ -18,6 +18,7 @@ from jobs.protocol.value_types import Schema
 _BATCH_CODES = frozenset(
     {"invalid_json_line", "missing_required_parameter", "invalid_url", "streaming_unsupported", "model_not_found"}
 )
+_NO_JSON = "This line is not parseable as valid JSON."
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -73,7 +74,7 @@ def check_line(
             return LineError("invalid_json_line", number, None, "This line is not a JSON object.")
         return _read_line(line, raw, endpoint, models, default_model)
     except ValueError as error:
-        return LineError("invalid_json_line", number, None, f"This line is not valid JSON: {error}.")
+        return LineError("invalid_json_line", number, None, f"{_NO_JSON} Reason: {error}.")
     except ApiError as error:
         return LineError(error.code or "invalid_value", number, error.param, error.message)
 
@@ -88,11 +89,11 @@ def check_batch_line(raw: bytes, number: int, endpoint: str | None, models: Coll
             _check_body(found.values, found.url)
             return found
         except ApiError as error:
-            found = LineError("invalid_request", number, error.param, error.message)
-    missing_in_body = found.code == "missing_required_parameter" and (found.param or "").startswith("body.")
-    if found.code not in _BATCH_CODES or missing_in_body:
-        return msgspec.structs.replace(found, code="invalid_request")
-    return found
+            found = LineError(error.code or "", number, error.param, error.message)
+    in_body, name = (found.param or "").rpartition("body.")[1:]
+    if in_body and found.code == "missing_required_parameter":
+        return LineError("invalid_request", number, found.param, f"{name.capitalize()} parameter is required.")
+    return found if found.code in _BATCH_CODES else msgspec.structs.replace(found, code="invalid_request")
 
 
 def parse_call(endpoint: str, body: Any) -> Call:
@@ -101,11 +102,11 @@ def parse_call(endpoint: str, body: Any) -> Call:
     Raise `ApiError` 400 for a bad value, naming it; unknown parameters are ignored.
     """
     body = fields.mapping(body, "body")
-    model = fields.text(fields.required(body, "model"), "model")
+    model = fields.text(fields.required(body, "model"), "model", least=1)
     found = ENDPOINTS[endpoint]
     values = read_parameters(body, found.is_chat)
     combine(values, found.is_chat)
-    prompt = found.read_prompt(fields.required(body, found.prompt_field), values["best_of"])
+    prompt = found.read_prompt(found.prompt_of(body), values["best_of"])
     return Call(endpoint=found, model=model, **prompt, **values)
 
 
@@ -116,9 +117,9 @@ def body_schema(endpoint: str) -> Schema:
     found = ENDPOINTS[endpoint]
     return {
         "type": "object",
-        "required": ["model", found.prompt_field],
+        **found.body_schema,
         "properties": {
-            "model": {"type": "string"},
+            "model": {"type": "string", "minLength": 1},
             found.prompt_field: found.prompt_schema,
             **schemas(found.is_chat),
         },
@@ -136,7 +137,7 @@ def decode_body(raw: bytes) -> Any:
 def _check_body(body: dict[str, Any], endpoint: str) -> None:
     """What a request cannot do without. Raises `ApiError`."""
     found = ENDPOINTS[endpoint]
-    found.check_prompt(fields.required(body, found.prompt_field, "body."), f"body.{found.prompt_field}")
+    found.check_prompt(found.prompt_of(body, "body."), f"body.{found.prompt_field}")
     if body.get("stream") is not None:
         fields.boolean(body["stream"], "body.stream")
 
@@ -149,19 +150,21 @@ def _read_line(
     if method != "POST":
         fields.fail("Invalid method: each request of a batch must be a 'POST'.", "method", "invalid_method")
     url = fields.required(line, "url")
-    if url not in (ENDPOINTS if endpoint is None else (endpoint,)):
-        fields.fail(f"Invalid url: expected {endpoint or ' or '.join(ENDPOINTS)}.", "url", "invalid_url")
+    allowed = [*ENDPOINTS] if endpoint is None else [endpoint]
+    if url not in allowed:
+        message = "The URL provided for this request does not match the batch endpoint. Expected"
+        fields.fail(f"{message} {' or '.join(allowed)}.", "url", "invalid_url")
     body = fields.mapping(fields.required(line, "body"), "body")
     if body.get("stream") is True:
-        fields.fail(
-            "A batch cannot stream: leave out 'stream' or set it to false.", "body.stream", "streaming_unsupported"
-        )
+        message = f"{ENDPOINTS[url].name}: Streaming is not supported in the Batch API. Leave out 'stream'."
+        fields.fail(message, "body.stream", "streaming_unsupported")
     model = default_model if body.get("model") is None else None
     if model is None:
-        model = fields.text(fields.required(body, "model", "body."), "body.model")
+        model = fields.text(fields.required(body, "model", "body."), "body.model", least=1)
     if models is not None and model not in models:
         served = ", ".join(sorted(models)) or "none"
-        fields.fail(
-            f"The model '{fields.shown(model)}' is not served; there is: {served}.", "body.model", "model_not_found"
+        message = (
+            f"The provided model '{fields.shown(model)}' is not supported by the Batch API. Served here: {served}."
         )
+        fields.fail(message, "body.model", "model_not_found")
     return Line(custom_id, url, model, body_of(raw, body), body)

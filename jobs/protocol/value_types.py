@@ -98,18 +98,17 @@ class Number:
 
     low: float
     high: float
-    above_low: bool = False  # `low` itself is no value
 
     def read(self, value: Any, param: str) -> float:
-        return fields.number(value, param, self.low, self.high, self.above_low)
+        return fields.number(value, param, self.low, self.high)
 
     @property
     def schema(self) -> Schema:
-        return {"type": "number", "exclusiveMinimum" if self.above_low else "minimum": self.low, "maximum": self.high}
+        return {"type": "number", "minimum": self.low, "maximum": self.high}
 
     @property
     def summary(self) -> str:
-        return f"({self.low:g}, {self.high:g}]" if self.above_low else f"{self.low:g} to {self.high:g}"
+        return f"{self.low:g} to {self.high:g}"
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,24 @@ FILES: dict[str, tuple[bytes, list[Entry]]] = {
     "one id twice": (chat_line("a") + chat_line("b") + chat_line("a"), [("duplicate_custom_id", 3, "custom_id")]),
     "blank lines only": (b"\n\n", [("empty_file", None, None)]),
     "many kinds": (
-        b"{\n" + line(url="/v1/else") + GOOD + line(method=None, custom_id="y"),
-        [("invalid_json_line", 1, None), ("invalid_url", 2, "url"), ("missing_required_parameter", 4, "method")],
+        GOOD + b"{\n" + line(url="/v1/else") + line(method=None, custom_id="y"),
+        [("invalid_json_line", 2, None), ("invalid_url", 3, "url"), ("missing_required_parameter", 4, "method")],
     ),
 }
+HOSTED = {
+    "no json": "This line is not parseable as valid JSON.",
+    "no custom_id": "Missing required parameter: 'custom_id'.",
+    "no body": "Missing required parameter: 'body'.",
+    "another url": "The URL provided for this request does not match the batch endpoint.",
+    "a stream": "Chat Completions: Streaming is not supported in the Batch API.",
+    "an unknown model": "The provided model 'nobody' is not supported by the Batch API.",
+    "no model": "Model parameter is required.",
+    "no messages": "Messages parameter is required.",
+    "one id twice": "The custom_id 'a' for this request is a duplicate of another request. The custom_id parameter"
+    " must be unique for each request in a batch.",
+    "blank lines only": "The input file is empty. Please ensure that your batch contains at least one request.",
+}
+"""How the sentences begin that the hosted service has for them."""
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +74,17 @@ def test_each_bad_line_has_its_entry(failed: dict[str, Batch], name: str) -> Non
     assert entries(failed[name]) == FILES[name][1]
 
 
+@pytest.mark.parametrize("name", HOSTED)
+def test_a_message_begins_as_the_hosted_services(failed: dict[str, Batch], name: str) -> None:
+    assert messages(failed[name])[0].startswith(HOSTED[name])
+
+
+def test_a_stream_of_completions_is_named_after_its_endpoint(client: openai.OpenAI) -> None:
+    body = {"model": "m", "prompt": "a", "stream": True}
+    batch = wait(client, submit(client, line(body, url=COMPLETIONS), endpoint=COMPLETIONS).id)
+    assert messages(batch)[0].startswith("Completions: Streaming is not supported in the Batch API.")
+
+
 def test_what_a_failed_batch_looks_like(failed: dict[str, Batch]) -> None:
     for batch in failed.values():
         assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
@@ -68,9 +93,9 @@ def test_what_a_failed_batch_looks_like(failed: dict[str, Batch]) -> None:
 
 
 def test_after_a_thousand_entries_comes_a_note(client: openai.OpenAI) -> None:
-    batch = wait(client, submit(client, b"{\n" * 1500).id)
+    batch = wait(client, submit(client, GOOD + b"{\n" * 1500).id)
     found = entries(batch)
-    assert found[:1000] == [("invalid_json_line", number, None) for number in range(1, 1001)]
+    assert found[:1000] == [("invalid_json_line", number, None) for number in range(2, 1002)]
     assert len(found) == 1001
     assert found[1000][1:] == (None, None)
 
@@ -81,7 +106,10 @@ def test_after_a_thousand_entries_comes_a_note(client: openai.OpenAI) -> None:
 def test_an_unknown_file_fails_the_batch(client: openai.OpenAI, file_id: str) -> None:
     batch = client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window=WINDOW)
     assert (batch.status, batch.input_file_id) == ("validating", file_id)
-    assert entries(wait(client, batch.id)) == [("invalid_request", None, "file_id")]
+    batch = wait(client, batch.id)
+    assert entries(batch) == [("invalid_request", None, "file_id")]
+    said = f"Cannot find file {file_id}, or organization default does not have access to it."
+    assert messages(batch)[0].startswith(said)
 
 
 def test_a_file_for_another_purpose_fails_it_too(client: openai.OpenAI) -> None:
@@ -109,3 +137,8 @@ def entries(batch: Batch) -> list[Entry]:
     assert batch.errors.data is not None
     assert all(entry.message for entry in batch.errors.data)
     return [(entry.code, entry.line, entry.param) for entry in batch.errors.data]
+
+
+def messages(batch: Batch) -> list[str]:
+    """The words of `errors`."""
+    return [entry.message or "" for entry in (batch.errors and batch.errors.data) or ()]

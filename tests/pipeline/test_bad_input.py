@@ -43,16 +43,19 @@ def write(path: Path, *lines: dict[str, Any] | bytes) -> Path:
 def test_every_bad_line_of_a_file_is_named_at_once(tmp_path: Path) -> None:
     good = line()
     bad: list[tuple[dict[str, Any] | bytes, str]] = [
-        (b"\xff\xfe", "not valid JSON"),
-        (b'{"custom_id": "b"', "not valid JSON"),
+        (b"\xff\xfe", "not parseable as valid JSON"),
+        (b'{"custom_id": "b"', "not parseable as valid JSON"),
         (b"[1]", "not a JSON object"),
         (line(None), "custom_id"),
-        (line("a"), "Duplicate custom_id 'a'"),
+        (line("a"), "The custom_id 'a' for this request is a duplicate"),
         (line("c", method="GET"), "method"),
         (line("d", url="/v1/embeddings"), "url"),
         (line("e", body={**good["body"], "stream": True}), "stream"),
         (line("f", body=None), "body"),
-        (line("g", body={**good["body"], "model": "other"}), "'other' is not served; there is: demo"),
+        (
+            line("g", body={**good["body"], "model": "other"}),
+            "'other' is not supported by the Batch API.",
+        ),
     ]
     source = write(tmp_path / "requests.jsonl", good, *(entry for entry, _ in bad))
     done = run_pipeline("run-batch", source)

@@ -36,7 +36,7 @@ def check_error(case: BadRequest, status: int, body: dict[str, Any]) -> None:
     """The status, and an error in OpenAI's shape that names what is wrong in a readable way."""
     error = body["error"]
     assert set(error) == {"message", "type", "param", "code"}, case.name
-    kind = "not_found_error" if case.status == 404 else "invalid_request_error"
+    kind = "invalid_request_error"
     assert (status, error["type"], error["param"], error["code"]) == (case.status, kind, case.param, case.code), (
         case.name,
         error,

@@ -62,7 +62,7 @@ PARAMETERS: dict[str, st.SearchStrategy[Any]] = {
     "n": st.integers(1, 4),
     "best_of": st.integers(4, 5),
     "temperature": st.floats(0, 2),
-    "top_p": st.floats(0, 1, exclude_min=True),
+    "top_p": st.floats(0, 1),
     "top_k": st.integers(-1, 2000),
     "min_p": st.floats(0, 1),
     "presence_penalty": st.floats(-2, 2),

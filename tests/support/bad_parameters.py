@@ -86,7 +86,6 @@ def _numbers() -> Iterator[BadRequest]:
     yield bad(
         CHAT, chat(temperature=-INF), "temperature minus infinity", "temperature", "decimal_below_min_value", ">= 0"
     )
-    yield bad(CHAT, chat(top_p=0), "top_p 0", "top_p", "decimal_below_min_value", "> 0")
 
 
 def _lists() -> Iterator[BadRequest]:

@@ -58,7 +58,8 @@ HOSTILE_BUT_GOOD: dict[str, dict[str, Any]] = {
     "only spaces": message(content=" " * 500),
     "every role": chat(
         messages=[
-            {"role": role, "content": "x"} for role in ("system", "user", "assistant", "tool", "developer", "user")
+            {"role": role, "content": "x"}
+            for role in ("system", "user", "assistant", "tool", "function", "developer", "user")
         ]
     ),
     "200 messages": chat(messages=[{"role": "user", "content": ""}] * 200),
@@ -68,6 +69,7 @@ HOSTILE_BUT_GOOD: dict[str, dict[str, Any]] = {
     "dunder keys": chat(__class__={"a": 1}, __proto__={"b": 2}),
     "a tiny temperature": chat(temperature=1e-300),
     "a tiny top_p": chat(top_p=1e-300),
+    "a top_p of 0": chat(top_p=0),
     "the largest seed": chat(seed=2**63 - 1),
     "the smallest seed": chat(seed=-(2**63)),
     "the strongest penalties": chat(

@@ -64,7 +64,7 @@ def echo(claim: Claim) -> Result:
     if claim.request.endpoint == CHAT:
         choice = Choice(0, _as_text(body["messages"][-1].get("content")), "stop")
     else:
-        choice = Choice(0, _as_text(body["prompt"]), "length")
+        choice = Choice(0, _as_text(body.get("prompt")), "length")
     endpoint = ENDPOINTS[claim.request.endpoint]
     answer = endpoint.body(AnswerHead(f"{endpoint.id_prefix}{claim.key.line}", body["model"], 1), [choice], usage)
     return Result(200, encode_json(answer), usage, f"req_{claim.key.line}")

@@ -82,7 +82,7 @@ class Preparation:
         call = parse_call(claim.request.endpoint, decode_body(claim.request.body))
         if call.model not in self._models:
             message = f"The model '{fields.shown(call.model)}' is not served here."
-            raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
+            raise ApiError(404, message, param="model", code="model_not_found")
         given: Sequence[str | list[int]] = [self._render(call)] if call.messages else call.prompts
         item = _Pending(claim, call, SamplingMaker(call, claim.request.seed, self._tokenizer, self._limits), given)
         item.given = [self._cut(prompt, item, number) for number, prompt in enumerate(given)]
@@ -182,11 +182,15 @@ class Preparation:
         return token_ids[-kept:]
 
     def _echo(self, call: Call, number: int, token_ids: list[int]) -> str:
-        """The prompt's text: as it was given, unless it was given as token ids or cut."""
+        """The prompt's text: as it was given, unless it was given as token ids or cut. Of token ids
+        each has its text: the caller named the special ones too.
+        """
         given = call.prompts[number]
         if isinstance(given, str) and call.truncate_prompt_tokens is None:
             return given
-        return self._tokenizer.decode(token_ids, skip_special_tokens=call.skip_special_tokens)
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=call.skip_special_tokens and isinstance(given, str)
+        )
 
 
 def _answer_for(error: Exception, claim: Claim) -> ApiError:

@@ -255,11 +255,12 @@ def test_every_bad_line_has_an_entry_with_openai_s_code(redis_client: redis.Redi
     ]
 
 
-def test_completions_need_a_prompt(redis_client: redis.Redis, tmp_path: Path) -> None:
-    bodies: list[dict[str, Any]] = [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"prompt": [1, 2]}, {}, {"prompt": 3}]
+def test_a_prompt_is_text_tokens_or_nothing_and_no_messages(redis_client: redis.Redis, tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"prompt": [1, 2]}, {}, {"prompt": None}]
+    bodies += [{"prompt": 3}, {"messages": []}]
     lines = [changed(f"c{n}", url=COMPLETIONS, body={"model": "m", **body}) for n, body in enumerate(bodies)]
     record = step(redis_client, submit(redis_client, tmp_path, b"".join(lines), endpoint=COMPLETIONS).id)
-    assert codes(record) == [("invalid_request", 4, "body.prompt"), ("invalid_request", 5, "body.prompt")]
+    assert codes(record) == [("invalid_request", 6, "body.prompt"), ("invalid_request", 7, "body.prompt")]
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,8 @@ def test_every_bad_line_is_named(redis_client: redis.Redis, tmp_path: Path) -> N
         (15, "missing_required_parameter", "body.model"),
         (16, "duplicate_custom_id", "custom_id"),
     ]
-    assert "line 1 has it" in record.errors[-1].message
-    assert "there is: m" in record.errors[-3].message
+    assert "Line 1 has it" in record.errors[-1].message
+    assert "Served here: m" in record.errors[-3].message
 
 
 def test_at_most_a_thousand_are_listed_in_line_order_and_the_rest_counted(
@@ -195,7 +195,7 @@ def test_without_names_the_registry_says_what_is_served(redis_client: redis.Redi
     data = chat_line("a", model="served") + chat_line("b", model="m")
     record = validated(redis_client, tmp_path / "in.jsonl", data, models=None)
     assert codes(record) == [(2, "model_not_found", "body.model")]
-    assert "there is: served" in record.errors[0].message
+    assert "Served here: served" in record.errors[0].message
 
 
 @pytest.mark.parametrize("data", [b"", b"\n\n  \n", b"\xef\xbb\xbf"])

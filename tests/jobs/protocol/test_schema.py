@@ -44,7 +44,7 @@ def around(values: list[Any], step: float) -> Iterator[Any]:
 
 def samples() -> list[Any]:
     """Values at every bound of every parameter, and of every JSON type."""
-    ranges = all_bounds("minimum", "maximum", "exclusiveMinimum")
+    ranges = all_bounds("minimum", "maximum")
     numbers = [*around(ranges, 1), *around(ranges, 0.25), *map(float, ranges)]
     lengths = [int(most) for most in all_bounds("maxLength", "minLength")]
     texts = ["x" * max(0, length) for length in around(lengths, 1)]
@@ -72,7 +72,7 @@ def is_taken(endpoint: str, body: dict[str, Any]) -> bool:
     found = ENDPOINTS[endpoint]
     try:
         read_parameters(body, found.is_chat)
-        found.read_prompt(body[found.prompt_field], 1)
+        found.read_prompt(found.prompt_of(body), 1)
     except ApiError:
         return False
     return True
@@ -125,13 +125,23 @@ def test_messages_are_taken_where_the_schema_takes_them() -> None:
 
 @pytest.mark.parametrize(
     "prompt",
-    ["x", "", [1], [1.0], [-1], [2**31], ["x"], [""], ["x", 1], [[1]], [[1], []], [[1], ["x"]], [[1], "x"], [], {}, 5,
-     True, [True], [None], ["x"] * 512, ["x"] * 513, [[1]] * 513, [5] * 600],
+    [None, "x", "", [1], [1.0], [-1], [2**31], ["x"], [""], ["x", 1], [[1]], [[1], []], [[1], ["x"]], [[1], "x"], [],
+     {}, 5, True, [True], [None], ["x"] * 512, ["x"] * 513, [[1]] * 513, [5] * 600],
     ids=lambda prompt: repr(prompt)[:20],
 )  # fmt: skip
 def test_prompts_are_taken_where_the_schema_takes_them(prompt: Any) -> None:
     body = {"model": "m", "prompt": prompt}
     assert is_taken(COMPLETIONS, body) == is_valid(COMPLETIONS, body)
+
+
+def test_a_completion_without_a_prompt_is_the_beginning_of_a_text() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    for body in ({}, {"prompt": None}, {"prompt": ""}):
+        assert is_valid(COMPLETIONS, {"model": "m", **body})
+        assert parse_call(COMPLETIONS, {"model": "m", **body}).prompts == [""]
+    for body in ({}, {"prompt": None}, {"prompt": "x"}):
+        body = {"model": "m", "messages": messages, **body}
+        assert is_taken(COMPLETIONS, body) == is_valid(COMPLETIONS, body) == (body.get("prompt") == "x")
 
 
 def test_every_default_is_what_its_parameter_takes() -> None:

@@ -352,7 +352,15 @@ class TestLines:
     def test_where_no_model_is_served_each_is_refused(self) -> None:
         error = check_line(json.dumps(line()).encode(), 1, endpoint=CHAT, models=set())
         assert isinstance(error, LineError)
-        assert (error.code, error.message) == ("model_not_found", "The model 'm' is not served; there is: none.")
+        assert error.code == "model_not_found"
+        assert error.message.endswith("Served here: none.")
+
+    @pytest.mark.parametrize("url", [[], {}, [CHAT], 5, ""])
+    @pytest.mark.parametrize("endpoint", [CHAT, None])
+    def test_a_url_may_be_anything(self, url: Any, endpoint: str | None) -> None:
+        error = check_line(json.dumps(line(url=url)).encode(), 1, endpoint=endpoint, models={"m"})
+        assert isinstance(error, LineError)
+        assert (error.code, error.param) == ("invalid_url", "url")
 
     def test_either_endpoint_when_none_is_given(self) -> None:
         for url, body in ((CHAT, chat()), (COMPLETIONS, completion())):

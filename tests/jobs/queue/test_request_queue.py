@@ -330,7 +330,7 @@ class TestFences:
 
 class TestCommit:
     def test_after_tokens_that_the_server_forgot(self, queue: Queue) -> None:
-        """The stream of a live call has no hole; nothing reads that of a line which has its result."""
+        """The stream of a live call has no hole; a line that has its result needs no stream."""
         start_batch(queue, "b", 1)
         queue.submit("live_a", request(reply_to="api1"))
         claims = take(queue, "w", 1)

@@ -5,6 +5,7 @@ One worker for all.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -273,3 +274,31 @@ def test_a_stream_contains_every_choice(queue: Queue) -> None:
 def test_chat_answers_do_not_change_because_log_probabilities_are_returned(queue: Queue) -> None:
     plain, detailed = run_batch(queue, [endless(40), endless(40, logprobs=True, top_logprobs=5)])
     assert text_of(plain) == text_of(detailed)
+
+
+def test_an_echo_of_token_ids_has_the_special_ones_in_text_and_offsets(queue: Queue) -> None:
+    end = TOKENIZER.eos_token_id
+    assert end is not None
+    name = TOKENIZER.token_bytes(end).decode()
+    body = {"prompt": [end, *TOKENIZER.encode(["a fox"], special_tokens=False)[0], end], "echo": True, "logprobs": 1}
+    (result,) = complete(queue, {**body, "max_tokens": 2})
+    (choice,) = choices(result)
+    assert choice["text"].startswith(f"{name}a fox{name}")
+    starts = [*choice["logprobs"]["text_offset"], None]
+    of_prompt = len(body["prompt"])
+    pieces = [choice["text"][start:stop] for start, stop in itertools.pairwise(starts)]
+    assert pieces[:of_prompt] == choice["logprobs"]["tokens"][:of_prompt]
+
+
+@pytest.mark.parametrize("prompt", [None, "", [""]])
+def test_without_a_prompt_a_text_begins(queue: Queue, prompt: Any) -> None:
+    (result,) = complete(queue, {"echo": True, "prompt": prompt}, temperature=0)
+    (begun,) = complete(queue, {"prompt": TOKENIZER.empty_prompt}, temperature=0)
+    assert texts(result) == texts(begun) != [""]
+    assert result.usage.prompt_tokens == 1
+
+
+def test_a_top_p_of_0_takes_the_most_likely_token(queue: Queue) -> None:
+    (greedy,) = complete(queue, {}, temperature=0)
+    (narrow,) = complete(queue, {"top_p": 0}, temperature=2)
+    assert texts(narrow) == texts(greedy)

@@ -186,7 +186,7 @@ def test_an_echo_is_the_prompt_as_it_was_given_or_the_text_of_its_tokens() -> No
     prepared, _ = demo().prepare(claims)
     name = tokenizer.special_tokens["eos_token"]
     texts = [[prompt.text for prompt in item.prompts] for item in prepared]
-    assert texts == [["a fox ", "two"], ["a fox"], [f"{name}a fox"], [tokenizer.decode(ids[-1:])], [""]]
+    assert texts == [["a fox ", "two"], [f"{name}a fox"], [f"{name}a fox"], [tokenizer.decode(ids[-1:])], [""]]
 
 
 @pytest.mark.parametrize(("kept", "expected"), [(1, [5]), (3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5])])

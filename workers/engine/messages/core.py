@@ -75,7 +75,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 _RANGES = {
     "max_tokens": ("[0, inf)", 0, math.inf),
     "temperature": ("[0, inf)", 0, math.inf),
-    "top_p": ("(0, 1]", 0, 1),
+    "top_p": ("[0, 1]", 0, 1),
     "top_k": ("[0, inf)", 0, math.inf),
     "seed": ("[0, 2**64)", 0, MAX_SEED),
     "choice": ("[0, inf)", 0, math.inf),

@@ -39,6 +39,7 @@ LIMITS: list[dict[str, Any]] = [
     {"top_p": 0.9},
     {"temperature": 2.0, "top_p": 0.9999},
     {"top_p": 1e-6},
+    {"top_p": 0.0},
     {"top_k": 40, "top_p": 0.8, "min_p": 0.01},
     {"temperature": 3.0, "top_k": 650, "top_p": 0.95},
 ]

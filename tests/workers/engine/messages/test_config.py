@@ -63,7 +63,7 @@ def test_a_configuration_travels_as_msgpack() -> None:
         {"temperature": -0.1},
         {"temperature": float("nan")},
         {"temperature": float("inf")},
-        {"top_p": 0.0},
+        {"top_p": -0.1},
         {"top_p": 1.1},
         {"top_k": -1},
         {"seed": -1},

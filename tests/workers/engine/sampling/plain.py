@@ -81,7 +81,7 @@ def plain_kept(z: NDArray[np.float64], params: SamplingParams) -> NDArray[np.boo
     weights = np.where(kept, np.exp(z - z.max()), 0)
     order = np.argsort(-weights, kind="stable")
     ordered = weights[order] / weights.sum()
-    kept[order[np.cumsum(ordered) - ordered >= params.top_p]] = False
+    kept[order[1:][(np.cumsum(ordered) - ordered)[1:] >= params.top_p]] = False
     return kept
 
 

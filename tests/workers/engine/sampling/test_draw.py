@@ -45,7 +45,7 @@ def test_tiny_temperature_is_the_argmax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("top_k", "top_p"), list(itertools.product([0, 1, 5, 400, 900, VOCAB, 10 * VOCAB], [1.0, 0.95, 0.5, 1e-6]))
+    ("top_k", "top_p"), list(itertools.product([0, 1, 5, 400, 900, VOCAB, 10 * VOCAB], [1.0, 0.95, 0.5, 1e-6, 0.0]))
 )
 def test_equals_the_definition(top_k: int, top_p: float) -> None:
     logits = random_logits(6)
