@@ -62,6 +62,18 @@ def test_a_batch_keeps_its_input(redis_client: redis.Redis, tmp_path: Path) -> N
     check_every_line_once(redis_client, tmp_path, ended, 10)
 
 
+def test_a_file_stored_under_the_suffix_of_its_name_is_read_by_its_content(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    """As a version stored it that looked at names only."""
+    serve(redis_client, "m")
+    store = store_of(redis_client, tmp_path)
+    record = store.get("", put(store, lines_of(3)))
+    store.content_path(record).write_bytes(gzip.compress(lines_of(3)))
+    assert record.suffix == ".jsonl"
+    assert run_to_end(redis_client, submit_file(redis_client, tmp_path, record.id).id).completed == 3
+
+
 def test_where_there_are_no_links_it_is_copied(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
