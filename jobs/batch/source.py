@@ -23,8 +23,10 @@ def is_whole(manifest: Manifest) -> bool:
     return sha256_of(manifest.source) == manifest.source_sha256
 
 
-def open_source(manifest: Manifest) -> BinaryIO:
-    """The source, reading all of it only if it was touched; for the holder of `storage.exclusive`.
+def open_source(manifest: Manifest, buffered: bool = True) -> BinaryIO:
+    """The source, for the holder of `storage.exclusive`; all of it is read only if it was touched.
+
+    Who reads lines here and there wants no buffer, which would be filled anew for each.
 
     Raises `StoreError` if it changed.
     """
@@ -35,4 +37,4 @@ def open_source(manifest: Manifest) -> BinaryIO:
             raise StoreError(f"{manifest.source} changed while its batch runs; put the file back, or cancel the batch")
         manifest.source_mtime_ns = stamp[1]
         save_manifest(manifest)
-    return open_input(manifest.source)
+    return open_input(manifest.source, buffered)

@@ -30,6 +30,8 @@ from jobs.queue.tasks import enqueue, wake
 from jobs.store.storage import StoreError, join, open_input
 
 SLICE_SECONDS = 1.0
+FEED_SECONDS = 0.25
+"""Then what finished is drained, for results take memory of Redis that feeding does not give back."""
 DRAIN_SECONDS = 1.0
 """Results wait at least this long for more of them, unless there are many or they are the last."""
 
@@ -77,8 +79,10 @@ def advance(held: Slice) -> None:
     progress = _progress.setdefault(held.batch, BatchProgress())
     while True:
         held.check_current()
-        fed = feed(held, progress, deadline)
+        fed = feed(held, progress, time.monotonic() + FEED_SECONDS)
         drained = drain(held, progress)
+        while drained and time.monotonic() < deadline and drain(held, progress):
+            pass
         fields = held.record()
         if fields.all_done and not fields.result_bytes:
             _progress.pop(held.batch, None)
@@ -133,7 +137,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
     done = Bitmap(queue.done(batch) if fields.restored else b"")
     most_bytes = _window_bytes(queue)
     start = cursor
-    with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest) as source:
+    with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest, buffered=False) as source:
         while (
             cursor < total
             and min(ready_lengths(queue, batch, models).values()) < window

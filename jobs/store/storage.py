@@ -64,14 +64,15 @@ def join(root: str, *names: str) -> str:
     return "/".join([root.rstrip("/"), *names])
 
 
-def open_input(location: str) -> BinaryIO:
-    """A seekable, buffered reader. Raises `StoreError`."""
+def open_input(location: str, buffered: bool = True) -> BinaryIO:
+    """A seekable reader. Raises `StoreError`."""
     path = local_path(location)
     with named("cannot read", location):
         if path is not None:
-            return open(path, "rb", buffering=_BUFFER)
+            return cast(BinaryIO, open(path, "rb", buffering=_BUFFER if buffered else 0))
         filesystem, inside = _remote(location)
-        return cast(BinaryIO, io.BufferedReader(filesystem.open_input_file(inside), _BUFFER))
+        file = filesystem.open_input_file(inside)
+        return cast(BinaryIO, io.BufferedReader(file, _BUFFER) if buffered else file)
 
 
 def size_of(location: str) -> int | None:
