@@ -1,7 +1,7 @@
 """The order in which a batch's lines run: lines that share a prompt prefix run together, and long
 expected outputs come first.
 
-Both sorts spill to disk, so that memory grows by 24 bytes per line at most.
+Both sorts spill to disk, so that memory grows by 40 bytes per line at most.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -19,17 +20,21 @@ from jobs.store.storage import AtomicWriter, StoreError
 
 PLAN_NAME = "plan.bin"
 
-_PREFIX_CHARACTERS = (256, 1024, 8192)
-"""Lengths at which prompts are compared; a system message of any length replaces the first."""
+_PREFIX_CHARACTERS = (64, 128, 256, 1024, 8192)
+"""Lengths at which prompts are compared; a system message of any length replaces the first.
+
+Some 64 characters are a KV block, which is the least that requests can share.
+"""
 _LEVELS = len(_PREFIX_CHARACTERS)
 _CHAT_TOKENS = 512  # expected where nothing bounds the answer
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
 _MAX = 0xFFFFFFFF
 
 _ENTRY = struct.Struct("<IQI")
-_BY_PREFIX = struct.Struct(">IIIIIQI")  # three prefixes, longest first within, line, offset, length
-# Three times (longest in group first, prefix), longest first, line, offset, length
-_BY_ORDER = struct.Struct(">IIIIIIIIQI")
+# The prefixes, longest first within, line, offset, length
+_BY_PREFIX = struct.Struct(f">{_LEVELS}IIIQI")
+# For each prefix (longest in group first, prefix), longest first, line, offset, length
+_BY_ORDER = struct.Struct(f">{2 * _LEVELS}IIIQI")
 _RUN_RECORDS = 100_000
 _FAN_IN = 24
 
@@ -131,10 +136,9 @@ class PlanBuilder:
         ordered = Sorter(_BY_ORDER.size, self._folder, self._run_records)
         try:
             for record, maxima in zip(self._by_prefix, _expand(longest), strict=True):
-                first, second, third, rest, line, offset, length = _BY_PREFIX.unpack(record)
-                ordered.add(
-                    _BY_ORDER.pack(maxima[0], first, maxima[1], second, maxima[2], third, rest, line, offset, length)
-                )
+                fields = _BY_PREFIX.unpack(record)
+                groups = chain.from_iterable(zip(maxima, fields, strict=False))
+                ordered.add(_BY_ORDER.pack(*groups, *fields[_LEVELS:]))
             self._by_prefix.close()
             with AtomicWriter(location) as writer:
                 for record in ordered:

@@ -78,6 +78,16 @@ def test_a_shared_document_below_a_shared_system_prompt_stays_together(tmp_path:
     assert sum(left % 5 != right % 5 for left, right in pairwise(order)) == 4
 
 
+@pytest.mark.parametrize("length", [64, 120, 200, 300])
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_a_short_shared_prefix_stays_together(tmp_path: Path, length: int, as_chat: bool, seed: int) -> None:
+    rng = random.Random(seed)
+    prefixes = [f"{rng.random()} ".ljust(length, "x") for _ in range(20)]
+    texts = [prefixes[n % 20] + f"{rng.random()}" * 40 for n in range(400)]
+    order = planned(tmp_path, [chat(None, text) if as_chat else {"prompt": text} for text in texts])
+    assert sum(left % 20 != right % 20 for left, right in pairwise(order)) == 19, seed
+
+
 def test_unrelated_lines_run_longest_first(tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = [
         {"prompt": f"{n} is a number " * 30, "max_tokens": (n * 37) % 101} for n in range(100)
