@@ -31,7 +31,7 @@ from jobs.store.storage import StoreError, join, open_input
 
 SLICE_SECONDS = 1.0
 FEED_SECONDS = 0.25
-"""Then what finished is drained, for results take memory of Redis that feeding does not give back."""
+"""In a slice, before results are drained, which would pile up in Redis otherwise."""
 DRAIN_SECONDS = 1.0
 """Results wait at least this long for more of them, unless there are many or they are the last."""
 

@@ -69,7 +69,7 @@ def open_input(location: str, buffered: bool = True) -> BinaryIO:
     path = local_path(location)
     with named("cannot read", location):
         if path is not None:
-            return cast(BinaryIO, open(path, "rb", buffering=_BUFFER if buffered else 0))
+            return open(path, "rb", buffering=_BUFFER if buffered else 0)
         filesystem, inside = _remote(location)
         file = filesystem.open_input_file(inside)
         return cast(BinaryIO, io.BufferedReader(file, _BUFFER) if buffered else file)
