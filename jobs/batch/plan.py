@@ -21,10 +21,11 @@ from jobs.store.storage import AtomicWriter, StoreError
 PLAN_NAME = "plan.bin"
 
 _PREFIX_CHARACTERS = (64, 128, 256, 1024, 8192)
-"""Lengths at which prompts are compared; a system message of any length replaces the first.
+"""Lengths at which prompts are compared; a system message beyond the first replaces it.
 
 Some 64 characters are a KV block, which is the least that requests can share.
 """
+_SYSTEM_ROLES = ("system", "developer")
 _LEVELS = len(_PREFIX_CHARACTERS)
 _CHAT_TOKENS = 512  # expected where nothing bounds the answer
 _COMPLETION_TOKENS = 16  # OpenAI's default for completions
@@ -204,7 +205,7 @@ def prefix_hashes(model: str, body: dict[str, Any]) -> tuple[int, ...]:
     hashes: list[int] = []
     start = 0
     for length in _PREFIX_CHARACTERS:
-        if not hashes and len(pieces) > 1 and pieces[0].startswith(("system", "developer")):
+        if not hashes and len(pieces) > 1 and len(pieces[0]) > length and pieces[0].startswith(_SYSTEM_ROLES):
             hashes.append(zlib.crc32(pieces[0].encode(errors="surrogatepass"), value))
             continue
         value = zlib.crc32(text[start:length].encode(errors="surrogatepass"), value)

@@ -79,12 +79,13 @@ def test_a_shared_document_below_a_shared_system_prompt_stays_together(tmp_path:
 
 
 @pytest.mark.parametrize("length", [64, 120, 200, 300])
-@pytest.mark.parametrize("as_chat", [False, True])
-def test_a_short_shared_prefix_stays_together(tmp_path: Path, length: int, as_chat: bool, seed: int) -> None:
+@pytest.mark.parametrize("kind", ["prompt", "question", "question below a system message"])
+def test_a_short_shared_prefix_stays_together(tmp_path: Path, length: int, kind: str, seed: int) -> None:
     rng = random.Random(seed)
     prefixes = [f"{rng.random()} ".ljust(length, "x") for _ in range(20)]
     texts = [prefixes[n % 20] + f"{rng.random()}" * 40 for n in range(400)]
-    order = planned(tmp_path, [chat(None, text) if as_chat else {"prompt": text} for text in texts])
+    system = "Be brief." if kind == "question below a system message" else None
+    order = planned(tmp_path, [{"prompt": text} if kind == "prompt" else chat(system, text) for text in texts])
     assert sum(left % 20 != right % 20 for left, right in pairwise(order)) == 19, seed
 
 
