@@ -13,7 +13,9 @@ from jobs.queue.batch_fields import FORGOTTEN, BatchFields, BatchStatus, written
 from jobs.queue.scripts import MAX_ITEMS
 
 MAX_PART_LINES = 4000
-"""Lines that one part may hold, since one script registers it and removes its results."""
+"""Lines that one part may hold, since one script registers it and removes its results: it should
+hold up the server for no more than some 3 ms.
+"""
 
 
 class BatchQueue(QueueBase):
@@ -109,16 +111,14 @@ class BatchQueue(QueueBase):
         return int(self._command("HLEN", keys.bodies(batch)))
 
     def results(self, batch: str, limit: int = MAX_PART_LINES) -> list[tuple[int, Result]]:
-        """Finished lines that no part holds yet, lowest line first. They stay."""
-        lines = sorted(int(line) for line in self._command("HKEYS", keys.results(batch)))[:limit]
-        found: list[tuple[int, Result]] = []
-        for first in range(0, len(lines), MAX_ITEMS):
-            group = lines[first : first + MAX_ITEMS]
-            values = self._command("HMGET", keys.results(batch), *group)
-            found += [
-                (line, unpack_result(value)) for line, value in zip(group, values, strict=True) if value is not None
-            ]
-        return found
+        """Finished lines that no part holds yet, or `limit` of them, by line. They stay."""
+        found: dict[bytes, bytes] = {}
+        cursor = None
+        while cursor != 0 and len(found) < limit:
+            cursor, group = self._command("HSCAN", keys.results(batch), cursor or 0, "COUNT", MAX_ITEMS)
+            found.update(group)
+        lines = sorted((int(line), value) for line, value in found.items())[:limit]
+        return [(line, unpack_result(value)) for line, value in lines]
 
     def drained(self, batch: str, part: str, lines: Sequence[int]) -> bool:
         """Register a part that lasts on disk and remove its lines' results, at once.

@@ -18,9 +18,7 @@ for i = 4, #ARGV do
   bytes = bytes + size
 end
 redis.call('HSET', key.parts(batch), part, #ARGV - 3)
-for i = 4, #ARGV do
-  redis.call('HDEL', results, ARGV[i])
-end
+redis.call('HDEL', results, unpack(ARGV, 4))
 redis.call('HINCRBY', key.batch(batch), 'result_bytes', -bytes)
 resume_drained(batch, most_undrained)
 return 1

@@ -5,11 +5,13 @@ drained, everything forgotten.
 import pytest
 import redis
 
-from jobs.protocol.requests import RequestKey
+from jobs.protocol.requests import RequestKey, pack
+from jobs.protocol.results import Result, Usage
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.batch_records import MAX_PART_LINES
 from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import MAX_ITEMS
 from jobs.queue.settings import QueueSettings
 from tests.support.integrity import faults
 from tests.support.requests import MODEL, finished, held, ready_length, request, start_batch
@@ -109,6 +111,28 @@ class TestDrain:
         assert redis_client.exists(keys.results("batch_a")) == 0
         with pytest.raises(ValueError, match="in one part"):
             queue.drained("batch_a", "part-1", range(MAX_PART_LINES + 1))
+
+    def test_no_command_reads_or_removes_line_by_line_or_all_at_once(
+        self, queue: Queue, redis_client: redis.Redis
+    ) -> None:
+        queue.create_batch("batch_a", 20_000, state="in_progress")
+        value = pack(Result(200, b"{}", Usage(), "req_1"))
+        redis_client.hset(keys.results("batch_a"), mapping={str(line): value for line in range(20_000)})
+        redis_client.config_resetstat()
+        there = [line for line, _ in queue.results("batch_a")]
+        assert len(set(there)) == MAX_PART_LINES
+        assert queue.drained("batch_a", "part-0", there)
+        stats = redis_client.info("commandstats")
+        assert stats["cmdstat_hdel"]["calls"] == 1
+        assert stats["cmdstat_hscan"]["calls"] <= 4 * MAX_PART_LINES / MAX_ITEMS
+        assert stats.keys().isdisjoint({"cmdstat_hkeys", "cmdstat_hgetall", "cmdstat_hvals"})
+        assert redis_client.hlen(keys.results("batch_a")) == 20_000 - MAX_PART_LINES
+        drained = set(there)
+        while more := {line for line, _ in queue.results("batch_a")}:
+            assert drained.isdisjoint(more)
+            assert queue.drained("batch_a", f"part-{len(drained)}", sorted(more))
+            drained |= more
+        assert drained == set(range(20_000))
 
 
 class TestRestore:
