@@ -1,9 +1,11 @@
 """Tables of `pipeline status`."""
 
 import time
+from collections import Counter
 
 from rich.table import Table
 
+from jobs.protocol.states import END_STATES, STATES
 from jobs.queue.gauges import GpuGauges
 from jobs.queue.request_queue import Queue
 from pipeline.progress import duration
@@ -37,15 +39,17 @@ def models_table(queue: Queue) -> Table:
     return table
 
 
-def batches_table(queue: Queue) -> Table:
-    """One row per batch in Redis."""
+def batches_tables(queue: Queue) -> list[Table]:
+    """One row per batch that has not ended, and how many ended as what."""
+    states = queue.states()
     table = new_table("Batches", "id", "state", "total", "completed", "failed", "waiting")
-    for batch in queue.batches():
-        fields = queue.batch_fields(batch)
-        counts = [str(count) for count in (fields.total, fields.completed, fields.failed)]
-        waiting = int(counts[0]) - int(counts[1]) - int(counts[2])
-        table.add_row(batch, fields.state, *counts, str(waiting))
-    return table
+    for batch, status in queue.statuses([batch for batch, state in states.items() if state not in END_STATES]).items():
+        counts = (status.total, status.completed, status.failed, status.total - status.finished)
+        table.add_row(batch, status.state, *map(str, counts))
+    counted = Counter(states.values())
+    ended = new_table("Ended batches", *(end for end in STATES if end in END_STATES))
+    ended.add_row(*(str(counted[end]) for end in STATES if end in END_STATES))
+    return [table, ended]
 
 
 def tokens_table(queue: Queue) -> Table:

@@ -81,13 +81,25 @@ class BatchQueue(QueueBase):
         self._command("SADD", keys.ACTIVE, batch)
 
     def batches(self) -> list[str]:
-        """Ids of all batches that have a record; those whose record has expired are struck off."""
+        """Ids of all batches that have a record."""
+        return list(self.states())
+
+    def states(self) -> dict[str, str]:
+        """The state of each batch that has a record, by id; those whose record has expired are
+        struck off.
+        """
         known = sorted(text(batch) for batch in self._command("SMEMBERS", keys.BATCHES))
-        states = dict(zip(known, self.commands(("HGET", keys.batch(batch), "state") for batch in known), strict=True))
-        gone = [batch for batch, state in states.items() if state is None]
-        if gone:
+        replies = self.commands(("HGET", keys.batch(batch), "state") for batch in known)
+        states = dict(zip(known, map(text, replies), strict=True))
+        if gone := [batch for batch, state in states.items() if not state]:
             self._command("SREM", keys.BATCHES, *gone)
-        return [batch for batch, state in states.items() if state not in (None, FORGOTTEN.encode())]
+        return {batch: state for batch, state in states.items() if state not in ("", FORGOTTEN)}
+
+    def statuses(self, batches: Sequence[str]) -> dict[str, BatchStatus]:
+        """What these batches need, by id, in one round trip."""
+        names = BatchStatus.__struct_fields__
+        rows = self.commands(("HMGET", keys.batch(batch), *names) for batch in batches)
+        return {batch: BatchStatus.read(names, row) for batch, row in zip(batches, rows, strict=True)}
 
     def ingest(self, batch: str, requests: Sequence[tuple[int, Request]], start: int, cursor: int) -> bool:
         """Add lines to the ready list (at most 500) and move the batch's cursor from `start` to

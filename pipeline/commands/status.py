@@ -9,7 +9,8 @@ from pipeline.options import common_options, fleet_redis_option
 @fleet_redis_option
 @common_options
 def status(redis_url: str, log_level: str) -> None:
-    """Show workers with their states, the models they serve, and the batches of all tenants.
+    """Show workers with their states, models, the batches of all tenants that have not ended, and
+    how many have ended.
 
     It reads the queue at REDIS_URL; over HTTP use `pipeline batches list`, which shows the key's
     own tenant.
@@ -18,11 +19,11 @@ def status(redis_url: str, log_level: str) -> None:
 
     from jobs.queue.connection import check_server, connect
     from jobs.queue.request_queue import Queue
-    from pipeline.status_view import batches_table, models_table, tokens_table, workers_table
+    from pipeline.status_view import batches_tables, models_table, tokens_table, workers_table
 
     with connect(redis_url) as client:
         check_server(client)
         queue = Queue(client)
         console = Console()
-        for table in (workers_table(queue), models_table(queue), batches_table(queue), tokens_table(queue)):
+        for table in (workers_table(queue), models_table(queue), *batches_tables(queue), tokens_table(queue)):
             console.print(table)

@@ -2,12 +2,14 @@
 
 import time
 
+import redis
 from rich.console import Console
 
+from jobs.protocol.states import END_STATES
 from jobs.queue.gauges import GpuGauges, WorkerGauges
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
-from pipeline.status_view import workers_table
+from pipeline.status_view import batches_tables, workers_table
 
 
 def test_workers_are_shown_with_what_they_do_and_what_their_gpus_report(queue: Queue) -> None:
@@ -22,3 +24,20 @@ def test_workers_are_shown_with_what_they_do_and_what_their_gpus_report(queue: Q
     assert "NVIDIA H200, 50% busy, 60 of 140 GiB, 400 W" in busy
     assert "MIG slice" in more
     assert "ready" in silent
+
+
+def test_batches_at_work_are_shown_and_ended_ones_counted_in_a_few_round_trips(
+    queue: Queue, redis_client: redis.Redis
+) -> None:
+    for number in range(300):
+        queue.create_batch(f"batch_{number}", 3, state=sorted(END_STATES)[number % 3])
+    queue.create_batch("batch_open", 7, state="in_progress", fields={"completed": 2, "failed": 1})
+    redis_client.config_resetstat()
+    console = Console(width=200, record=True)
+    console.print(*batches_tables(queue))
+    reads, commands = redis_client.info("stats")["total_reads_processed"], redis_client.info("commandstats")
+    assert reads < 20
+    assert commands["cmdstat_hmget"]["calls"] == 1
+    assert "cmdstat_hgetall" not in commands
+    shown = [line.replace("│", " ").split() for line in console.export_text().splitlines() if "│" in line]
+    assert shown == [["batch_open", "in_progress", "7", "2", "1", "4"], ["100", "0", "100", "100"]]
