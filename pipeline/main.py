@@ -14,6 +14,7 @@ COMMANDS = {
     "health": "Exit with 0 if the processes of this host are at work.",
     "jobs": "Validate, feed and finalize batches.",
     "keys": "Make, show and revoke API keys.",
+    "models": "Show and forget the models of a fleet.",
     "run-batch": "Answer every line of a file.",
     "serve": "Serve one model over HTTP, with all that belongs to it.",
     "status": "Show the workers, models and batches of a fleet.",

@@ -90,6 +90,10 @@ class Registry(QueueBase):
             (msgspec.msgpack.decode(value, type=ModelRecord) for value in packed), key=lambda model: model.name
         )
 
+    def forget_model(self, name: str) -> bool:
+        """Remove the record of a model; False, changing nothing, while a worker serves it."""
+        return bool(self._scripts.call("forget_model", [name]))
+
     def _forget_record(self, worker: str) -> None:
         """Once this returns, it is not written again and not being written."""
         with self._writing:

@@ -76,6 +76,9 @@ def walk(queue: Queue, before: Callable[[str], None]) -> list[Any]:
         return claims
 
     answers += [call("open_batch", queue.open_batch, "t", name, 1) for name in ("batch_a", "batch_b")]
+    call("register", queue.register_worker, WorkerRecord("w0", ["old"], "ready", 100, 1.0, "host", 1))
+    queue.remove_worker("w0")
+    answers += [call("forget_model", queue.forget_model, "old"), [model.name for model in queue.models()]]
     call("register", queue.register_worker, WorkerRecord("w1", [MODEL], "ready", 100, 1.0, "host", 1))
     answers += [call("transition", queue.create_batch, "batch_a", 9, state="in_progress")]
     answers += [call("ingest", queue.ingest, "batch_a", [(line, request()) for line in range(9)], 0, 9)]
