@@ -121,13 +121,37 @@ def is_full(error: Exception) -> bool:
 
 @cache
 def source(name: str) -> tuple[str, str]:
-    """The script's full text (flags, key names, shared functions, its own lines) and its SHA1."""
+    """The script's full text (flags, key names, the shared functions that it needs, its own lines)
+    and its SHA1.
+    """
     folder = resources.files("jobs.queue") / "lua"
     own = (folder / f"{name}.lua").read_text()
-    shared = (folder / "common.lua").read_text()
     flags, newline, rest = own.partition("\n")
     if not flags.startswith("#!"):
         raise ValueError(f"{name}.lua must start with its flags")
+    shared = needed((folder / "common.lua").read_text(), rest)
     table = keys.lua_table(set(re.findall(r"\bkey\.(\w+)", shared + rest)))
     text = f"{flags}{newline}{table}\n{shared}\n{rest}"
     return text, hashlib.sha1(text.encode()).hexdigest()
+
+
+def needed(shared: str, script: str) -> str:
+    """The top-level statements of `shared` that `script` names, or one of these does.
+
+    Each call makes all closures of its script anew, so what is not used costs time. Every word
+    counts as a name, so too much may be there, never too little.
+    """
+    found, words = "", _words(script)
+    for statement in reversed(re.split(r"^(?=local )", _COMMENT.sub("", shared), flags=re.MULTILINE)[1:]):
+        # Lua knows only names that were declared before, hence the order
+        if words & _words(_DECLARED.findall(statement)[0]):
+            found, words = statement + found, words | _words(statement)
+    return found
+
+
+_COMMENT = re.compile(r"^ *--.*\n", re.MULTILINE)
+_DECLARED = re.compile(r"local (?:function )?([\w, ]+)")
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", _COMMENT.sub("", text)))

@@ -1,5 +1,5 @@
--- Shared by every script: scripts.py puts the script below it. `key` holds the names of
--- jobs/queue/keys.py.
+-- Shared by the scripts: scripts.py puts above each what it names of this. `key` holds the names
+-- of jobs/queue/keys.py.
 -- A request's name is "<batch>/<line>"; a live call's batch id starts with "live_" and its line is
 -- 0.
 
@@ -440,7 +440,7 @@ end
 
 -- Results and counts of requests of one batch; both change only where the done bit flips. Returns
 -- how many tokens that delivered.
-local function record(batch, items)
+local function record_results(batch, items)
   if redis.call('EXISTS', key.batch(batch)) == 0 then
     return 0
   end
@@ -534,7 +534,7 @@ local function finish(items, keep)
       remove_live(of_batch[1].name)
       delivered = delivered + of_batch[1].tokens
     else
-      delivered = delivered + record(batch, of_batch)
+      delivered = delivered + record_results(batch, of_batch)
     end
   end
   if delivered > 0 then

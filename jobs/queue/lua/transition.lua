@@ -17,10 +17,7 @@ end
 if not allowed or (generation ~= '' and record[3] ~= generation) then
   return 0
 end
-redis.call('HSET', key.batch(batch), 'state', to, 'token', token, 'heartbeat', now_ms())
-for i = 6 + count, #ARGV, 2 do
-  redis.call('HSET', key.batch(batch), ARGV[i], ARGV[i + 1])
-end
+redis.call('HSET', key.batch(batch), 'state', to, 'token', token, 'heartbeat', now_ms(), unpack(ARGV, 6 + count))
 if state ~= '' and state ~= to then
   redis.call('HINCRBY', key.ENTERED, to, 1)
   notify_readers(batch, '', '', '', '')

@@ -2,6 +2,7 @@
 answer.
 """
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import redis
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
-from jobs.queue.scripts import QueueUnavailable, passing_reason, source
+from jobs.queue.scripts import QueueUnavailable, needed, passing_reason, source
 from jobs.queue.settings import QueueSettings
 from tests.support.integrity import faults
 from tests.support.lua_scripts import FOLDER, NAMES
@@ -27,6 +28,38 @@ def test_every_file_is_a_script_and_says_what_it_takes_and_returns() -> None:
         assert "-- ARGV:" in header, name
         assert "-- Returns" in header, name
         assert source(name)[0].startswith("#!lua"), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_has_each_shared_function_and_constant_that_it_names(name: str) -> None:
+    """What its text calls or names is declared above that."""
+    shared = (FOLDER / "common.lua").read_text()
+    functions = re.findall(r"^local function (\w+)", shared, re.MULTILINE)
+    constants = re.findall(r"\b[A-Z][A-Z_]+\b", " ".join(re.findall(r"^local ([A-Z_, ]+) =", shared, re.MULTILINE)))
+    assert len(functions) > 20
+    assert len(constants) > 5
+    lines = [line for line in source(name)[0].splitlines() if not line.lstrip().startswith("--")]
+    for uses in (*(rf"\b{function}\(" for function in functions), *(rf"\b{constant}\b" for constant in constants)):
+        first = next((line for line in lines if re.search(uses, line)), None)
+        assert first is None or re.match(rf"local (function )?[\w, ]*{uses}", first), first
+
+
+def test_no_script_is_longer_than_what_it_needs() -> None:
+    shared = """-- About c, which a comment names
+local a, b = 1, 2 -- both
+local function first()
+  return b
+end
+
+-- What second is for
+local c = {}
+local function second() return first(c) end
+"""
+    both, one, table, other = re.split(r"(?m)^(?=local )", re.sub(r"(?m)^--.*\n", "", shared))[1:]
+    assert needed(shared, "-- second\nreturn d") == ""
+    assert needed(shared, "return c[1]") == table
+    assert needed(shared, "return first()") == both + one
+    assert needed(shared, "return second()") == both + one + table + other
 
 
 def test_key_names_are_the_same_in_lua(redis_client: redis.Redis) -> None:
