@@ -74,8 +74,8 @@ def main() -> None:
 
 
 class ControlJob(Job):
-    """RQ's job that imports nothing that Redis names: its function comes from a table, and it has
-    no callbacks.
+    """RQ's job that imports and fetches nothing that Redis names: its function comes from a table,
+    and it has no callbacks and no webhooks.
     """
 
     success_callback = failure_callback = stopped_callback = None
@@ -86,6 +86,9 @@ class ControlJob(Job):
         """Return the function of that name; for an unknown name one that logs it."""
         job = _NAMES.get(self.func_name)
         return self._drop if job is None else partial(self.runner.run, job)
+
+    def send_webhooks(self, *arguments: Any, **named: Any) -> None:
+        """Send none."""
 
     def _drop(self, *arguments: Any, **options: Any) -> None:
         logger.warning("dropped job %s: this version has no job %s", self.id, self.func_name)

@@ -5,6 +5,7 @@ parent, and not stopped by an outage.
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,10 +18,11 @@ import redis
 from rq import Callback
 from rq import Queue as JobQueue
 from rq.serializers import JSONSerializer
+from rq.webhook import Webhook
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.batch.manifest import load_manifest
-from jobs.control.rq_worker import ControlWorker
+from jobs.control.rq_worker import ControlJob, ControlWorker
 from jobs.control.runner import Runner
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
@@ -87,15 +89,40 @@ def test_a_job_that_redis_forgot_ends_without_a_trace(
     assert [key for key in redis_client.scan_iter() if b"forgotten" in key] == []
 
 
-def test_a_job_of_another_name_is_dropped_and_nothing_is_imported_for_it(
-    redis_client: redis.Redis, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "arguments", "warning"),
+    [
+        ("tripwire.run", (), "dropped job other: this version has no job tripwire.run"),
+        ("jobs.advance.run", ("batch_x", 1), None),
+        ("jobs.advance.run", (), "missing 2 required positional arguments"),
+    ],
+    ids=["of another name", "succeeds", "fails"],
+)
+def test_nothing_that_a_job_names_is_imported_or_fetched(
+    redis_client: redis.Redis,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    arguments: tuple[object, ...],
+    warning: str | None,
 ) -> None:
     (tmp_path / "tripwire.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    callback = Callback("tripwire.run")
-    run_one_job(redis_client, "tripwire.run", job_id="other", on_success=callback, on_failure=callback)
-    assert warnings_in(caplog) == ["dropped job other: this version has no job tripwire.run"]
-    assert redis_client.llen("rq:queue:advance") == redis_client.zcard("rq:failed:advance") == 0
+    trap = Callback("tripwire.run")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        hooks = [Webhook(url, status, timeout=1) for status in ("finished", "failed")]
+        options = {"on_success": trap, "on_failure": trap, "on_stopped": trap, "webhooks": hooks}
+        run_one_job(redis_client, function, args=arguments, job_id="other", result_ttl=5, **options)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    job = ControlJob.fetch("other", connection=redis_client, serializer=JSONSerializer)
+    assert job.is_finished is (warning is None or function == "tripwire.run")
+    assert (job.success_callback, job.failure_callback, job.stopped_callback) == (None, None, None)
+    assert [warning in message for message in warnings_in(caplog)] == ([True] if warning else [])
+    assert redis_client.llen("rq:queue:advance") == 0
 
 
 def run_one_job(client: redis.Redis, function: str, **options: Any) -> None:
