@@ -96,6 +96,9 @@ class Ticker:
         self._client = queue.redis
         self._files = None if file_store is None else FileStore(queue, file_store, forget_output)
         self._next_sweep = 0.0  # monotonic seconds
+        self._ticking = False
+        self._reaped_at = 0.0  # monotonic seconds
+        self._emptied = threading.Event()  # Redis lacked what each reaping notes
         self._token = secrets.token_hex(16)
         self._last_id = FIRST_ID
         self._silent: set[str] = set()  # batches whose job had no heartbeat at this tick
@@ -114,12 +117,17 @@ class Ticker:
 
     def run(self) -> None:
         """Lead whenever it can, until the process is ordered to end."""
-        while not _stopping.is_set():
-            if not self.lead():
-                time.sleep(TICK_SECONDS)
-                continue
-            self.tick()
-            self.listen(TICK_SECONDS)
+        ended = threading.Event()
+        threading.Thread(target=self._reap_in_slow_ticks, args=(ended,), name="reap", daemon=True).start()
+        try:
+            while not _stopping.is_set():
+                if not self.lead():
+                    time.sleep(TICK_SECONDS)
+                    continue
+                self.tick()
+                self.listen(TICK_SECONDS)
+        finally:
+            ended.set()
 
     def lead(self) -> bool:
         """Take or keep the lead.
@@ -146,11 +154,17 @@ class Ticker:
 
     def tick(self) -> None:
         """What is due once a second."""
-        if not self._client.exists(keys.TICK):
+        self._ticking = True
+        try:
+            self._tick()
+        finally:
+            self._ticking = False
+
+    def _tick(self) -> None:
+        self._reap()
+        if self._emptied.is_set():
+            self._emptied.clear()
             self._server = None
-        requeued = self._queue.reap()
-        if requeued:
-            logger.info("requeued or ended %d requests whose leases expired", requeued)
         if self._files is not None:
             self._restore(self._files)
         now = self._queue.now()
@@ -158,6 +172,24 @@ class Ticker:
         if self._files is not None and time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_SECONDS
             self._sweep(self._files, now)
+
+    def _reap(self) -> None:
+        self._reaped_at = time.monotonic()
+        if not self._client.exists(keys.TICK):
+            self._emptied.set()
+        requeued = self._queue.reap()
+        if requeued:
+            logger.info("requeued or ended %d requests whose leases expired", requeued)
+
+    def _reap_in_slow_ticks(self, ended: threading.Event) -> None:
+        """Keep the lead and end leases while a tick takes long: a pause would look as if the server
+        had been away, after which nothing is reaped for one lease.
+        """
+        while not ended.wait(max(0.1, self._reaped_at + 1.5 * TICK_SECONDS - time.monotonic())):
+            if self._ticking and time.monotonic() - self._reaped_at > TICK_SECONDS:
+                with contextlib.suppress(redis.RedisError, QueueUnavailable):  # the tick meets it too
+                    if self.lead():
+                        self._reap()
 
     def make_room(self) -> None:
         """A server without memory takes no jobs for RQ, and so the finished lines that fill it are
@@ -237,7 +269,8 @@ class Ticker:
             if not needs_slice(self._queue, batch, fields):
                 return
             self._slice(batch)
-        if now - fields.heartbeat / 1000 > STALE_SECONDS:
+        # One of the future is from before the clock of Redis was set back
+        if abs(now - fields.heartbeat / 1000) > STALE_SECONDS:
             self._revive(batch, fields, job)
 
     def _revive(self, batch: str, fields: BatchStatus, job: JobName) -> None:

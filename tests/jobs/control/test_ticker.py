@@ -20,6 +20,7 @@ from jobs.control.slices import Slice
 from jobs.control.ticker import Ticker
 from jobs.queue import tasks
 from jobs.queue.request_queue import Queue, QueueUnavailable
+from jobs.queue.settings import QueueSettings
 from jobs.queue.tasks import is_waiting
 from jobs.store.file_store import FileStore
 from tests.support.batch_steps import answer_all, begin, run_to_end, step, wait_for_batch
@@ -140,7 +141,7 @@ def test_a_job_that_died_runs_again_under_a_new_generation(redis_client: redis.R
     assert queue.batch_fields(record.id).generation == 1, "the job still waits for a process"
     assert redis_client.lpop("rq:queue:bulk") == job.removeprefix("rq:job:").encode()
     redis_client.hset(job, "status", "started")
-    redis_client.hset(name, "heartbeat", int(1000 * (time.time() + 60)))
+    redis_client.hset(name, "heartbeat", int(1000 * time.time()))
     leader.tick()
     assert queue.batch_fields(record.id).generation == 1, "it may still be alive"
     redis_client.hset(name, "heartbeat", 0)
@@ -150,6 +151,48 @@ def test_a_job_that_died_runs_again_under_a_new_generation(redis_client: redis.R
     assert queue.batch_fields(record.id).generation == 2
     assert redis_client.lrange("rq:queue:bulk", 0, -1) == [f"validate-{record.id}-2".encode()]
     assert run_to_end(redis_client, record.id).completed == 5
+
+
+def test_a_heartbeat_of_the_future_is_no_sign_of_life(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """The clock of Redis was set back by an hour, and the job was killed before its next beat."""
+    record = begin(redis_client, write_input(tmp_path / "in.jsonl", 5))
+    queue, name = Queue(redis_client), "{q}:batch:" + record.id
+    assert redis_client.lpop("rq:queue:bulk") is not None
+    redis_client.hset(f"rq:job:validate-{record.id}-1", "status", "started")
+    redis_client.hset(name, "heartbeat", int(1000 * (time.time() + 3600)))
+    leader = Ticker(queue)
+    leader.tick()
+    leader.tick()
+    assert queue.batch_fields(record.id).generation == 2
+    assert run_to_end(redis_client, record.id).completed == 5
+
+
+def test_leases_end_while_a_tick_takes_long(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tick that lasts until the lease is over, as where the file store answers slowly."""
+    monkeypatch.setattr(ticker, "_stopping", threading.Event())
+    queue = Queue(redis_client, QueueSettings(lease_seconds=1))
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    assert len(queue.claim("vanishing", 1, 5, models=["m"])) == 5
+    ended = threading.Event()
+
+    def list_slowly(*arguments: object) -> list[str]:
+        ended.wait(120)
+        return []
+
+    monkeypatch.setattr(ticker, "unknown_folders", list_slowly)
+    leader = Ticker(queue, str(tmp_path / "store"))
+    running = threading.Thread(target=leader.run)
+    running.start()
+    try:
+        wait_until(lambda: get_batch(redis_client, batch).waiting == 5, 60, "the lease has ended")
+    finally:
+        ticker._stopping.set()
+        ended.set()
+        running.join()
 
 
 def test_a_slice_that_redis_failed_leaves_no_job_behind(
