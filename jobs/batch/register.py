@@ -1,5 +1,6 @@
 """Register: create the record of a batch in Redis from its manifest, and enqueue its next job."""
 
+import contextlib
 import logging
 import secrets
 from typing import Any
@@ -13,6 +14,7 @@ from jobs.protocol.states import END_STATES, JOBS, State
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import passing_reason
 from jobs.queue.tasks import enqueue
+from jobs.store.storage import StoreError, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,14 @@ def _state_after(manifest: Manifest) -> State:
     return "cancelling" if is_marked_cancelled(manifest.spec.root) else "validating"
 
 
+def _input_bytes(manifest: Manifest) -> int:
+    """Return 0 for one that cannot be told."""
+    if manifest.input_bytes is None and manifest.spec.input:
+        with contextlib.suppress(StoreError):
+            return size_of(manifest.spec.input) or 0
+    return manifest.input_bytes or 0
+
+
 def _record(manifest: Manifest) -> dict[str, Any]:
     spec = manifest.spec
     fields: dict[str, Any] = {
@@ -71,6 +81,7 @@ def _record(manifest: Manifest) -> dict[str, Any]:
         "generation": manifest.generation,
         "owner": manifest.owner,
         "outcome": manifest.outcome,
+        "input_bytes": _input_bytes(manifest),
         "queued_tokens": manifest.queued_tokens,
         "line_models": manifest.models,
         **progress_fields(manifest),

@@ -1,8 +1,8 @@
 """`python -m jobs.control.rq_worker --queue advance|bulk [--redis-url URL]`: runs the control
 plane's jobs of one queue.
 
-Slices of `advance` run one after the other; the long jobs of `bulk` run side by side in a few
-threads.
+Slices of `advance` run one after the other; the long jobs of `bulk` run side by side in threads,
+and wait in Redis while there is no slot for them.
 
 The jobs run in this process: they are our own code, keep no state that matters, and a kill at any
 point is recovered by the ticker. One queue per process keeps RQ's pop atomic. What RQ itself knows
@@ -10,7 +10,9 @@ about workers and jobs is for show; nothing rests on it.
 """
 
 import argparse
+import contextlib
 import logging
+import math
 import signal
 import time
 import uuid
@@ -22,23 +24,26 @@ from typing import Any
 import redis
 from rq import Queue as JobQueue
 from rq import SimpleWorker
-from rq.exceptions import InvalidJobOperation, StopRequested
+from rq.exceptions import InvalidJobOperation, NoSuchJobError, StopRequested
 from rq.job import Job
 from rq.serializers import JSONSerializer
 
 from jobs.control.runner import WORK, Runner
+from jobs.control.slots import Slots, are_long
 from jobs.errors import JobsError
 from jobs.process import add_redis_url, configure_logs, die_with_parent
 from jobs.protocol.states import JobName
 from jobs.queue.connection import check_server, connect
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
-from jobs.queue.tasks import function_name
+from jobs.queue.tasks import batch_of, function_name
 from jobs.server import ServerError
 
 _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
+_BEAT_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
-_LONG_JOBS = 8
+_SLOT_SECONDS = 0.1
+_MOST_SEEN = 1000  # jobs in the queue, of which the first short one is looked for
 _NAMES: dict[str | None, JobName] = {function_name(job): job for job in WORK}
 logger = logging.getLogger(__name__)
 
@@ -56,7 +61,7 @@ def main() -> None:
     # Its registries complain of killed jobs that have long run again
     logging.getLogger("rq").setLevel(logging.ERROR)
     logging.getLogger("rq.worker").addFilter(_is_news)
-    runner = Runner(Queue(connect(options.redis_url)), _LONG_JOBS if options.queue == "bulk" else 0)
+    runner = Runner(Queue(connect(options.redis_url)), Slots() if options.queue == "bulk" else None)
 
     def stop(signum: int, frame: FrameType | None) -> Any:
         runner.stopping.set()
@@ -114,6 +119,39 @@ class ControlWorker(SimpleWorker):
             log_job_description=False,
         )
         self._runner = runner
+
+    def dequeue_job_and_maintain_ttl(
+        self, timeout: int | None, max_idle_time: int | None = None
+    ) -> tuple[Job, JobQueue] | None:
+        """Take a job that can begin at once, however long the queue is: a short one out of it while
+        there are slots for no others.
+
+        One that waited in this process would send no heartbeat, and be taken for dead.
+        """
+        slots, beat_at = self._runner.slots, -math.inf
+        while slots is not None:
+            short, long = slots.free()
+            if long:
+                break
+            if self.should_run_maintenance_tasks:
+                self.run_maintenance_tasks()  # type: ignore[no-untyped-call]
+            if time.monotonic() - beat_at > _BEAT_SECONDS:
+                beat_at = time.monotonic()
+                self.heartbeat()
+            if short and (found := self._take_short()):
+                return found
+            slots.wait(_SLOT_SECONDS)
+        return super().dequeue_job_and_maintain_ttl(timeout, max_idle_time)
+
+    def _take_short(self) -> tuple[Job, JobQueue] | None:
+        queue: JobQueue = self.queues[0]
+        names = queue.get_job_ids(0, _MOST_SEEN)
+        batches = [batch_of(name) for name in names]
+        for name, is_long in zip(names, are_long(self._runner.queue, batches) if names else [], strict=True):
+            if not is_long and self.connection.lrem(queue.key, 1, name):
+                with contextlib.suppress(NoSuchJobError):
+                    return ControlJob.fetch(name, connection=self.connection, serializer=JSONSerializer), queue
+        return None
 
     def execute_job(self, job: Job, queue: JobQueue) -> None:
         """Run the job in this process."""

@@ -14,11 +14,13 @@ from jobs.batch.manifest import is_marked_cancelled
 from jobs.control.advance import advance, drain_all
 from jobs.control.finalize import finalize
 from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, Superseded, hold
+from jobs.control.slots import Slots, are_long
 from jobs.control.validate import validate
 from jobs.protocol.states import CANCELLABLE, END_STATES, JobName, states_of
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.tasks import job_id
 from jobs.store.storage import Busy, StoreError
 
 WORK: dict[JobName, Callable[[Slice], None]] = {"validate": validate, "advance": advance, "finalize": finalize}
@@ -28,29 +30,29 @@ logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """Runs slices of `advance` one after the other, and of the other jobs, which take long, as many
-    side by side as there are `threads`: so a small batch does not wait for a large one to be read
-    or written. Without threads `run` returns when the job has ended.
+    """Runs slices of `advance` one after the other, and the other jobs, which take long, side by
+    side in the `slots`: so a small batch does not wait for a large one to be read or written.
+    Without slots `run` returns when the job has ended.
     """
 
-    def __init__(self, queue: Queue, threads: int = 0) -> None:
+    def __init__(self, queue: Queue, slots: Slots | None = None) -> None:
         self.queue = queue
+        self.slots = slots
         self.stopping = threading.Event()
         """Set when the process was ordered to end."""
-        self._threads = threading.Semaphore(threads) if threads else None
 
     def run(self, job: JobName, batch: str, generation: int) -> None:
         """Run a job on a batch, in the states that ask for it.
 
-        RQ takes one in a thread for done when it has begun; the batch's heartbeat says that it is
-        alive.
+        RQ takes one in a thread for done when it has begun, which is at once; the batch's heartbeat
+        says that it is alive.
         """
-        free = self._threads
-        if job == "advance" or free is None:
+        if job == "advance" or self.slots is None:
             self._run(job, batch, generation, WORK[job])
         else:
-            free.acquire()
-            threading.Thread(target=self._run_in_thread, name=batch, args=(free, job, batch, generation)).start()
+            name = job_id(job, batch, generation)
+            self.slots.take(name, are_long(self.queue, [batch])[0])
+            threading.Thread(target=self._run_in_thread, name=name, args=(self.slots, job, batch, generation)).start()
 
     def flush(self) -> None:
         """Drain every running batch that no other process works on.
@@ -61,11 +63,11 @@ class Runner:
         for batch in sorted(map(bytes.decode, active)):
             self._run("advance", batch, self.queue.batch_fields(batch).generation, drain_all)
 
-    def _run_in_thread(self, free: threading.Semaphore, job: JobName, batch: str, generation: int) -> None:
+    def _run_in_thread(self, slots: Slots, job: JobName, batch: str, generation: int) -> None:
         try:
             self._run(job, batch, generation, WORK[job])
         finally:
-            free.release()
+            slots.release(threading.current_thread().name)
 
     def _run(self, job: JobName, batch: str, generation: int, work: Callable[[Slice], None]) -> None:
         """Run `work` under `hold`, in the states of the job.

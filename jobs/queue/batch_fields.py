@@ -63,6 +63,7 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     tenant: str = ""
     root: str = ""  # the batch's folder
     spec: str = ""  # JSON of `manifest.BatchSpec`
+    input_bytes: int = 0  # 0: unknown
     outcome: EndState = "completed"  # what the batch ends as, as far as is known
     problem: str = ""  # why it makes no progress; of an ended batch, why it was given up
     lost_since: float = 0.0  # since when its folder is gone, unix seconds; 0: it is there

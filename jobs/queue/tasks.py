@@ -66,6 +66,11 @@ def job_id(job: JobName, batch: str, generation: int) -> str:
     return f"{job}-{batch}-{generation}"
 
 
+def batch_of(name: str) -> str:
+    """Return the batch of which `name` is a job."""
+    return name.partition("-")[2].rpartition("-")[0]
+
+
 def is_waiting(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
     """Return whether the job is in its queue and will run when a process is free."""
     queue = JobQueue(QUEUES[job], connection=client, serializer=JSONSerializer)
