@@ -26,10 +26,11 @@ from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
-from jobs.queue.tasks import enqueue, wake
+from jobs.queue.tasks import enqueue, others_wait, wake
 from jobs.store.storage import StoreError, join, open_input
 
 SLICE_SECONDS = 1.0
+SHORT_SLICE_SECONDS = 0.25  # while other batches wait
 FEED_SECONDS = 0.25
 """In a slice, before results are drained, which would pile up in Redis otherwise."""
 DRAIN_SECONDS = 1.0
@@ -73,13 +74,13 @@ _progress: dict[str, BatchProgress] = {}
 
 def advance(held: Slice) -> None:
     """One slice. Moves the batch to `finalizing` when every line is done. Raises `StoreError`."""
-    deadline = time.monotonic() + SLICE_SECONDS
+    deadline = time.monotonic() + (SHORT_SLICE_SECONDS if others_wait(held.queue.redis) else SLICE_SECONDS)
     if len(_progress) > _MOST_REMEMBERED:
         _progress.clear()
     progress = _progress.setdefault(held.batch, BatchProgress())
     while True:
         held.check_current()
-        fed = feed(held, progress, time.monotonic() + FEED_SECONDS)
+        fed = feed(held, progress, min(deadline, time.monotonic() + FEED_SECONDS))
         drained = drain(held, progress)
         while drained and time.monotonic() < deadline and drain(held, progress):
             pass

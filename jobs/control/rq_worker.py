@@ -123,12 +123,14 @@ class ControlWorker(SimpleWorker):
     def dequeue_job_and_maintain_ttl(
         self, timeout: int | None, max_idle_time: int | None = None
     ) -> tuple[Job, JobQueue] | None:
-        """Take a job that can begin at once, however long the queue is: a short one out of it while
-        there are slots for no others.
+        """Take a job that can begin at once: of the slices that wait, the least served batch's; of
+        the long jobs a short one, wherever it is in the queue, while there are slots for no others.
 
         One that waited in this process would send no heartbeat, and be taken for dead.
         """
         slots, beat_at = self._runner.slots, -math.inf
+        if slots is None and (found := self._take_least_served()):
+            return found
         while slots is not None:
             short, long = slots.free()
             if long:
@@ -143,14 +145,25 @@ class ControlWorker(SimpleWorker):
             slots.wait(_SLOT_SECONDS)
         return super().dequeue_job_and_maintain_ttl(timeout, max_idle_time)
 
+    def _take_least_served(self) -> tuple[Job, JobQueue] | None:
+        """Take the next slice of the batch that had the least of this process' time, if several
+        wait: so one that needs little does not wait for each that needs much.
+        """
+        names, served = self.queues[0].get_job_ids(0, _MOST_SEEN), self._runner.served
+        return self._take(min(names, key=lambda name: served.of(batch_of(name)))) if len(names) > 1 else None
+
     def _take_short(self) -> tuple[Job, JobQueue] | None:
+        names = self.queues[0].get_job_ids(0, _MOST_SEEN)
+        long = are_long(self._runner.queue, [batch_of(name) for name in names]) if names else []
+        short = (name for name, is_long in zip(names, long, strict=True) if not is_long)
+        return next(filter(None, map(self._take, short)), None)
+
+    def _take(self, name: str) -> tuple[Job, JobQueue] | None:
+        """Take this job out of the queue, unless another process did."""
         queue: JobQueue = self.queues[0]
-        names = queue.get_job_ids(0, _MOST_SEEN)
-        batches = [batch_of(name) for name in names]
-        for name, is_long in zip(names, are_long(self._runner.queue, batches) if names else [], strict=True):
-            if not is_long and self.connection.lrem(queue.key, 1, name):
-                with contextlib.suppress(NoSuchJobError):
-                    return ControlJob.fetch(name, connection=self.connection, serializer=JSONSerializer), queue
+        if self.connection.lrem(queue.key, 1, name):
+            with contextlib.suppress(NoSuchJobError):
+                return ControlJob.fetch(name, connection=self.connection, serializer=JSONSerializer), queue
         return None
 
     def execute_job(self, job: Job, queue: JobQueue) -> None:

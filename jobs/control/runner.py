@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from jobs.batch.lost import end_if_lost
 from jobs.batch.manifest import is_marked_cancelled
 from jobs.control.advance import advance, drain_all
 from jobs.control.finalize import finalize
+from jobs.control.served_time import ServedTime
 from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, Superseded, hold
 from jobs.control.slots import Slots, are_long
 from jobs.control.validate import validate
@@ -38,6 +40,7 @@ class Runner:
     def __init__(self, queue: Queue, slots: Slots | None = None) -> None:
         self.queue = queue
         self.slots = slots
+        self.served = ServedTime()
         self.stopping = threading.Event()
         """Set when the process was ordered to end."""
 
@@ -48,7 +51,9 @@ class Runner:
         says that it is alive.
         """
         if job == "advance" or self.slots is None:
+            began = time.monotonic()
             self._run(job, batch, generation, WORK[job])
+            self.served.add(batch, time.monotonic() - began)
         else:
             name = job_id(job, batch, generation)
             self.slots.take(name, are_long(self.queue, [batch])[0])

@@ -12,6 +12,7 @@ from jobs.batch.manifest import BatchSpec, LineProblem
 from jobs.batch.recovery import restore_progress
 from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, refused
+from jobs.control.advance import BatchProgress, feed
 from jobs.control.slices import Slice
 from jobs.queue.tasks import enqueue
 from jobs.store.input_formats import JSONL
@@ -40,6 +41,7 @@ def validate(held: Slice) -> None:
         manifest.total, manifest.models, manifest.plan_sha256 = checked.total, checked.models, checked.plan_sha256
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     held.move("in_progress", {"total": manifest.total, "line_models": manifest.models, "cursor": 0, **progress})
+    feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
     enqueue(held.queue.redis, "advance", held.batch, held.generation)
 
 

@@ -77,6 +77,11 @@ def is_waiting(client: redis.Redis, job: JobName, batch: str, generation: int) -
     return queue.get_job_position(job_id(job, batch, generation)) is not None
 
 
+def others_wait(client: redis.Redis) -> bool:
+    """Return whether slices of other batches wait."""
+    return JobQueue(QUEUES["advance"], connection=client, serializer=JSONSerializer).count > 0
+
+
 def waiting_jobs(client: redis.Redis) -> set[str]:
     """Return the ids of all jobs in a queue, which is cheaper than many calls of `is_waiting`."""
     queues = (JobQueue(name, connection=client, serializer=JSONSerializer) for name in set(QUEUES.values()))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import redis
 
-from jobs.batch.client import cancel_batch
+from jobs.batch.client import cancel_batch, get_batch
 from jobs.batch.manifest import load_manifest
 from jobs.batch.parts import merge_parts
 from jobs.control import advance
@@ -21,6 +21,7 @@ from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
+from jobs.queue.scripts import MAX_ITEMS
 from jobs.queue.settings import QueueSettings
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import chat_line, check_echoes, failing, write_input
@@ -210,7 +211,7 @@ def test_small_parts_are_merged(redis_client: redis.Redis, tmp_path: Path, monke
 def test_an_input_that_changes_under_the_batch_is_a_problem_until_it_is_back(
     redis_client: redis.Redis, tmp_path: Path
 ) -> None:
-    source = write_input(tmp_path / "in.jsonl", 10)
+    source = write_input(tmp_path / "in.jsonl", 600)
     batch = begin(redis_client, source).id
     step(redis_client, batch)
     content = source.read_bytes()
@@ -220,7 +221,7 @@ def test_an_input_that_changes_under_the_batch_is_a_problem_until_it_is_back(
     assert record.problem == f"{source} changed while its batch runs; put the file back, or cancel the batch"
     source.write_bytes(content)
     assert step(redis_client, batch).problem is None
-    assert run_to_end(redis_client, batch).completed == 10
+    assert run_to_end(redis_client, batch).completed == 600
 
 
 def test_a_damaged_part_is_not_merged_away(
@@ -246,12 +247,32 @@ def test_a_damaged_part_is_not_merged_away(
 
 
 def test_a_slice_of_another_generation_does_nothing(redis_client: redis.Redis, tmp_path: Path) -> None:
-    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 10)).id
-    record = step(redis_client, batch)
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 1000)).id
+    assert step(redis_client, batch).waiting == MAX_ITEMS
     generation = Queue(redis_client).batch_fields(batch).generation
     for other in (generation - 1, generation + 1):
         Runner(Queue(redis_client)).run("advance", batch, other)
-    assert record.waiting == 0
+    assert get_batch(redis_client, batch).waiting == MAX_ITEMS
+
+
+def test_the_first_lines_can_be_claimed_once_a_batch_is_validated(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """No slice has had its turn yet."""
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 10)).id
+    step(redis_client, batch)
+    assert answer_all(redis_client) == 10
+    assert step(redis_client, batch).state == "finalizing"
+    assert run_to_end(redis_client, batch).completed == 10
+
+
+def test_a_slice_is_short_while_others_wait(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advance, "SHORT_SLICE_SECONDS", 0.0)
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 3000)).id
+    assert step(redis_client, batch).waiting == MAX_ITEMS
+    assert step(redis_client, batch).waiting == 2 * MAX_ITEMS, "its own next slice waits in RQ"
+    redis_client.delete("rq:queue:advance")
+    assert step(redis_client, batch).waiting == 3000
 
 
 def test_a_slice_ends_when_the_batch_is_cancelled_under_it(

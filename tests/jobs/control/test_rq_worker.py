@@ -26,7 +26,7 @@ from jobs.control.rq_worker import ControlJob, ControlWorker
 from jobs.control.runner import Runner
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
-from jobs.queue.tasks import enqueue, function_name, is_waiting
+from jobs.queue.tasks import batch_of, enqueue, function_name, is_waiting
 from tests.support.batch_steps import answer_all, wait_for_batch
 from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
 from tests.support.processes import is_running, wait_for_rest
@@ -123,6 +123,19 @@ def test_nothing_that_a_job_names_is_imported_or_fetched(
     assert (job.success_callback, job.failure_callback, job.stopped_callback) == (None, None, None)
     assert [warning in message for message in warnings_in(caplog)] == ([True] if warning else [])
     assert redis_client.llen("rq:queue:advance") == 0
+
+
+def test_the_batch_that_was_served_least_is_next(redis_client: redis.Redis) -> None:
+    runner = Runner(Queue(redis_client))
+    worker = ControlWorker("advance", redis_client, runner)
+    for batch, seconds in (("batch_much", 9.0), ("batch_some", 1.0), ("batch_more", 3.0)):
+        runner.served.add(batch, seconds)
+    taken = []
+    for batch in ("batch_much", "batch_more", "batch_some", "batch_new", "batch_newer"):
+        assert enqueue(redis_client, "advance", batch, 1)
+    while found := worker.dequeue_job_and_maintain_ttl(None):
+        taken.append(batch_of(found[0].id))
+    assert taken == ["batch_new", "batch_newer", "batch_some", "batch_more", "batch_much"]
 
 
 def run_one_job(client: redis.Redis, function: str, **options: Any) -> None:
