@@ -23,7 +23,7 @@ def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
     if not queue.transition(batch, CANCELLABLE, "cancelling", changes, generation):
         return False
     queue.remove_unfinished(batch)
-    enqueue(queue.redis, "finalize", batch, generation + 1)
+    enqueue(queue.rq, "finalize", batch, generation + 1)
     return True
 
 

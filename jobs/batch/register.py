@@ -48,7 +48,7 @@ def register(queue: Queue, manifest: Manifest) -> None:
         clean_up(queue, manifest.batch_id)
         return
     try:
-        enqueue(queue.redis, JOBS[state], manifest.batch_id, manifest.generation)
+        enqueue(queue.rq, JOBS[state], manifest.batch_id, manifest.generation)
     except redis.RedisError as error:  # the batch exists; the ticker enqueues its job later
         if passing_reason(error) is None:
             raise

@@ -74,7 +74,7 @@ _progress: dict[str, BatchProgress] = {}
 
 def advance(held: Slice) -> None:
     """One slice. Moves the batch to `finalizing` when every line is done. Raises `StoreError`."""
-    deadline = time.monotonic() + (SHORT_SLICE_SECONDS if others_wait(held.queue.redis) else SLICE_SECONDS)
+    deadline = time.monotonic() + (SHORT_SLICE_SECONDS if others_wait(held.queue.rq) else SLICE_SECONDS)
     if len(_progress) > _MOST_REMEMBERED:
         _progress.clear()
     progress = _progress.setdefault(held.batch, BatchProgress())
@@ -88,7 +88,7 @@ def advance(held: Slice) -> None:
         if fields.all_done and not fields.result_bytes:
             _progress.pop(held.batch, None)
             held.move("finalizing", {"outcome": "completed"})
-            enqueue(held.queue.redis, "finalize", held.batch, held.generation)
+            enqueue(held.queue.rq, "finalize", held.batch, held.generation)
             return
         if not fed and not drained:
             return

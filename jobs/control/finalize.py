@@ -105,7 +105,7 @@ def run_again(held: Slice) -> None:
         **restore_progress(held.queue, held.manifest, held.check_current),
     }
     held.move("in_progress", {**progress, "cursor": 0, "open_models": held.fields.line_models, "passed_over": []})
-    enqueue(held.queue.redis, "advance", held.batch, held.generation)
+    enqueue(held.queue.rq, "advance", held.batch, held.generation)
 
 
 def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:

@@ -5,7 +5,6 @@ For probes: what they lack, in a sentence.
 
 from datetime import UTC, datetime
 
-import redis
 from rq import Worker
 
 from jobs.protocol.states import QUEUES
@@ -27,14 +26,14 @@ def worker_fault(queue: Queue, host: str) -> str | None:
     return f"no worker on {host} is ready: {', '.join(states) or 'none is registered'}"
 
 
-def control_plane_fault(client: redis.Redis, host: str) -> str | None:
+def control_plane_fault(queue: Queue, host: str) -> str | None:
     """Why batches do not move on `host`; None when both RQ workers are alive there and some ticker
     leads, on whatever host.
     """
     now = datetime.now(UTC)
     alive = {
         name
-        for worker in Worker.all(client)
+        for worker in Worker.all(queue.rq)
         if worker.hostname == host
         and worker.last_heartbeat
         and (now - worker.last_heartbeat).total_seconds() < SILENT_SECONDS
@@ -42,4 +41,4 @@ def control_plane_fault(client: redis.Redis, host: str) -> str | None:
     }
     if silent := [name for name in sorted(set(QUEUES.values())) if name not in alive]:
         return f"no process on {host} takes jobs of {' and '.join(silent)}"
-    return None if client.exists(keys.LEADER) else "no ticker leads"
+    return None if queue.redis.exists(keys.LEADER) else "no ticker leads"

@@ -218,9 +218,9 @@ class _StoppedWhileIdle(JobsError):
 
 def _serve(queue: str, url: str, runner: Runner) -> None:
     """Run RQ's loop once; it ends when Redis is unavailable for longer than a moment."""
-    client = connect(url)
+    client = connect(url, db=runner.queue.settings.rq_db)
     try:
-        check_server(client)
+        check_server(runner.queue.redis)
         ControlWorker(queue, client, runner).work(logging_level="WARNING")
     except (redis.RedisError, QueueUnavailable, ServerError) as error:
         logger.warning("Redis unavailable; this process takes jobs again when it answers: %s", error)

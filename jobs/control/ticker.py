@@ -222,15 +222,15 @@ class Ticker:
         if fields.state != "in_progress":
             return
         generation = fields.generation
-        enqueued = enqueue(self._client, "advance", batch, generation)
-        if not enqueued and not is_waiting(self._client, "advance", batch, generation):
+        enqueued = enqueue(self._queue.rq, "advance", batch, generation)
+        if not enqueued and not is_waiting(self._queue.rq, "advance", batch, generation):
             self._pending[batch] = _Retry(time.monotonic() + pause, pause)
 
     def _look_after_all(self, now: float) -> None:
         """Go on at the next tick where a moment was not enough: thousands of windows may close at
         once.
         """
-        waiting, records = waiting_jobs(self._client), self._queue.active_batches()
+        waiting, records = waiting_jobs(self._queue.rq), self._queue.active_batches()
         self._forget_orphans(records)
         deadline = time.monotonic() + MOMENT_SECONDS
         batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
@@ -246,14 +246,14 @@ class Ticker:
         """Remove what RQ keeps of jobs whose process was killed, some seconds after their batch
         moved on without them.
         """
-        now, running, wanted = time.monotonic(), executions(self._client), set[str]()
+        now, running, wanted = time.monotonic(), executions(self._queue.rq), set[str]()
         for batch, fields in records.items() if running else ():
             job = JOBS.get(fields.state)
             wanted |= {job_id(job, batch, fields.generation)} if job is not None else set()
         self._orphans = {one: self._orphans.get(one, now) for one in running if one.job not in wanted}
         for one, since in self._orphans.items():
             if now - since > STALE_SECONDS:
-                forget_execution(self._client, one)
+                forget_execution(self._queue.rq, one)
 
     def _look_after(self, batch: str, fields: BatchStatus, now: float, waiting: set[str]) -> None:
         if fields.state in END_STATES:
@@ -280,14 +280,14 @@ class Ticker:
         it may have begun just now.
         """
         generation, state = fields.generation, fields.state
-        if enqueue(self._client, job, batch, generation) or is_waiting(self._client, job, batch, generation):
+        if enqueue(self._queue.rq, job, batch, generation) or is_waiting(self._queue.rq, job, batch, generation):
             return
         if batch not in self._silent_before:
             self._silent.add(batch)
             return
         if self._queue.transition(batch, [state], state, {"generation": generation + 1}, generation):
             logger.warning("batch %s: no heartbeat in state %s; running its job again", batch, state)
-            enqueue(self._client, job, batch, generation + 1)
+            enqueue(self._queue.rq, job, batch, generation + 1)
 
     def _expire(self, batch: str, fields: BatchStatus) -> bool:
         """End a batch whose completion window has passed; finished lines stay, the rest get error
@@ -298,7 +298,7 @@ class Ticker:
             return False
         logger.info("batch %s: its completion window has ended; finalizing it", batch)
         self._queue.remove_unfinished(batch)
-        enqueue(self._client, "finalize", batch, fields.generation)
+        enqueue(self._queue.rq, "finalize", batch, fields.generation)
         return True
 
     def _sweep(self, files: FileStore, now: float) -> None:

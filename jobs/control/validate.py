@@ -42,7 +42,7 @@ def validate(held: Slice) -> None:
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     held.move("in_progress", {"total": manifest.total, "line_models": manifest.models, "cursor": 0, **progress})
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
-    enqueue(held.queue.redis, "advance", held.batch, held.generation)
+    enqueue(held.queue.rq, "advance", held.batch, held.generation)
 
 
 def _check(held: Slice) -> Checked:

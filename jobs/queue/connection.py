@@ -62,12 +62,17 @@ def blocking_twin(client: redis.Redis) -> redis.Redis:
     """A second client to the same server, for XREAD BLOCK of up to `MAX_BLOCK_SECONDS`, which its
     socket outlasts.
     """
+    return _twin(client, socket_timeout=2 * MAX_BLOCK_SECONDS)
+
+
+def on_database(client: redis.Redis, db: int) -> redis.Redis:
+    """A second client to the same server, for another database."""
+    return _twin(client, db=db)
+
+
+def _twin(client: redis.Redis, **changes: Any) -> redis.Redis:
     pool = client.connection_pool
-    options = {
-        **pool.connection_kwargs,
-        "connection_class": pool.connection_class,
-        "socket_timeout": 2 * MAX_BLOCK_SECONDS,
-    }
+    options = {**pool.connection_kwargs, "connection_class": pool.connection_class, **changes}
     if isinstance(pool, redis.sentinel.SentinelConnectionPool):
         return redis.Redis.from_pool(type(pool)(pool.service_name, pool.sentinel_manager, **options))
     return redis.Redis.from_pool(redis.ConnectionPool(**options))
@@ -122,15 +127,15 @@ def _pool(library: ModuleType, url: str, db: int | None, retry: object, on_conne
 
 
 def _look_at(connection: Any) -> None:
-    connection.on_connect()
     with _explained():
+        connection.on_connect()
         connection.send_command("INFO")
         _judge(_parse(connection.read_response()), connection)
 
 
 async def _look_at_async(connection: Any) -> None:
-    await connection.on_connect()
     with _explained():
+        await connection.on_connect()
         await connection.send_command("INFO")
         _judge(_parse(await connection.read_response()), connection)
 
@@ -141,6 +146,13 @@ def _explained() -> Iterator[None]:
         yield
     except redis.exceptions.NoPermissionError as error:
         raise _UnfitServer(f"The Redis user lacks a permission ({error}): it needs {PERMISSIONS}") from None
+    except redis.exceptions.ResponseError as error:
+        if "DB index" not in str(error):
+            raise
+        raise _UnfitServer(
+            "The server has no database of that number (its setting `databases` says how many it has): use a smaller"
+            " one in the Redis URL or --rq-db."
+        ) from None
 
 
 def _parse(info: bytes) -> dict[str, str]:

@@ -21,6 +21,12 @@ class QueueSettings(Settings):
         "Folder of files, batches and API keys; one and the same for every `pipeline api` and `pipeline jobs` of a"
         " fleet.",
     )
+    rq_db: int | None = _setting(
+        None,
+        "Number of the Redis database for RQ's jobs, where another RQ application uses the queue's own; one and the"
+        " same in a fleet.",
+        min=0,
+    )
     lease_seconds: float = _setting(
         30.0, "Seconds for which a worker's claim on a request holds without being renewed.", min=0.2
     )

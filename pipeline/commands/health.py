@@ -25,8 +25,7 @@ def health(process: str, redis_url: str, log_level: str) -> None:
 
     host, impatient = socket.gethostname(), QueueSettings.from_environment(redis_retry_seconds=0)
     with connect(redis_url) as client:
-        fault = (
-            worker_fault(Queue(client, impatient), host) if process == "worker" else control_plane_fault(client, host)
-        )
+        queue = Queue(client, impatient)
+        fault = worker_fault(queue, host) if process == "worker" else control_plane_fault(queue, host)
     if fault is not None:
         raise Unfinished(fault)

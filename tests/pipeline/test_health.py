@@ -42,7 +42,7 @@ def test_a_control_plane_is_healthy_while_all_of_its_processes_are(redis_url: st
         plane.start("ticker")
         wait_until(lambda: run_pipeline("health", "jobs", redis_url=redis_url).returncode == 0, 60, "a leader")
         assert (
-            control_plane_fault(connect(redis_url), "elsewhere")
+            control_plane_fault(Queue(connect(redis_url)), "elsewhere")
             == "no process on elsewhere takes jobs of advance and bulk"
         )
     finally:

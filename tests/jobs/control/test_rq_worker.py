@@ -22,6 +22,7 @@ from rq.webhook import Webhook
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.batch.manifest import load_manifest
+from jobs.control.health import control_plane_fault
 from jobs.control.rq_worker import ControlJob, ControlWorker
 from jobs.control.runner import Runner
 from jobs.queue.connection import connect
@@ -231,6 +232,22 @@ def test_an_outage_of_redis_stops_no_process(tmp_path: Path) -> None:
         client.close()
     assert (record.state, record.completed) == ("completed", 2000)
     check_echoes(tmp_path / "out.jsonl", 2000)
+
+
+def test_another_application_of_rq_keeps_its_jobs_where_ours_have_their_own_database(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RQ_DB", "3")
+    other = JobQueue("bulk", connection=redis_client, serializer=JSONSerializer)
+    theirs = other.enqueue_call("their.function", job_id="theirs")
+    with control_plane(redis_url), Answering(redis_url), connect(redis_url, db=3) as ours:
+        batch = create_batch(redis_client, spec_of(write_input(tmp_path / "in.jsonl", 5))).id
+        assert wait_for_batch(redis_client, batch, timeout=60).completed == 5
+        assert control_plane_fault(Queue(redis_client), socket.gethostname()) is None
+        assert other.get_job_ids() == [theirs.id]
+        assert {key for key in redis_client.scan_iter("rq:*") if batch.encode() in key or b"worker" in key} == set()
+        assert {key.partition(b":")[0] for key in ours.scan_iter()} == {b"rq"}
+        ours.flushdb()
 
 
 def test_a_small_batch_does_not_wait_while_a_large_one_is_read(

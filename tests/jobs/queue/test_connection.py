@@ -185,3 +185,8 @@ def test_a_server_without_a_log_is_warned_of(redis_client: redis.Redis, caplog: 
 def is_rewriting(client: redis.Redis) -> bool:
     about: Any = client.info("persistence")
     return bool(about["aof_rewrite_scheduled"] or about["aof_rewrite_in_progress"])
+
+
+def test_a_database_that_the_server_does_not_have_is_named_so(redis_url: str) -> None:
+    with connect(redis_url, db=99) as client, pytest.raises(redis.ConnectionError, match="no database of that number"):
+        client.ping()
