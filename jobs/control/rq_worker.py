@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -43,6 +44,10 @@ _WORKER_TTL = 25  # seconds; RQ blocks for 15 less
 _BEAT_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 _SLOT_SECONDS = 0.1
+_SWITCH_SECONDS = 0.0005
+"""A thread holds Python's lock for no longer: a job that waits for Redis and disks between short
+turns gets the lock back after a turn of each long job.
+"""
 _MOST_SEEN = 1000  # jobs in the queue, of which the first short one is looked for
 _NAMES: dict[str | None, JobName] = {function_name(job): job for job in WORK}
 logger = logging.getLogger(__name__)
@@ -61,6 +66,7 @@ def main() -> None:
     # Its registries complain of killed jobs that have long run again
     logging.getLogger("rq").setLevel(logging.ERROR)
     logging.getLogger("rq.worker").addFilter(_is_news)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     runner = Runner(Queue(connect(options.redis_url)), Slots() if options.queue == "bulk" else None)
 
     def stop(signum: int, frame: FrameType | None) -> Any:

@@ -63,6 +63,22 @@ def test_small_batches_begin_and_end_beside_files_that_are_read_slowly(
 
 
 @pytest.mark.proof
+def test_small_batches_end_while_all_processor_time_is_asked_for(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """One after the other, before the first of the large files is read."""
+    large = write_input(tmp_path / "large.jsonl", 150_000)
+    with control_plane(redis_url) as plane, Answering(redis_url):
+        busy = [create(redis_client, large, tmp_path / f"large{number}") for number in range(_LONG_JOBS)]
+        wait_until(lambda: not waiting_jobs(redis_client), 60, "all large ones to begin")
+        for number in range(4):
+            small = create(redis_client, write_input(tmp_path / f"{number}.jsonl", 10), tmp_path / str(number))
+            assert wait_for_batch(redis_client, small, timeout=60).completed == 10
+        assert {get_batch(redis_client, batch).state for batch in busy} == {"validating"}
+        plane.kill("bulk")
+
+
+@pytest.mark.proof
 def test_a_job_that_waits_for_a_slot_is_not_taken_for_dead(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path
 ) -> None:
