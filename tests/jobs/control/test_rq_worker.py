@@ -234,6 +234,32 @@ def test_an_outage_of_redis_stops_no_process(tmp_path: Path) -> None:
     check_echoes(tmp_path / "out.jsonl", 2000)
 
 
+@pytest.mark.proof
+def test_small_batches_do_not_wait_for_slices_of_each_busy_one(
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    """Four of them, one after the other, end before half of the busy batches' lines have."""
+    large, count, lines = write_input(tmp_path / "large.jsonl", 20_000), 8, 20_000
+
+    def spec(source: Path, name: str, tenant: str) -> BatchSpec:
+        folder = tmp_path / name
+        return BatchSpec(
+            input=str(source), root=f"{folder}.parts", output=f"{folder}.jsonl", models=("m",), tenant=tenant
+        )
+
+    with control_plane(redis_url), Answering(redis_url, limit=500):
+        busy = [create_batch(redis_client, spec(large, f"large{number}", "first")).id for number in range(count)]
+        wait_until(lambda: min(get_batch(redis_client, batch).completed for batch in busy) > 100, 120, "all run")
+        before = sum(get_batch(redis_client, batch).completed for batch in busy)
+        for number in range(4):
+            source = write_input(tmp_path / f"in{number}.jsonl", 10)
+            small = create_batch(redis_client, spec(source, f"small{number}", ("first", "second")[number % 2])).id
+            assert wait_for_batch(redis_client, small, timeout=120).completed == 10
+        meanwhile = sum(get_batch(redis_client, batch).completed for batch in busy) - before
+    print(f"{before} lines of the busy batches had ended, {meanwhile} did meanwhile")
+    assert meanwhile < count * lines / 2 - 1000
+
+
 def test_another_application_of_rq_keeps_its_jobs_where_ours_have_their_own_database(
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
