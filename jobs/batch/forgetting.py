@@ -2,19 +2,21 @@
 
 import contextlib
 import shutil
+from pathlib import Path
 
 import msgspec
 
 from jobs.batch.client import BatchRefused
 from jobs.batch.lost import why_lost
-from jobs.batch.manifest import BatchSpec
+from jobs.batch.manifest import NAME as MANIFEST_NAME
+from jobs.batch.manifest import BatchSpec, ManifestDamaged, load_manifest
 from jobs.batch.result_files import drop_partial_output
 from jobs.protocol.ids import BATCH, is_id
-from jobs.protocol.states import JOBS
+from jobs.protocol.states import END_STATES, JOBS
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
-from jobs.store.storage import exclusive
+from jobs.store.storage import delete, exclusive, join
 
 _PATIENCE_SECONDS = 5.0
 
@@ -32,9 +34,12 @@ def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
         folder = None
     if not fields.state and folder is None:
         raise KeyError(batch)
-    if fields.spec and fields.state in JOBS and _runs_well(queue, batch, fields):
-        raise BatchRefused(f"{batch} is {fields.state} and runs well: cancel it first")
-    with exclusive(str(folder), _PATIENCE_SECONDS) if folder is not None else contextlib.nullcontext():
+    held = fields.root if folder is None else str(folder)
+    with exclusive(held, _PATIENCE_SECONDS) if held and Path(held).is_dir() else contextlib.nullcontext():
+        fields = queue.batch_fields(batch)
+        _check_stopped(queue, batch, fields, folder)
+        if folder is not None:
+            delete(join(str(folder), MANIFEST_NAME))  # without it, nothing runs what a kill leaves
         queue.unlist_batch(fields.tenant, batch)
         queue.forget(batch)
         if folder is not None:
@@ -45,6 +50,21 @@ def forget_batch(queue: Queue, files: FileStore, batch: str) -> str:
             drop_partial_output(queue, spec)
         return "its result files stay until they expire"
     return f"its folder {spec.root} stays: remove it, or run the same command again to go on from it"
+
+
+def _check_stopped(queue: Queue, batch: str, fields: BatchFields, folder: Path | None) -> None:
+    """Raise `BatchRefused` for a batch that runs well, or will once Redis has its record again."""
+    if fields.spec and fields.state in JOBS and _runs_well(queue, batch, fields):
+        raise BatchRefused(f"{batch} is {fields.state} and runs well: cancel it first")
+    if fields.exists or folder is None:
+        return
+    with contextlib.suppress(ManifestDamaged):
+        manifest = load_manifest(str(folder))
+        if manifest is not None and manifest.state not in END_STATES:
+            raise BatchRefused(
+                f"{batch} is {manifest.state} and has no record in Redis: wait until `pipeline jobs` has made it"
+                " again, and cancel the batch first"
+            )
 
 
 def _runs_well(queue: Queue, batch: str, fields: BatchFields) -> bool:
