@@ -5,7 +5,6 @@ in it is judged.
 """
 
 import contextlib
-import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,10 @@ from typing import Any
 from jobs.queue import keys
 from jobs.queue.base import QueueBase
 from jobs.queue.scripts import persistently
-from jobs.store.storage import StoreError, delete, make_folder, named, sync_folder, write_bytes
+from jobs.store.storage import StoreError, exclusive, make_folder, named, write_bytes
 
 MARKER = "store_id"
+_PATIENCE_SECONDS = 10.0
 BATCHES_FOLDER, FILES_FOLDER = "batches", "files"
 
 
@@ -31,7 +31,7 @@ def open_store(queue: QueueBase, root: Path) -> None:
     `StoreAway` and `StoreError`.
     """
     if _read(root) is None and _known(queue) is None:
-        if not any((root / name).is_dir() for name in (BATCHES_FOLDER, FILES_FOLDER)) and _knows_files(queue):
+        if not _is_used(root) and _knows_files(queue):
             raise StoreAway(
                 f"the file store {root} is empty, and Redis lists files and batches of it: mount it, or name the right"
                 f" folder; to begin a new one, make the folder {root / FILES_FOLDER}"
@@ -41,11 +41,18 @@ def open_store(queue: QueueBase, root: Path) -> None:
 
 
 def check_store(queue: QueueBase, root: Path) -> None:
-    """Raise `StoreAway` unless the folder has the marker that Redis knows."""
+    """Raise `StoreAway` unless the folder has the marker that Redis knows.
+
+    Redis learns the marker anew where it came back empty: also in place of another one, of a folder
+    that was used before the file system was mounted, as long as it lists no files of that.
+    """
     found, known = _read(root), _known(queue)
-    if found is not None and known is None:  # Redis came back empty
+    if found is not None and known is None:
         queue.commands([("SET", keys.STORE, found, "NX")])
         known = _known(queue)
+    if found is not None and found != known and _is_used(root) and not _knows_files(queue):
+        queue.commands([("SET", keys.STORE, found)])
+        known = found
     if found is None:
         anew = f"; if its disk is lost, write {known} into that file to begin a new one" if known else ""
         raise StoreAway(
@@ -55,7 +62,8 @@ def check_store(queue: QueueBase, root: Path) -> None:
     if found != known:
         raise StoreAway(
             f"the file store {root} is {found}, and that of this Redis is {known}: name the one folder that all of"
-            " `pipeline api` and `pipeline jobs` share, or use another Redis"
+            f" `pipeline api` and `pipeline jobs` share, or use another Redis; if {root} is the right one and was"
+            f" mounted too late, call `redis-cli DEL {keys.STORE}` once it is mounted everywhere"
         )
 
 
@@ -81,17 +89,14 @@ def _knows_files(queue: QueueBase) -> bool:
     return persistently(search, queue.settings.redis_retry_seconds)
 
 
+def _is_used(root: Path) -> bool:
+    """Return whether files or batches were ever put into the folder."""
+    return any((root / name).is_dir() for name in (BATCHES_FOLDER, FILES_FOLDER))
+
+
 def _mark(root: Path) -> None:
     """Write a marker, whole and once: of several processes the first."""
     make_folder(str(root))
-    mine = root / f".{MARKER}.{secrets.token_hex(4)}.tmp"
-    write_bytes(str(mine), f"store_{secrets.token_hex(8)}\n".encode())
-    with named("cannot write", str(root / MARKER)):
-        try:
-            os.link(mine, root / MARKER)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            os.replace(mine, root / MARKER)
-        sync_folder(root)
-    delete(str(mine))
+    with exclusive(str(root), _PATIENCE_SECONDS, lock=f".{MARKER}.lock"):
+        if _read(root) is None:
+            write_bytes(str(root / MARKER), f"store_{secrets.token_hex(8)}\n".encode())

@@ -46,9 +46,9 @@ def put(
 
 
 def names(store: FileStore) -> list[str]:
-    """Every file below the store, but for its marker."""
+    """Every file below the store, but for its marker and the lock of that."""
     found = sorted(str(path.relative_to(store.root)) for path in store.root.rglob("*") if path.is_file())
-    return [name for name in found if name != MARKER]
+    return [name for name in found if name not in (MARKER, f".{MARKER}.lock")]
 
 
 def listed(

@@ -18,6 +18,7 @@ from jobs.protocol.chat import CHAT
 from jobs.queue import keys
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
+from jobs.store import marker
 from jobs.store.file_store import FileStore
 from jobs.store.marker import MARKER, StoreAway, check_store, open_store
 from tests.support.control_plane import chat_line
@@ -83,7 +84,7 @@ def test_many_that_start_at_once_mark_a_store_once(redis_client: redis.Redis, re
     with ThreadPoolExecutor(8) as pool:
         for _ in pool.map(lambda _: open_store(Queue(connect(redis_url)), tmp_path / "store"), range(8)):
             pass
-    assert os.listdir(tmp_path / "store") == [MARKER]
+    assert sorted(os.listdir(tmp_path / "store")) == [f".{MARKER}.lock", MARKER]
     assert (tmp_path / "store" / MARKER).read_bytes().strip() == redis_client.get(keys.STORE)
 
 
@@ -121,3 +122,49 @@ def test_a_store_of_the_version_before_gets_a_marker_and_its_empty_mount_point_n
     FileStore(queue, str(store), forget_output).check()
     assert (store / MARKER).exists()
     assert len(listed(store_of(redis_client, tmp_path))) == 1
+
+
+def test_an_empty_folder_that_was_marked_first_gives_way_to_the_store(
+    redis_client: redis.Redis, queue: Queue, tmp_path: Path
+) -> None:
+    """Redis is emptied, and a machine starts before its file system is mounted."""
+    files = store_of(redis_client, tmp_path)
+    made = put(files, chat_line("a"))
+    known = redis_client.get(keys.STORE)
+    redis_client.flushall()
+    take_away(files.root)
+    open_store(queue, files.root)
+    mount_point = tmp_path / "mount_point"
+    shutil.copytree(files.root, mount_point)
+    bring_back(files.root)
+    check_store(queue, files.root)
+    assert redis_client.get(keys.STORE) == known
+    with pytest.raises(StoreAway):  # of another machine; Redis lists no files yet
+        check_store(queue, mount_point)
+    assert files.reindex([made]) == []
+    assert listed(files) == [made]
+
+
+def test_of_two_stores_with_files_redis_keeps_the_one_that_it_lists(
+    redis_client: redis.Redis, queue: Queue, tmp_path: Path
+) -> None:
+    files = store_of(redis_client, tmp_path)
+    put(files, chat_line("a"))
+    redis_client.flushall()
+    take_away(files.root)
+    put(store_of(redis_client, tmp_path), chat_line("b"))  # on the mount point
+    other = redis_client.get(keys.STORE)
+    bring_back(files.root)
+    with pytest.raises(StoreAway, match=rf"`redis-cli DEL {keys.STORE}`"):
+        check_store(queue, files.root)
+    assert redis_client.get(keys.STORE) == other
+    redis_client.delete(keys.STORE)
+    check_store(queue, files.root)
+
+
+def test_the_first_marker_stays(queue: Queue, redis_client: redis.Redis, tmp_path: Path) -> None:
+    """Another process marks the folder just before this one does."""
+    open_store(queue, tmp_path)
+    marker._mark(tmp_path)
+    assert (tmp_path / MARKER).read_bytes().strip() == redis_client.get(keys.STORE)
+    check_store(queue, tmp_path)
