@@ -46,15 +46,15 @@ class Snapshot:
 
 
 class Fleet:
-    """The registry, read at most once a second, and by one thread: all who wait share a reading.
+    """The registry, read at most once a second, and by one thread: calls that wait share a reading.
 
-    A reading hardly retries. Who waits for a Redis that is away holds no thread and no lock.
+    A reading hardly retries. A call that waits for a Redis that is away uses no thread and no lock.
     """
 
     def __init__(self, queue: Queue, expected: Sequence[str] = ()) -> None:
         """`expected` are models that count as loading while no worker has registered them."""
-        self.impatient = Queue(queue.redis, replace(queue.settings, redis_retry_seconds=_RETRY_SECONDS))
-        self._patience = max(queue.settings.redis_retry_seconds, _PROBE_SECONDS)
+        self.short_retry_queue = Queue(queue.redis, replace(queue.settings, redis_retry_seconds=_RETRY_SECONDS))
+        self._timeout = max(queue.settings.redis_retry_seconds, _PROBE_SECONDS)
         self._expected = expected
         self._thread = ThreadPoolExecutor(1, "registry")
         self._reading: asyncio.Future[Snapshot] | None = None
@@ -63,7 +63,7 @@ class Fleet:
     def close(self) -> None:
         """Close what the readings use."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self.impatient.close()
+        self.short_retry_queue.close()
 
     async def snapshot(self, fresh: bool = False) -> Snapshot:
         """What is served; `fresh` reads anew.
@@ -71,16 +71,16 @@ class Fleet:
         Raise `QueueUnavailable` when Redis stays away for longer than one call retries.
         """
         try:
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 while True:
                     with contextlib.suppress(QueueUnavailable):
                         return await self._shared(fresh)
                     await asyncio.sleep(self._began + _FRESH_SECONDS - asyncio.get_running_loop().time())
         except TimeoutError:
-            raise QueueUnavailable(f"the registry could not be read for {self._patience:g} s") from None
+            raise QueueUnavailable(f"the registry could not be read for {self._timeout:g} s") from None
 
     async def probe(self) -> Snapshot:
-        """What is served, for who cannot wait. Raise `QueueUnavailable` after a moment."""
+        """What is served, for probes. Raise `QueueUnavailable` after a moment."""
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
                 return await self._shared(fresh=True)
@@ -117,8 +117,8 @@ class Fleet:
         return reading is not None and reading.done() and reading.exception() is not None
 
     def _read(self) -> Snapshot:
-        models = {record.name: record for record in self.impatient.models()}
-        return Snapshot(self.impatient.workers(), models, self._expected)
+        models = {record.name: record for record in self.short_retry_queue.models()}
+        return Snapshot(self.short_retry_queue.workers(), models, self._expected)
 
 
 def not_served(model: str, snapshot: Snapshot) -> ApiError:

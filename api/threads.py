@@ -16,10 +16,13 @@ T = TypeVar("T")
 LIVE = ThreadPoolExecutor(32, "live")
 """Waits for Redis, and computes, for live calls and streams."""
 
+SUBMISSIONS = ThreadPoolExecutor(32, "submit")
+"""Submits live calls, which Redis may have no room for while it still has answers."""
+
 KEYS = ThreadPoolExecutor(1, "keys")
-"""Looks at the API keys on disk; the first one looks for all who wait."""
+"""Reads the API keys on disk; requests that wait together share one reading."""
 
 
 async def run_in(threads: ThreadPoolExecutor, action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Return what `action` returns. Who leaves before it was begun gives its turn up."""
+    """Return what `action` returns. A call that is cancelled before it starts is dropped."""
     return await asyncio.get_running_loop().run_in_executor(threads, partial(action, *arguments, **options))

@@ -70,15 +70,19 @@ async def next_entries(
     return [(entry_id.decode(), fields) for _, entries in answer for entry_id, fields in entries]
 
 
-async def patiently(state: ApiState, ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer of Redis, asked again for as long as the queue's patience lasts while it is
-    away.
+async def patiently(state: ApiState, ask: Callable[[], Awaitable[T]], at_once: tuple[type[Exception], ...] = ()) -> T:
+    """The answer of Redis, asked again for `redis_retry_seconds` while it is away; no thread waits
+    meanwhile.
+
+    Errors `at_once` are raised without another try.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + state.queue.settings.redis_retry_seconds
     while True:
         try:
             return await ask()
+        except at_once:
+            raise
         except (redis.RedisError, QueueUnavailable) as error:
             passing = isinstance(error, QueueUnavailable) or passing_reason(error) is not None
             if not passing or loop.time() > deadline:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.http.responses import json_response
 from jobs.errors import JobsError
 from jobs.protocol.results import ApiError, ErrorType
-from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.scripts import QueueFull, QueueUnavailable
 from jobs.store.api_keys import KeysUnreadable
 from jobs.store.marker import StoreAway
 from jobs.store.storage import StoreError, StoreFull
@@ -28,6 +28,7 @@ _METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 # Code and message; the class says the status, and whether to retry
 _ANSWERS: dict[type, tuple[str, str]] = {
     QueueUnavailable: ("queue_unavailable", "The queue is out of reach at the moment; try again."),
+    QueueFull: ("queue_unavailable", "The queue has no room for more at the moment; try again."),
     StoreError: ("file_store_unavailable", "The file store cannot be used at the moment."),
     StoreAway: (
         "file_store_unavailable",

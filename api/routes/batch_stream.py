@@ -62,7 +62,7 @@ class Follower:
         self._state = state
         self._record = record
         self._batch = record.id
-        self._watch = Watch(state.queue, record.id, state.settings.watch_seconds)
+        self._watch = Watch(state.fleet.short_retry_queue, record.id, state.settings.watch_seconds)
         self._first_id: str | None = None  # the batch's last entry when this began
         self._custom_ids: dict[RequestKey, str] = {}  # of requests that run
         self._lines: LineIndex | None = None
@@ -76,7 +76,7 @@ class Follower:
             self._first_id = await self._watched()
 
     async def _watched(self) -> str:
-        return await run_in(LIVE, self._watch.begin)
+        return await patiently(self._state, lambda: run_in(LIVE, self._watch.begin))
 
     async def events(self, after: str | None) -> AsyncIterator[bytes]:
         """Until the batch has ended, and all that was said of it is shown.

@@ -37,7 +37,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", responses=_UNAVAILABLE)
 async def ready(request: Request) -> Response:
-    """200 once a worker serves a model, 503 with the reason before; for who sends calls here."""
+    """200 once a worker serves a model, 503 with the reason before; for load balancers."""
     try:
         snapshot = await state_of(request).fleet.probe()
     except QueueUnavailable:

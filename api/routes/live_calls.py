@@ -30,7 +30,8 @@ from api.http.openapi import EVENTS, json_body
 from api.http.request_body import read_body
 from api.reader import Inbox, Reader
 from api.state import ApiState, state_of
-from api.threads import LIVE, run_in
+from api.threads import LIVE, SUBMISSIONS, run_in
+from api.token_events import patiently
 from jobs.protocol import requests
 from jobs.protocol.chat import CHAT
 from jobs.protocol.completions import COMPLETIONS
@@ -41,7 +42,7 @@ from jobs.protocol.results import ApiError, Result
 from jobs.protocol.validation import Call, decode_body, parse_call
 from jobs.queue.limits import ModelOverloaded, TooManyCalls
 from jobs.queue.request_queue import Queue
-from jobs.queue.scripts import QueueUnavailable
+from jobs.queue.scripts import QueueFull, QueueUnavailable
 
 _WORKER_CHECK_SECONDS = 5.0
 _LARGE_BODY = 256 * 1024  # bytes; reading it would keep other calls waiting
@@ -90,6 +91,7 @@ async def answer(request: Request, endpoint: str) -> Response:
             return EventStream(live.events(first), state.settings.ping_seconds, live.close, headers)
         result = await _unless_gone(request, live.result(first))
     except TooManyCalls as error:
+        await _for_a_moment(live.close())
         request.state.headers = {**getattr(request.state, "headers", {}), "retry-after": _RETRY_SECONDS}
         raise _refusal(error, call.model) from None
     except BaseException:
@@ -117,7 +119,7 @@ class LiveCall:
     async def submit(self, raw: bytes) -> None:
         """Submit the call, to be answered to this process; `close` ends it, also where this fails.
 
-        Raise `QueueUnavailable` and `TooManyCalls`.
+        Raise `QueueUnavailable`, at once where Redis is full, and `TooManyCalls`.
         """
         self._inbox = self._reader.open(self.key)
         self._request = requests.Request(
@@ -131,7 +133,6 @@ class LiveCall:
         try:
             await self._submit()
         except TooManyCalls:  # there is nothing to cancel
-            self._reader.close(self.key)
             self._inbox = None
             raise
 
@@ -195,12 +196,16 @@ class LiveCall:
         left.
         """
         if self._submitting is None or self._submitting.done():
-            submission = run_in(LIVE, self._queue.submit, self.key.batch, self._request)
+            submission = patiently(self._state, lambda: run_in(SUBMISSIONS, self._submit_now), (QueueFull,))
             self._submitting = asyncio.create_task(submission)
         patience = self._queue.settings.redis_retry_seconds + _BEYOND_PATIENCE
         if not (await asyncio.wait({self._submitting}, timeout=patience))[0]:
             raise QueueUnavailable(f"the call could not be submitted for {patience:g} s")
         await self._submitting
+
+    def _submit_now(self) -> None:
+        if not self._finished:
+            self._fleet.short_retry_queue.submit(self.key.batch, self._request)
 
     async def _next(self) -> StreamEntry:
         assert self._inbox is not None

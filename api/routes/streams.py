@@ -56,10 +56,10 @@ async def _events(state: ApiState, key: RequestKey, after: str) -> AsyncIterator
 
     A request that was not watched loses its stream when it ends: then so does this one.
     """
-    watch = Watch(state.queue, key, state.settings.watch_seconds)
+    watch = Watch(state.fleet.short_retry_queue, key, state.settings.watch_seconds)
     while True:
         if watch.due:
-            await run_in(LIVE, watch.begin)
+            await patiently(state, lambda: run_in(LIVE, watch.begin))
         entries = [parse_entry(key, *found) for found in await next_entries(state, keys.tokens(str(key)), after, 1000)]
         for entry in entries:
             after = entry.entry_id

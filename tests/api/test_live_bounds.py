@@ -16,6 +16,7 @@ import pytest
 import redis
 
 from api.settings import ApiSettings
+from jobs.protocol.requests import Claim
 from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
@@ -235,6 +236,43 @@ def test_a_call_outlasts_a_full_redis(
         queue.commit(busy_worker, [finished(claim)])
         wait_until(lambda: answers, 60, "the answer")
     assert answers[0].status_code == 200
+
+
+@pytest.mark.parametrize("others", ["calls", "readers"])
+def test_answers_arrive_while_redis_is_full(
+    redis_url: str, redis_client: redis.Redis, queue: Queue, busy_worker: str, others: str
+) -> None:
+    """However many others there are that Redis has no room for; calls of them are refused."""
+    answers: list[httpx.Response] = []
+    settings = ApiSettings(redis_url=redis_url, redis_retry_seconds=600)
+    with running_api(settings) as url, calls(url, 1, 1, answers), ThreadPoolExecutor(40) as pool:
+        wait_until(lambda: waiting(redis_client) == 1, 60, "the call to wait")
+        [claim] = queue.claim(busy_worker, 1, 9, models=[MODEL])
+        redis_client.config_resetstat()
+        redis_client.config_set("maxmemory", 1)
+        try:
+            asked = [pool.submit(post, url) if others == "calls" else pool.submit(read, url, claim) for _ in range(40)]
+            wait_until(lambda: out_of_memory(redis_client) >= 40, 60, "Redis to refuse")
+            queue.commit(busy_worker, [finished(claim, "y" * 10_000)])
+            wait_until(lambda: answers, 60, "the answer")
+            if others == "calls":
+                refused = [call.result() for call in asked]
+                assert {(one.status_code, one.json()["error"]["code"]) for one in refused} == {
+                    (503, "queue_unavailable")
+                }
+        finally:
+            redis_client.config_set("maxmemory", 0)
+    assert answers[0].status_code == 200
+
+
+def out_of_memory(client: redis.Redis) -> int:
+    errors: Any = client.info("errorstats")
+    return int(errors.get("errorstat_OOM", {"count": 0})["count"])
+
+
+def read(url: str, claim: Claim) -> httpx.Response:
+    with plain_client(url) as http:
+        return http.get(f"/v1/streams/{claim.key.batch}")
 
 
 @pytest.mark.proof
