@@ -3,7 +3,8 @@
 -- tenth. Before all of these a worker that holds nothing gets a group of quarantined requests; one
 -- that holds such requests gets nothing beside them.
 -- ARGV: worker, number of this claim, limit, limit for live calls, lease in ms, most undrained
---       result bytes of a batch, bytes of requests after which it gives no more, models...
+--       result bytes of a batch, bytes of requests after which it gives no more (apart for the share
+--       of batches), models...
 -- Returns a list of {name, fence, attempt, request, watched, engine_crashes, {chunks...}}, chunks
 -- (msgpack) being what each entry published.
 -- The same number again gives the same requests, as far as the worker still holds them; a smaller
@@ -251,7 +252,14 @@ local function take_in_turn(models)
   local wanted = math.min(waiting_live, live_limit)
   local kept = waiting_batches > 0 and math.min(math.floor((owed + wanted) / (LIVE_PER_BATCH + 1)), limit) or 0
   local live = take_live(models, math.min(wanted, live_limit - kept))
-  local from_batches = take_batches(models, math.max(kept, limit - live))
+  local live_bytes, room = bytes, math.max(kept, limit - live)
+  if is_enough() then
+    kept = math.min(room, math.floor((owed + live) / LIVE_PER_BATCH))
+    room = kept
+  end
+  bytes = kept > 0 and 0 or bytes -- what is kept for batches has bytes of its own
+  local from_batches = take_batches(models, room)
+  bytes = math.max(bytes, live_bytes)
   live = live + take_live(models, live_limit - live - from_batches)
 
   owed = math.max(0, owed + live - from_batches * LIVE_PER_BATCH)

@@ -1,5 +1,6 @@
 """Which live call comes next, and which come no more."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import CLAIM_BYTES, Queue
 from tests.support.integrity import faults
-from tests.support.requests import MODEL, held, request, start_batch
+from tests.support.requests import MODEL, finished, held, request, start_batch
 
 A, B, C = (f"live_{letter * 12}" for letter in "abc")
 
@@ -93,6 +94,20 @@ class TestTurns:
         for number in range(50):
             submit(queue, f"live_{number:012}", 4)
         assert sum(name == "batch_a" for name in claimed(queue, 1, 100)) == 10
+
+    @pytest.mark.parametrize(("limit", "live_limit"), [(8, 8), (16, 32), (16, 64)])
+    def test_batches_keep_their_share_beside_large_calls(self, queue: Queue, limit: int, live_limit: int) -> None:
+        """Which fill every claim up to its bytes."""
+        start_batch(queue, "batch_a", 100)
+        submit(queue, A, 12, size=CLAIM_BYTES // 4)
+        given: Counter[bool] = Counter()  # by whether it is a live call
+        for seq in range(1, 11):
+            claims = queue.claim("w1", seq, limit, models=[MODEL], live_limit=live_limit)
+            queue.commit("w1", [finished(claim) for claim in claims])
+            given.update(claim.key.live for claim in claims)
+            submit(queue, A, 4, first=8 + 4 * seq, size=CLAIM_BYTES // 4)
+        assert given[True] == 40
+        assert given[False] in (4, 5)
 
 
 class TestWorkersOfTheVersionBefore:
