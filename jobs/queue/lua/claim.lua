@@ -187,12 +187,15 @@ local function take_batches(models, most)
 end
 
 local function first_live(model)
-  local name = redis.call('LPOP', key.live(model))
-  while name and not has_client(name) do
-    drop_live(name)
-    name = redis.call('LPOP', key.live(model))
+  while dropped < MOST_CALLS do
+    local name = redis.call('LPOP', key.live(model))
+    if not name then
+      return next_live(model)
+    elseif has_client(name) then
+      return name
+    end
+    drop_abandoned(name)
   end
-  return name or next_live(model)
 end
 
 local function take_live(models, most)
@@ -283,7 +286,7 @@ if redis.call('HEXISTS', key.WORKERS, worker) == 1 then
   for _, model in ipairs(models) do
     redis.call((#items < limit and not isolating) and 'SADD' or 'SREM', key.waiting(model), worker)
   end
-  if is_enough() then
+  if is_enough() or dropped >= MOST_CALLS then
     notify(worker, 'bell') -- it may have room for more
   end
 end

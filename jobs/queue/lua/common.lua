@@ -13,6 +13,7 @@ local BATCH_ENTRIES, FEWEST_BATCH_ENTRIES, FULL_BATCHES = 20000, 1000, 4
 local MOST_BYTES_OF_AN_ENTRY = 1024
 local API_ENTRIES, MOST_BYTES_OF_AN_API_ENTRY = 5000, 4096
 local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request of which nothing is known
+local MOST_CALLS = 500 -- waiting live calls that one script moves, or drops: more would hold up the server
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
 local function now_ms()
@@ -230,10 +231,18 @@ local function end_turns_if_empty(model, tenant)
   end
 end
 
--- The first waiting call of the least served tenant, taken out; nil when none waits in turns.
+local dropped = 0 -- waiting calls without a client that this script found
+
+local function drop_abandoned(name)
+  drop_live(name)
+  dropped = dropped + 1
+end
+
+-- The first waiting call of the least served tenant, taken out; nil when none waits in turns, or
+-- when too many were dropped.
 local function next_live(model)
   local ring = key.live_tenants(model)
-  while true do
+  while dropped < MOST_CALLS do
     local tenant = redis.call('ZRANGE', ring, 0, 0)[1]
     if not tenant then
       return nil
@@ -244,7 +253,7 @@ local function next_live(model)
       local bytes = redis.call('HSTRLEN', key.bodies((split(name))), 0)
       serve(ring, tenant, math.ceil(bytes / BYTES_PER_TOKEN + GUESSED_OUTPUT))
     elseif name then
-      drop_live(name)
+      drop_abandoned(name)
     end
     end_turns_if_empty(model, tenant)
     if wanted then
@@ -258,12 +267,15 @@ local function all_take_turns(model)
   return #redis.call('SDIFF', key.serving(model), key.turns(model)) == 0
 end
 
--- Moves what waits in turns to the list that every version takes from.
+-- Moves calls that wait in turns to the list that every version takes from; the next tick moves
+-- more.
 local function end_turns(model)
-  local name = next_live(model)
-  while name do
+  for _ = 1, MOST_CALLS do
+    local name = next_live(model)
+    if not name then
+      return
+    end
     redis.call('RPUSH', key.live(model), name)
-    name = next_live(model)
   end
 end
 

@@ -14,6 +14,7 @@ local worker, lease, most_deaths = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local lost_result, keep, limit = ARGV[4], {seconds = ARGV[5], bytes = ARGV[6]}, tonumber(ARGV[7])
 local LONGEST_GAP = math.min(5000, math.max(2000, lease))
 local LONGEST_QUARANTINE_WAIT = 10000
+local CALLS_A_TICK = 100 -- each one that ends is searched for in the list where it waits
 local BIGGEST_SEQ = '9007199254740991'
 
 local function lose(name)
@@ -45,15 +46,20 @@ local function lose_all(names)
   return #names
 end
 
+-- Workers of the version before take from one list; what waited when they came is moved there.
+local function end_turns_for_older_workers(model)
+  if not all_take_turns(model) then
+    end_turns(model)
+  end
+end
+
 local function strike_off(dead)
   local record = redis.call('HGET', key.WORKERS, dead)
   for _, model in ipairs(record and cmsgpack.unpack(record).models or {}) do
     redis.call('SREM', key.serving(model), dead)
     redis.call('SREM', key.turns(model), dead)
     redis.call('SREM', key.waiting(model), dead)
-    if redis.call('EXISTS', key.serving(model)) == 0 or not all_take_turns(model) then
-      end_turns(model)
-    end
+    end_turns_for_older_workers(model)
   end
   redis.call('HDEL', key.WORKERS, dead)
   redis.call('ZREM', key.ALIVE, dead)
@@ -81,7 +87,7 @@ end
 -- the counts what a worker of the version before ended.
 local function end_unwanted_calls()
   local cursor = redis.call('HGET', key.TICK, 'live_cursor') or '0'
-  local found = redis.call('HSCAN', key.LIVE_CALLS, cursor, 'COUNT', limit)
+  local found = redis.call('HSCAN', key.LIVE_CALLS, cursor, 'COUNT', CALLS_A_TICK)
   redis.call('HSET', key.TICK, 'live_cursor', found[1])
   for i = 1, #found[2], 2 do
     local name = found[2][i]
@@ -126,6 +132,9 @@ if now < reap_after then
   return 0
 end
 order_isolation(now)
+for _, model in ipairs(redis.call('HKEYS', key.MODELS)) do
+  end_turns_for_older_workers(model)
+end
 end_unwanted_calls()
 for _, dead in ipairs(redis.call('ZRANGEBYSCORE', key.ALIVE, '-inf', now, 'LIMIT', 0, limit)) do
   strike_off(dead)

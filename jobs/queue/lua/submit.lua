@@ -35,8 +35,7 @@ if in_turns then
   count_live(model, name, 1, #request)
 end
 redis.call('HSET', key.bodies(live_id), 0, request, 'model', model, 'reply_to', reply_to)
--- Without any worker the next one may be of the version before
-if in_turns and redis.call('EXISTS', key.serving(model)) == 1 then
+if in_turns then
   redis.call('RPUSH', key.live_of(model, tenant_of(name)), name)
   add_to_ring(key.live_tenants(model), tenant_of(name))
 else

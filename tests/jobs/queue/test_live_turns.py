@@ -10,8 +10,9 @@ from jobs.protocol.requests import RequestKey
 from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import CLAIM_BYTES, Queue
+from jobs.queue.scripts import MAX_ITEMS
 from tests.support.integrity import faults
-from tests.support.requests import MODEL, finished, held, request, start_batch
+from tests.support.requests import MODEL, finished, held, pass_time, request, start_batch
 
 A, B, C = (f"live_{letter * 12}" for letter in "abc")
 
@@ -109,6 +110,18 @@ class TestTurns:
         assert given[True] == 40
         assert given[False] in (4, 5)
 
+    def test_outlast_the_only_worker(self, queue: Queue) -> None:
+        """Also what was submitted while no worker served the model."""
+        submit(queue, A, 100)
+        queue.remove_worker("w1")
+        submit(queue, A, 100, first=100)
+        submit(queue, B, 1)
+        register(queue, "w2")
+        submit(queue, C, 1)
+        order = claimed(queue, 1, 10, "w2")
+        assert {f"{B}0000", f"{C}0000"} <= set(order[:4])
+        assert [name for name in order if name.startswith(A)] == [f"{A}{number:04}" for number in range(8)]
+
 
 class TestWorkersOfTheVersionBefore:
     """They register without taking turns, and take from one list."""
@@ -141,12 +154,18 @@ class TestWorkersOfTheVersionBefore:
         redis_client.srem(keys.serving(MODEL), "old")
 
     def test_may_come_back_to_what_no_worker_served(self, queue: Queue, redis_client: redis.Redis) -> None:
+        """The next tick gives them what waits; what is much, in several."""
         queue.remove_worker("w1")
-        submit(queue, A, 2)
-        assert self.old_worker_takes(redis_client) == [f"{A}0000", f"{A}0001"]
+        names = submit(queue, A, MAX_ITEMS + 10)
+        redis_client.sadd(keys.serving(MODEL), "old")
+        queue.reap()
+        pass_time(redis_client, 60)
+        for number in (MAX_ITEMS, MAX_ITEMS + 10):
+            queue.reap()
+            assert redis_client.lrange(keys.live(MODEL), 0, -1) == [f"{name}/0".encode() for name in names[:number]]
+        redis_client.srem(keys.serving(MODEL), "old")
         register(queue, "w2")
-        submit(queue, A, 1, first=2)
-        assert claimed(queue, 1, 9, "w2") == [f"{A}000{number}" for number in range(3)]
+        assert claimed(queue, 1, 9, "w2") == names[:9]
 
     def test_leave_nothing_behind(self, queue: Queue, redis_client: redis.Redis) -> None:
         """A ticker of that version does not know the set."""
@@ -165,6 +184,16 @@ class TestCallsWithoutAClient:
         redis_client.delete(keys.api_alive("dead"))
         assert claimed(queue, 1, 9) == [f"{A}0003", f"{A}0004"]
         assert redis_client.keys(f"*{A}0000*") == []
+
+    def test_are_dropped_some_at_a_time(self, queue: Queue, redis_client: redis.Redis) -> None:
+        """The worker learns at once that there may be more."""
+        submit(queue, A, 2 * MAX_ITEMS + 10, api="dead")
+        submit(queue, A, 1, first=9000, api="alive")
+        redis_client.delete(keys.api_alive("dead"))
+        assert [claimed(queue, seq, 9) for seq in (1, 2)] == [[], []]
+        assert redis_client.llen(keys.live_of(MODEL, A.removeprefix("live_"))) == 11
+        assert [order.kind for order in queue.control_messages("w1", "0-0", 0)][-2:] == ["bell", "bell"]
+        assert claimed(queue, 3, 9) == [f"{A}9000"]
 
     def test_are_not_charged(self, queue: Queue, redis_client: redis.Redis) -> None:
         submit(queue, A, 50, api="dead")
