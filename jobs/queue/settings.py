@@ -75,7 +75,7 @@ class QueueSettings(Settings):
     )
     stream_keep_bytes: int = _setting(
         128 * 1024 * 1024,
-        "Finished token streams of live calls that Redis keeps, in bytes; the oldest go first.",
+        "Finished token streams of live calls that Redis keeps, in bytes; the oldest go first, none within a minute.",
         above=0,
         flag=None,
     )

@@ -14,6 +14,7 @@ local MOST_BYTES_OF_AN_ENTRY = 1024
 local API_ENTRIES, MOST_BYTES_OF_AN_API_ENTRY = 5000, 4096
 local BYTES_PER_TOKEN, GUESSED_OUTPUT = 4, 256 -- the cost of a request of which nothing is known
 local MOST_CALLS = 500 -- waiting live calls that one script moves, or drops: more would hold up the server
+local UNREAD_SECONDS = 60 -- the stream of a live call that ended is kept for so long, whatever its size
 local NO_CHUNKS = '\144' -- an empty list in msgpack
 
 local function now_ms()
@@ -207,13 +208,20 @@ local function has_client(name)
     or tonumber(redis.call('ZSCORE', key.WATCHED, name) or 0) > now_ms()
 end
 
+-- Takes a stream off the notes of those that ended.
+local function forget_note(name)
+  local bytes = redis.call('HGET', key.KEPT_BYTES, name)
+  redis.call('ZREM', key.KEPT, name)
+  if bytes then
+    redis.call('HINCRBY', key.KEPT_BYTES, '', -bytes)
+    redis.call('HDEL', key.KEPT_BYTES, name)
+  end
+end
+
 -- Removes the stream of a live call; returns how many bytes of those that ended are kept then.
 local function forget_stream(name)
   redis.call('UNLINK', key.tokens(name))
-  if redis.call('ZREM', key.KEPT, name) == 1 then
-    redis.call('HINCRBY', key.KEPT_BYTES, '', -redis.call('HGET', key.KEPT_BYTES, name))
-    redis.call('HDEL', key.KEPT_BYTES, name)
-  end
+  forget_note(name)
   return tonumber(redis.call('HGET', key.KEPT_BYTES, '') or 0)
 end
 
@@ -487,17 +495,25 @@ local function record_results(batch, items)
   return delivered
 end
 
+local function may_go(age, total, keep)
+  return age > 1000 * keep.seconds or (total > tonumber(keep.bytes) and age > 1000 * UNREAD_SECONDS)
+end
+
 -- Notes the stream of a live call that ended, and removes the oldest ones where they are too many
--- bytes together. The notes go away with the last stream.
+-- bytes together, but none before its client had time to read it. The notes go away with the last
+-- stream.
 local function note_kept(name, keep)
   local bytes, now = redis.call('MEMORY', 'USAGE', key.tokens(name)), now_ms()
+  forget_note(name)
   redis.call('ZADD', key.KEPT, now, name)
   redis.call('HSET', key.KEPT_BYTES, name, bytes)
   local total = redis.call('HINCRBY', key.KEPT_BYTES, '', bytes)
-  local oldest = redis.call('ZRANGE', key.KEPT, 0, 1, 'WITHSCORES')
-  while #oldest > 2 and (total > tonumber(keep.bytes) or now - oldest[2] > 1000 * keep.seconds) do
+  for _ = 1, 10 do -- the next call that ends removes more
+    local oldest = redis.call('ZRANGE', key.KEPT, 0, 1, 'WITHSCORES')
+    if #oldest == 2 or not may_go(now - oldest[2], total, keep) then
+      break
+    end
     total = forget_stream(oldest[1])
-    oldest = redis.call('ZRANGE', key.KEPT, 0, 1, 'WITHSCORES')
   end
   redis.call('EXPIRE', key.KEPT, keep.seconds)
   redis.call('EXPIRE', key.KEPT_BYTES, keep.seconds)

@@ -142,18 +142,65 @@ def test_what_waits_again_counts_as_before(small: Queue, put_back: Callable[...,
     assert not is_full(small)
 
 
+def answer_all(queue: Queue, names: list[str], seq: int, size: int) -> None:
+    for name in names:
+        queue.submit(name, request())
+    claims = queue.claim("w1", seq, 9, models=[MODEL])
+    assert [claim.key.batch for claim in claims] == names
+    queue.commit("w1", [finished(claim, "x" * size) for claim in claims])
+
+
+def pass_a_minute(client: redis.Redis) -> None:
+    """For the streams that are kept."""
+    for name in client.zrange(keys.KEPT, 0, -1):  # type: ignore[union-attr]
+        client.zincrby(keys.KEPT, -61_000, name)
+
+
+def streams(client: redis.Redis) -> list[int]:
+    """The numbers of the calls whose streams are here."""
+    names = [name.decode() for name in client.scan_iter(keys.tokens("*"))]
+    return sorted(int(name.removesuffix("/0").rpartition("live_")[2]) for name in names)
+
+
+def test_no_stream_goes_before_it_could_be_read(redis_client: redis.Redis) -> None:
+    """However many bytes the answers of one commit have."""
+    queue = Queue(redis_client, QueueSettings(stream_keep_bytes=150_000))
+    answer_all(queue, ["live_1", "live_2", "live_3"], 1, 100_000)
+    answer_all(queue, ["live_4"], 2, 100_000)
+    assert streams(redis_client) == [1, 2, 3, 4]
+    pass_a_minute(redis_client)
+    answer_all(queue, ["live_5"], 3, 10_000)
+    assert streams(redis_client) == [4, 5]
+
+
+def test_a_call_that_ends_twice_counts_once(redis_client: redis.Redis) -> None:
+    """Its stream was lost, and it was submitted again."""
+    queue = Queue(redis_client)
+    for seq in (1, 2):
+        answer_all(queue, ["live_1"], seq, 100_000)
+        counted = redis_client.hget(keys.KEPT_BYTES, "")
+        redis_client.delete(keys.tokens("live_1/0"))
+    assert counted is not None
+    assert 100_000 < int(counted) < 200_000
+
+
+def test_a_stream_without_a_size_can_be_removed(redis_client: redis.Redis) -> None:
+    queue = Queue(redis_client)
+    redis_client.zadd(keys.KEPT, {"live_lost/0": 0})
+    answer_all(queue, ["live_1"], 1, 10)
+    assert redis_client.zrange(keys.KEPT, 0, -1) == [b"live_1/0"]
+
+
 def test_the_latest_streams_are_kept_up_to_a_size(redis_client: redis.Redis) -> None:
     """Those that were read and removed leave their room to others."""
     queue = Queue(redis_client, QueueSettings(stream_keep_bytes=250_000))
 
     def answer(name: str, size: int) -> None:
-        queue.submit(name, request())
-        [claim] = queue.claim("w1", int(name[5:]), 1, models=[MODEL])
-        queue.commit("w1", [finished(claim, "x" * size)])
+        pass_a_minute(redis_client)
+        answer_all(queue, [name], int(name[5:]), size)
 
     def kept() -> list[int]:
-        names = [name.decode() for name in redis_client.scan_iter(keys.tokens("*"))]
-        return sorted(int(name.removesuffix("/0").rpartition("live_")[2]) for name in names)
+        return streams(redis_client)
 
     for number in range(1, 5):
         answer(f"live_{number}", 100_000)
