@@ -9,7 +9,7 @@ import redis
 from jobs.queue import keys
 
 _SEED = 1_000_000  # a fence is this times the second in which the counting began, and a number
-_TIMES = {keys.LEASES, keys.ALIVE, keys.WATCHED, keys.KEPT}  # zsets whose scores are times
+_TIMES = {keys.LEASES, keys.ALIVE, keys.WATCHED, keys.RETAINED}  # zsets whose scores are times
 _OF_ONE_CALL = (b"token", b"heartbeat")
 
 

@@ -197,10 +197,10 @@ class _Check:
             for usage in (f"tenant:{str(key)[5:17]}", f"model:{model}"):
                 calls[usage] += 1
                 sizes[usage] += int(size)
-        kept = {field.decode(): int(value) for field, value in self.hash(keys.KEPT_BYTES).items()}
-        total = kept.pop("", 0)
-        if total != sum(kept.values()) or self.members(keys.KEPT) != set(kept):
-            found.append(f"{total} bytes of streams counted, and {sum(kept.values())} noted")
+        retained = {field.decode(): int(value) for field, value in self.hash(keys.RETAINED_BYTES).items()}
+        total = retained.pop("", 0)
+        if total != sum(retained.values()) or self.members(keys.RETAINED) != set(retained):
+            found.append(f"{total} bytes of streams counted, and {sum(retained.values())} noted")
         usages = self.dump.starting(keys.live_usage("", "").removesuffix(":"))
         for usage in {*usages, *calls}:
             counts = {field.decode(): int(value) for field, value in usages.get(usage, {}).items()}

@@ -210,11 +210,11 @@ end
 
 -- Takes a stream off the notes of those that ended.
 local function forget_note(name)
-  local bytes = redis.call('HGET', key.KEPT_BYTES, name)
-  redis.call('ZREM', key.KEPT, name)
+  local bytes = redis.call('HGET', key.RETAINED_BYTES, name)
+  redis.call('ZREM', key.RETAINED, name)
   if bytes then
-    redis.call('HINCRBY', key.KEPT_BYTES, '', -bytes)
-    redis.call('HDEL', key.KEPT_BYTES, name)
+    redis.call('HINCRBY', key.RETAINED_BYTES, '', -bytes)
+    redis.call('HDEL', key.RETAINED_BYTES, name)
   end
 end
 
@@ -222,7 +222,7 @@ end
 local function forget_stream(name)
   redis.call('UNLINK', key.tokens(name))
   forget_note(name)
-  return tonumber(redis.call('HGET', key.KEPT_BYTES, '') or 0)
+  return tonumber(redis.call('HGET', key.RETAINED_BYTES, '') or 0)
 end
 
 -- Removes all that is stored of a live call that neither waits nor runs.
@@ -502,21 +502,21 @@ end
 -- Notes the stream of a live call that ended, and removes the oldest ones where they are too many
 -- bytes together, but none before its client had time to read it. The notes go away with the last
 -- stream.
-local function note_kept(name, keep)
+local function note_retained(name, keep)
   local bytes, now = redis.call('MEMORY', 'USAGE', key.tokens(name)), now_ms()
   forget_note(name)
-  redis.call('ZADD', key.KEPT, now, name)
-  redis.call('HSET', key.KEPT_BYTES, name, bytes)
-  local total = redis.call('HINCRBY', key.KEPT_BYTES, '', bytes)
+  redis.call('ZADD', key.RETAINED, now, name)
+  redis.call('HSET', key.RETAINED_BYTES, name, bytes)
+  local total = redis.call('HINCRBY', key.RETAINED_BYTES, '', bytes)
   for _ = 1, 10 do -- the next call that ends removes more
-    local oldest = redis.call('ZRANGE', key.KEPT, 0, 1, 'WITHSCORES')
+    local oldest = redis.call('ZRANGE', key.RETAINED, 0, 1, 'WITHSCORES')
     if #oldest == 2 or not may_go(now - oldest[2], total, keep) then
       break
     end
     total = forget_stream(oldest[1])
   end
-  redis.call('EXPIRE', key.KEPT, keep.seconds)
-  redis.call('EXPIRE', key.KEPT_BYTES, keep.seconds)
+  redis.call('EXPIRE', key.RETAINED, keep.seconds)
+  redis.call('EXPIRE', key.RETAINED_BYTES, keep.seconds)
 end
 
 -- The last entry of a token stream, which then lasts `keep.seconds`; of live calls at most
@@ -531,7 +531,7 @@ local function append_last(item, keep)
   redis.call('EXPIRE', key.tokens(item.name), keep.seconds)
   redis.call('ZREM', key.WATCHED, item.name)
   if is_live(item.name) then
-    note_kept(item.name, keep)
+    note_retained(item.name, keep)
   end
 end
 

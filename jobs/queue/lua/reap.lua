@@ -85,7 +85,7 @@ end
 
 -- Goes through the live calls, some at each tick: ends those that no client waits for, and takes off
 -- the counts what a worker of the version before ended.
-local function end_unwanted_calls()
+local function end_abandoned_calls()
   local cursor = redis.call('HGET', key.TICK, 'live_cursor') or '0'
   local found = redis.call('HSCAN', key.LIVE_CALLS, cursor, 'COUNT', CALLS_A_TICK)
   redis.call('HSET', key.TICK, 'live_cursor', found[1])
@@ -135,7 +135,7 @@ order_isolation(now)
 for _, model in ipairs(redis.call('HKEYS', key.MODELS)) do
   end_turns_for_older_workers(model)
 end
-end_unwanted_calls()
+end_abandoned_calls()
 for _, dead in ipairs(redis.call('ZRANGEBYSCORE', key.ALIVE, '-inf', now, 'LIMIT', 0, limit)) do
   strike_off(dead)
 end

@@ -152,8 +152,8 @@ def answer_all(queue: Queue, names: list[str], seq: int, size: int) -> None:
 
 def pass_a_minute(client: redis.Redis) -> None:
     """For the streams that are kept."""
-    for name in client.zrange(keys.KEPT, 0, -1):  # type: ignore[union-attr]
-        client.zincrby(keys.KEPT, -61_000, name)
+    for name in client.zrange(keys.RETAINED, 0, -1):  # type: ignore[union-attr]
+        client.zincrby(keys.RETAINED, -61_000, name)
 
 
 def streams(client: redis.Redis) -> list[int]:
@@ -178,7 +178,7 @@ def test_a_call_that_ends_twice_counts_once(redis_client: redis.Redis) -> None:
     queue = Queue(redis_client)
     for seq in (1, 2):
         answer_all(queue, ["live_1"], seq, 100_000)
-        counted = redis_client.hget(keys.KEPT_BYTES, "")
+        counted = redis_client.hget(keys.RETAINED_BYTES, "")
         redis_client.delete(keys.tokens("live_1/0"))
     assert counted is not None
     assert 100_000 < int(counted) < 200_000
@@ -186,9 +186,9 @@ def test_a_call_that_ends_twice_counts_once(redis_client: redis.Redis) -> None:
 
 def test_a_stream_without_a_size_can_be_removed(redis_client: redis.Redis) -> None:
     queue = Queue(redis_client)
-    redis_client.zadd(keys.KEPT, {"live_lost/0": 0})
+    redis_client.zadd(keys.RETAINED, {"live_lost/0": 0})
     answer_all(queue, ["live_1"], 1, 10)
-    assert redis_client.zrange(keys.KEPT, 0, -1) == [b"live_1/0"]
+    assert redis_client.zrange(keys.RETAINED, 0, -1) == [b"live_1/0"]
 
 
 def test_the_latest_streams_are_kept_up_to_a_size(redis_client: redis.Redis) -> None:
@@ -211,9 +211,9 @@ def test_the_latest_streams_are_kept_up_to_a_size(redis_client: redis.Redis) -> 
     answer("live_6", 500_000)
     assert kept() == [6]
     queue.forget_streams([RequestKey("live_6", 0)] * 2)
-    assert redis_client.hgetall(keys.KEPT_BYTES) == {b"": b"0"}
-    assert redis_client.exists(keys.KEPT) == 0
-    assert 0 < redis_client.ttl(keys.KEPT_BYTES) <= 300
+    assert redis_client.hgetall(keys.RETAINED_BYTES) == {b"": b"0"}
+    assert redis_client.exists(keys.RETAINED) == 0
+    assert 0 < redis_client.ttl(keys.RETAINED_BYTES) <= 300
 
 
 def test_calls_of_the_version_before_end_as_they_always_did(small: Queue, redis_client: redis.Redis) -> None:
