@@ -43,7 +43,9 @@ WORKER_LOST = ApiError(
 
 
 CLAIM_BYTES = 16 * 1024 * 1024
-"""Requests that one claim returns, in bytes: the one with which it gets there is the last."""
+"""Requests that one claim returns, in bytes: the one with which it gets there is the last. What is
+kept for batches beside live calls has as many.
+"""
 
 
 class TokenTotals(NamedTuple):
