@@ -25,6 +25,7 @@ from jobs.batch.manifest import (
     BatchSpec,
     LineProblem,
     Manifest,
+    end_fields,
     load_manifest,
     mark_cancelled,
     progress_fields,
@@ -234,7 +235,7 @@ def _record(batch_id: str, fields: BatchFields, held: int, waiting: int) -> Batc
 
 def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
     """Return the record of a batch that has not ended with what a Redis that went back has lost of
-    its progress.
+    its progress, or with its end.
     """
     if fields.state in END_STATES:
         return fields
@@ -243,11 +244,16 @@ def _as_on_disk(batch_id: str, fields: BatchFields) -> BatchFields:
         manifest = load_manifest(fields.root)
     if manifest is None or (manifest.batch_id, manifest.owner) != (batch_id, fields.owner):
         return fields
+    if manifest.state == "cancelled" or (manifest.state in END_STATES and fields.state != "cancelling"):
+        times = {**fields.timestamps, **manifest.timestamps}
+        end = {**end_fields(manifest), "state": manifest.state, "problem": ""}
+        return msgspec.structs.replace(fields, timestamps=times, **end)
+    fields = msgspec.structs.replace(fields, timestamps={**manifest.timestamps, **fields.timestamps})
     stored = manifest.completed + manifest.failed
     lost = stored - fields.stored_completed - fields.stored_failed
     if lost <= 0:
         return fields
-    changes: dict[str, Any] = {**progress_fields(manifest), "timestamps": {**manifest.timestamps, **fields.timestamps}}
+    changes: dict[str, Any] = progress_fields(manifest)
     if manifest.plan_sha256 is not None:
         changes["total"] = manifest.total
     if fields.completed < manifest.completed or fields.failed < manifest.failed:
@@ -305,10 +311,9 @@ def cancel_batch(client: redis.Redis, batch_id: str) -> BatchRecord:
         end_lost(queue, batch_id, queue.batch_fields(batch_id), reason)
         return get_batch(client, batch_id)
     mark_cancelled(record.spec.root)
-    while (fields := queue.batch_fields(batch_id)).state in CANCELLABLE:
-        if begin_cancel(queue, batch_id, fields.generation):
+    while (record := get_batch(client, batch_id)).state in CANCELLABLE:
+        if begin_cancel(queue, batch_id, queue.batch_fields(batch_id).generation):
             return get_batch(client, batch_id)
-    record = get_batch(client, batch_id)
     if record.state not in ("cancelling", "cancelled"):
         unmark_cancelled(record.spec.root)
     return record

@@ -108,7 +108,7 @@ class Slice:
             self.manifest.end_cancelled()
             save_manifest(self.manifest)
         self.queue.remove_unfinished(self.batch)  # lines that Redis takes for unfinished again
-        self.note({"result_bytes": 0})  # of results that go with the end
+        self.note({"result_bytes": 0, "timestamps": self.manifest.timestamps})  # of results that go with the end
         self._record_end()
 
     def send_heartbeats(self) -> None:

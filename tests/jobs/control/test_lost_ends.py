@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from jobs.batch.client import BatchRecord, cancel_batch, get_batch
+from jobs.batch.ending import begin_cancel
 from jobs.batch.manifest import mark_cancelled
 from jobs.batch.rebuild import rebuild_all
 from jobs.control import finalize, slices
@@ -144,7 +145,10 @@ def test_cancelled_before_redis_knew_of_the_end(
 ) -> None:
     record = submit(redis_client, tmp_path, b"bad\n") if bad else finished(redis_client, tmp_path)
     killed_before_redis_knew(redis_client, record, monkeypatch)
-    assert cancel_batch(redis_client, record.id).state == "cancelling"
+    mark_cancelled(record.spec.root)  # by a client that saw no end yet
+    queue = Queue(redis_client)
+    assert begin_cancel(queue, record.id, queue.batch_fields(record.id).generation)
+    assert get_batch(redis_client, record.id).state == "cancelling"
     if emptied:
         redis_client.flushall()
         Ticker(Queue(redis_client), str(tmp_path / "store")).tick()

@@ -21,7 +21,7 @@ from jobs.control import advance
 from jobs.control.runner import Runner
 from jobs.protocol.requests import Claim, Finished
 from jobs.protocol.results import ApiError, Result, encode_json
-from jobs.protocol.states import JOBS, STATES
+from jobs.protocol.states import END_STATES, JOBS, STATES
 from jobs.queue.request_queue import Queue
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
 from tests.support.control_plane import echo, failing, read_jsonl, write_input
@@ -56,6 +56,7 @@ class Fuzz:
         self.seqs = dict.fromkeys(range(3), 0)  # of workers, by the last claim
         self.lives = len(self.seqs)
         self.seen = (0, 0, 0)
+        self.state = "validating"
         self.log = b""
         self.snapshots = [EarlierRedis(client)]
 
@@ -69,7 +70,8 @@ class Fuzz:
             self.queue.reap(f"w{worker}")
         self.seqs = {self.lives: 0}
         for _ in range(200):
-            if (record := self.look()).ended:
+            record = self.look()
+            if self.queue.batch_fields(self.batch).state in END_STATES:
                 break
             self.work()
             self.answer()
@@ -126,6 +128,8 @@ class Fuzz:
         shown = batch_object(record)
         counts = shown["request_counts"]
         now = (counts["completed"], counts["failed"], shown["usage"]["total_tokens"])
+        assert ORDER[shown["status"]] >= ORDER[self.state], (self.state, shown["status"])
+        self.state = shown["status"]
         assert all(new >= old for new, old in zip(now, self.seen, strict=True)), (self.seen, now)
         assert now[0] + now[1] <= counts["total"] <= LINES
         assert now[2] == 10 * now[0]  # what `echo` uses
@@ -230,6 +234,38 @@ def test_lines_on_disk_do_not_run_again(redis_client: redis.Redis, tmp_path: Pat
     assert faults(redis_client) == []
     lost = Queue(redis_client).renew("other", [(claim.key, claim.fence) for claim in held])
     assert answer_all(redis_client) + len(held) - len(lost) == 4
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_an_end_that_redis_lost_is_still_shown(redis_client: redis.Redis, tmp_path: Path, cancelled: bool) -> None:
+    record = under_way(redis_client, tmp_path)
+    earlier = [EarlierRedis(redis_client)]
+    if cancelled:
+        cancel_batch(redis_client, record.id)
+        earlier.append(EarlierRedis(redis_client))
+    ended = run_to_end(redis_client, record.id)
+    shown = batch_object(ended)
+    assert shown["status"] == ("cancelled" if cancelled else "completed")
+    queue = Queue(redis_client)
+    for before in earlier:
+        before.restore()
+        assert queue.transition(record.id, [*JOBS], queue.batch_fields(record.id).state, {"problem": "no space"})
+        assert batch_object(get_batch(redis_client, record.id)) == shown
+        assert batch_object(cancel_batch(redis_client, record.id)) == shown
+        assert batch_object(run_to_end(redis_client, record.id)) == shown
+        assert faults(redis_client) == []
+
+
+def test_states_that_redis_lost_are_still_shown(redis_client: redis.Redis, tmp_path: Path) -> None:
+    batch = submit(redis_client, tmp_path, lines_of(3)).id
+    earlier, state = [EarlierRedis(redis_client)], "validating"
+    while state != "finalizing":
+        state = step(redis_client, batch).state
+        answer_all(redis_client)
+        for before in [*earlier, EarlierRedis(redis_client)]:  # the last one as it is now
+            before.restore()
+            assert batch_object(get_batch(redis_client, batch))["status"] == state
+        earlier.append(before)
 
 
 def test_a_cancel_that_redis_lost_is_not(redis_client: redis.Redis, tmp_path: Path) -> None:
