@@ -1,28 +1,31 @@
 """Progress counted again from what the parts hold, and parts that are not what was written."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.completion_log import logged_lines, sound_extent
 from jobs.batch.manifest import Manifest, progress_fields, save_manifest
-from jobs.batch.parts import Record, merge_parts, salvage, verify, write_records
+from jobs.batch.parts import Part, Record, merge_parts, salvage, verify, write_records
 from jobs.batch.stored_lines import read_stored, save_stored
 from jobs.protocol.results import Result, Usage
 from jobs.queue.request_queue import Queue
 
 
-def repair(manifest: Manifest) -> None:
-    """Replace damaged parts by what can be read of them; their other lines run again.
+def repair(manifest: Manifest, known: Collection[str] = ()) -> bool:
+    """Replace damaged parts, but for the `known` ones, by what can be read of them; their other
+    lines run again. Return whether there were any.
 
     Raise `StoreError`.
     """
-    root = manifest.spec.root
+    root, repaired = manifest.spec.root, False
     for index, part in enumerate(manifest.parts):
-        if not verify(root, part):
+        if part.name not in known and not verify(root, part):
             manifest.next_part += 1
             name = f"{manifest.next_part:06d}-repaired"
             manifest.parts[index] = write_records(root, name, salvage(root, part.name))
+            repaired = True
+    return repaired
 
 
 def lines_on_disk(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
@@ -62,13 +65,9 @@ def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]
     fields of the record.
     """
     done = lines_on_disk(manifest, check)
-    manifest.completed = manifest.failed = 0
-    manifest.usage = None
+    _count_again(manifest, check)
     if not manifest.parts:
         return progress_fields(manifest)
-    for record in merge_parts(manifest.spec.root, manifest.parts):
-        check()
-        count_results(manifest, [record.result])
     save_stored(manifest.spec.root, manifest.parts, done)
     queue.set_done(manifest.batch_id, bytes(done.bits))
     queue.set_parts(manifest.batch_id, {part.name: part.lines for part in manifest.parts})
@@ -78,14 +77,30 @@ def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]
 def restore_parts(queue: Queue, manifest: Manifest, check: Callable[[], None]) -> None:
     """Bring a Redis that went back, or whose drain was cut, to what the parts hold: a line on disk
     is done, and has its outcome there. The last part is registered last.
+
+    Damaged parts among those that Redis lacks are repaired first. Raise `StoreError`.
     """
-    known = queue.parts(manifest.batch_id)
-    for part in [part for part in manifest.parts if part.name not in known] or manifest.parts:
-        outcomes = []
-        for record in salvage(manifest.spec.root, part.name):
-            check()
-            outcomes.append((record.line, record.result.succeeded))
-        queue.restore(manifest.batch_id, part.name, outcomes)
+    known: Collection[str] = queue.parts(manifest.batch_id)
+    if all(part.name in known for part in manifest.parts):
+        known = ()
+    if repair(manifest, known):
+        _count_again(manifest, check)
+        save_manifest(manifest)
+    for part in [part for part in manifest.parts if part.name not in known]:
+        queue.restore(manifest.batch_id, part.name, part.lines, _outcomes(manifest.spec.root, part, check))
+
+
+def _outcomes(root: str, part: Part, check: Callable[[], None]) -> Iterator[tuple[int, bool]]:
+    for record in salvage(root, part.name):
+        check()
+        yield record.line, record.result.succeeded
+
+
+def _count_again(manifest: Manifest, check: Callable[[], None]) -> None:
+    manifest.completed, manifest.failed, manifest.usage = 0, 0, None
+    for record in merge_parts(manifest.spec.root, manifest.parts):
+        check()
+        count_results(manifest, [record.result])
 
 
 def count_results(manifest: Manifest, results: Iterable[Result]) -> None:

@@ -233,7 +233,9 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     for line, _ in results:
         stored.add(line)
     save_stored(held.root, manifest.parts, stored)
-    queue.drained(batch, part.name, [line for line, _ in results])
+    if not queue.drained(batch, part.name, [line for line, _ in results]):  # Redis went back since
+        _restore(held)
+        return True
     progress.settled, progress.drained_at = part.name, time.monotonic()
     if compacted:
         drop_unlisted(held.root, manifest.parts)
@@ -257,7 +259,7 @@ def settle(held: Slice, progress: BatchProgress) -> None:
         _restore(held)
     if not remembered:
         drop_unlisted(held.root, manifest.parts)
-        progress.settled = last
+        progress.settled = _last(manifest)
 
 
 def _last(manifest: Manifest) -> str | None:

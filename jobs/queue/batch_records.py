@@ -1,7 +1,8 @@
 """The control plane's half of the queue: records of batches, their lines and results."""
 
+import itertools
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jobs.protocol.requests import Request, pack, unpack_result
@@ -143,17 +144,20 @@ class BatchQueue(QueueBase):
             raise ValueError(f"{len(lines)} lines in one part, at most {MAX_PART_LINES}")
         return bool(self._scripts.call("drained", [batch, part, self.settings.undrained_bytes, *lines]))
 
-    def restore(self, batch: str, part: str, outcomes: Sequence[tuple[int, bool]]) -> None:
-        """Make the lines of a part on disk done, each with whether it succeeded, and register it.
+    def restore(self, batch: str, part: str, lines: int, outcomes: Iterable[tuple[int, bool]]) -> None:
+        """Make the lines of a part on disk done, each with whether it succeeded, and then register
+        it, with `lines` of them.
 
         For what Redis lost of them; of lines that it knows to be drained nothing changes.
         """
-        head = [len(outcomes), self.settings.undrained_bytes]
-        for first in range(0, max(1, len(outcomes)), MAX_ITEMS):
-            group = outcomes[first : first + MAX_ITEMS]
+        left = iter(outcomes)
+        name = ""
+        while not name:
+            group = list(itertools.islice(left, MAX_ITEMS))
+            name = part if len(group) < MAX_ITEMS else ""
             good, bad = ([line for line, succeeded in group if succeeded is wanted] for wanted in (True, False))
-            name = part if first + MAX_ITEMS >= len(outcomes) else ""
-            self._scripts.call("restore", [batch, name, *head, len(good), *good, *bad])
+            head = [batch, name, lines, self.settings.undrained_bytes, len(good)]
+            self._scripts.call("restore", [*head, *good, *bad])
 
     def has_part(self, batch: str, part: str) -> bool:
         """Return whether the part is registered."""

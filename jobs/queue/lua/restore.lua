@@ -5,6 +5,8 @@
 --       of a batch, how many of the lines succeeded, these lines, the lines that failed
 -- Returns 1.
 
+local CHUNK = 4000 -- values that `unpack` surely has room for
+
 local batch, part, most_undrained, succeeded = ARGV[1], ARGV[2], tonumber(ARGV[4]), tonumber(ARGV[5])
 if redis.call('EXISTS', key.batch(batch)) == 0 then
   return 1
@@ -57,15 +59,20 @@ end
 local tenant = redis.call('HGET', key.batch(batch), 'tenant')
 for _, model in ipairs(#names > 0 and redis.call('SMEMBERS', key.batch_models(batch)) or {}) do
   remove_from_quarantine(model, names)
-  local ready = key.ready(batch, model)
+  local ready, left = key.ready(batch, model), {}
   local waiting = redis.call('LRANGE', ready, 0, -1)
-  redis.call('DEL', ready)
   for _, line in ipairs(waiting) do
     if not restored[line] then
-      redis.call('RPUSH', ready, line)
+      left[#left + 1] = line
     end
   end
-  if redis.call('EXISTS', ready) == 0 then
+  if #left < #waiting then
+    redis.call('DEL', ready)
+    for i = 1, #left, CHUNK do
+      redis.call('RPUSH', ready, unpack(left, i, math.min(i + CHUNK - 1, #left)))
+    end
+  end
+  if #left == 0 then
     leave(batch, model, tenant)
   end
 end

@@ -346,3 +346,57 @@ def test_a_bitmap_that_is_damaged_or_gone_is_made_again(redis_client: redis.Redi
     for content in (None, b"", b"x" * 40, (root / NAME).read_bytes()[:-1]):
         (root / NAME).unlink() if content is None else (root / NAME).write_bytes(content)
         assert read_stored(str(root), parts, lambda: None).lines.bits == lines
+
+
+@pytest.mark.parametrize("lost", ["damaged", "missing"])
+def test_a_part_that_broke_before_redis_went_back(redis_client: redis.Redis, tmp_path: Path, lost: str) -> None:
+    """Its lines run again, and no line is counted twice meanwhile."""
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 40)).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    before = EarlierRedis(redis_client)
+    answer_all(redis_client, most=20)
+    record = step(redis_client, batch)
+    part = Path(record.spec.root, "parts", manifest_of(record).parts[0].name)
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    part.write_bytes(content)
+    if lost == "missing":
+        part.unlink()
+    before.restore()
+    for _ in range(10):
+        answer_all(redis_client)
+        record = step(redis_client, batch)
+        assert record.stored_completed + record.stored_failed <= record.completed + record.failed <= 40
+        if record.ended:
+            break
+    assert (record.state, record.completed, record.failed) == ("completed", 40, 0)
+    assert record.usage.completion_tokens == 3 * 40
+
+
+def test_redis_goes_back_just_before_a_part_is_registered(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where this drain made one part of many."""
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 60)).id
+    step(redis_client, batch)
+    step(redis_client, batch)
+    drained = Queue.drained
+
+    def drained_too_late(queue: Queue, *arguments: Any) -> bool:
+        before.restore()
+        monkeypatch.setattr(Queue, "drained", drained)
+        return drained(queue, *arguments)
+
+    most_parts = 0
+    for _ in range(20):
+        before = EarlierRedis(redis_client)
+        answer_all(redis_client, most=2)
+        monkeypatch.setattr(Queue, "drained", drained_too_late)
+        record = step(redis_client, batch)
+        listed = manifest_of(record).parts
+        most_parts = max(most_parts, len(listed))
+        stored = sum(part.lines for part in listed)
+        assert sum(map(int.bit_count, Queue(redis_client).done(batch))) == record.completed == stored
+    assert len(listed) < most_parts
+    assert faults(redis_client) == []

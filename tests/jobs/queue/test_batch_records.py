@@ -142,7 +142,7 @@ class TestRestore:
         start_batch(queue, "batch_a", 8)
         claims = queue.claim("w1", 1, 4, models=[MODEL])
         queue.commit("w1", [finished(claim, status=400 * (claim.key.line // 2) or 200) for claim in claims[:3]])
-        queue.restore("batch_a", "part-0", [(line, line % 2 == 0) for line in (0, 2, 3, 4, 7)])
+        queue.restore("batch_a", "part-0", 5, [(line, line % 2 == 0) for line in (0, 2, 3, 4, 7)])
         record = queue.batch_fields("batch_a")
         assert (record.completed, record.failed) == (4, 2)  # line 1 too, whose result is here
         assert [line for line, _ in queue.results("batch_a")] == [1]
@@ -153,7 +153,7 @@ class TestRestore:
 
     def test_a_part_of_many_lines_is_registered_with_the_last(self, queue: Queue, redis_client: redis.Redis) -> None:
         start_batch(queue, "batch_a", 1200)
-        queue.restore("batch_a", "part-0", [(line, True) for line in range(1200)])
+        queue.restore("batch_a", "part-0", 1200, [(line, True) for line in range(1200)])
         assert (queue.batch_fields("batch_a").completed, queue.parts("batch_a")) == (1200, {"part-0": 1200})
         assert queue.claim("w1", 1, 9, models=[MODEL]) == []
         assert faults(redis_client) == []
@@ -164,7 +164,7 @@ class TestRestore:
         claims = queue.claim("w1", 1, 2, models=[MODEL])
         queue.commit("w1", [finished(claim, "x" * 200) for claim in claims])
         assert queue.claim("w1", 2, 2, models=[MODEL]) == []
-        queue.restore("batch_a", "part-0", [(claim.key.line, True) for claim in claims])
+        queue.restore("batch_a", "part-0", 2, [(claim.key.line, True) for claim in claims])
         assert len(queue.claim("w1", 3, 2, models=[MODEL])) == 2
 
 

@@ -478,7 +478,7 @@ class QueueModel(RuleBasedStateMachine):
         for batch, outcomes in self.on_disk.items():
             if not outcomes:
                 continue
-            self.queue.restore(batch, f"restored-{len(outcomes)}", sorted(outcomes.items()))
+            self.queue.restore(batch, f"restored-{len(outcomes)}", len(outcomes), sorted(outcomes.items()))
             for line, good in outcomes.items():
                 self.end(RequestKey(batch, line), "completed" if good else "failed")
             self.drained[batch] |= outcomes.keys()
