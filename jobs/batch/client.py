@@ -266,7 +266,7 @@ def _problems(root: str, fields: BatchFields) -> list[LineProblem]:
 
     The record does not hold the first: there may be a thousand entries, and many such batches.
     """
-    if fields.state in END_STATES and fields.problem:
+    if fields.lost:
         return [_LOST]
     if fields.state != "failed":
         return []

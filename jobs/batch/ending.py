@@ -33,6 +33,8 @@ def clean_up(queue: Queue, batch: str) -> None:
 
     Does nothing while it runs, or is just begun again.
     """
+    if queue.batch_fields(batch).state in END_STATES:
+        queue.remove_unfinished(batch)  # lines that Redis takes for unfinished
     with queue.redis.pipeline() as pipeline, contextlib.suppress(redis.WatchError):
         pipeline.watch(keys.batch(batch))  # type: ignore[no-untyped-call]
         record: Any = pipeline.hmget(keys.batch(batch), "state", "root", "tenant")
@@ -44,6 +46,7 @@ def clean_up(queue: Queue, batch: str) -> None:
         pipeline.multi()
         pipeline.srem(keys.ACTIVE, batch)
         pipeline.srem(keys.open_batches(tenant), batch)
+        pipeline.hset(keys.batch(batch), "result_bytes", 0)  # of results that go with the end
         pipeline.expire(keys.batch(batch), queue.settings.ended_batch_seconds)
         names = (keys.bodies, keys.results, keys.done, keys.parts, keys.batch_models)
         pipeline.unlink(*(name(batch) for name in names))

@@ -53,12 +53,15 @@ def why_lost(queue: Queue, batch: str, fields: BatchFields) -> str | None:
 
 
 def end_lost(queue: Queue, batch: str, fields: BatchFields, reason: str) -> None:
-    """End the batch as `failed`, one that is being cancelled as `cancelled`, unless it moved on."""
+    """End the batch as `failed`, one that is being cancelled as `cancelled`, unless it moved on.
+
+    What a kill leaves of it in Redis is removed by the ticker.
+    """
+    if fields.state not in JOBS:
+        return
     state = "cancelled" if fields.state == "cancelling" else "failed"
-    changes = {"problem": reason, "timestamps": {state: time.time()}}
+    changes = {"problem": reason, "lost": True, "timestamps": {state: time.time()}}
     if queue.transition(batch, [fields.state], state, changes, fields.generation):
         logger.error("batch %s ends as %s: %s", batch, state, reason)
-        queue.remove_unfinished(batch)
-        queue.transition(batch, [state], state, {"result_bytes": 0})  # of results that go with the end
         clean_up(queue, batch)
         drop_partial_output(queue, msgspec.json.decode(fields.spec, type=BatchSpec))

@@ -18,7 +18,7 @@ from jobs.control.served_time import ServedTime
 from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, Superseded, hold
 from jobs.control.slots import Slots, are_long
 from jobs.control.validate import validate
-from jobs.protocol.states import CANCELLABLE, END_STATES, JobName, states_of
+from jobs.protocol.states import CANCELLABLE, END_STATES, JOBS, JobName, states_of
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
@@ -99,7 +99,7 @@ class Runner:
     def _note_problem(self, batch: str, problem: str) -> None:
         """Show in the record why the batch makes no progress, or end it if it never will."""
         try:
-            if state := self.queue.batch_fields(batch).state:
+            if (state := self.queue.batch_fields(batch).state) in JOBS:
                 self.queue.transition(batch, [state], state, {"problem": problem})
                 end_if_lost(self.queue, batch)
         except (QueueUnavailable, redis.RedisError) as error:

@@ -107,8 +107,8 @@ class Slice:
                 self.manifest.timestamps["cancelling"] = self.fields.timestamps["cancelling"]
             self.manifest.end_cancelled()
             save_manifest(self.manifest)
-        self.queue.remove_unfinished(self.batch)  # lines that Redis takes for unfinished again
-        self.note({"result_bytes": 0, "timestamps": self.manifest.timestamps})  # of results that go with the end
+        self.queue.remove_unfinished(self.batch)  # what is committed after the end would count
+        self.note({"timestamps": self.manifest.timestamps})
         self._record_end()
 
     def send_heartbeats(self) -> None:

@@ -65,7 +65,8 @@ class BatchFields(BatchStatus, frozen=True, kw_only=True):
     spec: str = ""  # JSON of `manifest.BatchSpec`
     input_bytes: int = 0  # 0: unknown
     outcome: EndState = "completed"  # what the batch ends as, as far as is known
-    problem: str = ""  # why it makes no progress; of an ended batch, why it was given up
+    problem: str = ""  # why it makes no progress; of a lost batch, why it can never go on
+    lost: bool = False  # it ended because its folder is gone
     lost_since: float = 0.0  # since when its folder is gone, unix seconds; 0: it is there
     timestamps: dict[str, float] = {}  # by name: created, expires, and each state for its beginning
     stored_completed: int = 0  # this and the next: lines on disk

@@ -11,14 +11,17 @@ import redis
 
 from jobs.batch.client import BatchRecord, BatchRefused, cancel_batch, get_batch
 from jobs.batch.forgetting import forget_batch
+from jobs.batch.lost import end_lost
 from jobs.control.runner import Runner
+from jobs.control.ticker import Ticker
+from jobs.protocol.requests import Finished
 from jobs.protocol.states import JOBS
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from jobs.store.marker import StoreAway
 from tests.support.batch_steps import answer_all, begin, run_to_end, step
-from tests.support.control_plane import write_input
+from tests.support.control_plane import echo, write_input
 from tests.support.integrity import faults
 from tests.support.store_batches import finished, lines_of, store_of, submit, under_way
 
@@ -156,3 +159,44 @@ def test_forget_leaves_the_folder_beside_an_output(redis_client: redis.Redis, tm
     left = forget_batch(Queue(redis_client), store_of(redis_client, tmp_path), ended.id)
     assert ended.spec.root in left
     assert Path(ended.spec.root).is_dir()
+
+
+def test_an_end_that_was_cut_is_completed(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker runs lines, and the process dies that ended the batch in Redis."""
+    record = get_batch(redis_client, under_way(redis_client, tmp_path).id)
+    queue = Queue(redis_client, AT_ONCE)
+    claims = queue.claim("w9", 1, 2, models=["m"])
+    shutil.rmtree(record.spec.root)
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "remove_unfinished", _die)
+        with pytest.raises(KeyboardInterrupt):
+            work(redis_client, record.id)
+    assert queue.batch_fields(record.id).state == "failed"
+    Ticker(queue).tick()
+    assert queue.commit("w9", [Finished(claim.key, claim.fence, echo(claim)) for claim in claims]) == [
+        claim.key for claim in claims
+    ]
+    assert faults(redis_client) == []
+    left = redis_client.keys(f"{{q}}:*{record.id}*")
+    assert [name.decode() for name in left if redis_client.ttl(name) < 0] == []  # type: ignore[union-attr]
+    ended = get_batch(redis_client, record.id)
+    assert (ended.completed, ended.failed) == (record.completed, record.failed)
+
+
+def _die(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_batch_that_ended_is_never_lost(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """Neither by a job that a late failure ends, nor by a late call."""
+    ended = run_to_end(redis_client, finished(redis_client, tmp_path).id)
+    queue = Queue(redis_client, AT_ONCE)
+    Runner(queue)._note_problem(ended.id, "the disk is full")
+    end_lost(queue, ended.id, queue.batch_fields(ended.id), "gone")
+    now = get_batch(redis_client, ended.id)
+    assert (now.state, now.errors, now.problem) == ("completed", [], None)
+    queue.forget(ended.id)
+    end_lost(queue, ended.id, queue.batch_fields(ended.id), "gone")
+    assert queue.batches() == []
