@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from api.threads import run_in
 from jobs.protocol import fields
 from jobs.protocol.results import ApiError
+from jobs.queue.connection import twin
 from jobs.queue.registry import ModelRecord, WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
@@ -18,7 +19,7 @@ _FRESH_SECONDS = 1.0
 """How long one reading, or its failure, is the answer for all."""
 
 _RETRY_SECONDS = 0.2  # of a reading: for a connection that Redis has closed
-_PROBE_SECONDS = 0.5
+_PROBE_SECONDS = 2.0  # also of a connection on which nothing arrives any more
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class Fleet:
     def __init__(self, queue: Queue, expected: Sequence[str] = ()) -> None:
         """`expected` are models that count as loading while no worker has registered them."""
         self.short_retry_queue = Queue(queue.redis, replace(queue.settings, redis_retry_seconds=_RETRY_SECONDS))
-        self._timeout = max(queue.settings.redis_retry_seconds, _PROBE_SECONDS)
+        client = twin(queue.redis, socket_timeout=_PROBE_SECONDS, socket_connect_timeout=_PROBE_SECONDS)
+        self._registry = Queue(client, self.short_retry_queue.settings)
+        self._timeout = max(queue.settings.redis_retry_seconds, _FRESH_SECONDS)
         self._expected = expected
         self._thread = ThreadPoolExecutor(1, "registry")
         self._reading: asyncio.Future[Snapshot] | None = None
@@ -64,6 +67,8 @@ class Fleet:
         """Close what the readings use."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.short_retry_queue.close()
+        self._registry.close()
+        self._registry.redis.close()
 
     async def snapshot(self, fresh: bool = False) -> Snapshot:
         """What is served; `fresh` reads anew.
@@ -80,10 +85,10 @@ class Fleet:
             raise QueueUnavailable(f"the registry could not be read for {self._timeout:g} s") from None
 
     async def probe(self) -> Snapshot:
-        """What is served, for probes. Raise `QueueUnavailable` after a moment."""
+        """What is served, for probes. Raise `QueueUnavailable` after `_PROBE_SECONDS` at most."""
         try:
             async with asyncio.timeout(_PROBE_SECONDS):
-                return await self._shared(fresh=True)
+                return await self._shared(fresh=False)
         except TimeoutError:
             raise QueueUnavailable("Redis does not answer") from None
 
@@ -117,8 +122,8 @@ class Fleet:
         return reading is not None and reading.done() and reading.exception() is not None
 
     def _read(self) -> Snapshot:
-        models = {record.name: record for record in self.short_retry_queue.models()}
-        return Snapshot(self.short_retry_queue.workers(), models, self._expected)
+        models = {record.name: record for record in self._registry.models()}
+        return Snapshot(self._registry.workers(), models, self._expected)
 
 
 def not_served(model: str, snapshot: Snapshot) -> ApiError:

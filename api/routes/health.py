@@ -1,6 +1,6 @@
 """`/health` and `/ready`: whether this process can do its work, and whether a model can be called.
 
-Neither waits for a Redis that is away.
+Neither waits for long when Redis is away.
 """
 
 from collections import Counter

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import redis
 
-from jobs.queue.connection import blocking_twin, on_database
+from jobs.queue.connection import blocking_twin, twin
 from jobs.queue.scripts import MAX_ITEMS, Scripts, persistently
 from jobs.queue.settings import QueueSettings
 
@@ -20,7 +20,7 @@ class QueueBase:
     def __init__(self, client: redis.Redis, settings: QueueSettings | None = None) -> None:
         self.redis = client
         self.settings = settings or QueueSettings.from_environment()
-        self.rq = client if self.settings.rq_db is None else on_database(client, self.settings.rq_db)
+        self.rq = client if self.settings.rq_db is None else twin(client, db=self.settings.rq_db)
         self._scripts = Scripts(client, self.settings.redis_retry_seconds)
         self._blocking = blocking_twin(client)
 

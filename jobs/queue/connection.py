@@ -62,15 +62,11 @@ def blocking_twin(client: redis.Redis) -> redis.Redis:
     """A second client to the same server, for XREAD BLOCK of up to `MAX_BLOCK_SECONDS`, which its
     socket outlasts.
     """
-    return _twin(client, socket_timeout=2 * MAX_BLOCK_SECONDS)
+    return twin(client, socket_timeout=2 * MAX_BLOCK_SECONDS)
 
 
-def on_database(client: redis.Redis, db: int) -> redis.Redis:
-    """A second client to the same server, for another database."""
-    return _twin(client, db=db)
-
-
-def _twin(client: redis.Redis, **changes: Any) -> redis.Redis:
+def twin(client: redis.Redis, **changes: Any) -> redis.Redis:
+    """A second client to the same server, with other timeouts or another database."""
     pool = client.connection_pool
     options = {**pool.connection_kwargs, "connection_class": pool.connection_class, **changes}
     if isinstance(pool, redis.sentinel.SentinelConnectionPool):

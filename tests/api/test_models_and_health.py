@@ -15,6 +15,7 @@ from jobs.queue.registry import WorkerRecord, WorkerState
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import MODEL, ScriptedWorker
 from tests.support.api_server import official_client, plain_client, running_api
+from tests.support.waiting import wait_until
 
 
 def register(queue: Queue, worker: str, model: str, state: WorkerState) -> None:
@@ -87,11 +88,14 @@ def test_it_is_ready_once_a_worker_serves_a_model(
         assert ("retry-after" in answer.headers) == (answer.status_code == 503)
         return answer.status_code, answer.json().get("reason")
 
-    assert readiness() == (503, "no worker serves a model")
+    def becomes(expected: tuple[int, str | None]) -> None:
+        wait_until(lambda: readiness() == expected, 60, f"{expected}")
+
+    becomes((503, "no worker serves a model"))
     register(queue, "loads", "not-yet", "loading")
-    assert readiness() == (503, "loading not-yet")
+    becomes((503, "loading not-yet"))
     scripted(lambda claim: [])
-    assert readiness() == (200, None)
+    becomes((200, None))
 
 
 def call(http: httpx.Client, model: str) -> httpx.Response:
