@@ -16,11 +16,13 @@ class ApiSettings(QueueSettings):
         "Address to listen on; 0.0.0.0 for every one, which needs API keys (`pipeline keys create`).",
     )
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", min=0, max=65535)
-    insecure: bool = setting(False, "While no API key exists, answer every client that reaches the address.")
+    insecure: bool = setting(
+        False, "While no API key exists, answer every client that reaches the address, but no web page from elsewhere."
+    )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "Host name under which clients reach this server, besides its own; may be repeated. Others are refused while no"
-        " API key exists.",
+        "Public host name under which clients and web pages reach this server, besides its own; may be repeated. While"
+        " no API key exists, pages of others are refused, and on a loopback address all calls under others.",
         flag="allowed-host",
     )
     expected_models: tuple[str, ...] = setting(

@@ -1,8 +1,10 @@
-"""Keeps web pages away from a server without API keys, which answers whoever reaches it.
+"""Keeps web pages away from a server without API keys, which answers every client that reaches it.
 
 The browser of its user does, and any page that is open there can make it call. A page whose name
-was pointed at this machine (DNS rebinding) is known by its `Host`, which the browser takes from the
-page's address: a foreign name, never a numeric address. Other pages are known by their `Origin`.
+was pointed at this machine (DNS rebinding) has a foreign `Host`, which the browser takes from the
+page's address. It is a public name: never numeric, and never one of a local network. That is judged
+on a loopback address alone; on another, the operator lets every client call. Other pages have a
+foreign `Origin`.
 """
 
 import ipaddress
@@ -20,6 +22,8 @@ from jobs.protocol import fields
 from jobs.protocol.results import ApiError
 from jobs.store.api_keys import KeyRing, KeysUnreadable
 
+_PROBED = ("/health", "/ready", "/metrics")
+_LOCAL_SUFFIXES = (".localhost", ".internal", ".local")
 _WAY_OUT = "make a key (`pipeline keys create`), or start it with --allowed-host NAME"
 
 
@@ -35,9 +39,11 @@ class WebPages:
         self._settings = settings
         names = ("localhost", socket.gethostname(), settings.host, *settings.allowed_hosts)
         self._names = {name.lower() for name in names if name}
+        self._judges_host = is_loopback(settings.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else None
+        judged = scope["type"] == "http" and scope["path"] not in _PROBED
+        refusal = self._refusal(Headers(scope=scope)) if judged else None
         if refusal is not None and await self._is_open():
             await error_response(refusal)(scope, receive, send)
         else:
@@ -46,7 +52,7 @@ class WebPages:
     def _refusal(self, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         name = _name_of(f"//{host}")
-        if host and not (self._is_own(name) or _is_address(name)):
+        if self._judges_host and host and not (self._is_own(name) or _is_local(name)):
             return _refused(f"is not called '{fields.shown(host)}'", "host_not_allowed")
         if origin is not None and not (_name_of(origin) == name or self._is_own(_name_of(origin))):
             return _refused(f"answers no web page of '{fields.shown(origin)}'", "origin_not_allowed")
@@ -74,9 +80,10 @@ def _name_of(url: str) -> str:
         return ""
 
 
-def _is_address(name: str) -> bool:
+def _is_local(name: str) -> bool:
+    """Return whether no public name server can answer for the name."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
-        return False
+        return name.endswith(_LOCAL_SUFFIXES) or (name != "" and "." not in name)
     return True

@@ -16,6 +16,7 @@ from tests.support.api_server import plain_client, running_api
 
 COMPLETIONS = "/v1/completions"
 BODY = f'{{"model": "{MODEL}", "prompt": "x"}}'.encode()
+PROBED = ("/health", "/ready", "/metrics")
 FORM = {"files": {"file": ("input.jsonl", b"{}\n")}, "data": {"purpose": "batch"}}
 
 
@@ -39,12 +40,20 @@ def outcome(answer: httpx.Response) -> tuple[int, str | None]:
 
 def test_a_page_whose_name_was_pointed_here_reaches_no_route(http: httpx.Client) -> None:
     paths = http.get("/openapi.json").json()["paths"]
-    for path, methods in {**paths, "/openapi.json": ["get"], "/nothing": ["post"]}.items():
+    others = {path: methods for path, methods in paths.items() if path not in PROBED}
+    assert len(others) == len(paths) - len(PROBED)
+    for path, methods in {**others, "/openapi.json": ["get"], "/nothing": ["post"]}.items():
         for method in methods:
             answer = http.request(method, path, headers={"host": "rebound.example:8000"})
             assert outcome(answer) == (403, "host_not_allowed"), (method, path)
     assert "--allowed-host" in answer.json()["error"]["message"]
     assert answer.headers["x-request-id"]
+
+
+def test_probes_may_use_any_name(http: httpx.Client, scripted: Callable[..., ScriptedWorker]) -> None:
+    scripted(lambda claim: ["one"])
+    for headers in ({"host": "rebound.example:8000"}, {"origin": "https://page.example"}):
+        assert {http.get(path, headers=headers).status_code for path in PROBED} == {200}
 
 
 @pytest.mark.parametrize("origin", ["https://page.example", "null", "http://203.0.113.5:8000", "file://", "x"])
@@ -61,19 +70,37 @@ def test_a_page_from_elsewhere_sends_nothing(http: httpx.Client, origin: str) ->
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST.:80", "127.0.0.1:9", "127.8.9.1", "[::1]:8000", "a.localhost", "192.0.2.7:8000"]
-)
-def test_names_and_addresses_of_this_machine_are_answered(http: httpx.Client, host: str) -> None:
+    "host", ["localhost", "LOCALHOST.:80", "127.0.0.1:9", "127.8.9.1", "[::1]:8000", "a.localhost", "192.0.2.7:8000",
+     "api:8000", "host.docker.internal:8000", "myhost.local"],
+)  # fmt: skip
+def test_names_that_cannot_be_pointed_here_are_answered(http: httpx.Client, host: str) -> None:
     for origin in ({}, {"origin": f"http://{host}"}, {"origin": "http://localhost:3000"}):
         assert http.get("/v1/models", headers={"host": host, **origin}).status_code == 200
 
 
-def test_a_server_for_others_has_its_own_names(named: httpx.Client) -> None:
-    own = ("gpu.example.org:8000", "proxy.example.org", socket.gethostname(), "localhost", "10.0.0.1")
-    assert {named.get("/v1/models", headers={"host": host}).status_code for host in own} == {200}
-    for host in ("example.org", "x.gpu.example.org", "gpu.example.org.evil.example", "10.0.0.1.evil.example"):
-        assert outcome(named.get("/v1/models", headers={"host": host})) == (403, "host_not_allowed")
-    assert named.get("/v1/models", headers={"origin": "https://proxy.example.org"}).status_code == 200
+@pytest.mark.parametrize("host", ["example.org", "10.0.0.1.evil.example", "x.internal.example", "[x"])
+def test_other_names_are_refused(http: httpx.Client, host: str) -> None:
+    assert outcome(http.get("/v1/models", headers={"host": host})) == (403, "host_not_allowed")
+
+
+def test_a_server_behind_a_proxy_is_answered_under_its_name(redis_url: str, tmp_path: Path) -> None:
+    settings = ApiSettings(redis_url=redis_url, file_store=str(tmp_path), allowed_hosts=("Proxy.example.org",))
+    with running_api(settings) as url, plain_client(url) as http:
+        for headers in ({"host": "proxy.example.org:80"}, {"origin": "https://proxy.example.org"}):
+            assert http.get("/v1/models", headers=headers).status_code == 200
+        answer = http.get("/v1/models", headers={"host": "x.proxy.example.org"})
+        assert outcome(answer) == (403, "host_not_allowed")
+
+
+def test_a_server_for_others_is_answered_under_any_name(named: httpx.Client) -> None:
+    """But it answers no web page from elsewhere."""
+    for host in ("gpu.example.org:8000", "pipeline-api.default.svc:8000", "myhost.lan", "10.0.0.1"):
+        assert named.get("/v1/models", headers={"host": host}).status_code == 200
+        assert named.get("/v1/models", headers={"host": host, "origin": f"http://{host}"}).status_code == 200
+        answer = named.get("/v1/models", headers={"host": host, "origin": "https://page.example"})
+        assert outcome(answer) == (403, "origin_not_allowed")
+    for own in ("proxy.example.org", "gpu.example.org", socket.gethostname()):
+        assert named.get("/v1/models", headers={"origin": f"https://{own}"}).status_code == 200
 
 
 @pytest.mark.parametrize(
