@@ -64,8 +64,8 @@ def restore_progress(queue: Queue, manifest: Manifest, check: Callable[[], None]
     """Set the done bitmap and the registered parts from the manifest; return counts and usage as
     fields of the record.
     """
-    done = lines_on_disk(manifest, check)
-    _count_again(manifest, check)
+    lines_on_disk(manifest, check)
+    done = _count_again(manifest, check)
     if not manifest.parts:
         return progress_fields(manifest)
     save_stored(manifest.spec.root, manifest.parts, done)
@@ -96,11 +96,15 @@ def _outcomes(root: str, part: Part, check: Callable[[], None]) -> Iterator[tupl
         yield record.line, record.result.succeeded
 
 
-def _count_again(manifest: Manifest, check: Callable[[], None]) -> None:
+def _count_again(manifest: Manifest, check: Callable[[], None]) -> Bitmap:
+    """Return the lines that can be read, which the manifest then counts."""
     manifest.completed, manifest.failed, manifest.usage = 0, 0, None
+    lines = Bitmap()
     for record in merge_parts(manifest.spec.root, manifest.parts):
         check()
+        lines.add(record.line)
         count_results(manifest, [record.result])
+    return lines
 
 
 def count_results(manifest: Manifest, results: Iterable[Result]) -> None:

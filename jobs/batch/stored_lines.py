@@ -5,6 +5,7 @@ what it does not cover is read from the parts.
 """
 
 import contextlib
+import logging
 import os
 import struct
 import zlib
@@ -13,9 +14,11 @@ from typing import NamedTuple
 
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.parts import Part, salvage
-from jobs.store.storage import join, named
+from jobs.store.storage import join
 
 NAME = "stored.lines"
+
+logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<II")  # CRC-32 of what follows the head, bytes of the names
 
@@ -28,7 +31,9 @@ class StoredLines(NamedTuple):
 
 
 def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> StoredLines:
-    """Return the lines that these parts hold, calling `check` often."""
+    """Return the lines that these parts hold, calling `check` often; keep what had to be read of
+    them for the next reader.
+    """
     names = {part.name for part in parts}
     covered, lines = _load(root)
     if not covered <= names:  # a part was replaced, perhaps by what could be read of it
@@ -39,22 +44,25 @@ def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> Stor
             check()
             repeated = repeated or record.line in lines
             lines.add(record.line)
+    if covered != names and not repeated:  # what is repeated must be found again until it is not
+        save_stored(root, parts, lines)
     return StoredLines(lines, repeated)
 
 
 def save_stored(root: str, parts: list[Part], lines: Bitmap) -> None:
     """Keep the lines of these parts for the next reader.
 
-    Not durable: what a power loss leaves of it has another checksum. Raise `StoreError`.
+    Not durable: what a power loss leaves of it has another checksum. Work goes on without it.
     """
     names = "\n".join(part.name for part in parts).encode()
     content = names + bytes(lines.bits)
-    location = join(root, NAME)
-    with named("cannot write", location):
-        temporary = join(root, f".{NAME}.{os.getpid()}.tmp")
+    temporary = join(root, f".{NAME}.{os.getpid()}.tmp")
+    try:
         with open(temporary, "wb") as file:
             file.write(_HEAD.pack(zlib.crc32(content), len(names)) + content)
-        os.replace(temporary, location)
+        os.replace(temporary, join(root, NAME))
+    except OSError as error:
+        logger.warning("cannot write %s; parts are read again: %s", join(root, NAME), error.strerror or error)
 
 
 def _load(root: str) -> tuple[set[str], Bitmap]:

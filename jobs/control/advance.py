@@ -318,7 +318,10 @@ def _read_rows(
         if entry.line in done:
             continue
         source.seek(entry.offset)
-        rows.append((entry.line, _request(held.manifest.spec, entry.line, source.read(entry.length), now)))
+        raw = source.read(entry.length)
+        if len(raw) < entry.length:
+            raise StoreError(f"{held.manifest.source} ends within line {entry.line}")
+        rows.append((entry.line, _request(held.manifest.spec, entry.line, raw, now)))
         size += entry.length
     return rows, taken
 

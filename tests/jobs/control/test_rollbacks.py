@@ -13,9 +13,12 @@ import pytest
 import redis
 
 from api.batch_objects import batch_object
+from jobs.batch import stored_lines
 from jobs.batch.bitmap import Bitmap
 from jobs.batch.client import BatchRecord, cancel_batch, get_batch
 from jobs.batch.manifest import load_manifest
+from jobs.batch.parts import salvage
+from jobs.batch.rebuild import rebuild
 from jobs.batch.stored_lines import NAME, read_stored
 from jobs.control import advance
 from jobs.control.runner import Runner
@@ -33,6 +36,7 @@ from tests.support.store_batches import (
     lines_of,
     log_of,
     manifest_of,
+    serve,
     submit,
     under_way,
 )
@@ -400,3 +404,37 @@ def test_redis_goes_back_just_before_a_part_is_registered(
         assert sum(map(int.bit_count, Queue(redis_client).done(batch))) == record.completed == stored
     assert len(listed) < most_parts
     assert faults(redis_client) == []
+
+
+def test_a_part_that_broke_before_redis_came_back_empty(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = under_way(redis_client, tmp_path)
+    part = Path(record.spec.root, "parts", manifest_of(record).parts[0].name)
+    part.write_bytes(part.read_bytes()[:-100])
+    redis_client.flushall()
+    advance._progress.clear()
+    serve(redis_client, "m")
+    assert rebuild(Queue(redis_client), record.spec.root)
+    ended = run_to_end(redis_client, record.id)
+    check_every_line_once(redis_client, tmp_path, ended, 20)
+
+
+def test_parts_are_read_once_where_the_bitmap_is_gone(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = under_way(redis_client, tmp_path)
+    (Path(record.spec.root) / NAME).unlink()
+    advance._progress.clear()
+    reads: list[str] = []
+    monkeypatch.setattr(stored_lines, "salvage", lambda root, name: reads.append(name) or salvage(root, name))
+    answer_all(redis_client, most=2)
+    for _ in range(3):
+        step(redis_client, record.id)
+        Runner(Queue(redis_client)).flush()
+    assert reads == [part.name for part in manifest_of(record).parts[:1]]
+
+
+def test_a_bitmap_that_cannot_be_written_holds_nothing_up(redis_client: redis.Redis, tmp_path: Path) -> None:
+    record = under_way(redis_client, tmp_path)
+    (Path(record.spec.root) / NAME).unlink()
+    (Path(record.spec.root) / NAME).mkdir()
+    check_every_line_once(redis_client, tmp_path, run_to_end(redis_client, record.id), 20)

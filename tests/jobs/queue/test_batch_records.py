@@ -2,6 +2,8 @@
 drained, everything forgotten.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import redis
 
@@ -156,6 +158,25 @@ class TestRestore:
         queue.restore("batch_a", "part-0", 1200, [(line, True) for line in range(1200)])
         assert (queue.batch_fields("batch_a").completed, queue.parts("batch_a")) == (1200, {"part-0": 1200})
         assert queue.claim("w1", 1, 9, models=[MODEL]) == []
+        assert faults(redis_client) == []
+
+    def test_outcomes_are_sent_as_they_come(self, queue: Queue) -> None:
+        start_batch(queue, "batch_a", 1500)
+
+        def outcomes() -> Iterator[tuple[int, bool]]:
+            for line in range(1500):
+                assert queue.batch_fields("batch_a").completed == line // MAX_ITEMS * MAX_ITEMS
+                yield line, True
+
+        queue.restore("batch_a", "part-0", 1500, outcomes())
+        assert queue.batch_fields("batch_a").completed == 1500
+
+    def test_a_long_list_is_not_pushed_line_by_line(self, queue: Queue, redis_client: redis.Redis) -> None:
+        start_batch(queue, "batch_a", 10_000)
+        redis_client.config_resetstat()
+        queue.restore("batch_a", "part-0", 1000, [(line, True) for line in range(1000)])
+        assert redis_client.info("commandstats")["cmdstat_rpush"]["calls"] < 20
+        assert [claim.key.line for claim in queue.claim("w1", 1, 3, models=[MODEL])] == [1000, 1001, 1002]
         assert faults(redis_client) == []
 
     def test_a_batch_that_results_kept_out_runs_again(self, redis_client: redis.Redis) -> None:
