@@ -53,6 +53,7 @@ class BatchProgress:
 
     def __init__(self) -> None:
         self.settled: str | None = None  # the last part when unlisted ones were removed
+        self.stored: tuple[set[str], Bitmap] = set(), Bitmap()  # parts and their lines, to pass over
         self.logged = LoggedLines()
         self.drained_at = 0.0  # monotonic seconds
         self.measured_at = 0.0
@@ -135,7 +136,7 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
         held.note({"cursor": 0, "restored": True, "open_models": fields.passed_over, "passed_over": []})
         fields = held.record()
     cursor, total = fields.cursor, fields.total
-    done = Bitmap(queue.done(batch) if fields.restored else b"")
+    done = _lines_to_pass_over(held, progress) if fields.restored else Bitmap()
     most_bytes = _window_bytes(queue)
     start = cursor
     with open_input(join(held.root, PLAN_NAME)) as plan, open_source(held.manifest, buffered=False) as source:
@@ -161,6 +162,20 @@ def feed(held: Slice, progress: BatchProgress, deadline: float) -> bool:
         lengths = [length for length in ready_lengths(queue, batch, models).values() if length]
         held.note({"low_water": min(window, *lengths) // 2 if lengths else 0})
     return cursor > start
+
+
+def _lines_to_pass_over(held: Slice, progress: BatchProgress) -> Bitmap:
+    """Return lines on disk, which Redis then has as done; read anew once parts were replaced.
+
+    Not all that Redis has as done: it may lose what no part holds, and such a line must be fed.
+    """
+    settle(held, progress)
+    names = {part.name for part in held.manifest.parts}
+    known, lines = progress.stored
+    if not known or not known <= names:
+        lines = lines_on_disk(held.manifest, held.check_current)
+        progress.stored = names, lines
+    return lines
 
 
 def ready_lengths(queue: Queue, batch: str, models: list[str]) -> dict[str, int]:

@@ -438,3 +438,24 @@ def test_a_bitmap_that_cannot_be_written_holds_nothing_up(redis_client: redis.Re
     (Path(record.spec.root) / NAME).unlink()
     (Path(record.spec.root) / NAME).mkdir()
     check_every_line_once(redis_client, tmp_path, run_to_end(redis_client, record.id), 20)
+
+
+def test_lines_on_disk_are_not_looked_up_at_each_feed(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has more lines than a window, and Redis came back empty."""
+    monkeypatch.setattr(advance, "_WINDOW_LINES", 5)
+    monkeypatch.setattr(advance, "MAX_ITEMS", 5)
+    record = under_way(redis_client, tmp_path, count=60, done=8)
+    redis_client.flushall()
+    advance._progress.clear()
+    serve(redis_client, "m")
+    assert rebuild(Queue(redis_client), record.spec.root)
+    step(redis_client, record.id)
+    found: list[Bitmap] = []
+    look_up = advance._lines_to_pass_over
+    monkeypatch.setattr(advance, "_lines_to_pass_over", lambda *given: found.append(look_up(*given)) or found[-1])
+    ended = run_to_end(redis_client, record.id)
+    check_every_line_once(redis_client, tmp_path, ended, 60)
+    assert len(found) > 3
+    assert all(one is found[0] for one in found)
