@@ -99,6 +99,19 @@ class SentinelSet:
         wait_until(self.order_failover, START_SECONDS, "Sentinel to take the order")
         wait_until(lambda: self.master is not before, START_SECONDS, "another master")
 
+    @contextmanager
+    def without_failovers(self) -> Iterator[None]:
+        """Meanwhile the Sentinels take no server for down, and so fail over by order alone."""
+        self._set_down(START_SECONDS * DOWN_MILLISECONDS)
+        try:
+            yield
+        finally:
+            self._set_down(DOWN_MILLISECONDS)
+
+    def _set_down(self, milliseconds: int) -> None:
+        for one in self.sentinels:
+            one.client.sentinel_set(SERVICE, "down-after-milliseconds", milliseconds)
+
     def kill_master(self) -> ServerProcess:
         """Return it once another is the master."""
         before = self.master
