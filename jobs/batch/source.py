@@ -26,7 +26,7 @@ def is_whole(manifest: Manifest) -> bool:
 def open_source(manifest: Manifest, buffered: bool = True) -> BinaryIO:
     """The source, for the holder of `storage.exclusive`; all of it is read only if it was touched.
 
-    Who reads lines here and there wants no buffer, which would be filled anew for each.
+    Read single lines without a buffer, which would be filled anew for each.
 
     Raises `StoreError` if it changed.
     """

@@ -48,14 +48,14 @@ def connect(url: str, *, db: int | None = None) -> redis.Redis:
 
     It never retries by itself: a lost reply would repeat a write; `jobs.queue.scripts` retries.
     """
-    return redis.Redis.from_pool(_pool(redis, url, db, Retry(NoBackoff(), 0), _look_at))
+    return redis.Redis.from_pool(_pool(redis, url, db, Retry(NoBackoff(), 0), _check_new))
 
 
 def connect_async(url: str) -> redis.asyncio.Redis:
     """An asyncio client, with timeouts that also suit blocking reads of up to
     `MAX_BLOCK_SECONDS`.
     """
-    return redis.asyncio.Redis.from_pool(_pool(redis.asyncio, url, None, AsyncRetry(NoBackoff(), 0), _look_at_async))
+    return redis.asyncio.Redis.from_pool(_pool(redis.asyncio, url, None, AsyncRetry(NoBackoff(), 0), _check_new_async))
 
 
 def blocking_twin(client: redis.Redis) -> redis.Redis:
@@ -122,14 +122,14 @@ def _pool(library: ModuleType, url: str, db: int | None, retry: object, on_conne
     return pool
 
 
-def _look_at(connection: Any) -> None:
+def _check_new(connection: Any) -> None:
     with _explained():
         connection.on_connect()
         connection.send_command("INFO")
         _judge(_parse(connection.read_response()), connection)
 
 
-async def _look_at_async(connection: Any) -> None:
+async def _check_new_async(connection: Any) -> None:
     with _explained():
         await connection.on_connect()
         await connection.send_command("INFO")
@@ -158,8 +158,8 @@ def _parse(info: bytes) -> dict[str, str]:
 def _judge(info: Mapping[str, Any], connection: Any = None) -> None:
     """Raise `_UnfitServer` for a server that cannot hold a queue, by what it says of itself.
 
-    INFO says all of it, also where CONFIG is forbidden, as managed services do. A server that
-    Sentinels named must be a master: they may be the last to hear that it is none any more.
+    INFO has all that is needed, also where CONFIG is forbidden, as in managed services. A server
+    that Sentinels named must be a master: they may notice later than the server that it is none.
     """
     if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):
         raise _UnfitServer("The server is a Sentinel: use redis+sentinel://host:26379/service, with its name for it.")

@@ -26,7 +26,7 @@ class SentinelKillers(Killers):
 
     def lose_master(self, take: Callable[[ServerProcess], None], bring_back: Callable[[ServerProcess], None]) -> str:
         """Take the master away until another is there; it comes back some time later as a replica,
-        and may not know that at first.
+        and may answer as a master at first.
         """
         before = self.sentinels.master
         take(before)
@@ -78,7 +78,7 @@ def kill_master(killers: SentinelKillers) -> str:
 
 
 def stop_master(killers: SentinelKillers) -> str:
-    """When it goes on it takes itself for a master, and answers what was sent to it meanwhile."""
+    """When it goes on it acts as a master, and answers what was sent to it meanwhile."""
     return killers.lose_master(
         lambda server: os.kill(server.pid, signal.SIGSTOP), lambda server: os.kill(server.pid, signal.SIGCONT)
     )
