@@ -260,7 +260,7 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
 
 
 def settle(held: Slice, progress: BatchProgress) -> None:
-    """Tell a Redis that lacks the last part what the parts hold: the process that wrote it died
+    """Bring what the parts hold to a Redis that lacks the last one: the process that wrote it died
     before Redis knew, or Redis went back.
 
     Where this process comes new to the batch, remove what such a process left unlisted.
