@@ -83,6 +83,23 @@ def test_the_window_bounds_what_redis_holds(
     check_echoes(tmp_path / "out.jsonl", 400)
 
 
+def test_a_feed_reads_little_more_than_its_lines(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """The plan's order has nothing to do with the file's."""
+    source = write_input(tmp_path / "in.jsonl", 3000, user="x" * 1000)
+    batch = begin(redis_client, source).id
+    step(redis_client, batch)
+    queue = Queue(redis_client)
+    fed, read = queue.window_lines(batch), bytes_read()
+    step(redis_client, batch)
+    assert queue.window_lines(batch) - fed >= 500
+    assert bytes_read() - read < 2 * source.stat().st_size
+
+
+def bytes_read() -> int:
+    """How many bytes this process has read from files."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_batches_share_the_global_window(redis_client: redis.Redis, tmp_path: Path) -> None:
     queue = Queue(redis_client, QueueSettings(window_bytes=64_000_000))
     for batches, expected in ((1, 64_000_000), (8, 64_000_000), (16, 32_000_000), (100_000, advance._SMALLEST_WINDOW)):
