@@ -37,9 +37,9 @@ def create_app(settings: ApiSettings) -> FastAPI:
         assert settings.redis_url is not None
         client, stream_client = connect(settings.redis_url), connect_async(settings.redis_url)
         queue = Queue(client, settings)
-        reader = Reader(stream_client, queue, queue.settings.redis_retry_seconds)
-        store = FileStore(queue, settings.file_store, forget_output)
         fleet = Fleet(queue, settings.expected_models)
+        reader = Reader(stream_client, queue, fleet.short_retry_queue)
+        store = FileStore(queue, settings.file_store, forget_output)
         app.state.pipeline = ApiState(settings, queue, stream_client, reader, fleet, store, ring)
         reading = asyncio.create_task(reader.run())
         try:

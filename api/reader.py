@@ -145,11 +145,12 @@ class Reader:
     that its calls end after a minute.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", queue: Queue, retry_seconds: float) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", queue: Queue, short_retry_queue: Queue) -> None:
+        """`short_retry_queue` is for what would keep the reader from reading."""
         self.api_id = f"api-{uuid.uuid4().hex[:12]}"
         self._client = client
         self._queue = queue
-        self._retry_seconds = retry_seconds
+        self._short_retry_queue = short_retry_queue
         self._inboxes: dict[RequestKey, Inbox] = {}
         self._unneeded: list[RequestKey] = []  # calls whose streams are read, and no client can ask for
         self._uncancelled: list[RequestKey] = []  # calls whose clients left while Redis was away
@@ -186,7 +187,7 @@ class Reader:
         """Read until cancelled.
 
         While Redis is unavailable it retries; calls fail when that takes longer than the queue's
-        patience.
+        timeout (`redis_retry_seconds`).
         """
         last_id, pause, away_since = FIRST_ID, _FIRST_PAUSE, 0.0
         loop = asyncio.get_running_loop()
@@ -201,7 +202,7 @@ class Reader:
                         await self._tidy(last_id)
                 except (redis.RedisError, OSError, QueueUnavailable) as error:
                     away_since = away_since or loop.time()
-                    if loop.time() - away_since > self._retry_seconds:
+                    if loop.time() - away_since > self._queue.settings.redis_retry_seconds:
                         self._fail_all(error)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE)
@@ -232,9 +233,9 @@ class Reader:
             pipeline.xtrim(keys.api(self.api_id), minid=last_id, approximate=False)
             await pipeline.execute(raise_on_error=False)
         if unneeded:
-            await asyncio.to_thread(self._queue.forget_streams, unneeded)
+            await asyncio.to_thread(self._short_retry_queue.forget_streams, unneeded)
         if uncancelled:
-            await run_in(LIVE, self._queue.cancel, uncancelled)
+            await asyncio.to_thread(self._short_retry_queue.cancel, uncancelled)
         del self._unneeded[: len(unneeded)], self._uncancelled[: len(uncancelled)]
         self._rest()
 

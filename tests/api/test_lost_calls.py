@@ -36,7 +36,9 @@ def live_call(url: str, queue: Queue) -> LiveCall:
     client = connect_async(url)
     settings = ApiSettings.from_environment(redis_url=url)
     files, ring = FileStore(queue, settings.file_store, forget_output), KeyRing(settings.file_store)
-    state = ApiState(settings, queue, client, Reader(client, queue, 1), Fleet(queue), files, ring)
+    fleet = Fleet(queue)
+    reader = Reader(client, queue, fleet.short_retry_queue)
+    state = ApiState(settings, queue, client, reader, fleet, files, ring)
     return LiveCall(state, parse_call(COMPLETIONS, BODY))
 
 
