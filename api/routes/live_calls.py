@@ -47,7 +47,7 @@ from jobs.queue.scripts import QueueFull, QueueUnavailable
 _WORKER_CHECK_SECONDS = 5.0
 _LARGE_BODY = 256 * 1024  # bytes; reading it would keep other calls waiting
 _SILENCE_SECONDS = 2.0
-_BEYOND_PATIENCE = 1.0  # seconds for a thread that retries for as long as it may to say why it failed
+_BEYOND_RETRIES = 1.0  # seconds for the last try to say why it failed
 _LEAVING_SECONDS = 1.0
 _leaving: set[asyncio.Future[None]] = set()  # calls that end behind their answer
 _RETRY_SECONDS = "5"  # after which a refused client may try again
@@ -114,6 +114,7 @@ class LiveCall:
         self._inbox: Inbox | None = None
         self._submitting: asyncio.Task[None] | None = None
         self._finished = False
+        self._streaming = False
         self._created = time.time()
 
     async def submit(self, raw: bytes) -> None:
@@ -155,6 +156,7 @@ class LiveCall:
         """The server-sent events of a streamed call, as OpenAI words them, from its first entry
         on.
         """
+        self._streaming = True
         chunks = Chunks(self._call, int(self._created))
         for opening in chunks.openings():
             yield event(opening)
@@ -198,9 +200,9 @@ class LiveCall:
         if self._submitting is None or self._submitting.done():
             submission = patiently(self._state, lambda: run_in(SUBMISSIONS, self._submit_now), (QueueFull,))
             self._submitting = asyncio.create_task(submission)
-        patience = self._queue.settings.redis_retry_seconds + _BEYOND_PATIENCE
-        if not (await asyncio.wait({self._submitting}, timeout=patience))[0]:
-            raise QueueUnavailable(f"the call could not be submitted for {patience:g} s")
+        timeout = self._queue.settings.redis_retry_seconds + _BEYOND_RETRIES
+        if not (await asyncio.wait({self._submitting}, timeout=timeout))[0]:
+            raise QueueUnavailable(f"the call could not be submitted for {timeout:g} s")
         await self._submitting
 
     def _submit_now(self) -> None:
@@ -223,13 +225,19 @@ class LiveCall:
     async def _ask_after(self, inbox: Inbox) -> None:
         """Submit the call again if Redis came back empty; the tokens that come again are not shown
         twice.
+
+        Raise `TooManyCalls`, but not in a stream that has begun: that waits for room.
         """
-        # The reader handles a Redis that stays unavailable
-        with contextlib.suppress(redis.RedisError, OSError, QueueUnavailable, TooManyCalls):
+        try:
             if await self._state.knows(self.key):
                 inbox.look()
             else:
                 await self._submit()
+        except TooManyCalls:
+            if not self._streaming:
+                raise
+        except (redis.RedisError, OSError, QueueUnavailable):
+            pass  # the reader handles a Redis that stays unavailable
 
 
 class Chunks:

@@ -16,7 +16,7 @@ import pytest
 import redis
 
 from api.settings import ApiSettings
-from jobs.protocol.requests import Claim
+from jobs.protocol.requests import Claim, RequestKey, new_live_id
 from jobs.queue import keys
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
@@ -26,7 +26,7 @@ from tests.support.api_server import official_client, plain_client, running_api
 from tests.support.commands import RunningCommand, running_pipeline
 from tests.support.integrity import faults
 from tests.support.ports import reserved_port
-from tests.support.requests import finished
+from tests.support.requests import finished, request
 from tests.support.waiting import wait_until
 
 MIB = 1024 * 1024
@@ -86,6 +86,22 @@ def test_one_call_too_many_is_answered_429(
         assert answers[0].status_code == 200
         assert waiting(redis_client) == 0
     assert faults(redis_client) == []
+
+
+def test_a_call_that_redis_lost_and_has_no_room_for_is_answered_429(
+    redis_url: str, redis_client: redis.Redis, queue: Queue, busy_worker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("api.routes.live_calls._SILENCE_SECONDS", 0.05)
+    answers: list[httpx.Response] = []
+    with running_api(ApiSettings(redis_url=redis_url, live_calls_per_tenant=1)) as url, calls(url, 1, 1, answers):
+        wait_until(lambda: waiting(redis_client) == 1, 60, "the call to wait")
+        [name] = redis_client.hkeys(keys.LIVE_CALLS)
+        other = RequestKey(new_live_id(""), 0)
+        queue.submit(other.batch, request(MODEL))
+        queue.cancel([RequestKey.parse(name)])
+        wait_until(lambda: answers, 60, "the answer")
+        assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert httpx.get(f"{url}/health").json()["live_calls"] == 0
 
 
 @pytest.mark.parametrize(
