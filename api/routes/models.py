@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from api.fleet import Snapshot, not_served
+from api.fleet import Snapshot, model_not_found, not_served
 from api.state import state_of
 
 router = APIRouter()
@@ -22,16 +22,20 @@ async def list_models(request: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 async def retrieve_model(request: Request, name: str) -> dict[str, Any]:
-    """One of them; the name may hold slashes. 503 while none of its workers is there."""
+    """One of them; the name may hold slashes. 503 while none of its workers is there, 404 for one
+    that never had any.
+    """
     snapshot = await state_of(request).fleet.snapshot()
     found = _models(snapshot).get(name)
     if found is None:
-        raise not_served(name, snapshot)
+        if name in snapshot.models:
+            raise not_served(name, snapshot)
+        raise model_not_found(name, [record.name for record in snapshot.served])
     return found
 
 
 def _models(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
-    """By name; a model that was never served has no length yet."""
+    """Those that are ready first; a model that was never served has no length yet."""
     served = {
         record.name: _as_openai(record.name, "ready", record.created, record.max_model_len)
         for record in snapshot.served
@@ -41,7 +45,7 @@ def _models(snapshot: Snapshot) -> dict[str, dict[str, Any]]:
         known = snapshot.models.get(name)
         created, length = (known.created, known.max_model_len) if known else (_STARTED, None)
         loading[name] = _as_openai(name, "loading", created, length)
-    return dict(sorted((served | loading).items()))
+    return served | loading
 
 
 def _as_openai(name: str, status: str, created: float, max_model_len: int | None) -> dict[str, Any]:

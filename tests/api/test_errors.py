@@ -28,7 +28,7 @@ CASES: list[tuple[str, str, dict[str, Any], int, str | None]] = [
     ("POST", "/v1/completions", {"json": {"prompt": "x"}}, 400, "missing_required_parameter"),
     ("POST", "/v1/completions", {"json": {"model": "m", "messages": []}}, 400, "missing_required_parameter"),
     ("POST", "/v1/completions", {"json": {"model": "m", "prompt": "x"}}, 503, "no_worker"),
-    ("GET", "/v1/models/absent/model", {}, 503, "no_worker"),
+    ("GET", "/v1/models/absent/model", {}, 404, "model_not_found"),
     ("GET", "/v1/streams/live_absent", {}, 404, "stream_not_found"),
     ("GET", "/v1/streams/nonsense", {}, 404, "stream_not_found"),
 ]

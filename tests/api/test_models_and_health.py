@@ -30,6 +30,7 @@ def test_models_are_those_of_workers_that_are_ready_or_load(
     scripted(lambda claim: [], models=(MODEL, "org/another"))
     listed = {model.id: model.to_dict()["status"] for model in client.models.list()}
     assert listed == {"not-yet": "loading", "org/another": "ready", MODEL: "ready"}
+    assert list(listed)[-1] == "not-yet"  # `data[0]` can be called
     for name in listed:
         model = client.models.retrieve(name)
         assert (model.id, model.object) == (name, "model")
@@ -78,6 +79,13 @@ def test_a_model_that_is_not_served_yet_or_any_more_is_a_503(http: httpx.Client,
         assert int(answer.headers["retry-after"]) >= 1
     answer = http.get("/v1/models/served-before")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+
+
+def test_no_client_waits_for_a_model_of_which_nothing_is_known(http: httpx.Client) -> None:
+    """Nor is any other known: Redis is new."""
+    answer = http.get("/v1/models/typo")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert call(http, "typo").status_code == 503  # Redis may have come back empty
 
 
 def test_it_is_ready_once_a_worker_serves_a_model(
