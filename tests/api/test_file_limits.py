@@ -20,7 +20,7 @@ from jobs.queue import keys
 from tests.api.test_files import END, KIND, PURPOSE_PART, part
 from tests.support.commands import RunningCommand, command, command_environment
 
-_CHUNK = bytes(range(256)) * 4096
+_CHUNK = bytes(range(11, 256)) * 4096  # without a line feed: what begins with a bad line is refused
 _PAGE = 4096
 
 
