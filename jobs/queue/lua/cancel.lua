@@ -5,23 +5,6 @@
 -- ARGV: 'requests', 0, names of live calls...   or   'batch', limit, batch
 -- Returns how many lines of the batch may be left (0: none); for requests always 0.
 
--- Drops a line; returns the worker that ran it, if one did.
-local function drop(name)
-  local batch, line = split(name)
-  local _, _, holder = lease_of(name)
-  if holder then
-    release(holder, name)
-  end
-  local size = redis.call('HSTRLEN', key.bodies(batch), line)
-  if redis.call('HDEL', key.bodies(batch), line) == 1 then
-    redis.call('HINCRBY', key.batch(batch), 'body_bytes', -size)
-  end
-  redis.call('HDEL', key.TRIES, name)
-  redis.call('ZREM', key.WATCHED, name)
-  redis.call('UNLINK', key.tokens(name))
-  return holder
-end
-
 if ARGV[1] == 'requests' then
   for i = 3, #ARGV do
     cancel_live(ARGV[i])
@@ -40,7 +23,7 @@ end
 local names, holders = redis.call('HRANDFIELD', key.bodies(batch), limit), {}
 for i, line in ipairs(names) do
   names[i] = batch .. '/' .. line
-  local holder = drop(names[i])
+  local holder = drop_line(names[i])
   if holder then
     holders[holder] = true
   end

@@ -287,6 +287,24 @@ local function end_turns(model)
   end
 end
 
+-- Drops a line of a batch, but for its place among those that are ready or in quarantine; returns
+-- the worker that ran it, if one did.
+local function drop_line(name)
+  local batch, line = split(name)
+  local _, _, holder = lease_of(name)
+  if holder then
+    release(holder, name)
+  end
+  local size = redis.call('HSTRLEN', key.bodies(batch), line)
+  if redis.call('HDEL', key.bodies(batch), line) == 1 then
+    redis.call('HINCRBY', key.batch(batch), 'body_bytes', -size)
+  end
+  redis.call('HDEL', key.TRIES, name)
+  redis.call('ZREM', key.WATCHED, name)
+  redis.call('UNLINK', key.tokens(name))
+  return holder
+end
+
 -- Whether a worker runs quarantined requests. It then holds nothing else, so one request is enough
 -- to decide.
 local function is_isolating(worker)
@@ -374,12 +392,17 @@ local function requeue(name, model, attempts, deaths, engine_crashes)
   wake_workers(model, 1, live)
 end
 
+-- Output tokens that a request's stream has, as the text that entry ids begin with.
+local function published_tokens(name)
+  local last = redis.call('XREVRANGE', key.tokens(name), '+', '-', 'COUNT', 1)[1]
+  return last and string.match(last[1], '^%d+') or '0'
+end
+
 -- A server that lost its last second (power loss, failover) lacks tokens that were published to it.
 -- A stream must have no hole: a request whose stream does not reach to `before` tokens is taken from
 -- its worker, and goes on from what is left. No attempt is counted.
 local function take_if_tokens_are_missing(worker, name, fence, before)
-  local last = redis.call('XREVRANGE', key.tokens(name), '+', '-', 'COUNT', 1)[1]
-  if (tonumber(before) or 0) <= (last and tonumber(string.match(last[1], '^%d+')) or 0) then
+  if (tonumber(before) or 0) <= tonumber(published_tokens(name)) then
     return false
   end
   local model, attempt, deaths, engine_crashes = take_from(worker, name, fence)
@@ -524,8 +547,7 @@ end
 local function append_last(item, keep)
   local total, chunks = item.total, item.chunks
   if not total or total == '' then
-    local last = redis.call('XREVRANGE', key.tokens(item.name), '+', '-', 'COUNT', 1)[1]
-    total, chunks = last and string.match(last[1], '^%d+') or '0', NO_CHUNKS
+    total, chunks = published_tokens(item.name), NO_CHUNKS
   end
   append(item.name, total .. '-2', item.reply_to, chunks, 'f', item.result, item.succeeded and '1' or '0')
   redis.call('EXPIRE', key.tokens(item.name), keep.seconds)

@@ -11,7 +11,7 @@ local batch, part, most_undrained, succeeded = ARGV[1], ARGV[2], tonumber(ARGV[4
 if redis.call('EXISTS', key.batch(batch)) == 0 then
   return 1
 end
-local moves = {completed = 0, failed = 0, body_bytes = 0, result_bytes = 0}
+local moves = {completed = 0, failed = 0, result_bytes = 0}
 local restored, names = {}, {}
 
 local function count_of(success)
@@ -31,8 +31,6 @@ for i = 6, #ARGV do
   local line, counted = ARGV[i], count_of(i - 5 <= succeeded)
   if redis.call('SETBIT', key.done(batch), line, 1) == 0 then
     moves[counted] = moves[counted] + 1
-    moves.body_bytes = moves.body_bytes - redis.call('HSTRLEN', key.bodies(batch), line)
-    redis.call('HDEL', key.bodies(batch), line)
     restored[line] = true
     names[#names + 1] = batch .. '/' .. line
   else
@@ -47,14 +45,10 @@ for i = 6, #ARGV do
   end
 end
 for _, name in ipairs(names) do
-  local _, _, holder = lease_of(name)
+  local holder = drop_line(name)
   if holder then
-    release(holder, name)
     notify(holder, 'cancel', name)
   end
-  redis.call('HDEL', key.TRIES, name)
-  redis.call('ZREM', key.WATCHED, name)
-  redis.call('UNLINK', key.tokens(name))
 end
 local tenant = redis.call('HGET', key.batch(batch), 'tenant')
 for _, model in ipairs(#names > 0 and redis.call('SMEMBERS', key.batch_models(batch)) or {}) do
