@@ -65,7 +65,7 @@ def _state_after(manifest: Manifest) -> State:
 
 
 def _input_bytes(manifest: Manifest) -> int:
-    """Return 0 for one that cannot be told."""
+    """Return the size of the batch's input, 0 where it is unknown."""
     if manifest.input_bytes is None and manifest.spec.input:
         with contextlib.suppress(StoreError):
             return size_of(manifest.spec.input) or 0

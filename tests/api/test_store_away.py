@@ -1,4 +1,4 @@
-"""What clients and operators are told while the file store is not mounted, or not the right one."""
+"""What clients and operators see while the file store is not mounted, or not the right one."""
 
 import shutil
 from pathlib import Path
