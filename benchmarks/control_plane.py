@@ -41,8 +41,7 @@ from jobs.store.api_keys import create_key
 from pipeline.supervisor import Supervisor
 
 _ROLES = {
-    "--queue advance": "advance",
-    "--queue bulk": "bulk",
+    "rq_worker": "rq workers",
     "control.ticker": "ticker",
     "pipeline api": "api",
     "null_worker": "null worker",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jobs.queue.request_queue import Queue
 
 _STOP_SECONDS = 15.0
+_JOB_PROCESSES = 2
 
 
 class Supervisor:
@@ -95,11 +96,11 @@ class Supervisor:
         return self._server.url
 
     def start_jobs(self, file_store: str | None = None) -> None:
-        """Start the control plane: one RQ worker for each queue, and the ticker, which rebuilds an
-        empty Redis from the `file_store`.
+        """Start the control plane: two RQ workers, and the ticker, which rebuilds an empty Redis
+        from the `file_store`.
         """
-        for queue in ("advance", "bulk"):
-            self._add(f"jobs-{queue}", partial(_python, "jobs.control.rq_worker", "--queue", queue))
+        for number in range(_JOB_PROCESSES):
+            self._add(f"jobs-{number}", partial(_python, "jobs.control.rq_worker"))
         store = ["--file-store", file_store] if file_store is not None else []
         self._add("ticker", partial(_python, "jobs.control.ticker", *store))
 

@@ -10,7 +10,7 @@ from jobs.batch.retention import tidy
 from jobs.protocol.states import CANCELLABLE, END_STATES
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
-from jobs.queue.tasks import enqueue
+from jobs.queue.tasks import wake
 
 
 def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
@@ -23,7 +23,7 @@ def begin_cancel(queue: Queue, batch: str, generation: int) -> bool:
     if not queue.transition(batch, CANCELLABLE, "cancelling", changes, generation):
         return False
     queue.remove_unfinished(batch)
-    enqueue(queue.rq, "finalize", batch, generation + 1)
+    wake(queue.redis, batch)
     return True
 
 

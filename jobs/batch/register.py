@@ -10,7 +10,7 @@ import redis
 
 from jobs.batch.ending import clean_up
 from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, progress_fields, save_manifest
-from jobs.protocol.states import END_STATES, JOBS, State
+from jobs.protocol.states import END_STATES, State
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import passing_reason
 from jobs.queue.tasks import enqueue
@@ -48,7 +48,7 @@ def register(queue: Queue, manifest: Manifest) -> None:
         clean_up(queue, manifest.batch_id)
         return
     try:
-        enqueue(queue.rq, JOBS[state], manifest.batch_id, manifest.generation)
+        enqueue(queue.rq, manifest.batch_id, manifest.generation)
     except redis.RedisError as error:  # the batch exists; the ticker enqueues its job later
         if passing_reason(error) is None:
             raise

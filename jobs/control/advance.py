@@ -26,11 +26,9 @@ from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
-from jobs.queue.tasks import enqueue, others_wait, wake
 from jobs.store.storage import StoreError, join, open_input
 
 SLICE_SECONDS = 1.0
-SHORT_SLICE_SECONDS = 0.25  # while other batches wait
 FEED_SECONDS = 0.25
 """In a slice, before results are drained, which would pile up in Redis otherwise."""
 DRAIN_SECONDS = 1.0
@@ -73,9 +71,11 @@ class BatchProgress:
 _progress: dict[str, BatchProgress] = {}
 
 
-def advance(held: Slice) -> None:
-    """One slice. Moves the batch to `finalizing` when every line is done. Raises `StoreError`."""
-    deadline = time.monotonic() + (SHORT_SLICE_SECONDS if others_wait(held.queue.rq) else SLICE_SECONDS)
+def advance(held: Slice) -> bool:
+    """Run one slice; return whether there is more to do at once. Moves the batch to `finalizing`
+    when every line is done. Raises `StoreError`.
+    """
+    deadline = time.monotonic() + SLICE_SECONDS
     if len(_progress) > _MOST_REMEMBERED:
         _progress.clear()
     progress = _progress.setdefault(held.batch, BatchProgress())
@@ -89,13 +89,11 @@ def advance(held: Slice) -> None:
         if fields.all_done and not fields.result_bytes:
             _progress.pop(held.batch, None)
             held.move("finalizing", {"outcome": "completed"})
-            enqueue(held.queue.rq, "finalize", held.batch, held.generation)
-            return
+            return True
         if not fed and not drained:
-            return
+            return False
         if time.monotonic() >= deadline:
-            wake(held.queue.redis, held.batch)
-            return
+            return True
 
 
 def drain_all(held: Slice) -> None:

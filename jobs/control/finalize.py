@@ -20,7 +20,6 @@ from jobs.control.slices import Slice
 from jobs.errors import JobsError
 from jobs.protocol.lines import read_line
 from jobs.protocol.results import Result, Usage, batch_request_id, output_line, unanswered_line
-from jobs.queue.tasks import enqueue
 from jobs.store.storage import AtomicWriter, join, sweep_beside
 
 _FLUSH_BYTES = 1 << 18
@@ -105,7 +104,6 @@ def run_again(held: Slice) -> None:
         **restore_progress(held.queue, held.manifest, held.check_current),
     }
     held.move("in_progress", {**progress, "cursor": 0, "open_models": held.fields.line_models, "passed_over": []})
-    enqueue(held.queue.rq, "advance", held.batch, held.generation)
 
 
 def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:

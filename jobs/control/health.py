@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 from rq import Worker
 
-from jobs.protocol.states import QUEUES
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
+from jobs.queue.tasks import QUEUE
 
 SILENT_SECONDS = 40.0
 """An RQ worker of ours sends a heartbeat every 10 s, even while it has nothing to do."""
@@ -27,18 +27,17 @@ def worker_fault(queue: Queue, host: str) -> str | None:
 
 
 def control_plane_fault(queue: Queue, host: str) -> str | None:
-    """Why batches do not move on `host`; None when both RQ workers are alive there and some ticker
+    """Why batches do not move on `host`; None when an RQ worker is alive there and some ticker
     leads, on whatever host.
     """
     now = datetime.now(UTC)
-    alive = {
-        name
-        for worker in Worker.all(queue.rq)
-        if worker.hostname == host
+    is_alive = any(
+        worker.hostname == host
+        and QUEUE in worker.queue_names()
         and worker.last_heartbeat
         and (now - worker.last_heartbeat).total_seconds() < SILENT_SECONDS
-        for name in worker.queue_names()
-    }
-    if silent := [name for name in sorted(set(QUEUES.values())) if name not in alive]:
-        return f"no process on {host} takes jobs of {' and '.join(silent)}"
+        for worker in Worker.all(queue.rq)
+    )
+    if not is_alive:
+        return f"no process on {host} takes batches"
     return None if queue.redis.exists(keys.LEADER) else "no ticker leads"

@@ -1,10 +1,10 @@
-"""Run the control plane's jobs in one process, and what a failure of one leads to."""
+"""Run one slice of a batch's job, and what a failure of it leads to."""
 
+import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import redis
 
@@ -14,50 +14,39 @@ from jobs.batch.lost import end_if_lost
 from jobs.batch.manifest import is_marked_cancelled
 from jobs.control.advance import advance, drain_all
 from jobs.control.finalize import finalize
-from jobs.control.served_time import ServedTime
 from jobs.control.slices import BEAT_SECONDS, Slice, Stopping, Superseded, hold
-from jobs.control.slots import Slots, are_long
 from jobs.control.validate import validate
-from jobs.protocol.states import CANCELLABLE, END_STATES, JOBS, JobName, states_of
+from jobs.protocol.states import CANCELLABLE, END_STATES, JOBS, JobName
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
-from jobs.queue.tasks import job_id
 from jobs.store.storage import Busy, StoreError
 
-WORK: dict[JobName, Callable[[Slice], None]] = {"validate": validate, "advance": advance, "finalize": finalize}
+Next = Literal["again", "wait", "drop"]
+"""What follows a slice: another one at once, another one when it is asked for, or none."""
+
+WORK: dict[JobName, Callable[[Slice], object]] = {"validate": validate, "advance": advance, "finalize": finalize}
 
 _PATIENCE_SECONDS = 2 * BEAT_SECONDS  # in which a job that lost its batch releases the folder
 logger = logging.getLogger(__name__)
 
 
 class Runner:
-    """Runs slices of `advance` one after the other, and the other jobs, which take long, side by
-    side in the `slots`: so a small batch does not wait for a large one to be read or written.
-    Without slots `run` returns when the job has ended.
-    """
+    """Runs slices for the process `driver`; without a name, of all batches."""
 
-    def __init__(self, queue: Queue, slots: Slots | None = None) -> None:
+    def __init__(self, queue: Queue, driver: str | None = None, stopping: threading.Event | None = None) -> None:
         self.queue = queue
-        self.slots = slots
-        self.served = ServedTime()
-        self.stopping = threading.Event()
-        """Set when the process was ordered to end."""
+        self._driver = driver
+        self._stopping = stopping or threading.Event()
+        self._held: dict[str, Slice] = {}
 
-    def run(self, job: JobName, batch: str, generation: int) -> None:
-        """Run a job on a batch, in the states that ask for it.
+    def run(self, batch: str, pause: Callable[[], None] = lambda: None) -> Next:
+        """Run a slice of the job that the state asks for; it calls `pause` at its checks."""
+        return self._run(batch, _work_on, pause, _PATIENCE_SECONDS)
 
-        RQ takes one in a thread for done when it has begun, which is at once; the batch's heartbeat
-        says that it is alive.
-        """
-        if job == "advance" or self.slots is None:
-            began = time.monotonic()
-            self._run(job, batch, generation, WORK[job])
-            self.served.add(batch, time.monotonic() - began)
-        else:
-            name = job_id(job, batch, generation)
-            self.slots.take(name, are_long(self.queue, [batch])[0])
-            threading.Thread(target=self._run_in_thread, name=name, args=(self.slots, job, batch, generation)).start()
+    def drain(self, batch: str) -> None:
+        """Drain what has finished of a batch that runs, unless another process works on it."""
+        self._run(batch, _drain, lambda: None, 0.0)
 
     def flush(self) -> None:
         """Drain every running batch that no other process works on.
@@ -66,35 +55,50 @@ class Runner:
         """
         active: Any = self.queue.redis.smembers(keys.ACTIVE)
         for batch in sorted(map(bytes.decode, active)):
-            self._run("advance", batch, self.queue.batch_fields(batch).generation, drain_all)
+            self.drain(batch)
 
-    def _run_in_thread(self, slots: Slots, job: JobName, batch: str, generation: int) -> None:
-        try:
-            self._run(job, batch, generation, WORK[job])
-        finally:
-            slots.release(threading.current_thread().name)
+    def send_heartbeats(self) -> None:
+        """Send one for each slice that runs. Raises what Redis raises."""
+        for held in list(self._held.values()):
+            with contextlib.suppress(Superseded):
+                held.send_heartbeat()
 
-    def _run(self, job: JobName, batch: str, generation: int, work: Callable[[Slice], None]) -> None:
-        """Run `work` under `hold`, in the states of the job.
+    def _run(self, batch: str, work: Callable[[Slice], object], pause: Callable[[], None], patience: float) -> Next:
+        """Run `work` under `hold`.
 
-        A failure that a person can mend becomes the record's `problem`; the ticker has the job run
-        again. It raises nothing, so that RQ takes the job for done and never keeps a failed one,
-        whose id would bar the next.
+        A failure that a person can mend becomes the record's `problem`; the driver has the job run
+        again.
         """
-        states, patience = states_of(job), 0.0 if job == "advance" else _PATIENCE_SECONDS
         try:
-            with hold(self.queue, batch, generation, states, self.stopping, patience) as held:
-                _work_on(held, work)
-        except (Superseded, Stopping, Busy):
+            with hold(self.queue, batch, self._driver, self._stopping, pause, patience) as held:
+                began = held.state
+                self._held[batch] = held
+                more = work(held)
+                if held.state in END_STATES:
+                    return "drop"
+                return "again" if more or held.state != began else "wait"
+        except Superseded:
+            return self._after_superseded(batch)
+        except (Stopping, Busy):
             logger.debug("batch %s: another process works on it, or this one stops", batch)
         except (QueueUnavailable, redis.RedisError) as error:
-            logger.warning("batch %s: Redis unavailable; the ticker runs the job again: %s", batch, error)
+            logger.warning("batch %s: Redis unavailable; the job runs again when it answers: %s", batch, error)
         except (StoreError, InputError) as error:
             logger.error("batch %s: %s", batch, error)
             self._note_problem(batch, str(error))
         except Exception as error:
             logger.exception("batch %s: internal error", batch)
             self._note_problem(batch, f"internal error: {error!r}")
+        finally:
+            self._held.pop(batch, None)
+        return "wait"
+
+    def _after_superseded(self, batch: str) -> Next:
+        with contextlib.suppress(QueueUnavailable, redis.RedisError):
+            fields = self.queue.batch_fields(batch)
+            if fields.driver != self._driver or fields.state not in JOBS:
+                return "drop"
+        return "wait"
 
     def _note_problem(self, batch: str, problem: str) -> None:
         """Show in the record why the batch makes no progress, or end it if it never will."""
@@ -106,13 +110,19 @@ class Runner:
             logger.warning("batch %s: Redis unavailable; its problem is not recorded: %s", batch, error)
 
 
-def _work_on(held: Slice, work: Callable[[Slice], None]) -> None:
+def _drain(held: Slice) -> None:
+    if held.state == "in_progress":
+        drain_all(held)
+
+
+def _work_on(held: Slice) -> bool:
+    """Return whether there is more to do at once."""
     if held.manifest.state in END_STATES:
         held.end_again()
-    elif held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost that, or never got it
-        begin_cancel(held.queue, held.batch, held.generation)
-        return
-    else:
-        work(held)
+        return False
+    if held.state in CANCELLABLE and is_marked_cancelled(held.root):  # Redis lost that, or never got it
+        return begin_cancel(held.queue, held.batch, held.generation)
+    more = WORK[JOBS[held.state]](held)
     if held.fields.problem:
         held.note({"problem": ""})
+    return bool(more)

@@ -2,24 +2,21 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-
-import redis
 
 from jobs.batch.ending import clean_up
 from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, load_manifest, save_manifest
 from jobs.errors import JobsError
-from jobs.protocol.states import State
+from jobs.protocol.states import JOBS, State
 from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
-from jobs.queue.scripts import QueueUnavailable
 from jobs.store.storage import StoreError, exclusive, sweep
 
 BEAT_SECONDS = 1.0
-"""Between two heartbeats of a job."""
+"""Between two heartbeats."""
 STALE_SECONDS = 5.0
-"""Without a heartbeat for this long, the job of a batch is taken for dead."""
+"""A job that RQ handed to a process which sends no heartbeat for this long is taken for dead."""
 
 
 class Superseded(JobsError):
@@ -42,7 +39,13 @@ class Slice:
     """
 
     def __init__(
-        self, queue: Queue, batch: str, fields: BatchFields, manifest: Manifest, stopping: threading.Event
+        self,
+        queue: Queue,
+        batch: str,
+        fields: BatchFields,
+        manifest: Manifest,
+        stopping: threading.Event,
+        pause: Callable[[], None],
     ) -> None:
         self.queue = queue
         self.batch = batch
@@ -50,9 +53,9 @@ class Slice:
         self.fields = fields
         self.manifest = manifest
         self._stopping = stopping
+        self._pause = pause
         self._lost = False
         self._transitions = threading.Lock()
-        self._ended = threading.Event()
 
     @property
     def root(self) -> str:
@@ -65,10 +68,12 @@ class Slice:
         return self.fields.state
 
     def check_current(self) -> None:
-        """Raise `Superseded`, or `Stopping` when the process was ordered to end.
+        """Let other batches have their turn. Raise `Superseded`, or `Stopping` when the process was
+        ordered to end.
 
         Cheap, to be called often.
         """
+        self._pause()
         if self._lost:
             raise Superseded(self.batch)
         if self._stopping.is_set():
@@ -111,17 +116,11 @@ class Slice:
         self.note({"timestamps": self.manifest.timestamps})
         self._record_end()
 
-    def send_heartbeats(self) -> None:
-        """Send a heartbeat each second, however long one step of the job takes; the body of a
-        thread.
+    def send_heartbeat(self) -> None:
+        """Say that the job lives, for processes of versions that judge it by that. Raise
+        `Superseded`.
         """
-        while not self._ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(Superseded, QueueUnavailable, redis.RedisError):
-                self._transition(None, {})
-
-    def release(self) -> None:
-        """Stop the heartbeat."""
-        self._ended.set()
+        self._transition(None, {})
 
     def _enter(self, state: State) -> None:
         self.note({})
@@ -150,35 +149,30 @@ class Slice:
 def hold(
     queue: Queue,
     batch: str,
-    generation: int,
-    states: tuple[State, ...],
+    driver: str | None,
     stopping: threading.Event,
+    pause: Callable[[], None],
     patience: float,
 ) -> Iterator[Slice]:
-    """Hold a batch for one job, which is to end when `stopping` is set.
+    """Hold a batch for one slice of its job, which is to end when `stopping` is set.
 
-    Raise `Superseded` if the batch is not in one of `states` and `generation`, if another process
-    holds it, or if its manifest names the record of another server, which took the folder over.
+    Raise `Superseded` if the batch has no job, if its record names another driver (None: any will
+    do), or if its manifest names the record of another server, which took the folder over; `Busy`
+    if another process holds it.
     """
     fields = queue.batch_fields(batch)
-    if fields.state not in states or fields.generation != generation:
+    if fields.state not in JOBS or driver not in (None, fields.driver):
         raise Superseded(batch)
     with exclusive(fields.root, patience):
         manifest = load_manifest(fields.root)
         if manifest is None or manifest.batch_id != batch:
             raise StoreError(f"the manifest of {batch} is gone from {fields.root}")
-        if manifest.owner != fields.owner or manifest.generation > generation:
+        if manifest.owner != fields.owner or manifest.generation > fields.generation:
             raise Superseded(batch)
-        if manifest.generation < generation:
-            manifest.generation = generation
+        if manifest.generation < fields.generation:
+            manifest.generation = fields.generation
             save_manifest(manifest)
         sweep(fields.root)
-        held = Slice(queue, batch, fields, manifest, stopping)
+        held = Slice(queue, batch, fields, manifest, stopping, pause)
         held.note({"lost_since": 0.0} if fields.lost_since else {})
-        heart = threading.Thread(target=held.send_heartbeats, name=f"heartbeat-{batch}", daemon=True)
-        heart.start()
-        try:
-            yield held
-        finally:
-            held.release()
-            heart.join()
+        yield held

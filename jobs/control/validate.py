@@ -14,7 +14,6 @@ from jobs.batch.source import note_source
 from jobs.batch.source_check import Checked, SourceCheck, refused
 from jobs.control.advance import BatchProgress, feed
 from jobs.control.slices import Slice
-from jobs.queue.tasks import enqueue
 from jobs.store.input_formats import JSONL
 from jobs.store.storage import join, open_input, sha256_of, size_of, stamp_of
 
@@ -42,7 +41,6 @@ def validate(held: Slice) -> None:
     progress = restore_progress(held.queue, held.manifest, held.check_current)
     held.move("in_progress", {"total": manifest.total, "line_models": manifest.models, "cursor": 0, **progress})
     feed(held, BatchProgress(), time.monotonic())  # the first lines, before a slice has its turn
-    enqueue(held.queue.rq, "advance", held.batch, held.generation)
 
 
 def _check(held: Slice) -> Checked:

@@ -29,16 +29,8 @@ STATES: dict[State, StateRule] = {
 }
 """In the order in which a batch goes through them, and in which clients see them."""
 
-QUEUES: dict[JobName, str] = {"validate": "bulk", "advance": "advance", "finalize": "bulk"}
-"""The queue of RQ for each job."""
-
 END_STATES: frozenset[str] = frozenset(state for state, rule in STATES.items() if rule.final)
 CANCELLABLE: tuple[State, ...] = tuple(state for state, rule in STATES.items() if rule.cancellable)
 MAY_EXPIRE: tuple[State, ...] = tuple(state for state, rule in STATES.items() if rule.may_expire)
 KEPT_IN_SIGHT: tuple[State, ...] = tuple(state for state, rule in STATES.items() if rule.kept_in_sight)
 JOBS: dict[str, JobName] = {state: rule.job for state, rule in STATES.items() if rule.job is not None}
-
-
-def states_of(job: JobName) -> tuple[State, ...]:
-    """Return the states in which a batch's job of this name runs."""
-    return tuple(state for state, rule in STATES.items() if rule.job == job)

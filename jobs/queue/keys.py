@@ -135,6 +135,11 @@ def api_alive(api_id: str) -> str:
     return f"{{q}}:api_alive:{api_id}"
 
 
+def driver(name: str) -> str:
+    """Lasts as long as the process of the control plane sends heartbeats, and for some seconds."""
+    return f"{{q}}:driver:{name}"
+
+
 def control(worker: str) -> str:
     """Stream of orders to one worker, or to the control plane (`JOBS_CONTROL`)."""
     return f"{{q}}:ctl:{worker}"

@@ -1,4 +1,4 @@
-"""The jobs of a batch in RQ: enqueue one, see whether it waits or runs, forget it."""
+"""The job by which RQ hands a batch to a process: enqueue it, see whether it waits, forget it."""
 
 import contextlib
 from typing import NamedTuple
@@ -11,20 +11,24 @@ from rq.job import Job, JobStatus
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
-from jobs.protocol.states import QUEUES, JobName
 from jobs.queue import keys
 
+QUEUE = "batches"
+FUNCTION = "jobs.drive.run"
+"""The name of the job's function in RQ. It is no import path."""
+
+_OLD_QUEUES = ("advance", "bulk")  # of 0.1.0
+_OLD_IDS = ("validate-", "advance-", "finalize-")
 _FAILURE_TTL = 3600
 
 
-def enqueue(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
-    """Hands a job to RQ, once: False if this generation's is waiting or running already."""
-    queue = JobQueue(QUEUES[job], connection=client, serializer=JSONSerializer)
-    name = job_id(job, batch, generation)
+def enqueue(client: redis.Redis, batch: str, generation: int) -> bool:
+    """Hand a batch to RQ, once: False if this generation's job is waiting or running already."""
+    name = job_id(batch, generation)
     for _ in range(2):
         try:
-            queue.enqueue_call(
-                function_name(job),
+            _queue(client).enqueue_call(
+                FUNCTION,
                 args=(batch, generation),
                 job_id=name,
                 timeout=-1,
@@ -53,39 +57,24 @@ def _removed_if_failed(client: redis.Redis, name: str) -> bool:
     return True
 
 
-def function_name(job: JobName) -> str:
-    """Return the name of the job's function in RQ, which every version must keep.
-
-    It is no import path: `rq_worker` looks it up in a table.
-    """
-    return f"jobs.{job}.run"
-
-
-def job_id(job: JobName, batch: str, generation: int) -> str:
+def job_id(batch: str, generation: int) -> str:
     """The id that RQ knows the job by."""
-    return f"{job}-{batch}-{generation}"
-
-
-def batch_of(name: str) -> str:
-    """Return the batch of which `name` is a job."""
-    return name.partition("-")[2].rpartition("-")[0]
-
-
-def is_waiting(client: redis.Redis, job: JobName, batch: str, generation: int) -> bool:
-    """Return whether the job is in its queue and will run when a process is free."""
-    queue = JobQueue(QUEUES[job], connection=client, serializer=JSONSerializer)
-    return queue.get_job_position(job_id(job, batch, generation)) is not None
-
-
-def others_wait(client: redis.Redis) -> bool:
-    """Return whether slices of other batches wait."""
-    return JobQueue(QUEUES["advance"], connection=client, serializer=JSONSerializer).count > 0
+    return f"drive-{batch}-{generation}"
 
 
 def waiting_jobs(client: redis.Redis) -> set[str]:
-    """Return the ids of all jobs in a queue, which is cheaper than many calls of `is_waiting`."""
-    queues = (JobQueue(name, connection=client, serializer=JSONSerializer) for name in set(QUEUES.values()))
-    return {job for queue in queues for job in queue.get_job_ids()}
+    """Return the ids of the jobs that no process has taken yet."""
+    return set(_queue(client).get_job_ids())
+
+
+def drop_old_jobs(client: redis.Redis) -> None:
+    """Remove the jobs that 0.1.0 enqueued: their batches are handed out anew."""
+    for name in _OLD_QUEUES:
+        for job in _queue(client, name).get_job_ids():
+            if job.startswith(_OLD_IDS):
+                _queue(client, name).remove(job)
+                with contextlib.suppress(NoSuchJobError):
+                    _delete(Job.fetch(job, connection=client, serializer=JSONSerializer))
 
 
 class Execution(NamedTuple):
@@ -100,11 +89,10 @@ def executions(client: redis.Redis) -> set[Execution]:
     """What RQ takes for running: also what ran in processes that were killed, which it would keep
     for over an hour.
     """
-    queues = set(QUEUES.values())
     return {
-        Execution(queue, *ids)
-        for queue in queues
-        for ids in _started(client, queue).get_job_and_execution_ids(cleanup=False)
+        Execution(name, *ids)
+        for name in (QUEUE, *_OLD_QUEUES)
+        for ids in _started(client, name).get_job_and_execution_ids(cleanup=False)
     }
 
 
@@ -120,18 +108,22 @@ def forget_execution(client: redis.Redis, execution: Execution) -> None:
     client.unlink(run.key)
 
 
-def _delete(job: Job) -> None:
-    """RQ reads all runs of a job first, and fails at one that is named still and gone already: so
-    what names them goes before.
-    """
-    job.connection.unlink(job.execution_registry.key)
-    job.delete()
+def wake(client: redis.Redis, batch: str) -> None:
+    """Ask the batch's driver for a slice, as a claim does at low water."""
+    client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)
+
+
+def _queue(client: redis.Redis, name: str = QUEUE) -> JobQueue:
+    return JobQueue(name, connection=client, serializer=JSONSerializer)
 
 
 def _started(client: redis.Redis, queue: str) -> StartedJobRegistry:
     return StartedJobRegistry(queue, connection=client, serializer=JSONSerializer)
 
 
-def wake(client: redis.Redis, batch: str) -> None:
-    """Ask the ticker for another slice of the batch, as a claim does at low water."""
-    client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)
+def _delete(job: Job) -> None:
+    """RQ reads all runs of a job first, and fails at one that is named still and gone already: so
+    what names them goes before.
+    """
+    job.connection.unlink(job.execution_registry.key)
+    job.delete()

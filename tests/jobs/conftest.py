@@ -11,5 +11,4 @@ def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     machine holds them up.
     """
     monkeypatch.setattr(advance, "SLICE_SECONDS", 60.0)
-    monkeypatch.setattr(advance, "SHORT_SLICE_SECONDS", 60.0)
     monkeypatch.setattr(ticker, "MOMENT_SECONDS", 60.0)

@@ -8,7 +8,6 @@ import redis
 from jobs.batch.client import BatchRecord, BatchSpec, create_batch, get_batch
 from jobs.control.runner import Runner
 from jobs.protocol.requests import Finished
-from jobs.protocol.states import JOBS
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from tests.support.control_plane import Answer, echo
@@ -43,8 +42,7 @@ def wait_for_batch(client: redis.Redis, batch: str, timeout: float) -> BatchReco
 
 def step(client: redis.Redis, batch: str, queue: Queue | None = None) -> BatchRecord:
     """Runs the job that the state asks for, once, on `queue` or the client's."""
-    fields = Queue(client).batch_fields(batch)
-    Runner(queue or Queue(client)).run(JOBS[fields.state], batch, fields.generation)
+    Runner(queue or Queue(client)).run(batch)
     return get_batch(client, batch)
 
 

@@ -139,7 +139,7 @@ class Answering:
 
 
 class ControlPlane:
-    """RQ workers for both queues and a ticker, as processes."""
+    """Two RQ workers and a ticker, as processes."""
 
     def __init__(
         self, url: str, ticker_options: Sequence[str] = (), environment: Mapping[str, str] | None = None
@@ -147,8 +147,8 @@ class ControlPlane:
         self.url = url
         self._environment = {**os.environ, **(environment or {})}
         self._commands = {
-            "advance": ["jobs.control.rq_worker", "--queue", "advance", "--redis-url", url],
-            "bulk": ["jobs.control.rq_worker", "--queue", "bulk", "--redis-url", url],
+            "driver": ["jobs.control.rq_worker", "--redis-url", url],
+            "twin": ["jobs.control.rq_worker", "--redis-url", url],
             "ticker": ["jobs.control.ticker", "--redis-url", url, *ticker_options],
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}

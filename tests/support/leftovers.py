@@ -8,7 +8,7 @@ from typing import Any
 
 from jobs.queue import keys
 
-_STAY = {keys.BATCHES, *keys.PERMANENT, "rq:queues", "rq:workers", "rq:workers:advance", "rq:workers:bulk"}
+_STAY = {keys.BATCHES, *keys.PERMANENT, "rq:queues", "rq:workers", "rq:workers:batches"}
 _STAY_WITH_FILES = re.compile(r"\{q\}:(files|batch_index):.*", re.DOTALL)
 _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:batch:.*": 30 * 24 * 3600,  # records of ended batches
@@ -18,6 +18,7 @@ _GO_AWAY = {  # pattern of the key, and within how many seconds it must be gone
     r"\{q\}:batch_tok:.*": 180,  # of batches that a client read
     r"\{q\}:claim:.*": 120,
     r"\{q\}:counted:.*": 24 * 3600,
+    r"\{q\}:driver:.*": 60,
     r"\{q\}:ctl:.*": 600,
     r"\{q\}:file_place:.*": 6 * 3600,  # of deleted results, for listings that go on behind them
     r"\{q\}:gauges:.*": 60,

@@ -1,0 +1,81 @@
+"""Upkeep: what the leading ticker does about files, in a thread of its own since disks may be slow.
+
+It cleans up after ended batches, rebuilds what a server that was restarted or emptied has lost, and
+removes the files and batches whose time is over.
+"""
+
+import logging
+import secrets
+import time
+
+from jobs.batch.ending import clean_up
+from jobs.batch.rebuild import rebuild_all, unknown_folders
+from jobs.batch.retention import forget_output, remove_ended
+from jobs.queue import keys
+from jobs.queue.request_queue import Queue
+from jobs.store.file_store import FileStore
+from jobs.store.storage import StoreError
+
+SWEEP_SECONDS = 60.0
+MOMENT_SECONDS = 0.5
+"""At a time for each thing that takes the longer the more batches and files there are."""
+
+logger = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """The upkeep of a queue, and of its `file_store` if there is one."""
+
+    def __init__(self, queue: Queue, file_store: str | None = None) -> None:
+        self.ended: list[str] = []
+        """Batches of which something may be left."""
+        self._queue = queue
+        self._files = None if file_store is None else FileStore(queue, file_store, forget_output)
+        self._token = secrets.token_hex(8).encode()
+        self._next_sweep = 0.0  # monotonic seconds
+        # Folders of batches that may lack a record, to be looked into
+        self._unknown: list[str] = []
+        self._unlisted: list[str] = []  # files to be listed again
+
+    def run_once(self) -> None:
+        """Do what is due. Raises what Redis raises."""
+        for batch in self.ended:
+            clean_up(self._queue, batch)
+        if self._files is None:
+            return
+        try:
+            self._restore(self._files)
+        except StoreError as error:
+            logger.error("failed to restore batches and files that Redis lost; retrying: %s", error)
+        if time.monotonic() >= self._next_sweep:
+            self._next_sweep = time.monotonic() + SWEEP_SECONDS
+            self._sweep(self._files)
+
+    def _restore(self, files: FileStore) -> None:
+        """Bring back what Redis has lost, a moment's work of it at a time."""
+        run_id, noted = self._queue.commands([["HMGET", keys.TICK, "run_id", "restored"]])[0]
+        server = (run_id or b"") + b" " + self._token  # of another ticker, the rest of its list may be lost
+        is_new = noted != server
+        if is_new or self._unknown or self._unlisted:
+            files.check()
+        if is_new:
+            self._unknown, self._unlisted = unknown_folders(self._queue, str(files.root)), files.names()
+            self._queue.redis.hset(keys.TICK, "restored", server)
+        count, self._unknown = rebuild_all(self._queue, str(files.root), self._unknown, MOMENT_SECONDS)
+        self._unlisted = files.reindex(self._unlisted, MOMENT_SECONDS)
+        if count:
+            logger.warning("rebuilt %d batches that were missing from Redis", count)
+
+    def _sweep(self, files: FileStore) -> None:
+        # Removal is final, so what is removed must have expired by the clock of this machine too
+        now = min(self._queue.now(), time.time())
+        try:
+            swept = files.sweep(now, MOMENT_SECONDS)
+            ended = remove_ended(self._queue, str(files.root), now, MOMENT_SECONDS)
+            # Also those of processes that were killed before they wrote the record in Redis
+            self._unknown = unknown_folders(self._queue, str(files.root))
+        except StoreError as error:
+            logger.error("failed to remove expired files; retrying in %d s: %s", SWEEP_SECONDS, error)
+            return
+        if swept or ended:
+            logger.info("removed %d expired files and %d expired batches", swept, ended)
