@@ -1,4 +1,4 @@
-"""Register: create the record of a batch in Redis from its manifest, and enqueue its next job."""
+"""Register: create the record of a batch in Redis from its manifest, and hand it out."""
 
 import contextlib
 import logging
@@ -13,15 +13,15 @@ from jobs.batch.manifest import Manifest, end_fields, is_marked_cancelled, progr
 from jobs.protocol.states import END_STATES, State
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import passing_reason
-from jobs.queue.tasks import enqueue
+from jobs.queue.tasks import hand_out
 from jobs.store.storage import StoreError, size_of
 
 logger = logging.getLogger(__name__)
 
 
 def register(queue: Queue, manifest: Manifest) -> None:
-    """Make the record that the manifest describes and enqueue the job that comes next; for the
-    holder of `storage.exclusive`.
+    """Make the record that the manifest describes and hand it out; for the holder of
+    `storage.exclusive`.
 
     A running batch comes back as `validating`: that job finds the plan made, counts what the parts
     hold, and goes on.
@@ -48,11 +48,11 @@ def register(queue: Queue, manifest: Manifest) -> None:
         clean_up(queue, manifest.batch_id)
         return
     try:
-        enqueue(queue.rq, manifest.batch_id, manifest.generation)
-    except redis.RedisError as error:  # the batch exists; the ticker enqueues its job later
+        hand_out(queue, manifest.batch_id)
+    except redis.RedisError as error:  # the batch exists; the ticker hands it out later
         if passing_reason(error) is None:
             raise
-        logger.warning("Redis refused the job of batch %s; the ticker enqueues it later: %s", manifest.batch_id, error)
+        logger.warning("Redis refused to hand out batch %s; the ticker does it later: %s", manifest.batch_id, error)
 
 
 def _state_after(manifest: Manifest) -> State:

@@ -1,6 +1,6 @@
 """Driver: the batches that one process validates, advances and finalizes.
 
-RQ hands a batch to a process once; its record names that process from then on. The process runs
+A job of RQ makes a process take batches; their records name it from then on. The process runs
 slices of the batch's jobs, each in a thread of its own, whenever a claim or a commit asks for one,
 and looks after all its batches each second. Its key in Redis says that it is alive: when that has
 gone, the ticker hands its batches to another process.
@@ -26,7 +26,7 @@ from jobs.queue.batch_fields import BatchFields
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable
 from jobs.queue.streams import FIRST_ID
-from jobs.queue.tasks import enqueue
+from jobs.queue.tasks import hand_out, take_batches
 
 ALIVE_SECONDS = 4
 """The driver's key lasts this long beyond its last heartbeat."""
@@ -34,7 +34,9 @@ MOST_SLICES = 64
 MOST_OF_TENANT = 16
 """Slices at once, in all and of one tenant: more than compute, since many may wait for disks."""
 
+_TAKEN_AT_ONCE = 16
 _LOOK_SECONDS = 1.0
+_GATHER_SECONDS = 0.004  # between two reads of what asks for slices
 _STOP_SECONDS = 5.0
 _AWAY = (redis.RedisError, QueueUnavailable)
 logger = logging.getLogger(__name__)
@@ -49,7 +51,7 @@ class _Driven:
 
 
 class Driver:
-    """Drives the batches that it adopts, in threads that `start` makes."""
+    """Drives the batches that it takes, in threads that `start` makes."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
@@ -69,17 +71,13 @@ class Driver:
         for body in (self._beat, self._listen):
             threading.Thread(target=body, name=body.__name__, daemon=True).start()
 
-    def adopt(self, batch: str, generation: int) -> None:
-        """Drive a batch from now on, unless it moved on or a process that is alive drives it."""
+    def take_batches(self) -> None:
+        """Drive some of the batches that wait from now on."""
         try:
-            fields = self.queue.batch_fields(batch)
-            if not self._may_adopt(fields, generation) or not self._name_driver(batch, fields, self.name):
-                return
+            for batch in take_batches(self.queue, _TAKEN_AT_ONCE):
+                self._adopt(batch)
         except _AWAY as error:
-            logger.warning("batch %s: Redis unavailable; the ticker hands it out again: %s", batch, error)
-            return
-        with self._changed:
-            self._ask_for_slice(self._batches.setdefault(batch, _Driven(batch, fields.tenant)))
+            logger.warning("Redis unavailable; the ticker hands out what waits again: %s", error)
 
     def stop(self) -> None:
         """End the slices, drain what finished, and hand the batches to other processes.
@@ -96,13 +94,19 @@ class Driver:
             last.drain(batch)
             fields = self.queue.batch_fields(batch)
             if fields.driver == self.name and self._name_driver(batch, fields, ""):
-                enqueue(self.queue.rq, batch, fields.generation)
+                hand_out(self.queue, batch)
         self.queue.redis.delete(keys.driver(self.name))
 
-    def _may_adopt(self, fields: BatchFields, generation: int) -> bool:
-        if fields.state not in JOBS or fields.generation != generation:
-            return False
-        return fields.driver in ("", self.name) or not self.queue.redis.exists(keys.driver(fields.driver))
+    def _adopt(self, batch: str) -> None:
+        """Drive a batch unless it has ended, or a process that is alive drives it."""
+        fields = self.queue.batch_fields(batch)
+        if fields.state not in JOBS:
+            return
+        if fields.driver not in ("", self.name) and self.queue.redis.exists(keys.driver(fields.driver)):
+            return
+        if self._name_driver(batch, fields, self.name):
+            with self._changed:
+                self._ask_for_slice(self._batches.setdefault(batch, _Driven(batch, fields.tenant)))
 
     def _name_driver(self, batch: str, fields: BatchFields, driver: str) -> bool:
         return self.queue.transition(batch, [fields.state], fields.state, {"driver": driver}, fields.generation)
@@ -180,6 +184,7 @@ class Driver:
         messages = self.queue.control_messages(keys.JOBS_CONTROL, self._last_id, seconds)
         if messages:
             self._last_id = messages[-1].id
+            time.sleep(_GATHER_SECONDS)
         return {message.batch for message in messages if message.kind == "batch"}
 
     def _wake(self, batches: Iterable[str]) -> None:

@@ -1,6 +1,6 @@
 """`python -m jobs.control.rq_worker [--redis-url URL]`: a process that drives batches.
 
-RQ hands it the id of each batch once; any number of these processes share the batches (`driver`).
+RQ's jobs make it take batches (`driver`); any number of these processes share them.
 A kill at any point is recovered by the ticker. What RQ itself knows about workers and jobs is for
 show; nothing rests on it.
 """
@@ -71,7 +71,8 @@ def main() -> None:
 
 
 class ControlJob(Job):
-    """RQ's job that imports and fetches nothing that Redis names: its function is `Driver.adopt`,
+    """RQ's job that imports and fetches nothing that Redis names: its function is
+    `Driver.take_batches`,
     and it has no callbacks and no webhooks.
     """
 
@@ -81,7 +82,7 @@ class ControlJob(Job):
     @property
     def func(self) -> Callable[..., None]:
         """Return the function of that name; for an unknown name one that logs it."""
-        return self.driver.adopt if self.func_name == FUNCTION else self._drop
+        return self.driver.take_batches if self.func_name == FUNCTION else self._drop
 
     def send_webhooks(self, *arguments: Any, **named: Any) -> None:
         """Send none."""

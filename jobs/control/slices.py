@@ -15,8 +15,6 @@ from jobs.store.storage import StoreError, exclusive, sweep
 
 BEAT_SECONDS = 1.0
 """Between two heartbeats."""
-STALE_SECONDS = 5.0
-"""A job that RQ handed to a process which sends no heartbeat for this long is taken for dead."""
 
 
 class Superseded(JobsError):

@@ -20,7 +20,6 @@ from typing import Any
 import redis
 
 from jobs.control.runner import Runner
-from jobs.control.slices import STALE_SECONDS
 from jobs.control.upkeep import Upkeep
 from jobs.errors import JobsError
 from jobs.process import add_redis_url, configure_logs, die_with_parent
@@ -32,12 +31,12 @@ from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import QueueUnavailable, is_full
 from jobs.queue.tasks import (
     Execution,
+    ask_for_process,
     drop_old_jobs,
-    enqueue,
     executions,
     forget_execution,
-    job_id,
-    waiting_jobs,
+    hand_out,
+    waiting_batches,
     wake,
 )
 from jobs.server import ServerError
@@ -46,6 +45,8 @@ TICK_SECONDS = 1.0
 LEAD_SECONDS = 3.0
 GONE_SECONDS = 2.5
 """A driver whose key is missing for this long is dead."""
+STALE_SECONDS = 5.0
+"""A job that RQ takes for running for this long ran in a process that was killed."""
 MOMENT_SECONDS = 0.5
 """What a tick gives all batches together: leases cannot wait for thousands."""
 
@@ -87,12 +88,8 @@ class Ticker:
         self._client = queue.redis
         self._leads = False
         self._token = secrets.token_hex(16)
-        self._silent: set[str] = set()  # batches whose job had no heartbeat at this tick
-        self._silent_before: set[str] = set()  # the same of the tick before
         self._gone: dict[str, float] = {}  # drivers without a key, since when (monotonic seconds)
-        self._orphans: dict[
-            Execution, float
-        ] = {}  # what RQ takes for running and no batch waits for, since when (monotonic seconds)
+        self._orphans: dict[Execution, float] = {}  # what RQ takes for running, since when (monotonic seconds)
         self._seen = ""  # the last batch that the tick before had time for
 
     def run(self) -> None:
@@ -157,18 +154,18 @@ class Ticker:
         """Go on at the next tick where a moment was not enough: thousands of windows may close at
         once.
         """
-        waiting, records = waiting_jobs(self._queue.rq), self._queue.active_batches()
+        waiting, records = waiting_batches(self._queue), self._queue.active_batches()
+        ask_for_process(self._queue)
         self.upkeep.ended = [batch for batch, fields in records.items() if fields.state in END_STATES]
         drop_old_jobs(self._queue.rq)
-        self._forget_orphans(records)
+        self._forget_orphans()
         self._look_for_drivers(records)
         deadline = time.monotonic() + MOMENT_SECONDS
         batches = sorted(records, key=lambda batch: (batch <= self._seen, batch))
-        self._silent_before, self._silent, self._seen = self._silent, set(), ""
+        self._seen = ""
         for place, batch in enumerate(batches, 1):
-            self._look_after(batch, records[batch], now, waiting)
+            self._look_after(batch, records[batch], now, batch in waiting)
             if place < len(batches) and time.monotonic() >= deadline:
-                self._silent |= self._silent_before.intersection(batches[place:])
                 self._seen = batch
                 break
 
@@ -179,47 +176,31 @@ class Ticker:
         gone = (driver for driver, exists in zip(named, found, strict=True) if not exists)
         self._gone = {driver: self._gone.get(driver, now) for driver in gone}
 
-    def _forget_orphans(self, records: dict[str, BatchStatus]) -> None:
-        """Remove what RQ keeps of jobs whose process was killed, some seconds after their batch
-        moved on without them.
-        """
-        now, running = time.monotonic(), executions(self._queue.rq)
-        wanted = {job_id(batch, fields.generation) for batch, fields in records.items()} if running else set[str]()
-        self._orphans = {one: self._orphans.get(one, now) for one in running if one.job not in wanted}
+    def _forget_orphans(self) -> None:
+        """Remove what RQ keeps of jobs whose process was killed: a job takes no time."""
+        now = time.monotonic()
+        self._orphans = {one: self._orphans.get(one, now) for one in executions(self._queue.rq)}
         for one, since in self._orphans.items():
             if now - since > STALE_SECONDS:
                 forget_execution(self._queue.rq, one)
 
-    def _look_after(self, batch: str, fields: BatchStatus, now: float, waiting: set[str]) -> None:
+    def _look_after(self, batch: str, fields: BatchStatus, now: float, is_waiting: bool) -> None:
         if fields.state not in JOBS:
             return
         if now > fields.expires_at and self._expire(batch):
             return
         if fields.driver:
             if time.monotonic() - self._gone.get(fields.driver, math.inf) > GONE_SECONDS:
-                self._hand_out_again(batch, fields, f"the process {fields.driver}, which ran its jobs, is gone")
-        elif job_id(batch, fields.generation) not in waiting:
-            self._hand_out(batch, fields, now)
+                self._take_from_dead(batch, fields)
+        elif not is_waiting:
+            hand_out(self._queue, batch)
 
-    def _hand_out(self, batch: str, fields: BatchStatus, now: float) -> None:
-        """Enqueue the batch, under a new generation if a process took RQ's last job with it.
-
-        That is so if the job neither waits nor is followed by a heartbeat at two ticks in a row; at
-        one, it may have begun just now.
-        """
-        # A heartbeat of the future is from before the clock of Redis was set back
-        if enqueue(self._queue.rq, batch, fields.generation) or abs(now - fields.heartbeat / 1000) <= STALE_SECONDS:
-            return
-        if batch in self._silent_before:
-            self._hand_out_again(batch, fields, "the process that took it sends no heartbeat")
-        else:
-            self._silent.add(batch)
-
-    def _hand_out_again(self, batch: str, fields: BatchStatus, reason: str) -> None:
-        generation, changes = fields.generation + 1, {"generation": fields.generation + 1, "driver": ""}
+    def _take_from_dead(self, batch: str, fields: BatchStatus) -> None:
+        """Hand out a batch under a new generation, which its driver lacks if it lives after all."""
+        changes = {"generation": fields.generation + 1, "driver": ""}
         if self._queue.transition(batch, [fields.state], fields.state, changes, fields.generation):
-            logger.warning("batch %s in state %s goes to another process: %s", batch, fields.state, reason)
-            enqueue(self._queue.rq, batch, generation)
+            logger.warning("batch %s in state %s goes on in another process: its own is gone", batch, fields.state)
+            hand_out(self._queue, batch)
 
     def _expire(self, batch: str) -> bool:
         """End a batch whose completion window has passed; finished lines stay, the rest get error

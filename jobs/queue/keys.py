@@ -26,6 +26,7 @@ RETAINED = "{q}:retained"  # zset: live call that ended and whose stream is reta
 RETAINED_BYTES = "{q}:retained_bytes"  # hash: such a call -> bytes of its stream; "" -> those of all
 BATCHES = "{q}:batches"  # set of batch ids that have a record
 ACTIVE = "{q}:active"  # set of batch ids that the control plane still has work on
+WAITING_BATCHES = "{q}:waiting_batches"  # zset: batch that no process has taken -> since when, unix seconds
 LEADER = "{q}:leader"  # token of the ticker in charge
 WORKERS = "{q}:workers"  # hash: worker -> WorkerRecord
 ALIVE = "{q}:alive"  # zset: worker -> deadline, ms of Redis TIME

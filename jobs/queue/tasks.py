@@ -1,4 +1,8 @@
-"""The job by which RQ hands a batch to a process: enqueue it, see whether it waits, forget it."""
+"""Handing batches out to the processes that drive them, by a job of RQ.
+
+A batch waits in a set of ours, and one job of RQ makes a process take several of it: RQ's own work
+for a job costs more than all else that a small batch needs.
+"""
 
 import contextlib
 from typing import NamedTuple
@@ -6,12 +10,13 @@ from typing import NamedTuple
 import redis
 import rq.executions
 from rq import Queue as JobQueue
-from rq.exceptions import DuplicateJobError, InvalidJobOperation, NoSuchJobError
-from rq.job import Job, JobStatus
+from rq.exceptions import NoSuchJobError
+from rq.job import Job
 from rq.registry import StartedJobRegistry
 from rq.serializers import JSONSerializer
 
 from jobs.queue import keys
+from jobs.queue.request_queue import Queue
 
 QUEUE = "batches"
 FUNCTION = "jobs.drive.run"
@@ -22,57 +27,43 @@ _OLD_IDS = ("validate-", "advance-", "finalize-")
 _FAILURE_TTL = 3600
 
 
-def enqueue(client: redis.Redis, batch: str, generation: int) -> bool:
-    """Hand a batch to RQ, once: False if this generation's job is waiting or running already."""
-    name = job_id(batch, generation)
-    for _ in range(2):
-        try:
-            _queue(client).enqueue_call(
-                FUNCTION,
-                args=(batch, generation),
-                job_id=name,
-                timeout=-1,
-                result_ttl=0,
-                failure_ttl=_FAILURE_TTL,
-                unique=True,
-            )
-            return True
-        except DuplicateJobError:
-            if not _removed_if_failed(client, name):
-                return False
-    return False
+def hand_out(queue: Queue, batch: str) -> None:
+    """Have a process take the batch. May be repeated."""
+    queue.commands([["ZADD", keys.WAITING_BATCHES, "NX", queue.now(), batch]])
+    ask_for_process(queue)
 
 
-def _removed_if_failed(client: redis.Redis, name: str) -> bool:
-    """RQ keeps a failed job, which would bar the next one of its id; so would what RQ noted of one
-    that Redis had forgotten.
-    """
-    try:
-        found = Job.fetch(name, connection=client, serializer=JSONSerializer)
-        if found.get_status(refresh=False) not in (JobStatus.FAILED, JobStatus.STOPPED, JobStatus.CANCELED):
-            return False
-        _delete(found)
-    except (NoSuchJobError, InvalidJobOperation):  # it ended meanwhile, or was forgotten
-        client.unlink(Job.key_for(name))
-    return True
+def ask_for_process(queue: Queue) -> None:
+    """Enqueue RQ's job while a batch waits, unless one is enqueued."""
+    jobs = _jobs(queue.rq)
+    if waiting_batches(queue) and not jobs.count:
+        jobs.enqueue_call(FUNCTION, timeout=-1, result_ttl=0, failure_ttl=_FAILURE_TTL)
 
 
-def job_id(batch: str, generation: int) -> str:
-    """The id that RQ knows the job by."""
-    return f"drive-{batch}-{generation}"
+def take_batches(queue: Queue, count: int) -> list[str]:
+    """Remove and return the `count` batches that waited longest, for this process."""
+    (found,) = queue.commands([["ZPOPMIN", keys.WAITING_BATCHES, count]])
+    ask_for_process(queue)
+    return [batch.decode() for batch, _ in found]
 
 
-def waiting_jobs(client: redis.Redis) -> set[str]:
-    """Return the ids of the jobs that no process has taken yet."""
-    return set(_queue(client).get_job_ids())
+def waiting_batches(queue: Queue) -> set[str]:
+    """Return the batches that no process has taken yet."""
+    return {batch.decode() for batch in queue.commands([["ZRANGE", keys.WAITING_BATCHES, 0, -1]])[0]}
+
+
+def wake(client: redis.Redis, batch: str) -> None:
+    """Ask the batch's driver for a slice, as a claim does at low water."""
+    client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)
 
 
 def drop_old_jobs(client: redis.Redis) -> None:
     """Remove the jobs that 0.1.0 enqueued: their batches are handed out anew."""
     for name in _OLD_QUEUES:
-        for job in _queue(client, name).get_job_ids():
+        jobs = _jobs(client, name)
+        for job in jobs.get_job_ids():
             if job.startswith(_OLD_IDS):
-                _queue(client, name).remove(job)
+                jobs.remove(job)
                 with contextlib.suppress(NoSuchJobError):
                     _delete(Job.fetch(job, connection=client, serializer=JSONSerializer))
 
@@ -97,8 +88,8 @@ def executions(client: redis.Redis) -> set[Execution]:
 
 
 def forget_execution(client: redis.Redis, execution: Execution) -> None:
-    """Remove all of a job that its batch went on without from RQ; a process that still runs it
-    handles that (`rq_worker`).
+    """Remove all of a job whose process was killed from RQ; a process that still runs it handles
+    that (`rq_worker`).
     """
     with contextlib.suppress(NoSuchJobError):
         _delete(Job.fetch(execution.job, connection=client, serializer=JSONSerializer))
@@ -108,12 +99,7 @@ def forget_execution(client: redis.Redis, execution: Execution) -> None:
     client.unlink(run.key)
 
 
-def wake(client: redis.Redis, batch: str) -> None:
-    """Ask the batch's driver for a slice, as a claim does at low water."""
-    client.xadd(keys.control(keys.JOBS_CONTROL), {"k": "batch", "v": batch, "s": 0}, maxlen=1000, approximate=True)
-
-
-def _queue(client: redis.Redis, name: str = QUEUE) -> JobQueue:
+def _jobs(client: redis.Redis, name: str = QUEUE) -> JobQueue:
     return JobQueue(name, connection=client, serializer=JSONSerializer)
 
 
