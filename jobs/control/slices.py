@@ -47,7 +47,6 @@ class Slice:
     ) -> None:
         self.queue = queue
         self.batch = batch
-        self.generation = fields.generation
         self.fields = fields
         self.manifest = manifest
         self._stopping = stopping
@@ -59,6 +58,11 @@ class Slice:
     def root(self) -> str:
         """The batch's folder."""
         return self.manifest.spec.root
+
+    @property
+    def generation(self) -> int:
+        """Of this job; raised when the batch goes to another process."""
+        return self.fields.generation
 
     @property
     def state(self) -> str:
@@ -165,12 +169,15 @@ def hold(
         manifest = load_manifest(fields.root)
         if manifest is None or manifest.batch_id != batch:
             raise StoreError(f"the manifest of {batch} is gone from {fields.root}")
-        if manifest.owner != fields.owner or manifest.generation > fields.generation:
+        if manifest.owner != fields.owner:
             raise Superseded(batch)
         if manifest.generation < fields.generation:
             manifest.generation = fields.generation
             save_manifest(manifest)
         sweep(fields.root)
         held = Slice(queue, batch, fields, manifest, stopping, pause)
-        held.note({"lost_since": 0.0} if fields.lost_since else {})
+        changes: dict[str, Any] = {"lost_since": 0.0} if fields.lost_since else {}
+        if manifest.generation > fields.generation:  # Redis went back
+            changes["generation"] = manifest.generation
+        held.note(changes)
         yield held

@@ -11,7 +11,7 @@ import pytest
 
 from api.http import lingering
 from api.settings import ApiSettings
-from jobs.control import advance, ticker
+from jobs.control import advance, ticker, upkeep
 from jobs.protocol.requests import Claim
 from jobs.queue.request_queue import Queue
 from tests.api.scripted_worker import Answer, ScriptedWorker
@@ -25,6 +25,7 @@ def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(advance, "SLICE_SECONDS", 60.0)
     monkeypatch.setattr(ticker, "MOMENT_SECONDS", 60.0)
+    monkeypatch.setattr(upkeep, "MOMENT_SECONDS", 60.0)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from jobs.control.ticker import Ticker
 from jobs.queue.request_queue import Queue
 from jobs.store.api_keys import create_key
 from tests.support.api_server import official_client, running_api
-from tests.support.batch_steps import answer_all, run_to_end, step
+from tests.support.batch_steps import answer_all, run_to_end, step, tick
 from tests.support.control_plane import failing
 from tests.support.store_batches import lines_of, serve, submit
 
@@ -114,7 +114,7 @@ def test_a_batch_whose_window_ends_is_in_progress_until_it_is_expired(
     batch = submit(redis_client, tmp_path, lines_of(5)).id
     step(redis_client, batch)
     redis_client.hset("{q}:batch:" + batch, "expires_at", 1)
-    Ticker(Queue(redis_client)).tick()
+    tick(Ticker(Queue(redis_client)))
     seen = [client.batches.retrieve(batch)]
     assert get_batch(redis_client, batch).state == "finalizing"
     run_to_end(redis_client, batch)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.control import advance, ticker
+from jobs.control import advance, ticker, upkeep
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +12,4 @@ def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(advance, "SLICE_SECONDS", 60.0)
     monkeypatch.setattr(ticker, "MOMENT_SECONDS", 60.0)
+    monkeypatch.setattr(upkeep, "MOMENT_SECONDS", 60.0)

@@ -7,6 +7,7 @@ import redis
 
 from jobs.batch.client import BatchRecord, BatchSpec, create_batch, get_batch
 from jobs.control.runner import Runner
+from jobs.control.ticker import Ticker
 from jobs.protocol.requests import Finished
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
@@ -44,6 +45,12 @@ def step(client: redis.Redis, batch: str, queue: Queue | None = None) -> BatchRe
     """Runs the job that the state asks for, once, on `queue` or the client's."""
     Runner(queue or Queue(client)).run(batch)
     return get_batch(client, batch)
+
+
+def tick(leader: Ticker) -> None:
+    """Let the ticker do all that it does in a second."""
+    leader.tick()
+    leader.upkeep.run_once()
 
 
 def answer_all(

@@ -15,12 +15,11 @@ from jobs.batch.lost import end_lost
 from jobs.control.runner import Runner
 from jobs.control.ticker import Ticker
 from jobs.protocol.requests import Finished
-from jobs.protocol.states import JOBS
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
 from jobs.store.marker import StoreAway
-from tests.support.batch_steps import answer_all, begin, run_to_end, step
+from tests.support.batch_steps import answer_all, begin, run_to_end, step, tick
 from tests.support.control_plane import echo, write_input
 from tests.support.integrity import faults
 from tests.support.store_batches import finished, lines_of, store_of, submit, under_way
@@ -131,7 +130,7 @@ def test_forget_a_lost_batch(redis_client: redis.Redis, tmp_path: Path, lose: Ca
         get_batch(redis_client, record.id)
     assert not Path(record.spec.root).exists()
     assert Queue(redis_client).open_batches("") == Queue(redis_client).listed_batches("", None, 9) == []
-    Runner(Queue(redis_client)).run(JOBS["in_progress"], record.id, 1)  # a job of it that RQ still has
+    Runner(Queue(redis_client)).run(record.id)  # for a driver that still knows it
     assert not Queue(redis_client).batch_fields(record.id).exists
     with pytest.raises(KeyError):
         forget_batch(Queue(redis_client), store_of(redis_client, tmp_path), record.id)
@@ -174,7 +173,7 @@ def test_an_end_that_was_cut_is_completed(
         with pytest.raises(KeyboardInterrupt):
             work(redis_client, record.id)
     assert queue.batch_fields(record.id).state == "failed"
-    Ticker(queue).tick()
+    tick(Ticker(queue))
     assert queue.commit("w9", [Finished(claim.key, claim.fence, echo(claim)) for claim in claims]) == [
         claim.key for claim in claims
     ]

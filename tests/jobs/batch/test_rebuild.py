@@ -20,7 +20,7 @@ from jobs.protocol.results import Result
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
 from jobs.store.storage import exclusive
-from tests.support.batch_steps import answer_all, begin, list_batches, run_to_end, step
+from tests.support.batch_steps import answer_all, begin, list_batches, run_to_end, step, tick
 from tests.support.control_plane import Answering, ControlPlane, check_echoes, echo, failing, read_jsonl, write_input
 from tests.support.integrity import faults
 from tests.support.redis_server import running_server
@@ -127,9 +127,9 @@ def test_a_folder_in_other_hands_is_tried_again(redis_client: redis.Redis, tmp_p
     redis_client.flushall()
     ticker = Ticker(Queue(redis_client), str(tmp_path))
     with exclusive(str(tmp_path / "batches" / "b"), 0):
-        ticker.tick()
+        tick(ticker)
         assert list_batches(redis_client) == []
-    ticker.tick()
+    tick(ticker)
     assert get_batch(redis_client, batch).state == "validating"
 
 
@@ -141,7 +141,7 @@ def test_a_file_store_that_cannot_be_read_does_not_end_the_ticker(
 
     (tmp_path / "batches").mkdir()
     monkeypatch.setattr(os, "listdir", fail)
-    Ticker(Queue(redis_client), str(tmp_path)).tick()
+    tick(Ticker(Queue(redis_client), str(tmp_path)))
     assert "Input/output error" in caplog.text
 
 

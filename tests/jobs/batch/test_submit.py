@@ -27,7 +27,7 @@ from jobs.queue import keys
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.queue.settings import QueueSettings
 from jobs.store.storage import StoreError, StoreFull
-from tests.support.batch_steps import run_to_end, step
+from tests.support.batch_steps import run_to_end, step, tick
 from tests.support.control_plane import chat_line, failing
 from tests.support.integrity import faults
 from tests.support.kills import Killed
@@ -159,7 +159,7 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
     serve(redis_client, "m")
     file_id = put(store_of(redis_client, tmp_path), lines_of(20))
     leader = Ticker(Queue(redis_client), str(tmp_path / "store"))
-    leader.tick()
+    tick(leader)
     (tmp_path / "store" / "batches").mkdir()
     owners = {"mkdir": Path, "link": os, "save_manifest": register_module, "enqueue": register_module}
     owner: Any = owners.get(point, Queue)
@@ -175,8 +175,8 @@ def test_a_maker_killed_anywhere_leaves_a_batch_or_none(
         with pytest.raises(Killed):
             submit_file(redis_client, tmp_path, file_id)
     monkeypatch.setattr(leader, "_next_sweep", 0.0)  # a minute later
-    leader.tick()
-    leader.tick()
+    tick(leader)
+    tick(leader)
     durable = list((tmp_path / "store").glob("batches/*/manifest.json"))
     found = list_batches(Queue(redis_client), "", None, 10).items
     assert [record.spec.root for record in found] == [str(path.parent) for path in durable]

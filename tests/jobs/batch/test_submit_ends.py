@@ -14,13 +14,12 @@ from jobs.batch.client import cancel_batch, get_batch, list_batches
 from jobs.batch.rebuild import rebuild_all
 from jobs.batch.retention import remove_ended
 from jobs.control import finalize, slices
-from jobs.control.runner import Runner
 from jobs.control.ticker import Ticker
 from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
 from jobs.store.storage import AtomicWriter, StoreError
-from tests.support.batch_steps import run_to_end, step
+from tests.support.batch_steps import run_to_end, step, tick
 from tests.support.control_plane import failing
 from tests.support.kills import Killed
 from tests.support.store_batches import (
@@ -111,7 +110,7 @@ def test_finalize_killed_anywhere_writes_the_same(
         files = store_of(redis_client, tmp_path)
         files.reindex(files.names())
         rebuild_all(Queue(redis_client), str(tmp_path / "store"))
-    Ticker(Queue(redis_client)).tick()
+    tick(Ticker(Queue(redis_client)))
     ended = get_batch(redis_client, record.id)
     if Queue(redis_client).batch_fields(record.id).state not in END_STATES:
         ended = run_to_end(redis_client, record.id, failing())
@@ -149,7 +148,7 @@ def test_cancelled_while_its_results_are_written(
     else:
         record = under_way(redis_client, tmp_path)
         redis_client.hset("{q}:batch:" + record.id, "expires_at", 1)
-        Ticker(Queue(redis_client)).tick()
+        tick(Ticker(Queue(redis_client)))
     owner: Any = {"note": slices.Slice, "move": slices}.get(point, finalize)
     real = getattr(owner, name := "save_manifest" if point == "move" else point)
 
@@ -160,10 +159,8 @@ def test_cancelled_while_its_results_are_written(
         return real(*arguments, **options)
 
     monkeypatch.setattr(owner, name, cancel_first)
-    generation = Queue(redis_client).batch_fields(record.id).generation
-    Runner(Queue(redis_client)).run("finalize", record.id, generation)  # the job that is overtaken
+    step(redis_client, record.id)  # the slice that is overtaken
     assert get_batch(redis_client, record.id).state == "cancelling"
-    Runner(Queue(redis_client)).run("finalize", record.id, generation)  # a late one of its generation
     ended = run_to_end(redis_client, record.id)
     expected = ("cancelled", 19, 1) if outcome == "completed" else ("cancelled", 7, 13)
     assert (ended.state, ended.completed, ended.failed) == expected
@@ -174,7 +171,7 @@ def test_cancelled_while_its_results_are_written(
 def test_a_window_that_closes(redis_client: redis.Redis, tmp_path: Path) -> None:
     record = under_way(redis_client, tmp_path, seconds=3600.0)
     redis_client.hset("{q}:batch:" + record.id, "expires_at", 1)
-    Ticker(Queue(redis_client)).tick()
+    tick(Ticker(Queue(redis_client)))
     ended = run_to_end(redis_client, record.id)
     assert (ended.state, ended.completed, ended.failed) == ("expired", 7, 13)
     check_every_line_once(redis_client, tmp_path, ended, 20)
@@ -184,7 +181,7 @@ def test_cancelled_and_expired_before_anything_was_known(redis_client: redis.Red
     first, second = (submit(redis_client, tmp_path, lines_of(5)) for _ in range(2))
     cancel_batch(redis_client, first.id)
     redis_client.hset("{q}:batch:" + second.id, "expires_at", 1)
-    Ticker(Queue(redis_client)).tick()
+    tick(Ticker(Queue(redis_client)))
     for record, state in ((first, "cancelled"), (second, "expired")):
         ended = run_to_end(redis_client, record.id)
         assert (ended.state, ended.total, ended.completed, ended.failed) == (state, 0, 0, 0)

@@ -263,13 +263,27 @@ def test_a_damaged_part_is_not_merged_away(
     check_echoes(tmp_path / "out.jsonl", 100)
 
 
-def test_a_slice_of_another_generation_does_nothing(redis_client: redis.Redis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver", ["", "another"])
+def test_a_slice_for_a_process_that_does_not_drive_the_batch_does_nothing(
+    redis_client: redis.Redis, tmp_path: Path, driver: str
+) -> None:
     batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 1000)).id
     assert step(redis_client, batch).waiting == MAX_ITEMS
-    generation = Queue(redis_client).batch_fields(batch).generation
-    for other in (generation - 1, generation + 1):
-        Runner(Queue(redis_client)).run("advance", batch, other)
+    redis_client.hset(keys.batch(batch), "driver", driver)
+    assert Runner(Queue(redis_client), "mine").run(batch) == "drop"
     assert get_batch(redis_client, batch).waiting == MAX_ITEMS
+
+
+def test_a_slice_goes_on_where_redis_has_an_older_generation_than_the_folder(
+    redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    """Redis went back to a moment before the batch changed its process."""
+    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id
+    redis_client.hset(keys.batch(batch), "generation", 7)
+    step(redis_client, batch)
+    redis_client.hset(keys.batch(batch), "generation", 2)
+    assert run_to_end(redis_client, batch).completed == 5
+    assert Queue(redis_client).batch_fields(batch).generation == 7
 
 
 def test_the_first_lines_can_be_claimed_once_a_batch_is_validated(redis_client: redis.Redis, tmp_path: Path) -> None:
@@ -279,17 +293,6 @@ def test_the_first_lines_can_be_claimed_once_a_batch_is_validated(redis_client: 
     assert answer_all(redis_client) == 10
     assert step(redis_client, batch).state == "finalizing"
     assert run_to_end(redis_client, batch).completed == 10
-
-
-def test_a_slice_is_short_while_others_wait(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(advance, "SHORT_SLICE_SECONDS", 0.0)
-    batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 3000)).id
-    assert step(redis_client, batch).waiting == MAX_ITEMS
-    assert step(redis_client, batch).waiting == 2 * MAX_ITEMS, "its own next slice waits in RQ"
-    redis_client.delete("rq:queue:advance")
-    assert step(redis_client, batch).waiting == 3000
 
 
 def test_a_slice_ends_when_the_batch_is_cancelled_under_it(
@@ -334,7 +337,7 @@ def test_a_slice_ends_quietly_when_redis_forgets_the_batch_under_it(
 
     monkeypatch.setattr(advance, point, forget)
     advance._progress.clear()
-    Runner(Queue(redis_client)).run("advance", batch, 1)
+    Runner(Queue(redis_client)).run(batch)
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert not Queue(redis_client).batch_fields(batch).problem
 

@@ -16,7 +16,7 @@ from jobs.control import finalize, slices
 from jobs.control.ticker import Ticker
 from jobs.queue import keys
 from jobs.queue.request_queue import Queue
-from tests.support.batch_steps import answer_all, begin, step
+from tests.support.batch_steps import answer_all, begin, step, tick
 from tests.support.control_plane import failing
 from tests.support.integrity import faults
 from tests.support.kills import Killed
@@ -75,7 +75,7 @@ def test_a_redis_that_lost_the_end(redis_client: redis.Redis, tmp_path: Path, lo
     roll_back(redis_client, saved)
     if expiring:
         redis_client.hset(keys.batch(record.id), "expires_at", 1)
-        Ticker(Queue(redis_client)).tick()
+        tick(Ticker(Queue(redis_client)))
     again = step(redis_client, record.id)
     assert (again.state, again.timestamps["completed"], again.usage) == (
         "completed",
@@ -151,7 +151,7 @@ def test_cancelled_before_redis_knew_of_the_end(
     assert get_batch(redis_client, record.id).state == "cancelling"
     if emptied:
         redis_client.flushall()
-        Ticker(Queue(redis_client), str(tmp_path / "store")).tick()
+        tick(Ticker(Queue(redis_client), str(tmp_path / "store")))
     else:
         step(redis_client, record.id)
     ended = get_batch(redis_client, record.id)

@@ -16,7 +16,7 @@ from jobs.batch.manifest import Manifest, load_manifest
 from jobs.batch.rebuild import rebuild_all
 from jobs.batch.retention import remove_ended
 from jobs.batch.submit import TooManyBatches
-from jobs.control import ticker
+from jobs.control import ticker, upkeep
 from jobs.control.ticker import Ticker
 from jobs.protocol.ids import BATCH, new_id
 from jobs.queue import keys
@@ -24,7 +24,7 @@ from jobs.queue.request_queue import Queue
 from jobs.store import file_store
 from jobs.store.file_store import FileStore
 from jobs.store.storage import exclusive
-from tests.support.batch_steps import run_to_end, step
+from tests.support.batch_steps import run_to_end, step, tick
 from tests.support.integrity import faults
 from tests.support.store_batches import (
     finished,
@@ -73,13 +73,13 @@ def test_an_emptied_redis_is_rebuilt_the_newest_first_while_the_rest_goes_on(
         step(redis_client, finished(redis_client, tmp_path).id)
     running = under_way(redis_client, tmp_path)
     redis_client.flushall()
-    monkeypatch.setattr(ticker, "MOMENT_SECONDS", 0.0)
-    leader.tick()
+    monkeypatch.setattr(upkeep, "MOMENT_SECONDS", 0.0)
+    tick(leader)
     assert Queue(redis_client).batches() == [running.id]
     assert run_to_end(redis_client, running.id).state == "completed"
-    leader.tick()
+    tick(leader)
     assert len(Queue(redis_client).batches()) == 2
-    leader.tick()
+    tick(leader)
     assert len(Queue(redis_client).batches()) == 3
     assert faults(redis_client) == []
 
@@ -101,16 +101,16 @@ def test_while_one_batch_is_in_other_hands_only_that_one_is_tried_again(
     listed = store_of(redis_client, tmp_path).list("", after=None, limit=9, order="asc", purpose=None)
     redis_client.flushall()
     with exclusive(records[1].spec.root, 0):
-        leader.tick()
+        tick(leader)
         assert Queue(redis_client).batches() == [records[index].id for index in (0, 2, 3)]
         assert store_of(redis_client, tmp_path).list("", after=None, limit=9, order="asc", purpose=None) == listed
         tried: list[list[str]] = []
-        real = ticker.rebuild_all
-        monkeypatch.setattr(ticker, "rebuild_all", lambda *arguments: tried.append(arguments[2]) or real(*arguments))
+        real = upkeep.rebuild_all
+        monkeypatch.setattr(upkeep, "rebuild_all", lambda *arguments: tried.append(arguments[2]) or real(*arguments))
         monkeypatch.setattr(FileStore, "_read", lambda *arguments: pytest.fail("a file's record is read again"))
-        leader.tick()
+        tick(leader)
         assert tried == [[records[1].id]]
-    leader.tick()
+    tick(leader)
     assert get_batch(redis_client, records[1].id).state == "validating"
 
 
@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_read_holds_up_no_batch_and_no_other_file(
     for flush in (False, True):
         if flush:
             redis_client.flushall()
-            leader.tick()
+            tick(leader)
         [found] = store.list("", after=None, limit=9, order="asc", purpose=None).items
         assert found.id == record.spec.input_file_id
     assert run_to_end(redis_client, record.id).state == "completed"
@@ -134,19 +134,18 @@ def test_a_file_that_cannot_be_read_holds_up_no_batch_and_no_other_file(
     assert broken in [file.id for file in store.list("", after=None, limit=9, order="asc", purpose="batch").items]
 
 
-def test_batches_that_wait_for_their_job_cost_a_tick_one_command_each(
+def test_batches_that_wait_for_a_process_cost_a_tick_one_command_each(
     redis_client: redis.Redis, tmp_path: Path, store: FileStore, leader: Ticker
 ) -> None:
     file_id, spent = put(store, lines_of(1)), []
-    leader.tick()
+    tick(leader)
     for _ in range(2):
         for _ in range(20):
-            redis_client.hset(keys.batch(submit_file(redis_client, tmp_path, file_id).id), "heartbeat", 1)
+            submit_file(redis_client, tmp_path, file_id)
         before = commands(redis_client)
-        leader.tick()
+        tick(leader)
         after = commands(redis_client)
         spent.append(sum(after.values()) - sum(before.values()))
-        assert after.get("lpos", 0) == before.get("lpos", 0)
     assert spent[1] - spent[0] == 20
 
 
@@ -155,25 +154,23 @@ def test_windows_that_close_at_once_are_not_all_for_one_tick(
 ) -> None:
     file_id = put(store, lines_of(1))
     batches = [submit_file(redis_client, tmp_path, file_id, seconds=-1.0).id for _ in range(3)]
-    redis_client.delete("rq:queue:bulk")
     monkeypatch.setattr(ticker, "MOMENT_SECONDS", 0.0)
     for count in (1, 2, 3):
-        leader.tick()
+        tick(leader)
         assert [get_batch(redis_client, batch).state for batch in batches].count("finalizing") == count
 
 
-def test_a_dead_job_is_found_though_a_tick_has_no_time_for_all(
+def test_batches_of_a_dead_process_are_found_though_a_tick_has_no_time_for_all(
     redis_client: redis.Redis, tmp_path: Path, store: FileStore, leader: Ticker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file_id = put(store, lines_of(1))
     batches = [submit_file(redis_client, tmp_path, file_id).id for _ in range(3)]
-    redis_client.delete("rq:queue:bulk")
     for batch in batches:
-        redis_client.hset(keys.batch(batch), "heartbeat", 1)
-        redis_client.hset(f"rq:job:validate-{batch}-1", "status", "started")
+        redis_client.hset(keys.batch(batch), "driver", "dead")
     monkeypatch.setattr(ticker, "MOMENT_SECONDS", 0.0)
-    for _ in range(2 * len(batches)):
-        leader.tick()
+    monkeypatch.setattr(ticker, "GONE_SECONDS", -1.0)
+    for _ in batches:
+        tick(leader)
     assert [Queue(redis_client).batch_fields(batch).generation for batch in batches] == [2] * 3
 
 
@@ -229,7 +226,7 @@ def test_a_clock_of_redis_that_ran_ahead_removes_nothing(
 ) -> None:
     record = step(redis_client, finished(redis_client, tmp_path).id)
     monkeypatch.setattr(Queue, "now", lambda queue: time.time() + 31 * DAY)
-    leader.tick()
+    tick(leader)
     assert get_batch(redis_client, record.id) == record
     assert store_of(redis_client, tmp_path).get("", str(record.output_file_id)).complete
 

@@ -84,14 +84,11 @@ class Fuzz:
         return record
 
     def work(self) -> None:
-        """Run the job that the state asks for, as the ticker has it run."""
+        """Run the job that the state asks for, as its driver does."""
         fields = self.queue.batch_fields(self.batch)
         if fields.state not in JOBS:
             return
-        known = manifest_of(get_batch(self.client, self.batch)).generation
-        if known > fields.generation:
-            self.queue.transition(self.batch, [fields.state], fields.state, {"generation": known}, fields.generation)
-        Runner(self.queue).run(JOBS[fields.state], self.batch, max(known, fields.generation))
+        Runner(self.queue).run(self.batch)
         assert not self.queue.batch_fields(self.batch).problem
 
     def answer(self) -> None:

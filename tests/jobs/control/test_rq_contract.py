@@ -74,17 +74,14 @@ def test_methods_take_what_rq_passes(ours: type, theirs: type) -> None:
 @pytest.mark.parametrize(
     ("function", "parameters"),
     [
-        (rq.queue.Queue.enqueue_call, {"func", "args", "job_id", "timeout", "result_ttl", "failure_ttl", "unique"}),
-        (rq.queue.Queue.get_job_ids, {"offset", "length"}),
-        (rq.queue.Queue.get_job_position, {"job_or_id"}),
+        (rq.queue.Queue.enqueue_call, {"func", "timeout", "result_ttl", "failure_ttl"}),
+        (rq.queue.Queue.get_job_ids, set()),
+        (rq.queue.Queue.remove, {"job_or_id"}),
         (Job.fetch, {"id", "connection", "serializer"}),
-        (Job.get_status, {"refresh"}),
         (rq.registry.StartedJobRegistry.get_job_and_execution_ids, {"cleanup"}),
         (rq.registry.StartedJobRegistry.remove_execution, {"execution"}),
         (rq.executions.Execution.__init__, {"id", "job_id", "connection"}),
         (SimpleWorker.cleanup_execution, {"job", "pipeline"}),
-        (SimpleWorker.heartbeat, set()),
-        (SimpleWorker.run_maintenance_tasks, set()),
     ],
 )
 def test_functions_of_rq_that_we_call_are_there(function: Callable[..., Any], parameters: set[str]) -> None:

@@ -22,12 +22,12 @@ from rq.webhook import Webhook
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.batch.manifest import load_manifest
+from jobs.control.driver import Driver
 from jobs.control.health import control_plane_fault
 from jobs.control.rq_worker import ControlJob, ControlWorker
-from jobs.control.runner import Runner
 from jobs.queue.connection import connect
 from jobs.queue.request_queue import Queue
-from jobs.queue.tasks import batch_of, enqueue, function_name, is_waiting
+from jobs.queue.tasks import FUNCTION, hand_out, take_batches
 from tests.support.batch_steps import answer_all, wait_for_batch
 from tests.support.control_plane import ROOT, Answering, ControlPlane, check_echoes, control_plane, write_input
 from tests.support.processes import is_running, wait_for_rest
@@ -72,20 +72,31 @@ def test_idle_processes_rest(redis_client: redis.Redis, redis_url: str) -> None:
 
 
 def test_nothing_in_redis_is_pickled(redis_client: redis.Redis) -> None:
-    assert enqueue(redis_client, "advance", "batch_x", 3)
-    assert not enqueue(redis_client, "advance", "batch_x", 3)
-    assert is_waiting(redis_client, "advance", "batch_x", 3)
-    assert not is_waiting(redis_client, "validate", "batch_x", 3)
-    job = redis_client.hgetall("rq:job:advance-batch_x-3")
-    data = zlib.decompress(job[b"data"])  # type: ignore[index]
-    assert JSONSerializer.loads(data) == ["jobs.advance.run", None, ["batch_x", 3], {}]
+    hand_out(Queue(redis_client), "batch_x")
+    (name,) = redis_client.lrange("rq:queue:batches", 0, -1)
+    data = zlib.decompress(redis_client.hget(b"rq:job:" + name, "data"))  # type: ignore[arg-type]
+    assert JSONSerializer.loads(data) == ["jobs.drive.run", None, [], {}]
+
+
+def test_batches_that_wait_share_one_job(redis_client: redis.Redis) -> None:
+    queue = Queue(redis_client)
+    for number in range(20):
+        hand_out(queue, f"batch_{number:02}")
+        hand_out(queue, "batch_00")
+    assert redis_client.llen("rq:queue:batches") == 1
+    redis_client.delete("rq:queue:batches")
+    assert take_batches(queue, 16) == [f"batch_{number:02}" for number in range(16)]
+    assert redis_client.llen("rq:queue:batches") == 1, "for the rest"
+    redis_client.delete("rq:queue:batches")
+    assert take_batches(queue, 16) == [f"batch_{number:02}" for number in range(16, 20)]
+    assert redis_client.llen("rq:queue:batches") == 0
 
 
 def test_a_job_that_redis_forgot_ends_without_a_trace(
     redis_client: redis.Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Runner, "run", lambda runner, *job: runner.queue.redis.flushall())
-    run_one_job(redis_client, function_name("advance"), args=("forgotten", 1), job_id="forgotten", result_ttl=0)
+    monkeypatch.setattr(Driver, "take_batches", lambda driver: driver.queue.redis.flushall())
+    run_one_job(redis_client, FUNCTION, job_id="forgotten", result_ttl=0)
     assert warnings_in(caplog) == []
     assert [key for key in redis_client.scan_iter() if b"forgotten" in key] == []
 
@@ -94,8 +105,8 @@ def test_a_job_that_redis_forgot_ends_without_a_trace(
     ("function", "arguments", "warning"),
     [
         ("tripwire.run", (), "dropped job other: this version has no job tripwire.run"),
-        ("jobs.advance.run", ("batch_x", 1), None),
-        ("jobs.advance.run", (), "missing 2 required positional arguments"),
+        (FUNCTION, (), None),
+        (FUNCTION, ("batch_x",), "takes 1 positional argument but 2 were given"),
     ],
     ids=["of another name", "succeeds", "fails"],
 )
@@ -123,26 +134,13 @@ def test_nothing_that_a_job_names_is_imported_or_fetched(
     assert job.is_finished is (warning is None or function == "tripwire.run")
     assert (job.success_callback, job.failure_callback, job.stopped_callback) == (None, None, None)
     assert [warning in message for message in warnings_in(caplog)] == ([True] if warning else [])
-    assert redis_client.llen("rq:queue:advance") == 0
-
-
-def test_the_batch_that_was_served_least_is_next(redis_client: redis.Redis) -> None:
-    runner = Runner(Queue(redis_client))
-    worker = ControlWorker("advance", redis_client, runner)
-    for batch, seconds in (("batch_much", 9.0), ("batch_some", 1.0), ("batch_more", 3.0)):
-        runner.served.add(batch, seconds)
-    taken = []
-    for batch in ("batch_much", "batch_more", "batch_some", "batch_new", "batch_newer"):
-        assert enqueue(redis_client, "advance", batch, 1)
-    while found := worker.dequeue_job_and_maintain_ttl(None):
-        taken.append(batch_of(found[0].id))
-    assert taken == ["batch_new", "batch_newer", "batch_some", "batch_more", "batch_much"]
+    assert redis_client.llen("rq:queue:batches") == 0
 
 
 def run_one_job(client: redis.Redis, function: str, **options: Any) -> None:
     """Enqueue the job and run it as the process does."""
-    JobQueue("advance", connection=client, serializer=JSONSerializer).enqueue_call(function, timeout=-1, **options)
-    worker = ControlWorker("advance", client, Runner(Queue(client)))
+    JobQueue("batches", connection=client, serializer=JSONSerializer).enqueue_call(function, timeout=-1, **options)
+    worker = ControlWorker(client, Driver(Queue(client)))
     dequeued = worker.dequeue_job_and_maintain_ttl(1)
     assert dequeued is not None
     worker.execute_job(*dequeued)
@@ -169,15 +167,15 @@ def test_sigterm_keeps_what_finished(redis_client: redis.Redis, redis_url: str, 
 def test_sigterm_ends_a_long_job_at_its_next_beat(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     source = write_input(tmp_path / "in.jsonl", 100_000)
     plane = ControlPlane(redis_url, environment=slow_reading(source, 0.001))
-    plane.start("bulk")
+    plane.start("driver")
     batch = create_batch(redis_client, spec_of(source)).id
-    wait_until(lambda: not is_waiting(redis_client, "validate", batch, 1), 60, "validation has begun")
+    wait_until(lambda: Queue(redis_client).batch_fields(batch).driver, 60, "a process drives it")
     plane.stop()
     assert get_batch(redis_client, batch).state == "validating"
     assert not [path for path in (tmp_path / "out.parts").iterdir() if path.suffix == ".bin"]
 
 
-@pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])
+@pytest.mark.parametrize("name", ["driver", "ticker"])
 def test_sigterm_is_handled_from_the_start(redis_url: str, name: str) -> None:
     plane = ControlPlane(redis_url)
     plane.start(name)
@@ -188,12 +186,12 @@ def test_a_stop_whose_exception_was_lost_ends_the_loop(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal may come while a destructor runs, which drops what its handler raises."""
-    runner = Runner(Queue(redis_client))
-    monkeypatch.setattr(ControlWorker, "_install_signal_handlers", lambda worker: runner.stopping.set())
-    assert not ControlWorker("bulk", redis_client, runner).work(logging_level="WARNING")
+    driver = Driver(Queue(redis_client))
+    monkeypatch.setattr(ControlWorker, "_install_signal_handlers", lambda worker: driver.stopping.set())
+    assert not ControlWorker(redis_client, driver).work(logging_level="WARNING")
 
 
-@pytest.mark.parametrize("name", ["advance", "bulk", "ticker"])
+@pytest.mark.parametrize("name", ["driver", "ticker"])
 def test_children_die_with_their_parent(redis_client: redis.Redis, redis_url: str, name: str) -> None:
     command = ControlPlane(redis_url)._commands[name]
     start = f"subprocess.Popen([sys.executable, '-m', *{command!r}])"
@@ -264,7 +262,7 @@ def test_another_application_of_rq_keeps_its_jobs_where_ours_have_their_own_data
     redis_client: redis.Redis, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RQ_DB", "3")
-    other = JobQueue("bulk", connection=redis_client, serializer=JSONSerializer)
+    other = JobQueue("batches", connection=redis_client, serializer=JSONSerializer)
     theirs = other.enqueue_call("their.function", job_id="theirs")
     with control_plane(redis_url), Answering(redis_url), connect(redis_url, db=3) as ours:
         batch = create_batch(redis_client, spec_of(write_input(tmp_path / "in.jsonl", 5))).id
@@ -283,7 +281,7 @@ def test_a_small_batch_does_not_wait_while_a_large_one_is_read(
     small = write_input(tmp_path / "small" / "in.jsonl", 5)
     with control_plane(redis_url, environment=slow_reading(large, 0.0005)) as plane, Answering(redis_url):
         first = create_batch(redis_client, spec_of(large)).id
-        wait_until(lambda: not is_waiting(redis_client, "validate", first, 1), 60, "it has begun")
+        wait_until(lambda: Queue(redis_client).batch_fields(first).driver, 60, "a process drives it")
         assert wait_for_batch(redis_client, create_batch(redis_client, spec_of(small)).id, timeout=60).completed == 5
         assert get_batch(redis_client, first).state == "validating"
         plane.stop()

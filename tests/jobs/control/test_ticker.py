@@ -7,7 +7,6 @@ import random
 import signal
 import threading
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,15 @@ import redis
 
 from jobs.batch.client import BatchSpec, create_batch, get_batch
 from jobs.batch.retention import forget_output
-from jobs.control import runner, ticker
+from jobs.control import runner, ticker, upkeep
 from jobs.control.slices import Slice
 from jobs.control.ticker import Ticker
-from jobs.queue import tasks
+from jobs.queue import keys
 from jobs.queue.request_queue import Queue, QueueUnavailable
 from jobs.queue.settings import QueueSettings
-from jobs.queue.tasks import is_waiting
+from jobs.queue.tasks import take_batches, waiting_batches
 from jobs.store.file_store import FileStore
-from tests.support.batch_steps import answer_all, begin, run_to_end, step, wait_for_batch
+from tests.support.batch_steps import answer_all, begin, run_to_end, step, tick, wait_for_batch
 from tests.support.control_plane import (
     Answering,
     ControlPlane,
@@ -37,7 +36,7 @@ from tests.support.integrity import faults
 from tests.support.slow_file import slow_reading
 from tests.support.waiting import wait_for_end, wait_until
 
-NAMES = ("advance", "bulk", "ticker")
+NAMES = ("driver", "twin", "ticker")
 
 
 def spec_of(source: Path, **options: object) -> BatchSpec:
@@ -112,11 +111,11 @@ def test_a_window_that_closes_keeps_what_is_done(redis_client: redis.Redis, tmp_
     step(redis_client, batch)
     answer_all(redis_client, failing(2), most=8)
     leader = Ticker(Queue(redis_client))
-    leader.tick()
+    tick(leader)
     assert get_batch(redis_client, batch).state == "in_progress"
     redis_client.hset("{q}:batch:" + batch, "expires_at", time.time() - 1)
-    leader.tick()
-    leader.tick()
+    tick(leader)
+    tick(leader)
     record = run_to_end(redis_client, batch)
     assert (record.state, record.total, record.completed + record.failed) == ("expired", 20, 20)
     lines = read_jsonl(tmp_path / "out.jsonl")
@@ -126,51 +125,60 @@ def test_a_window_that_closes_keeps_what_is_done(redis_client: redis.Redis, tmp_
 
 def test_a_batch_that_expires_before_it_is_validated(redis_client: redis.Redis, tmp_path: Path) -> None:
     batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 5), completion_window_seconds=-1.0).id
-    Ticker(Queue(redis_client)).tick()
+    tick(Ticker(Queue(redis_client)))
     record = run_to_end(redis_client, batch)
     assert (record.state, record.total, record.failed) == ("expired", 0, 0)
 
 
-def test_a_job_that_died_runs_again_under_a_new_generation(redis_client: redis.Redis, tmp_path: Path) -> None:
-    record = begin(redis_client, write_input(tmp_path / "in.jsonl", 5))
-    queue, name = Queue(redis_client), "{q}:batch:" + record.id
-    job = f"rq:job:validate-{record.id}-1"
-    redis_client.hset(name, "heartbeat", 0)
-    leader = Ticker(queue)
-    leader.tick()
-    assert queue.batch_fields(record.id).generation == 1, "the job still waits for a process"
-    assert redis_client.lpop("rq:queue:bulk") == job.removeprefix("rq:job:").encode()
-    redis_client.hset(job, "status", "started")
-    redis_client.hset(name, "heartbeat", int(1000 * time.time()))
-    leader.tick()
-    assert queue.batch_fields(record.id).generation == 1, "it may still be alive"
-    redis_client.hset(name, "heartbeat", 0)
-    leader.tick()
-    assert queue.batch_fields(record.id).generation == 1, "it may have begun just now"
-    leader.tick()
-    assert queue.batch_fields(record.id).generation == 2
-    assert redis_client.lrange("rq:queue:bulk", 0, -1) == [f"validate-{record.id}-2".encode()]
-    assert run_to_end(redis_client, record.id).completed == 5
-
-
-def test_a_heartbeat_of_the_future_is_no_sign_of_life(redis_client: redis.Redis, tmp_path: Path) -> None:
-    """The clock of Redis was set back by an hour, and the job was killed before its next beat."""
-    record = begin(redis_client, write_input(tmp_path / "in.jsonl", 5))
-    queue, name = Queue(redis_client), "{q}:batch:" + record.id
-    assert redis_client.lpop("rq:queue:bulk") is not None
-    redis_client.hset(f"rq:job:validate-{record.id}-1", "status", "started")
-    redis_client.hset(name, "heartbeat", int(1000 * (time.time() + 3600)))
-    leader = Ticker(queue)
-    leader.tick()
-    leader.tick()
-    assert queue.batch_fields(record.id).generation == 2
-    assert run_to_end(redis_client, record.id).completed == 5
-
-
-def test_leases_end_while_a_tick_takes_long(
+def test_the_batch_of_a_process_that_died_goes_to_another_under_a_new_generation(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One tick that lasts until the lease is over, as where the file store answers slowly."""
+    batch, queue = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id, Queue(redis_client)
+    assert take_batches(queue, 9) == [batch]
+    redis_client.hset(keys.batch(batch), "driver", "first")
+    redis_client.set(keys.driver("first"), 1)
+    leader = Ticker(queue)
+    leader.tick()
+    redis_client.delete(keys.driver("first"))
+    leader.tick()
+    assert (queue.batch_fields(batch).generation, waiting_batches(queue)) == (1, set()), "Redis may have lost its key"
+    monkeypatch.setattr(ticker, "GONE_SECONDS", -1.0)
+    leader.tick()
+    assert (queue.batch_fields(batch).generation, waiting_batches(queue)) == (2, {batch})
+    assert run_to_end(redis_client, batch).completed == 5
+
+
+def test_a_driver_whose_key_comes_back_lives(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, queue = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id, Queue(redis_client)
+    redis_client.hset(keys.batch(batch), "driver", "first")
+    leader = Ticker(queue)
+    leader.tick()
+    redis_client.set(keys.driver("first"), 1)
+    leader.tick()
+    redis_client.delete(keys.driver("first"))
+    assert ticker.GONE_SECONDS > 0
+    leader.tick()
+    assert queue.batch_fields(batch).generation == 1
+
+
+def test_a_batch_that_no_process_took_is_handed_out_again(redis_client: redis.Redis, tmp_path: Path) -> None:
+    """The process that took it was killed before it named itself, or RQ's job was lost."""
+    batch, queue = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id, Queue(redis_client)
+    assert take_batches(queue, 9) == [batch]
+    Ticker(queue).tick()
+    assert waiting_batches(queue) == {batch}
+    for key in redis_client.scan_iter("rq:*"):
+        redis_client.delete(key)
+    Ticker(queue).tick()
+    assert redis_client.llen("rq:queue:batches") == 1
+
+
+def test_leases_end_while_the_file_store_is_slow(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One listing lasts until the lease is over."""
     monkeypatch.setattr(ticker, "_stopping", threading.Event())
     queue = Queue(redis_client, QueueSettings(lease_seconds=1))
     batch = begin(redis_client, write_input(tmp_path / "in.jsonl", 5)).id
@@ -183,7 +191,7 @@ def test_leases_end_while_a_tick_takes_long(
         ended.wait(120)
         return []
 
-    monkeypatch.setattr(ticker, "unknown_folders", list_slowly)
+    monkeypatch.setattr(upkeep, "unknown_folders", list_slowly)
     leader = Ticker(queue, str(tmp_path / "store"))
     running = threading.Thread(target=leader.run)
     running.start()
@@ -211,89 +219,36 @@ def test_a_slice_that_redis_failed_leaves_no_job_behind(
     assert get_batch(redis_client, record.id).problem is None
 
 
-@pytest.mark.parametrize("status", ["failed", "stopped", "canceled"])
-def test_a_failed_job_does_not_bar_the_next(redis_client: redis.Redis, status: str) -> None:
-    assert tasks.enqueue(redis_client, "advance", "batch_x", 1)
-    assert redis_client.lpop("rq:queue:advance") == b"advance-batch_x-1"
-    redis_client.hset("rq:job:advance-batch_x-1", "status", status)
-    assert tasks.enqueue(redis_client, "advance", "batch_x", 1)
-    assert not tasks.enqueue(redis_client, "advance", "batch_x", 1)
-    assert is_waiting(redis_client, "advance", "batch_x", 1)
-
-
-def test_what_was_noted_of_a_forgotten_job_does_not_bar_the_next(redis_client: redis.Redis) -> None:
-    redis_client.hset("rq:job:advance-batch_x-1", "last_heartbeat", "2026-11-21T14:40:13Z")
-    assert tasks.enqueue(redis_client, "advance", "batch_x", 1)
-    assert is_waiting(redis_client, "advance", "batch_x", 1)
-
-
-def test_a_slice_that_does_not_end_is_asked_for_less_and_less(
-    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = begin(redis_client, write_input(tmp_path / "in.jsonl", 5))
-    step(redis_client, record.id)
-    redis_client.delete("rq:queue:advance")
-    redis_client.hset(f"rq:job:advance-{record.id}-1", "status", "started")
-    tries: list[float] = []
-    monkeypatch.setattr(
-        ticker, "enqueue", lambda *arguments: tries.append(time.monotonic()) or tasks.enqueue(*arguments)
-    )  # type: ignore[func-returns-value]
-    leader = Ticker(Queue(redis_client))
-    tasks.wake(redis_client, record.id)
-    wait_until(lambda: leader.listen(0.1) or len(tries) > 6, 60, "some tries")  # type: ignore[func-returns-value]
-    pauses = [later - earlier for earlier, later in pairwise(tries)]
-    assert all(pause >= least for pause, least in zip(pauses, (0.02, 0.04, 0.08, 0.16, 0.25, 0.25), strict=False)), (
-        pauses
-    )
-    redis_client.delete(f"rq:job:advance-{record.id}-1")
-    wait_until(lambda: leader.listen(0.1) or is_waiting(redis_client, "advance", record.id, 1), 60, "the next slice")
-
-
 @pytest.mark.proof
-@pytest.mark.parametrize("name", ["bulk", "advance"])
+@pytest.mark.parametrize("state", ["validating", "in_progress"])
 def test_a_killed_process_costs_seconds_and_nothing_else(
-    redis_client: redis.Redis, redis_url: str, tmp_path: Path, name: str
+    redis_client: redis.Redis, redis_url: str, tmp_path: Path, state: str
 ) -> None:
     """SIGKILL in the middle of a job, which RQ would notice after minutes: the job reads its input
     so slowly that it is not through yet.
     """
     source = write_input(tmp_path / "in.jsonl", 5000)
-    plane, slow = ControlPlane(redis_url), ControlPlane(redis_url, environment=slow_reading(source, 0.02))
-    plane.start(*(one for one in NAMES if one != name))
-    state, job = ("validating", "validate") if name == "bulk" else ("in_progress", "advance")
+    queue, slow = Queue(redis_client), {} if state == "in_progress" else slow_reading(source, 0.02)
+    first, second = ControlPlane(redis_url, environment=slow), ControlPlane(redis_url)
+    first.start("driver")
     try:
         batch = create_batch(redis_client, spec_of(source)).id
         wait_until(lambda: get_batch(redis_client, batch).state == state, 60, "what comes before")
-        before = sign_of_life(redis_client, batch)
-
-        def has_begun() -> bool:
-            """RQ forgets a long job when it has begun."""
-            if name == "bulk":
-                return sign_of_life(redis_client, batch) != before
-            return redis_client.hget(f"rq:job:{job}-{batch}-1", "status") == b"started"
-
-        slow.start(name)
-        wait_until(has_begun, 60, "its job to begin")
-        slow.kill(name)
+        killed = wait_until(lambda: queue.batch_fields(batch).driver, 60, "a process that drives it")
+        first.kill("driver")
         assert get_batch(redis_client, batch).state == state
-        plane.start(name)
+        second.start("twin", "ticker")
         with Answering(redis_url, limit=200):
             record = wait_for_batch(redis_client, batch, timeout=120)
-        traces = (f"rq:wip:{name}", f"rq:job:{job}-{batch}-1")
-        wait_until(lambda: not redis_client.exists(*traces), 60, "RQ to know nothing of the killed job")
-        plane.stop()
+        assert queue.batch_fields(batch).driver not in ("", killed)
+        second.stop()
     finally:
-        for started in (plane, slow):
-            for left in list(started.processes):
-                started.kill(left)
+        for plane in (first, second):
+            for left in list(plane.processes):
+                plane.kill(left)
     assert (record.state, record.completed) == ("completed", 5000)
     check_echoes(tmp_path / "out.jsonl", 5000)
     assert faults(redis_client) == []
-
-
-def sign_of_life(client: redis.Redis, batch: str) -> str:
-    """The last one of the batch's job."""
-    return Queue(client).batch_fields(batch).heartbeat
 
 
 def test_a_redis_that_came_back_empty_is_rebuilt(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
@@ -330,7 +285,7 @@ def test_files_are_indexed_again_and_removed_in_time(redis_client: redis.Redis, 
     with files.begin(filename="in.jsonl", purpose="batch", tenant="", expires_seconds=0) as upload:
         upload.commit()
     redis_client.flushall()
-    Ticker(queue, str(tmp_path)).tick()
+    tick(Ticker(queue, str(tmp_path)))
     assert files.list("", after=None, limit=10, order="asc", purpose=None).items == [kept]
     assert [path.name for path in (tmp_path / "files").iterdir()] == [kept.id]
 

@@ -17,14 +17,13 @@ from pyarrow import parquet
 from jobs.batch import input_files, source_check
 from jobs.batch.client import BatchRecord
 from jobs.batch.plan import Sorter
-from jobs.control.runner import Runner
 from jobs.protocol.lines import read_line
 from jobs.protocol.requests import Claim
 from jobs.protocol.results import ApiError, Result
 from jobs.protocol.validation import decode_body, parse_call
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
-from tests.support.batch_steps import answer_all, begin, run_to_end, step
+from tests.support.batch_steps import begin, run_to_end, step
 from tests.support.control_plane import ROOT, chat_line, echo, read_jsonl, write_input
 
 
@@ -218,15 +217,6 @@ def test_parquet_rows_are_numbered_like_lines(redis_client: redis.Redis, tmp_pat
     assert codes(record) == [(4, "duplicate_custom_id", "custom_id")]
 
 
-def test_a_second_run_of_the_job_changes_nothing(redis_client: redis.Redis, tmp_path: Path) -> None:
-    record = begin(redis_client, write_input(tmp_path / "in.jsonl", 10))
-    step(redis_client, record.id)
-    answer_all(redis_client)
-    before = Queue(redis_client).batch_fields(record.id)
-    Runner(Queue(redis_client)).run("validate", record.id, before.generation)
-    assert Queue(redis_client).batch_fields(record.id) == before
-
-
 @pytest.mark.proof
 def test_memory_does_not_follow_the_file(redis_client: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     """300,000 lines of 1 KB in a process of its own: less than 60 MB more at the peak than its
@@ -238,7 +228,7 @@ def test_memory_does_not_follow_the_file(redis_client: redis.Redis, redis_url: s
         "import sys\nfrom jobs.control.runner import Runner\nfrom jobs.queue.connection import connect\n"
         "from jobs.queue.request_queue import Queue\n"
         "peak = lambda: int(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))\n"
-        "imported = peak(); Runner(Queue(connect(sys.argv[1]))).run('validate', sys.argv[2], 1)\n"
+        "imported = peak(); Runner(Queue(connect(sys.argv[1]))).run(sys.argv[2])\n"
         "print(peak() - imported)"
     )
     done = subprocess.run(

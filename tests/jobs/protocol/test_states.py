@@ -3,7 +3,7 @@
 from typing import get_args
 
 from jobs.control.runner import WORK
-from jobs.protocol.states import END_STATES, QUEUES, STATES, EndState, JobName, State
+from jobs.protocol.states import END_STATES, STATES, EndState, JobName, State
 
 
 def test_each_state_is_in_the_table() -> None:
@@ -15,5 +15,5 @@ def test_a_state_has_a_job_or_is_final() -> None:
     assert [state for state, rule in STATES.items() if (rule.job is None) != rule.final] == []
 
 
-def test_each_job_has_a_function_and_a_queue() -> None:
-    assert set(WORK) == set(QUEUES) == set(get_args(JobName)) == {rule.job for rule in STATES.values() if rule.job}
+def test_each_job_has_a_function() -> None:
+    assert set(WORK) == set(get_args(JobName)) == {rule.job for rule in STATES.values() if rule.job}

@@ -17,7 +17,7 @@ from jobs.queue.connection import connect
 from jobs.queue.registry import WorkerRecord
 from jobs.queue.request_queue import Queue
 from jobs.queue.settings import QueueSettings
-from tests.support.batch_steps import answer_all, begin, step
+from tests.support.batch_steps import answer_all, begin, step, tick
 from tests.support.control_plane import check_echoes, write_input
 from tests.support.dump import Dump
 from tests.support.integrity import faults
@@ -145,7 +145,7 @@ def test_whatever_the_control_plane_does(
             answer_all(redis_client)
         assert (record.state, record.completed, record.failed, record.problem) == ("completed", 12, 0, None), lost
         check_echoes(folder / "out.jsonl", 12)
-        Ticker(Queue(redis_client)).tick()
+        tick(Ticker(Queue(redis_client)))
         assert faults(redis_client) == []
         assert queue_keys(redis_client, batch) == [f"{{q}}:batch:{batch}", "{q}:batches"], lost
         return proxy.replies - first

@@ -21,6 +21,7 @@ from jobs.queue.request_queue import Queue
 from jobs.store import marker
 from jobs.store.file_store import FileStore
 from jobs.store.marker import MARKER, StoreAway, check_store, open_store
+from tests.support.batch_steps import tick
 from tests.support.control_plane import chat_line
 from tests.support.store_batches import finished, put, store_of, submit
 
@@ -55,7 +56,7 @@ def test_listings_outlast_a_store_that_is_away(redis_client: redis.Redis, tmp_pa
     ):
         with pytest.raises(StoreAway, match="mount it"):
             call()
-    Ticker(Queue(redis_client), str(files.root)).tick()
+    tick(Ticker(Queue(redis_client), str(files.root)))
     assert os.listdir(files.root) == []
     bring_back(files.root)
     assert listed(files) == made
