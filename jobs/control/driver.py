@@ -10,9 +10,10 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import redis
 
@@ -30,9 +31,8 @@ from jobs.queue.tasks import hand_out, take_batches
 
 ALIVE_SECONDS = 4
 """The driver's key lasts this long beyond its last heartbeat."""
-MOST_SLICES = 64
-MOST_OF_TENANT = 16
-"""Slices at once, in all and of one tenant: more than compute, since many may wait for disks."""
+LARGE_BYTES = 4 * 1024 * 1024
+"""To validate an input of more takes memory, of some 100 bytes a line."""
 
 _TAKEN_AT_ONCE = 16
 _LOOK_SECONDS = 1.0
@@ -42,12 +42,24 @@ _AWAY = (redis.RedisError, QueueUnavailable)
 logger = logging.getLogger(__name__)
 
 
+class _Lane(NamedTuple):
+    """Slices that share a limit."""
+
+    tenant: str
+    is_large: bool
+
+
 @dataclass
 class _Driven:
     batch: str
-    tenant: str
+    lane: _Lane
     wanted: bool = False  # a slice is to run, or to run again
     running: bool = False
+
+
+_MOST = {False: 64, True: 8}
+_MOST_OF_TENANT = {False: 16, True: 4}
+"""Slices at once, in all and of one tenant: more than compute, since many may wait for disks."""
 
 
 class Driver:
@@ -62,8 +74,8 @@ class Driver:
         self._turns = Turns(self.stopping)
         self._changed = threading.Condition()
         self._batches: dict[str, _Driven] = {}
-        self._waiting: dict[str, deque[_Driven]] = {}  # by tenant, in the order in which they asked
-        self._running: dict[str, int] = {}  # slices by tenant
+        self._waiting: dict[_Lane, deque[_Driven]] = {}  # in the order in which they asked
+        self._running = Counter[_Lane]()
         self._last_id = FIRST_ID
 
     def start(self) -> None:
@@ -86,7 +98,7 @@ class Driver:
         """
         self.stopping.set()
         with self._changed:
-            self._changed.wait_for(lambda: not self._running, _STOP_SECONDS)
+            self._changed.wait_for(lambda: not self._running.total(), _STOP_SECONDS)
             batches = sorted(self._batches)
         self.queue.redis.ping()
         last = Runner(self.queue, driver=self.name)
@@ -105,34 +117,37 @@ class Driver:
         if fields.driver not in ("", self.name) and self.queue.redis.exists(keys.driver(fields.driver)):
             return
         if self._name_driver(batch, fields, self.name):
+            is_large = fields.state == "validating" and not 0 < fields.input_bytes <= LARGE_BYTES
             with self._changed:
-                self._ask_for_slice(self._batches.setdefault(batch, _Driven(batch, fields.tenant)))
+                lane = _Lane(fields.tenant, is_large)
+                self._ask_for_slice(self._batches.setdefault(batch, _Driven(batch, lane)))
 
     def _name_driver(self, batch: str, fields: BatchFields, driver: str) -> bool:
         return self.queue.transition(batch, [fields.state], fields.state, {"driver": driver}, fields.generation)
 
     def _ask_for_slice(self, driven: _Driven) -> None:
-        """Run a slice as soon as the tenant's others leave room for it; `_changed` is held."""
+        """Run a slice as soon as the others of its lane leave room for it; `_changed` is held."""
         if not driven.wanted and not driven.running:
-            self._waiting.setdefault(driven.tenant, deque()).append(driven)
+            self._waiting.setdefault(driven.lane, deque()).append(driven)
         driven.wanted = True
         self._begin_slices()
 
     def _begin_slices(self) -> None:
-        while not self.stopping.is_set() and sum(self._running.values()) < MOST_SLICES:
-            able = [tenant for tenant in self._waiting if self._running.get(tenant, 0) < MOST_OF_TENANT]
-            if not able:
-                return
-            tenant = min(able, key=self._turns.served)
-            driven = self._waiting[tenant].popleft()
-            if not self._waiting[tenant]:
-                del self._waiting[tenant]
+        while not self.stopping.is_set() and (able := [lane for lane in self._waiting if self._has_room(lane)]):
+            lane = min(able, key=lambda lane: self._turns.served(lane.tenant))
+            driven = self._waiting[lane].popleft()
+            if not self._waiting[lane]:
+                del self._waiting[lane]
             driven.wanted, driven.running = False, True
-            self._running[tenant] = self._running.get(tenant, 0) + 1
+            self._running[lane] += 1
             threading.Thread(target=self._run_slice, args=(driven,), name=driven.batch, daemon=True).start()
 
+    def _has_room(self, lane: _Lane) -> bool:
+        running = sum(count for other, count in self._running.items() if other.is_large == lane.is_large)
+        return running < _MOST[lane.is_large] and self._running[lane] < _MOST_OF_TENANT[lane.is_large]
+
     def _run_slice(self, driven: _Driven) -> None:
-        turn = self._turns.take(driven.tenant, driven.batch)
+        turn = self._turns.take(driven.lane.tenant, driven.batch)
         following: Next = "wait"
         try:
             following = self._runner.run(driven.batch, lambda: self._turns.pass_on(turn))
@@ -143,9 +158,11 @@ class Driver:
 
     def _end_slice(self, driven: _Driven, following: Next) -> None:
         driven.running = False
-        self._running[driven.tenant] -= 1
-        if not self._running[driven.tenant]:
-            del self._running[driven.tenant]
+        self._running[driven.lane] -= 1
+        if not self._running[driven.lane]:
+            del self._running[driven.lane]
+        if following == "again":  # it is validated
+            driven.lane = driven.lane._replace(is_large=False)
         if driven.wanted or following == "again":
             driven.wanted = False
             self._ask_for_slice(driven)
