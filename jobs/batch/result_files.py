@@ -14,7 +14,7 @@ from jobs.batch.retention import forget_output
 from jobs.protocol.results import Result, batch_request_id, output_line
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import BATCH_FILE_SECONDS, RESULT_PURPOSE, FileRecord, FileStore
-from jobs.store.storage import StoreError, make_folder, size_of
+from jobs.store.storage import AtomicWriter, StoreError, make_folder, size_of
 
 
 class LoggedLines:
@@ -55,11 +55,13 @@ def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Res
     manifest.logged_lines, manifest.logged_bytes = extent
 
 
-def begin_result_files(queue: Queue, manifest: Manifest) -> None:
-    """Make the folders that the outputs are written to. Raise `StoreError`."""
-    store = _store(queue, manifest)
-    for file_id in _file_ids(manifest):
-        make_folder(str(store.folder(file_id)))
+def open_output(manifest: Manifest, location: str) -> AtomicWriter:
+    """Begin an output file, of a batch of the API in a folder of the file store that may not be
+    there yet. Raise `StoreError`.
+    """
+    if manifest.spec.of_api:
+        make_folder(os.path.dirname(location))
+    return AtomicWriter(location, manifest.spec.root)
 
 
 def publish_result_files(

@@ -5,6 +5,7 @@ Running it again writes the same bytes.
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -13,7 +14,7 @@ from jobs.batch.input_files import is_parquet, read_lines
 from jobs.batch.manifest import Manifest, save_manifest
 from jobs.batch.parts import drop_unlisted, merge_parts
 from jobs.batch.recovery import repair, restore_progress
-from jobs.batch.result_files import begin_result_files, publish_result_files
+from jobs.batch.result_files import open_output, publish_result_files
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
 from jobs.control.slices import Slice
@@ -84,7 +85,6 @@ def _write_results(held: Slice) -> Outcome:
     manifest = held.manifest
     if manifest.spec.output_file_id is None:
         return write_outputs(manifest, held.check_current)
-    begin_result_files(held.queue, manifest)
     outcome = write_outputs(manifest, held.check_current)
     publish_result_files(held.queue, manifest, outcome.output, outcome.error_output, manifest.timestamps[held.state])
     return outcome
@@ -119,7 +119,7 @@ def write_outputs(manifest: Manifest, check: Callable[[], None]) -> Outcome:
         sweep_beside(location)
     counts = {True: 0, False: 0}
     usage = [0, 0, 0]
-    with _writer(manifest, output) as good, _writer(manifest, error_output or output, unused=inline) as bad:
+    with _writer(manifest, output) as good, _writer(manifest, error_output or output) as bad:
         for number, answer in enumerate(_answers(manifest)):
             if number % _CHECK_LINES == 0:
                 check()
@@ -168,18 +168,19 @@ def _answers(manifest: Manifest) -> Iterator[_Answer]:
                 raise ResultsMissing(f"the results of line {number} and perhaps others were lost with a damaged part")
 
 
-def _writer(manifest: Manifest, location: str, unused: bool = False) -> "_JsonlWriter | _ParquetWriter":
-    if is_parquet(location):
-        return _ParquetWriter(manifest.batch_id, location, manifest.spec.root, unused)
-    return _JsonlWriter(manifest.batch_id, location, manifest.spec.root, unused)
+def _writer(manifest: Manifest, location: str) -> "_JsonlWriter | _ParquetWriter":
+    return (_ParquetWriter if is_parquet(location) else _JsonlWriter)(manifest, location)
 
 
 class _JsonlWriter:
-    """OpenAI's result lines."""
+    """OpenAI's result lines. Like `_ParquetWriter`, it makes no file before there is something to
+    write, or to commit.
+    """
 
-    def __init__(self, batch_id: str, location: str, scratch: str, unused: bool) -> None:
-        self._batch_id = batch_id
-        self._file = None if unused else AtomicWriter(location, scratch)
+    def __init__(self, manifest: Manifest, location: str) -> None:
+        self._batch_id = manifest.batch_id
+        self._open = partial(open_output, manifest, location)
+        self._file: AtomicWriter | None = None
         self._lines: list[bytes] = []
         self._size = 0
 
@@ -195,14 +196,14 @@ class _JsonlWriter:
             self._flush()
 
     def commit(self) -> None:
-        self._flush()
-        if self._file is not None:
-            self._file.commit()
+        self._flush().commit()
 
-    def _flush(self) -> None:
-        if self._file is not None and self._lines:
+    def _flush(self) -> AtomicWriter:
+        self._file = self._file or self._open()
+        if self._lines:
             self._file.write(b"\n".join(self._lines) + b"\n")
         self._lines, self._size = [], 0
+        return self._file
 
     def __enter__(self) -> "_JsonlWriter":
         return self
@@ -236,21 +237,13 @@ class _ParquetWriter:
     model said.
     """
 
-    def __init__(self, batch_id: str, location: str, scratch: str, unused: bool) -> None:
-        self._batch_id = batch_id
+    def __init__(self, manifest: Manifest, location: str) -> None:
+        self._batch_id = manifest.batch_id
+        self._open = partial(open_output, manifest, location)
         self._rows: list[dict[str, Any]] = []
         self._size = 0
-        self._file = None
+        self._file: AtomicWriter | None = None
         self._decoder = msgspec.json.Decoder(_Body)
-        if not unused:
-            import pyarrow
-            from pyarrow import parquet
-
-            self._pyarrow = pyarrow
-            self._file = AtomicWriter(location, scratch)
-            self._schema = _parquet_schema()
-            self._sink = pyarrow.PythonFile(_Sink(self._file), mode="w")
-            self._parquet = parquet.ParquetWriter(self._sink, self._schema, compression="zstd")
 
     def add(self, answer: _Answer) -> None:
         self._rows.append(self._row(answer))
@@ -259,10 +252,9 @@ class _ParquetWriter:
             self._flush()
 
     def commit(self) -> None:
-        self._flush()
-        if self._file is not None:
-            self._parquet.close()
-            self._file.commit()
+        file = self._flush()
+        self._parquet.close()
+        file.commit()
 
     def _row(self, answer: _Answer) -> dict[str, Any]:
         row: dict[str, Any] = {"custom_id": answer.custom_id, "id": batch_request_id(self._batch_id, answer.line)}
@@ -286,10 +278,18 @@ class _ParquetWriter:
             row |= {"error_code": body.error.code or body.error.type, "error_message": body.error.message}
         return row
 
-    def _flush(self) -> None:
-        if self._file is not None and self._rows:
-            self._parquet.write_table(self._pyarrow.Table.from_pylist(self._rows, schema=self._schema))
+    def _flush(self) -> AtomicWriter:
+        import pyarrow
+        from pyarrow import parquet
+
+        if self._file is None:
+            self._file, self._schema = self._open(), _parquet_schema()
+            self._sink = pyarrow.PythonFile(_Sink(self._file), mode="w")
+            self._parquet = parquet.ParquetWriter(self._sink, self._schema, compression="zstd")
+        if self._rows:
+            self._parquet.write_table(pyarrow.Table.from_pylist(self._rows, schema=self._schema))
         self._rows, self._size = [], 0
+        return self._file
 
     def __enter__(self) -> "_ParquetWriter":
         return self

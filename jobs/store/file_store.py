@@ -163,6 +163,8 @@ class FileStore:
         removes.
         """
         folder = self.folder(file_id)
+        if not folder.exists():
+            return
         with contextlib.suppress(OSError):
             _clear(folder)
         if not folder.exists():

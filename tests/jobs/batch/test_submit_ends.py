@@ -67,7 +67,7 @@ def test_results_expire(redis_client: redis.Redis, tmp_path: Path, seconds: int 
 
 
 @pytest.mark.parametrize(
-    "point", ["begin_result_files", "write_outputs", "commit", "put", "drop", "save_manifest", "transition", "tidy"]
+    "point", ["open_output", "write_outputs", "commit", "put", "drop", "save_manifest", "transition", "tidy"]
 )
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("emptied", [False, pytest.param(True, marks=pytest.mark.proof)])
@@ -82,7 +82,7 @@ def test_finalize_killed_anywhere_writes_the_same(
     failures = () if point == "drop" else (3,)  # which is for a file without lines
     record = finished(redis_client, tmp_path, failures)
     owners = {
-        "begin_result_files": finalize,
+        "open_output": finalize,
         "write_outputs": finalize,
         "commit": finalize._JsonlWriter,
         "put": FileStore,
