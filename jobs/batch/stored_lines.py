@@ -9,7 +9,7 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jobs.batch.bitmap import Bitmap
@@ -17,6 +17,8 @@ from jobs.batch.parts import Part, salvage
 from jobs.store.storage import join
 
 NAME = "stored.lines"
+SMALL_BYTES = 256 * 1024
+"""Parts of fewer bytes together are rather read again than noted here."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +34,28 @@ class StoredLines(NamedTuple):
 
 def read_stored(root: str, parts: list[Part], check: Callable[[], None]) -> StoredLines:
     """Return the lines that these parts hold, calling `check` often; keep what had to be read of
-    them for the next reader.
+    them for the next reader, unless that was little.
     """
     names = {part.name for part in parts}
     covered, lines = _load(root)
     if not covered <= names:  # a part was replaced, perhaps by what could be read of it
         covered, lines = set(), Bitmap()
     repeated = False
-    for name in sorted(names - covered):
+    unread = {part.name: part.bytes for part in parts if part.name not in covered}
+    for name in sorted(unread):
         for record in salvage(root, name):
             check()
             repeated = repeated or record.line in lines
             lines.add(record.line)
-    if covered != names and not repeated:  # what is repeated must be found again until it is not
+    # What is repeated must be found again until it is not
+    if unread and not repeated and not are_small(unread.values()):
         save_stored(root, parts, lines)
     return StoredLines(lines, repeated)
+
+
+def are_small(sizes: Iterable[int]) -> bool:
+    """Return whether parts of so many bytes are better read again."""
+    return sum(sizes) < SMALL_BYTES
 
 
 def save_stored(root: str, parts: list[Part], lines: Bitmap) -> None:

@@ -18,7 +18,7 @@ from jobs.batch.plan import PLAN_NAME, PlanEntry, read_plan
 from jobs.batch.recovery import count_results, lines_on_disk, restore_parts
 from jobs.batch.result_files import LoggedLines, log_successes
 from jobs.batch.source import open_source
-from jobs.batch.stored_lines import save_stored
+from jobs.batch.stored_lines import are_small, save_stored
 from jobs.control.slices import Slice
 from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
@@ -243,9 +243,10 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
     count_results(manifest, (result for _, result in results))
     compacted = compact(held)
     save_manifest(manifest)
-    for line, _ in results:
-        stored.add(line)
-    save_stored(held.root, manifest.parts, stored)
+    if not are_small([part.bytes]):
+        for line, _ in results:
+            stored.add(line)
+        save_stored(held.root, manifest.parts, stored)
     if not queue.drained(batch, part.name, [line for line, _ in results]):  # Redis went back since
         _restore(held)
         return True

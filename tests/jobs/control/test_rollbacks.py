@@ -170,6 +170,12 @@ def fuzz(client: redis.Redis, folder: Path, seed: int, of_api: bool) -> None:
 def _drain_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advance, "DRAIN_SECONDS", 0.0)
     monkeypatch.setattr(advance, "_WINDOW_LINES", 30)
+    monkeypatch.setattr(stored_lines, "SMALL_BYTES", 2000)
+
+
+@pytest.fixture
+def _no_part_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_lines, "SMALL_BYTES", 0)
 
 
 @pytest.mark.parametrize("of_api", [True, False], ids=["api", "run-batch"])
@@ -339,6 +345,7 @@ def test_of_results_that_were_written_twice_the_earlier_counts(
     assert (ended.completed, ended.failed) == (20, 20)
 
 
+@pytest.mark.usefixtures("_no_part_is_small")
 def test_a_bitmap_that_is_damaged_or_gone_is_made_again(redis_client: redis.Redis, tmp_path: Path) -> None:
     root = Path(under_way(redis_client, tmp_path).spec.root)
     parts = load_manifest(str(root)).parts  # type: ignore[union-attr]
@@ -415,6 +422,7 @@ def test_a_part_that_broke_before_redis_came_back_empty(redis_client: redis.Redi
     check_every_line_once(redis_client, tmp_path, ended, 20)
 
 
+@pytest.mark.usefixtures("_no_part_is_small")
 def test_parts_are_read_once_where_the_bitmap_is_gone(
     redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +438,7 @@ def test_parts_are_read_once_where_the_bitmap_is_gone(
     assert reads == [part.name for part in manifest_of(record).parts[:1]]
 
 
+@pytest.mark.usefixtures("_no_part_is_small")
 def test_a_bitmap_that_cannot_be_written_holds_nothing_up(redis_client: redis.Redis, tmp_path: Path) -> None:
     record = under_way(redis_client, tmp_path)
     (Path(record.spec.root) / NAME).unlink()
