@@ -3,15 +3,16 @@ drained.
 
 An index has 12 bytes for each line. Both files hold at least what the manifest counts
 (`Manifest.logged`); what follows was left by a slice that was killed, is never read, and is cut
-off by the next append.
+off by the next append. Of a batch whose lines were drained at once, the log is its output file
+under a second name.
 """
 
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
-from jobs.store.storage import StoreError, delete, join, local_path, named, open_input, size_of, sync_folder
+from jobs.store.storage import StoreError, delete, join, link, local_path, named, open_input, size_of, sync_folder
 
 LOG_NAME = "completed.jsonl"
 INDEX_NAME = "completed.index"
@@ -46,6 +47,23 @@ def append_log(root: str, extent: Extent, entries: Sequence[Entry]) -> Extent:
     _append(join(root, LOG_NAME), extent.bytes, b"".join(entry.output + b"\n" for entry in entries))
     _append(join(root, INDEX_NAME), extent.lines * _ENTRY.size, bytes(index))
     return Extent(extent.lines + len(entries), size)
+
+
+def adopt_log(root: str, output: str, lines: Iterable[int]) -> Extent:
+    """Make an output file the log of a batch that has none; `lines` are the numbers of its lines in
+    the input. Counts as `append_log` does.
+
+    Raise `StoreError`.
+    """
+    remove_log(root)
+    link(output, join(root, LOG_NAME))
+    index, size = bytearray(), 0
+    with open_input(output) as file:
+        for line, content in zip(lines, file, strict=True):
+            index += _ENTRY.pack(size, line)
+            size += len(content)
+    _append(join(root, INDEX_NAME), 0, bytes(index))
+    return Extent(len(index) // _ENTRY.size, size)
 
 
 def read_log(root: str, extent: Extent, offset: int, limit: int | None = None) -> tuple[Iterator[bytes], int]:
@@ -100,6 +118,8 @@ def _append(location: str, size: int, data: bytes) -> None:
     path = local_path(location)
     assert path is not None, "a batch's root is local"
     with named("cannot write", location):
+        if size == 0:
+            path.unlink(missing_ok=True)  # it may be a name of an output file
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with os.fdopen(handle, "r+b") as file:
             if os.fstat(handle).st_size < size:

@@ -6,10 +6,11 @@ import contextlib
 import os
 
 from jobs.batch.bitmap import Bitmap
-from jobs.batch.completion_log import Entry, Extent, append_log, logged_lines, sound_extent
+from jobs.batch.completion_log import Entry, Extent, adopt_log, append_log, logged_lines, sound_extent
 from jobs.batch.input_files import is_parquet
 from jobs.batch.line_index import LineIndex
 from jobs.batch.manifest import BatchSpec, Manifest
+from jobs.batch.parts import merge_parts
 from jobs.batch.retention import forget_output
 from jobs.protocol.results import Result, batch_request_id, output_line
 from jobs.queue.request_queue import Queue
@@ -44,6 +45,8 @@ def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Res
     root = manifest.spec.root
     extent = sound_extent(root, manifest.logged)
     logged.read(root, extent)
+    if manifest.completed and not manifest.logged_lines:  # all were drained at once, and a part broke since
+        results = [*((record.line, record.result) for record in merge_parts(root, manifest.parts)), *results]
     successes = [(line, result) for line, result in results if result.succeeded and line not in logged]
     if successes:
         if not extent.lines:
@@ -53,6 +56,23 @@ def log_successes(queue: Queue, manifest: Manifest, results: list[tuple[int, Res
             entries = [Entry(line, _output_line(manifest, index, line, result)) for line, result in successes]
         extent = append_log(root, extent, entries)
     manifest.logged_lines, manifest.logged_bytes = extent
+
+
+def may_become_log(manifest: Manifest) -> bool:
+    """Return whether the output file can be the completion log: it has the form of one, and nothing
+    was logged.
+    """
+    return not manifest.logged_lines and not is_parquet(manifest.spec.output or "")
+
+
+def log_output(manifest: Manifest, output: str) -> None:
+    """Make the output file the log as well; it counts once the manifest is saved.
+
+    Raise `StoreError`.
+    """
+    records = merge_parts(manifest.spec.root, manifest.parts)
+    lines = (record.line for record in records if record.result.succeeded)
+    manifest.logged_lines, manifest.logged_bytes = adopt_log(manifest.spec.root, output, lines)
 
 
 def open_output(manifest: Manifest, location: str) -> AtomicWriter:

@@ -3,8 +3,6 @@ there.
 """
 
 import contextlib
-import errno
-import os
 import shutil
 from pathlib import Path
 
@@ -21,20 +19,8 @@ from jobs.protocol.states import END_STATES
 from jobs.queue.request_queue import Queue, QueueFull
 from jobs.store.file_store import FileStore
 from jobs.store.marker import BATCHES_FOLDER
-from jobs.store.storage import (
-    AtomicWriter,
-    Busy,
-    StoreError,
-    exclusive,
-    make_folder,
-    named,
-    open_input,
-    store_error,
-    sync_folder,
-)
+from jobs.store.storage import Busy, StoreError, exclusive, link, make_folder, named, sync_folder
 
-_COPY_BYTES = 1 << 20
-_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _PATIENCE_SECONDS = 5.0
 _MAKING_SECONDS = 60  # in which a batch that was admitted gets its record
 
@@ -165,25 +151,7 @@ def _take_input(files: FileStore, new: BatchSubmission, root: Path) -> str:
     with contextlib.suppress(KeyError, FileNotFoundError):
         record = files.get(new.tenant, new.input_file_id)
         if record.purpose == "batch":
-            link = root / f"input{record.suffix}"
-            _link(files.content_path(record), link)
-            return str(link)
+            own = str(root / f"input{record.suffix}")
+            link(str(files.content_path(record)), own)
+            return own
     return ""
-
-
-def _link(source: Path, link: Path) -> None:
-    """A second name, or a copy where the file system has none.
-
-    Raises `FileNotFoundError` and `StoreError`.
-    """
-    try:
-        os.link(source, link)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise store_error(f"cannot write {link}", error) from error
-        with open_input(str(source)) as file, AtomicWriter(str(link)) as writer:
-            while data := file.read(_COPY_BYTES):
-                writer.write(data)
-            writer.commit()

@@ -16,7 +16,7 @@ from jobs.batch.manifest import BatchSpec, Manifest, progress_fields, save_manif
 from jobs.batch.parts import Record, drop_unlisted, merge_parts, to_compact, verify, write_part, write_records
 from jobs.batch.plan import PLAN_NAME, PlanEntry, read_plan
 from jobs.batch.recovery import count_results, lines_on_disk, restore_parts
-from jobs.batch.result_files import LoggedLines, log_successes
+from jobs.batch.result_files import LoggedLines, log_successes, may_become_log
 from jobs.batch.source import open_source
 from jobs.batch.stored_lines import are_small, save_stored
 from jobs.control.slices import Slice
@@ -24,6 +24,7 @@ from jobs.protocol.lines import decode_json, encode_body, read_line
 from jobs.protocol.requests import Request
 from jobs.queue import keys
 from jobs.queue.batch_fields import BatchStatus
+from jobs.queue.batch_records import MAX_PART_LINES
 from jobs.queue.request_queue import Queue
 from jobs.queue.scripts import MAX_ITEMS
 from jobs.store.storage import StoreError, join, open_input
@@ -237,7 +238,8 @@ def drain(held: Slice, progress: BatchProgress, everything: bool = False) -> boo
         _restore(held)
         return True
     part = write_part(held.root, _next_name(held), results)
-    if manifest.spec.of_api:
+    at_once = fields.all_done and not manifest.parts and len(found) < MAX_PART_LINES
+    if manifest.spec.of_api and not (at_once and may_become_log(manifest)):
         log_successes(queue, manifest, results, progress.logged)
     manifest.parts.append(part)
     count_results(manifest, (result for _, result in results))

@@ -14,7 +14,7 @@ from jobs.batch.input_files import is_parquet, read_lines
 from jobs.batch.manifest import Manifest, save_manifest
 from jobs.batch.parts import drop_unlisted, merge_parts
 from jobs.batch.recovery import repair, restore_progress
-from jobs.batch.result_files import open_output, publish_result_files
+from jobs.batch.result_files import log_output, may_become_log, open_output, publish_result_files
 from jobs.batch.source import open_source
 from jobs.control.advance import BatchProgress, drain
 from jobs.control.slices import Slice
@@ -86,6 +86,8 @@ def _write_results(held: Slice) -> Outcome:
     if manifest.spec.output_file_id is None:
         return write_outputs(manifest, held.check_current)
     outcome = write_outputs(manifest, held.check_current)
+    if outcome.output is not None and may_become_log(manifest):
+        log_output(manifest, outcome.output)
     publish_result_files(held.queue, manifest, outcome.output, outcome.error_output, manifest.timestamps[held.state])
     return outcome
 

@@ -25,6 +25,8 @@ _BUFFER = 1 << 18
 _LOCK_POLL_SECONDS = 0.01
 
 
+_COPY_BYTES = 1 << 20
+_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -234,6 +236,24 @@ def write_bytes(location: str, data: bytes) -> None:
     with AtomicWriter(location) as writer:
         writer.write(data)
         writer.commit()
+
+
+def link(source: str, location: str) -> None:
+    """Give a local file a second name, or make a copy where the file system has none.
+
+    Raise `FileNotFoundError` where there is no source, and `StoreError`.
+    """
+    try:
+        os.link(source, location)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise store_error(f"cannot write {location}", error) from error
+        with open_input(source) as file, AtomicWriter(location) as writer:
+            while data := file.read(_COPY_BYTES):
+                writer.write(data)
+            writer.commit()
 
 
 def sync_folder(path: Path) -> None:

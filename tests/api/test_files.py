@@ -486,8 +486,7 @@ def test_results_are_not_deleted_before_the_end_is_known(
         patch.setattr(slices.Slice, "end", die)
         with pytest.raises(KeyboardInterrupt):
             run_to_end(redis_client, batch)
-    file_id = get_batch(redis_client, batch).output_file_id
-    assert file_id is not None
+    file_id = str(get_batch(redis_client, batch).spec.output_file_id)
     assert store.get("", file_id).complete
     with pytest.raises(openai.ConflictError):
         client.files.delete(file_id)

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from jobs.batch import completion_log, result_files
-from jobs.batch.client import BatchRecord
+from jobs.batch.client import BatchRecord, get_batch
 from jobs.batch.completion_log import (
     INDEX_NAME,
     LOG_NAME,
@@ -23,7 +23,8 @@ from jobs.batch.completion_log import (
     remove_log,
     sound_extent,
 )
-from jobs.control import advance
+from jobs.control import advance, finalize, slices
+from jobs.control.ticker import Ticker
 from jobs.queue.request_queue import Queue
 from jobs.store.file_store import FileStore
 from jobs.store.storage import StoreError
@@ -182,3 +183,82 @@ def test_the_output_file_can_be_found_from_the_first_success_on(redis_client: re
     found = store_of(redis_client, tmp_path).get("t", ended.output_file_id or "")
     assert (found.complete, found.bytes) == (True, len(content_of(redis_client, tmp_path, ended.output_file_id, "t")))
     assert found.filename == f"{record.id}_output.jsonl"
+
+
+def drained_at_once(client: redis.Redis, folder: Path) -> BatchRecord:
+    record = submit(client, folder, lines_of(10))
+    step(client, record.id)
+    answer_all(client, failing(3))
+    record = step(client, record.id)
+    assert (record.state, record.stored_completed, record.output_file_id) == ("finalizing", 9, None)
+    return record
+
+
+@pytest.mark.parametrize(
+    "point", ["log_output", "adopt_log", "link", "_append", "publish_result_files", "save_manifest", "clean_up"]
+)
+@pytest.mark.parametrize("after", [False, True])
+def test_the_output_of_lines_that_were_drained_at_once_is_their_log(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, after: bool
+) -> None:
+    record = drained_at_once(redis_client, tmp_path)
+    owners = {"log_output": finalize, "publish_result_files": finalize, "adopt_log": result_files}
+    owner: Any = owners.get(point, completion_log if point in ("link", "_append") else slices)
+    real = getattr(owner, point)
+
+    def die(*arguments: Any, **options: Any) -> Any:
+        if after:
+            real(*arguments, **options)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, point, die)
+        with pytest.raises(Killed):
+            step(redis_client, record.id)
+    if point == "clean_up":
+        Ticker(Queue(redis_client)).tick()
+    ended = get_batch(redis_client, record.id) if point == "clean_up" else run_to_end(redis_client, record.id)
+    output = content_of(redis_client, tmp_path, ended.output_file_id)
+    assert (ended.completed, ended.failed, len(output.splitlines())) == (9, 1, 9)
+    assert log_of(ended) == output
+    assert log_of(ended, 2, 3) == b"".join(output.splitlines(keepends=True)[2:5])
+    root = ended.spec.root
+    assert logged_lines(root, 0, 9) == [1, 2, 4, 5, 6, 7, 8, 9, 10]
+    store_of(redis_client, tmp_path).delete("", str(ended.output_file_id))
+    assert not Path(root, LOG_NAME).exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_lines_that_were_drained_at_once_and_broke_on_disk(
+    redis_client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    """The log then has those that run again, and those that did not break; the output that was
+    its other name stays as it was.
+    """
+    record = drained_at_once(redis_client, tmp_path)
+    if killed:
+        with monkeypatch.context() as patch:
+            patch.setattr(slices, "save_manifest", raise_killed)
+            with pytest.raises(Killed):
+                step(redis_client, record.id)
+    [part] = Path(record.spec.root, "parts").iterdir()
+    content = part.read_bytes()
+    part.write_bytes(content[: len(content) // 2])
+    assert step(redis_client, record.id).state == "in_progress"
+    published = store_of(redis_client, tmp_path).folder(str(record.spec.output_file_id)) / "content.jsonl"
+    before = published.read_bytes() if killed else b""
+    step(redis_client, record.id)
+    answer_all(redis_client, most=2)
+    step(redis_client, record.id)
+    assert not killed or published.read_bytes() == before
+    seen = log_of(record)
+    assert len(seen.splitlines()) == manifest_of(record).completed
+    ended = run_to_end(redis_client, record.id)
+    assert log_of(ended).startswith(seen)
+    output = content_of(redis_client, tmp_path, ended.output_file_id)
+    assert sorted(log_of(ended).splitlines()) == sorted(output.splitlines())
+    assert ended.completed + ended.failed == 10
+
+
+def raise_killed(*arguments: Any) -> None:
+    raise Killed

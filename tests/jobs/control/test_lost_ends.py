@@ -122,11 +122,11 @@ def test_an_output_that_is_deleted_before_redis_knows_of_the_end(
 ) -> None:
     record = finished(redis_client, tmp_path)
     killed_before_redis_knew(redis_client, record, monkeypatch)
-    store_of(redis_client, tmp_path).delete("", str(record.output_file_id))
+    store_of(redis_client, tmp_path).delete("", str(record.spec.output_file_id))
     ended = step(redis_client, record.id)
     assert (ended.state, ended.problem, ended.completed, ended.failed) == ("completed", None, 19, 1)
     with pytest.raises(KeyError):
-        store_of(redis_client, tmp_path).get("", str(record.output_file_id))
+        store_of(redis_client, tmp_path).get("", str(record.spec.output_file_id))
 
 
 def test_every_bad_line_is_reported_after_a_kill(
